@@ -1,0 +1,1 @@
+"""asyncrl: reinforcement learning of language models, generators and learner as separate processes."""

@@ -1,0 +1,262 @@
+"""The configuration: TOML to a frozen tree of msgspec structs.  Imports no torch.
+
+A key's meaning, unit and range stand in its `Meta`; configs/README.md and the JSON schema are generated from here.
+`load` reads a file, applies `--set` overrides to the raw table, converts it (unknown keys and wrong types are one clear
+line) and checks the rules that span several keys.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta
+
+Positive = Annotated[int, Meta(ge=1)]
+Count = Annotated[int, Meta(ge=0)]
+NonNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, le=1)]
+
+
+class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    path: Annotated[str, Meta(description="Hugging Face directory of the initial policy and its tokenizer")]
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    device: Annotated[str, Meta(description="auto, cpu, cuda or cuda:N")] = "auto"
+    reference: Annotated[str, Meta(description="directory of the reference policy; empty: the initial one")] = ""
+    warm_start: Annotated[
+        bool, Meta(description="build and warm-start a tiny model at `path` for the task when nothing is there")
+    ] = False
+
+
+class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    name: Annotated[str, Meta(description="a built-in task, or `file` for prompts of your own")]
+    prompts: Annotated[str, Meta(description="JSONL or parquet with prompt or messages, and answer")] = ""
+    heldout: Annotated[str, Meta(description="the same for held-out prompts")] = ""
+    ood: Annotated[str, Meta(description="the same for out-of-distribution prompts")] = ""
+
+
+class Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    function: Annotated[str, Meta(description="module:function; empty: the task's own")] = ""
+    deadline_s: Annotated[float, Meta(gt=0, description="seconds for one call")] = 10.0
+    workers: Annotated[Count, Meta(description="reward processes per generator; 0: built-in rewards run in place")] = 0
+    on_error: Annotated[Literal["drop", "stop"], Meta(description="a failed reward: the sample is written again, or the run stops")] = "drop"
+    error_budget: Annotated[Share, Meta(description="share of a batch's samples that may fail before the run stops")] = 0.1
+
+
+class Generator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    engine: Literal["embedded", "vllm"] = "embedded"
+    dtype: Annotated[Literal["same", "float32", "bfloat16"], Meta(description="same: the model's")] = "same"
+    slots: Annotated[Positive, Meta(description="answers written at once")] = 256
+    max_new_tokens: Positive = 64
+    context: Annotated[Positive, Meta(description="prompt and answer, in tokens")] = 256
+    temperature: Annotated[float, Meta(gt=0)] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[Count, Meta(description="0: all")] = 0
+    threads: Annotated[Positive, Meta(description="OMP threads of each generator process")] = 1
+
+
+class Learner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    backend: Literal["torch", "deepspeed"] = "torch"
+    steps: Annotated[Positive, Meta(description="batches to train")] = 100
+    groups: Annotated[Positive, Meta(description="groups (prompts) in a batch")] = 32
+    group_size: Annotated[Positive, Meta(description="samples of each prompt")] = 8
+    epochs: Positive = 1
+    minibatches: Annotated[Positive, Meta(description="optimizer steps in an epoch")] = 1
+    micro_batch_tokens: Annotated[Positive, Meta(description="tokens (prompt and answer, padded) in one forward")] = 16384
+    lr: NonNegative = 2e-4
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    warmup_steps: Count = 0
+    beta1: Share = 0.9
+    beta2: Share = 0.99
+    weight_decay: NonNegative = 0.0
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    clip_norm: Annotated[float, Meta(ge=0, description="gradient norm; 0: no clipping")] = 1.0
+    prefetch: Annotated[Count, Meta(le=1, description="batches leased ahead")] = 1
+    checkpoint_every: Annotated[Positive, Meta(description="batches")] = 20
+    keep_checkpoints: Positive = 2
+    threads: Annotated[Positive, Meta(description="OMP threads of the learner process")] = 1
+    zero_stage: Annotated[int, Meta(ge=0, le=3, description="deepspeed")] = 2
+    ranks: Annotated[Positive, Meta(description="deepspeed")] = 1
+
+
+class Staleness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    max_lag: Annotated[float, Meta(ge=0, description="versions; a whole number or inf; 0: synchronous")] = 4.0
+    on_exceed: Literal["pace", "drop", "mask", "downweight"] = "pace"
+    half_life: Annotated[float, Meta(gt=0, description="downweight: excess lag at which a token counts half")] = 2.0
+    inject: Annotated[
+        int | list[float] | None, Meta(description="lag to inject: a constant, or the probabilities of 0, 1, 2, ...")
+    ] = None
+
+
+class Advantage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    name: Literal["reinforce", "rloo", "grpo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "opo", "remax", "gae"] = "rloo"
+    baseline: Annotated[Literal["none", "batch", "ema"], Meta(description="reinforce")] = "batch"
+    ema_decay: Share = 0.9
+    ddof: Annotated[Literal[0, 1], Meta(description="grpo")] = 1
+    eps: Annotated[NonNegative, Meta(description="grpo")] = 1e-4
+    gamma: Share = 1.0
+    lam: Share = 1.0
+    k_step: Annotated[Count, Meta(description="gae: terms of the truncated sum; 0: all")] = 0
+    scale_rewards: Literal["none", "unit", "whiten"] = "none"
+    whiten: Annotated[bool, Meta(description="advantages over the batch")] = False
+    truncated: Annotated[Literal["keep", "penalty", "mask", "soft"], Meta(description="answers cut at max_new_tokens")] = "keep"
+    truncation_penalty: float = 0.0
+    soft_tokens: Annotated[Count, Meta(description="soft: length of the ramp")] = 0
+    no_spread: Annotated[Literal["keep", "filter"], Meta(description="groups without reward spread")] = "keep"
+
+
+class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    head: Literal["none", "own", "shared"] = "none"
+    init: Literal["policy", "reward_model", "zeros", "random"] = "policy"
+    path: Annotated[str, Meta(description="reward_model: its directory")] = ""
+    coefficient: NonNegative = 0.1
+    clip: Annotated[NonNegative, Meta(description="0: not clipped")] = 0.0
+
+
+class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    preset: Annotated[
+        Literal["", "none", "tis", "seq_tis", "mis", "icepop", "m2po"], Meta(description="sets the keys below that are not given")
+    ] = ""
+    proximal: Literal["recompute", "behavior", "interpolate"] = "recompute"
+    level: Literal["none", "token", "sequence", "geometric"] = "token"
+    bound: Literal["none", "truncate", "clip", "mask"] = "truncate"
+    lo: Annotated[Annotated[float, Meta(ge=0)] | None, Meta(description="absent: the level's default")] = None
+    hi: Annotated[Annotated[float, Meta(gt=0)] | None, Meta(description="absent: the level's default")] = None
+    self_normalize: bool = False
+    reject: Literal["none", "ratio", "k1", "k2", "k3"] = "none"
+    reject_level: Literal["token", "sequence"] = "sequence"
+    reject_by: Literal["sum", "mean", "max"] = "mean"
+    reject_lo: float | None = None
+    reject_hi: float | None = None
+    veto: Literal["none", "probability", "ratio"] = "none"
+    veto_threshold: Annotated[Annotated[float, Meta(gt=0)] | None, Meta(description="absent: 1e-6 for probability, 1e-4 for ratio")] = None
+    m2_threshold: Annotated[Annotated[float, Meta(gt=0)] | None, Meta(description="m2po: mask the largest until mean (log rho)^2 is below")] = None
+    denominator: Annotated[Literal["before", "after"], Meta(description="token counts taken before or after rejection")] = "before"
+    function: Annotated[str, Meta(description="module:function of your own, in place of level and bound")] = ""
+
+
+class Reshape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    gamma: Annotated[Literal["v3.1", "base"] | float, Meta(description="IS-reshape exponent: v3.1, gamma_base alone, or a constant")] = "v3.1"
+    form: Literal["power", "box_cox"] = "power"
+    rho_min: Annotated[float, Meta(gt=0, lt=1)] = 0.3
+    tau: Annotated[float, Meta(gt=0)] = 1.0
+    sharpness: Annotated[float, Meta(description="T of gamma_target")] = 5.0
+    gamma_min: Share = 0.05
+    clip_threshold: Annotated[NonNegative, Meta(description="bound on w^gamma; 0: off")] = 0.0
+    repair_clip: Annotated[NonNegative, Meta(description="repair B: half-width of the band of w; 0: off")] = 0.0
+    kl_budget: Annotated[NonNegative, Meta(description="repair D: kl_max; 0: off")] = 0.0
+    budget_on: Annotated[Literal["coefficient", "learning_rate", "global"], Meta(description="repair D")] = "coefficient"
+
+
+class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    surrogate: Literal[
+        "vanilla", "reinforce", "ppo", "decoupled_ppo", "gspo", "cispo", "dppo", "sapo", "topr", "dro", "kl_cov", "clip_cov", "gpg", "sft", "reshape"
+    ] = "decoupled_ppo"
+    eps_low: Annotated[NonNegative | None, Meta(description="absent: the surrogate's default (0.2; gspo 3e-4)")] = None
+    eps_high: Annotated[NonNegative | None, Meta(description="absent: the surrogate's default (0.2; gspo 4e-4)")] = None
+    dual_clip: Annotated[float, Meta(ge=0, description="c of dual-clip PPO, above 1; 0: off")] = 0.0
+    reduction: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    norm_length: Annotated[Count, Meta(description="seq-mean-token-sum-norm: the constant; 0: max_new_tokens")] = 0
+    entropy: Annotated[float, Meta(description="c_h")] = 0.0
+    dppo_threshold: NonNegative = 0.2
+    sapo_tau_pos: float = 1.0
+    sapo_tau_neg: float = 1.05
+    dro_beta: float = 0.05
+    cov_share: Annotated[Share, Meta(description="kl_cov, clip_cov: share of tokens")] = 0.002
+    cov_coefficient: Annotated[float, Meta(description="kl_cov")] = 1.0
+    reshape: Reshape = Reshape()
+
+
+class KL(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    preset: Literal["", "grpo", "dr_grpo", "rloo"] = ""
+    coefficient: Annotated[NonNegative, Meta(description="beta; 0: no KL term")] = 0.0
+    placement: Literal["reward", "loss"] = "reward"
+    estimator: Literal[
+        "k1", "k2", "k3", "abs", "low_var_kl", "k1+", "k2+", "k3+", "abs+", "low_var_kl+"
+    ] = "k1"
+    off_policy: Literal["none", "ratio", "prefix", "prefix_full"] = "none"
+    discount: Annotated[Share, Meta(description="prefix: lambda on later terms")] = 1.0
+    truncation: Annotated[float, Meta(gt=0, description="prefix: bound on the prefix weight")] = float("inf")
+    against: Annotated[Literal["reference", "behavior"], Meta(description="behavior: repair C of IS-reshape")] = "reference"
+    controller: Literal["fixed", "adaptive"] = "fixed"
+    target: Annotated[NonNegative, Meta(description="adaptive")] = 6.0
+    horizon: Annotated[Positive, Meta(description="adaptive: samples")] = 10000
+
+
+class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    kl_max: Annotated[NonNegative, Meta(description="KL early stopping: budget of one batch; 0: off")] = 0.0
+    against: Literal["proximal", "behavior"] = "proximal"
+    ess_min: Annotated[Share, Meta(description="stop the batch's epochs below this effective sample size share; 0: off")] = 0.0
+
+
+class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    in_flight: Annotated[
+        Literal["keep_kv", "recompute_kv", "between_groups"], Meta(description="what a swap does to answers being written")
+    ] = "keep_kv"
+    transport: Literal["auto", "shared_memory", "tcp"] = "auto"
+    slots: Annotated[int, Meta(ge=2, description="ring slots, beside those injection needs")] = 4
+
+
+class Durability(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    mode: Literal["memory", "process", "disk"] = "memory"
+
+
+class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    every: Annotated[Count, Meta(description="versions; 0: only at the start and the end")] = 20
+    prompts: Annotated[Positive, Meta(description="held-out prompts in an evaluation along the way")] = 256
+    final_prompts: Annotated[Positive, Meta(description="held-out prompts of the first and the last evaluation")] = 1024
+    ood_prompts: Annotated[Count, Meta(description="out-of-distribution prompts of the last evaluation")] = 512
+    temperature: Annotated[float, Meta(gt=0)] = 1.0
+
+
+class Wires(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    address: Annotated[str, Meta(description="of the buffer: ipc:// or tcp://; empty: ipc in the run's own directory")] = ""
+    weights_address: Annotated[str, Meta(description="tcp address of the learner's chunk server; empty: none")] = ""
+    credit_bytes: Positive = 8 * 1024 * 1024
+    frame_bytes: Annotated[Positive, Meta(description="several samples travel in one frame up to this size")] = 256 * 1024
+    lease_s: Annotated[float, Meta(gt=0, description="a lease ends this long after the last decode progress")] = 20.0
+    retry_s: Annotated[float, Meta(gt=0, description="an unanswered request is repeated after this long")] = 1.0
+    connect_s: Annotated[float, Meta(gt=0, description="a peer that has never answered is given up after this long")] = 120.0
+    curve_dir: Annotated[str, Meta(description="CURVE keys, needed beyond loopback")] = ""
+
+
+class Watchdog(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    multiple: Annotated[float, Meta(gt=1, description="a step is overdue after this many medians of the run's own steps")] = 20.0
+    floor_s: Annotated[float, Meta(gt=0, description="and never before this")] = 60.0
+    startup_s: Annotated[float, Meta(gt=0, description="grace until the first step")] = 300.0
+    restarts: Annotated[Count, Meta(description="restarts of each process")] = 3
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    stream: Annotated[bool, Meta(description="record the trained stream for replay")] = False
+    weights_every: Annotated[Count, Meta(description="batches; 0: only the initial weights")] = 0
+    max_mb: Positive = 2048
+    samples_every: Annotated[Count, Meta(description="batches between the samples shown in samples.jsonl; 0: none")] = 10
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The whole tree.  `model.path` and `task.name` have no default."""
+
+    name: Annotated[str, Meta(description="of the run directory; empty: the file's name and the time")] = ""
+    runs: Annotated[str, Meta(description="directory of run directories")] = "runs"
+    seed: Count = 0
+    generators: Annotated[Positive, Meta(description="generator processes that `asyncrl run` starts")] = 1
+    exact: Annotated[bool | Literal["try"], Meta(description="bitwise equal logprobs in engine and learner")] = False
+    model: Model
+    task: Task
+    reward: Reward = Reward()
+    generator: Generator = Generator()
+    learner: Learner = Learner()
+    staleness: Staleness = Staleness()
+    advantage: Advantage = Advantage()
+    value: Value = Value()
+    correction: Correction = Correction()
+    loss: Loss = Loss()
+    kl: KL = KL()
+    stop: Stop = Stop()
+    weights: Weights = Weights()
+    durability: Durability = Durability()
+    evaluation: Evaluation = Evaluation()
+    wires: Wires = Wires()
+    watchdog: Watchdog = Watchdog()
+    record: Record = Record()

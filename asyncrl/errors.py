@@ -1,0 +1,58 @@
+"""One exception hierarchy.  A message says what, where and what to do; the exit code says which kind (see EXIT_CODES)."""
+
+from __future__ import annotations
+
+EXIT_CODES = {
+    0: "done",
+    1: "the run failed, or a check does not hold",
+    2: "usage or config: one line names file, line, key and what is allowed",
+    3: "a process was lost for good",
+    4: "a peer cannot be reached",
+    5: "stored data is damaged",
+    6: "nothing left to do",
+    130: "interrupted",
+}
+
+
+class AsyncrlError(Exception):
+    """An expected failure, shown to the user as one line and never as a traceback."""
+
+    exit_code = 1
+
+
+class ConfigError(AsyncrlError):
+    """A config, a command line or a dataset that cannot work."""
+
+    exit_code = 2
+
+
+class ProcessLost(AsyncrlError):
+    """A process died and its restarts are used up."""
+
+    exit_code = 3
+
+
+class PeerUnreachable(AsyncrlError):
+    """No answer from a peer within its deadline."""
+
+    exit_code = 4
+
+
+class Damaged(AsyncrlError):
+    """A checkpoint, a journal or a recording that does not match its checksum or its shape."""
+
+    exit_code = 5
+
+
+class NothingToDo(AsyncrlError):
+    """A finished run was asked to go on."""
+
+    exit_code = 6
+
+
+class ProtocolError(AsyncrlError):
+    """A peer broke the protocol, or one of our own invariants does not hold: the run stops."""
+
+
+class Fenced(AsyncrlError):
+    """A newer epoch of the learner has taken over; this one ends quietly."""
