@@ -1,0 +1,66 @@
+"""Fixtures that real-process tests share: a warm-started model, and `asyncrl` typed as a user would."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+
+
+class Ended:
+    """A finished command: its exit code, stdout, stderr, and the last stdout line as JSON."""
+
+    def __init__(self, process: subprocess.CompletedProcess[str]) -> None:
+        self.code, self.out, self.err = process.returncode, process.stdout, process.stderr
+
+    @property
+    def json(self) -> dict[str, Any]:
+        assert self.out.strip(), f"nothing on stdout (exit {self.code}); stderr ends:\n{self.err[-3000:]}"
+        return dict(json.loads(self.out.strip().splitlines()[-1]))
+
+
+@pytest.fixture(scope="session")
+def sort_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The `sort` model after its warm start, built once a test session."""
+    path = tmp_path_factory.mktemp("model") / "sort"
+    code = (
+        "import sys; from asyncrl.config_load import load; from asyncrl.tasks.warm_start import warm_start;"
+        "c = load('configs/demo.toml', ['model.path=' + repr(sys.argv[1])]); warm_start(c, sys.argv[1])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return path
+
+
+@pytest.fixture
+def asyncrl(tmp_path: Path, sort_model: Path) -> Callable[..., Ended]:
+    """`asyncrl("run", "a=1", ...)`: a command on configs/demo.toml with small settings; words with `=` become --set."""
+
+    def call(command: str, *words: str, timeout: float = 240.0) -> Ended:
+        return Ended(subprocess.run(demo_command(command, tmp_path, sort_model, *words), cwd=ROOT, env=ENV,
+                                    capture_output=True, text=True, timeout=timeout))  # fmt: skip
+
+    return call
+
+
+def demo_command(command: str, tmp_path: Path, model: Path, *words: str) -> list[str]:
+    sets = [f"model.path={str(model)!r}", f"runs={str(tmp_path / 'runs')!r}", "evaluation.final_prompts=256", "evaluation.ood_prompts=16",
+            "evaluation.prompts=64"]  # fmt: skip
+    sets += [w for w in words if "=" in w and not w.startswith("-")]
+    flags = [w for w in words if "=" not in w or w.startswith("-")]
+    argv = [sys.executable, "-m", "asyncrl.cli", command]
+    if "--resume" not in flags:
+        argv.append("configs/demo.toml")
+        argv += [x for s in sets for x in ("--set", s)]
+    else:
+        argv += [x for s in words if "=" in s and not s.startswith("-") for x in ("--set", s)]
+    return argv + flags + ["--json"]

@@ -1,0 +1,140 @@
+"""The main job, for real: buffer, generator and learner as separate processes, started as a user starts them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ENV, ROOT, Ended, demo_command
+
+Call = Callable[..., Ended]
+DISPOSITIONS = {"trained", "masked_stale", "dropped_stale", "abandoned", "filtered", "duplicate", "orphaned", "lost_with_process", "left_over"}
+
+
+def check_summary(summary: dict[str, Any], limit: float) -> None:
+    ledger, lag = summary["ledger"], summary["lag"]
+    assert ledger.keys() >= DISPOSITIONS | {"generated"}
+    assert sum(v for k, v in ledger.items() if k != "generated") == ledger["generated"] > 0
+    assert lag["limit"] == limit and lag["max"] <= limit
+    assert summary["tokens"] > 0 and summary["speed"]["generator_tokens_per_s"] > 0
+
+
+def children(pid: int) -> dict[str, int]:
+    """Process name -> pid of the parts that a supervisor started, read from /proc."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                parent = int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1])
+                words = (entry / "cmdline").read_bytes().decode().split("\0")
+            except OSError:
+                continue
+            if parent == pid:
+                found.update({part: int(entry.name) for part in ("buffer", "generator", "learner") if part in words})
+    return found
+
+
+def steps_done(run_dir: Path) -> int:
+    """Committed batches, read from metrics.jsonl as any other program would."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return 0
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+    return max([int(r["step"]) for r in rows if "reward/mean" in r], default=-1) + 1
+
+
+def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 120) -> Any:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if result := condition():
+            return result
+        assert process.poll() is None, f"ended early with {process.returncode}"
+        time.sleep(0.05)
+    raise AssertionError("the awaited event did not come")
+
+
+def start(tmp_path: Path, model: Path, *words: str) -> subprocess.Popen[str]:
+    out = (tmp_path / "stdout").open("w+")
+    return subprocess.Popen(demo_command("run", tmp_path, model, *words), cwd=ROOT, env=ENV, stdout=out, stderr=(tmp_path / "stderr").open("w"),
+                            text=True, start_new_session=True)  # fmt: skip
+
+
+def finish(process: subprocess.Popen[str], tmp_path: Path) -> dict[str, Any]:
+    code = process.wait(timeout=240)
+    assert code == 0, f"exit {code}: {(tmp_path / 'stderr').read_text()[-3000:]}"
+    return dict(json.loads((tmp_path / "stdout").read_text().strip().splitlines()[-1]))
+
+
+def test_asynchronous_run_gains_accuracy_at_positive_lag(asyncrl: Call) -> None:
+    done = asyncrl("run", "learner.steps=40", "staleness.max_lag=4", "name='gain'")
+    assert done.code == 0, done.err[-3000:]
+    summary = done.json
+    check_summary(summary, 4)
+    assert summary["steps"] == 40 and summary["lag"]["mean"] > 0
+    assert summary["heldout_end"] > summary["heldout_start"] + 0.1  # from about 0.36: six standard errors of a share at n = 256 apart is 0.18
+    run_dir = Path(summary["run_dir"])
+    names = ("config.toml", "summary.json", "metrics.jsonl", "tensorboard", "report.html", "checkpoints", "samples.jsonl", "trace.json")
+    for name in names:
+        assert (run_dir / name).exists(), name
+    import transformers
+
+    transformers.AutoModelForCausalLM.from_pretrained(run_dir / "model")
+
+
+def test_limit_zero_is_synchronous_training(asyncrl: Call) -> None:
+    summary = asyncrl("run", "learner.steps=30", "staleness.max_lag=0", "name='sync'").json
+    check_summary(summary, 0)
+    assert summary["lag"]["max"] == 0 and summary["heldout_end"] > summary["heldout_start"] + 0.05
+
+
+def test_synchronous_runs_repeat_bitwise_also_after_stop_and_resume(asyncrl: Call, tmp_path: Path, sort_model: Path) -> None:
+    words = ("learner.steps=12", "staleness.max_lag=0", "learner.checkpoint_every=3")
+    first = asyncrl("run", *words, "name='one'").json
+    again = asyncrl("run", *words, "name='two'").json
+    assert first["weights_digest"] == again["weights_digest"]
+    process = start(tmp_path, sort_model, *words, "name='three'")
+    run_dir = tmp_path / "runs" / "three"
+    wait_until(lambda: steps_done(run_dir) >= 4, process)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    resumed = asyncrl("run", "--resume", str(run_dir))
+    assert resumed.code == 0, resumed.err[-3000:]
+    assert resumed.json["weights_digest"] == first["weights_digest"]
+
+
+@pytest.mark.parametrize("victim", ["generator", "learner"])
+def test_a_killed_process_costs_only_its_time(victim: str, tmp_path: Path, sort_model: Path) -> None:
+    process = start(tmp_path, sort_model, "learner.steps=30", "staleness.max_lag=2", "learner.checkpoint_every=5", "name='kill'")
+    run_dir = tmp_path / "runs" / "kill"
+    wait_until(lambda: steps_done(run_dir) >= 8, process)
+    os.kill(children(process.pid)[victim], signal.SIGKILL)
+    summary = finish(process, tmp_path)
+    check_summary(summary, 2)
+    assert summary["steps"] == 30
+    assert "SIGKILL" in (tmp_path / "stderr").read_text()
+
+
+def test_parts_start_in_any_order_from_their_own_terminals(tmp_path: Path, sort_model: Path) -> None:
+    run_dir = tmp_path / "runs" / "parts"
+    words = ("learner.steps=6", "name='parts'", "--run-dir", str(run_dir))
+    parts = []
+    for part in ("learner", "generator", "buffer"):
+        argv = [w for w in demo_command(part, tmp_path, sort_model, *words) if w != "--json"]
+        parts.append(subprocess.Popen(argv, cwd=ROOT, env=ENV, stderr=(tmp_path / part).open("w"), text=True))
+        time.sleep(0.5)  # only to make the order of starting what the name says; no assertion rests on it
+    for part, process in zip(("learner", "generator", "buffer"), parts, strict=True):
+        assert process.wait(timeout=180) == 0, (part, (tmp_path / part).read_text()[-2000:])
+    assert steps_done(run_dir) == 6
+
+
+def test_weights_over_tcp(asyncrl: Call) -> None:
+    done = asyncrl("run", "learner.steps=5", "weights.transport='tcp'", "wires.weights_address='tcp://127.0.0.1:0'", "name='tcp'")
+    assert done.code == 0, done.err[-3000:]
+    check_summary(done.json, done.json["lag"]["limit"])
