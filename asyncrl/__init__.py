@@ -1,1 +1,29 @@
-"""asyncrl: reinforcement learning of language models, generators and learner as separate processes."""
+"""asyncrl trains language models by reinforcement learning while generation goes on.
+
+```
+ prompts --ticket--> generator --trajectories--> buffer --batch--> learner
+    ^                   ^                          |                  |
+    |                   +-------- weights v+1 -----|------------------+
+    +------------- admission: may another ticket go out? -------------+
+```
+
+| loop      | consumes              | waits for                                       | unblocked by                           |
+|-----------|-----------------------|-------------------------------------------------|----------------------------------------|
+| generator | tickets               | a ticket; the ticket's minimum version          | the buffer: a commit, a publication    |
+| buffer    | trajectories, requests| nothing: it never blocks                        | -                                      |
+| learner   | batches               | the oldest group of its batch                   | the buffer: a generator delivered      |
+| weights   | a publication         | nothing: generators pull what is announced      | the learner                            |
+
+Glossary, one word for one thing in code, configs, metrics and docs:
+
+- behaviour policy (mu): drew the token; `behavior_logprobs` are recorded by the engine, after temperature, top-p and top-k.
+- proximal policy (pi_prox): where the learner starts the batch. Target policy (pi_theta): the learner now. Reference: frozen.
+- version, label: (epoch, number). The number counts committed batches, the epoch the learner's lives.
+- lag: versions between the policy that drew a token and the one its batch starts from. Staleness: the fact of lag.
+- group: the samples of one prompt. Ticket: the order to write one group. Lease, attempt: one grant of a ticket.
+- ledger: where every generated token ended, in exactly one line.
+- ESS: effective sample size of the importance weights, as a share of the samples.
+
+Where things are: `asyncrl` the contract and the mathematics, `actors` prompt to trajectory, `buffer` trajectory to batch,
+`learner` batch to weights.  The three never import each other; they meet in `asyncrl.messages`.
+"""
