@@ -141,6 +141,11 @@ class Announcement(msgspec.Struct, frozen=True):
     digest: str
     source: WeightsSource
 
+    @property
+    def announcement_key(self) -> Label:
+        """Announcements may arrive out of order: the greater key is the newer one."""
+        return Label(*self.label)
+
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
     """One group to write.  Made by the buffer, which owns the prompt cursor."""

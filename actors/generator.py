@@ -1,0 +1,294 @@
+"""The generator process: tickets in, trajectories out, with the newest announced weights.
+
+One pass of the loop: read replies, load the weights that the schedule wants, start samples, decode a few steps, collect
+rewards, deliver.  It never waits while a row is live; with none, it waits for the buffer, and says for what.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from actors.delivery import Outbox
+from actors.engine import Answer, Engine, Request
+from actors.rewards import RewardRunner
+from actors.schedule import Key, Schedule
+from actors.weights import WeightsReceiver
+from asyncrl import messages as m
+from asyncrl.config import Config
+from asyncrl.errors import AsyncrlError, PeerUnreachable, ProtocolError
+from asyncrl.models import encode_prompt, load_tokenizer
+from asyncrl.rundir import buffer_address, run_id
+from asyncrl.tasks import get_task
+from asyncrl.trace import Tracer
+from asyncrl.versions import Label
+from asyncrl.wires import PeerSocket
+
+DECODE_STEPS = 8  # between two looks at the socket
+IDLE_POLL_S = 0.02
+
+
+class Generator:
+    """One generator.  `run` returns when the run is finished or it was told to end."""
+
+    def __init__(self, config: Config, run_dir: Path, index: int, engine: Engine) -> None:
+        self.config, self.engine = config, engine
+        self.producer, self.session = f"generator-{index}", time.time_ns()
+        self.run = run_id(run_dir)
+        self.schedule = Schedule(drain_first=config.weights.in_flight == "between_groups")
+        self.tokenizer = load_tokenizer(config.model.path)
+        self.task = get_task(config.task, config.model.path)
+        self.rewards = RewardRunner(config, self.task)
+        self.tracer = Tracer(run_dir, self.producer)
+        self.outbox = Outbox(config.wires, self.producer, self.session)
+        self.weights = WeightsReceiver(config, self.producer)
+        self.socket = PeerSocket(buffer_address(config, run_dir))
+        self.loaded: tuple[Label, str] | None = None
+        self.prompts: dict[int, np.ndarray] = {}  # held ticket -> tokens
+        self.judged: dict[Key, tuple[m.Ticket, Answer, str]] = {}  # waiting for their reward
+        self.want_sequence = 0
+        self.want_sent = 0.0
+        self.asked = 0
+        self.ending = False
+        self.heard = time.monotonic()
+        self.ever_heard = False
+        self.renewed = 0.0
+        self.stats = {"generator/tokens": 0.0, "generator/busy_s": 0.0, "generator/idle_s": 0.0, "generator/swap_s": 0.0, "generator/swaps": 0.0}
+        self.idle_since = time.monotonic()
+        self.waiting_for = "the buffer's first answer"
+
+    # ---- the loop --------------------------------------------------------------------------------------------------
+
+    def loop(self) -> None:
+        hello = m.GeneratorHello(
+            m.PROTOCOL, self.run, self.producer, self.session, self.engine.slots, socket.gethostname(), os.getpid()
+        )
+        self.socket.send(hello)
+        while not self.ending:
+            self.read()
+            self.swap()
+            self.admit()
+            self.decode()
+            self.collect()
+            self.deliver()
+            self.want()
+            self.renew()
+            if not self.ever_heard and time.monotonic() - self.heard > self.config.wires.connect_s:
+                raise PeerUnreachable(
+                    f"the buffer at {self.socket.address} has not answered for {self.config.wires.connect_s:g} s; "
+                    "start it with `asyncrl buffer`, or set wires.address"
+                )
+
+    def read(self) -> None:
+        """Handle what has arrived; with nothing to do, wait a little for more."""
+        timeout = 0.0 if self.engine.active or self.judged else IDLE_POLL_S
+        while (reply := self.socket.recv(timeout)) is not None:
+            timeout = 0.0
+            self.heard, self.ever_heard = time.monotonic(), True
+            if isinstance(reply, m.Tickets):
+                self.on_tickets(reply)
+            elif isinstance(reply, m.Acks) and reply.session == self.session:
+                self.outbox.on_acks(reply)
+                self.schedule.announce(reply.announcement)
+            elif isinstance(reply, m.Refused):
+                error = AsyncrlError(reply.reason)
+                error.exit_code = reply.exit_code
+                raise error
+
+    def on_tickets(self, reply: m.Tickets) -> None:
+        if reply.session != self.session:
+            return
+        self.schedule.announce(reply.announcement)
+        if reply.sequence == self.want_sequence:
+            self.asked = 0
+        for ticket in self.schedule.take(reply.tickets):
+            self.prompts[ticket.ticket] = encode_prompt(self.tokenizer, ticket.prompt)
+        if reply.finished:
+            self.ending = True
+
+    def swap(self) -> None:
+        """End what an older epoch left; load the version that the schedule wants, between two decode steps."""
+        for held in self.schedule.outdated():
+            self.engine.abort(self.schedule.drop(held))
+            self.prompts.pop(held.ticket.ticket, None)
+        goal, said = self.schedule.wanted(self.loaded[0] if self.loaded else None), self.schedule.announced
+        if goal is None or said is None:
+            return
+        began = time.monotonic()
+        with self.tracer.span("weights"):
+            got = self.weights.pull(said.source, goal, said.digest if goal == said.label else None)
+            if got is None:  # its slot was reused or is being written: the next announcement, or a retry, brings one
+                self.waiting_for = f"weights {goal}"
+                time.sleep(0.001)
+                return
+            tensors, digest = got
+            self.engine.load(tensors, goal, digest)
+        self.loaded = (goal, digest)
+        self.stats["generator/swap_s"] += time.monotonic() - began
+        self.stats["generator/swaps"] += 1
+
+    def admit(self) -> None:
+        room = self.engine.slots - self.engine.active
+        if self.loaded is None or room <= 0:
+            return
+        requests = []
+        for held, sample in self.schedule.admit(self.loaded[0], room):
+            ticket, tokens = held.ticket, self.prompts[held.ticket.ticket]
+            limit = min(ticket.sampling.max_new_tokens, self.config.generator.context - len(tokens))
+            key = (ticket.ticket, sample, ticket.attempt)
+            if limit < 1:
+                self.fail(ticket, key, f"data: the prompt has {len(tokens)} tokens, generator.context is {self.config.generator.context}")
+                continue
+            s = ticket.sampling
+            requests.append(
+                Request(key=key, prompt=tokens, group=ticket.ticket, max_new_tokens=limit, temperature=s.temperature, top_p=s.top_p,
+                        top_k=s.top_k, stop=stop_tokens(self.tokenizer), seed=ticket.seed)
+            )  # fmt: skip
+        if requests:
+            with self.tracer.span("prefill"):
+                self.engine.add(requests)
+
+    def decode(self) -> None:
+        now = time.monotonic()
+        if not self.engine.active:
+            self.stats["generator/idle_s"] += now - self.idle_since
+            self.idle_since = now
+            return
+        with self.tracer.span("decode"):
+            answers = self.engine.step(DECODE_STEPS)
+        for answer in answers:
+            self.stats["generator/tokens"] += len(answer.tokens)
+            self.finished(answer)
+        self.stats["generator/busy_s"] += time.monotonic() - self.idle_since
+        self.idle_since = time.monotonic()
+        self.waiting_for = ""
+
+    def finished(self, answer: Answer) -> None:
+        key = answer.key
+        held = self.schedule.held.get((key[0], key[2]))
+        if held is None:
+            return
+        self.schedule.done(key, len(answer.tokens))
+        stops = set(stop_tokens(self.tokenizer))
+        shown = [int(t) for t in answer.tokens if int(t) not in stops]
+        text = self.tokenizer.decode(shown, skip_special_tokens=True)
+        self.judged[key] = (held.ticket, answer, text)
+        self.rewards.submit(key, held.ticket.prompt, text, answer.tokens)
+
+    def fail(self, ticket: m.Ticket, key: Key, why: str) -> None:
+        """A sample that cannot be written: delivered as failed, never trained on as a reward of 0."""
+        self.schedule.done(key, 0)
+        label, digest = self.loaded or (ticket.min_version, "")
+        span = m.Span(label, digest, 0, 0, label)
+        self.outbox.add(m.Trajectory(*key, b"", b"", b"", b"", [span], 0.0, {}, "stop", ticket.sampling.temperature, failed=why))
+
+    def collect(self) -> None:
+        for key, reward, parts, token_rewards, failed in self.rewards.poll():
+            ticket, answer, text = self.judged.pop(key)
+            if failed and self.config.reward.on_error == "stop":
+                raise AsyncrlError(f"the reward function failed on prompt {ticket.prompt.id}: {failed} (reward.on_error = stop)")
+            self.outbox.add(trajectory(ticket, answer, text, float(reward), parts, token_rewards, failed))
+        live = {h.ticket.ticket for h in self.schedule.held.values()}
+        for gone in [t for t in self.prompts if t not in live]:
+            del self.prompts[gone]
+
+    def deliver(self) -> None:
+        for frame in self.outbox.frames(time.monotonic(), flush=not self.engine.active):
+            self.socket.send(frame)
+
+    def want(self) -> None:
+        """Ask for as many samples as will find a free row soon; one request at a time, repeated when unanswered."""
+        now, free = time.monotonic(), self.engine.slots - self.engine.active - self.schedule.waiting()
+        if self.outbox.full:
+            self.waiting_for = "credit: the buffer has not acknowledged what was delivered"
+            return
+        due = free > self.asked or (self.asked and now - self.want_sent > self.config.wires.retry_s)
+        if free > 0 and due:
+            self.want_sequence, self.want_sent, self.asked = self.want_sequence + 1, now, free
+            holding = self.loaded[0] if self.loaded else None
+            self.socket.send(m.Want(self.producer, self.session, self.want_sequence, free, holding))
+        if not self.engine.active and not self.judged and not self.schedule.waiting():
+            self.waiting_for = "a ticket: the staleness limit leaves no room, or all tickets are out"
+
+    def renew(self) -> None:
+        now = time.monotonic()
+        if now - self.renewed < 0.5:
+            return
+        self.renewed = now
+        live = self.engine.progress()
+        tokens = {k: h.tokens for k, h in self.schedule.held.items()}
+        for key, count in live.items():
+            if (key[0], key[2]) in tokens:
+                tokens[key[0], key[2]] += count
+        progress = [(t, a, n) for (t, a), n in tokens.items()]
+        waiting = f"{self.waiting_for}|{now - self.idle_since:.1f}" if self.waiting_for else ""
+        self.socket.send(m.Renew(self.producer, self.session, progress, dict(self.stats), waiting))
+
+
+def trajectory(ticket: m.Ticket, answer: Answer, text: str, reward: float, parts: dict[str, float], token_rewards: Any, failed: str) -> m.Trajectory:
+    """The record of one answer: token ids exactly as sampled."""
+    if not np.isfinite(answer.logprobs).all():
+        raise ProtocolError(f"the engine gave a logprob that is not finite for ticket {ticket.ticket}, sample {answer.key[1]}")
+    return m.Trajectory(
+        *answer.key,
+        prompt_tokens=np.ascontiguousarray(answer.prompt, dtype="<i4").tobytes(),
+        tokens=np.ascontiguousarray(answer.tokens, dtype="<i4").tobytes(),
+        behavior_logprobs=np.ascontiguousarray(answer.logprobs, dtype="<f4").tobytes(),
+        mask=b"\x01" * len(answer.tokens),
+        spans=answer.spans,
+        reward=reward,
+        reward_parts=parts,
+        finish=answer.finish,
+        temperature=ticket.sampling.temperature,
+        text=text,
+        prompt_text=ticket.prompt.text,
+        segments=[("model", 0, len(answer.tokens))],
+        token_rewards=b"" if token_rewards is None else np.asarray(token_rewards, dtype="<f4").tobytes(),
+        generated_at=time.monotonic(),
+        failed=failed,
+    )
+
+
+def stop_tokens(tokenizer: Any) -> tuple[int, ...]:
+    return (int(tokenizer.eos_token_id),) if tokenizer.eos_token_id is not None else ()
+
+
+def engine_for(config: Config) -> Engine:
+    """The engine that `generator.engine` names."""
+    if config.generator.engine == "vllm":
+        from actors.engine_vllm import make_engine as make_vllm
+
+        return make_vllm(config)
+    from actors.engine_embedded import make_engine
+
+    return make_engine(config)
+
+
+def main(config: Config, run_dir: Path, index: int, *, on_ready: Callable[[], None] | None = None) -> None:
+    """Run generator `index` of the run in `run_dir` until the run is finished or SIGTERM asks for its end."""
+    engine = engine_for(config)
+    generator = Generator(config, run_dir, index, engine)
+
+    def stop(_number: int, _frame: object) -> None:
+        generator.ending = True
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if os.environ.get("ASYNCRL_SUPERVISED") else stop)
+    try:
+        generator.loop()
+    finally:
+        generator.rewards.close()
+        generator.tracer.close()
+        generator.weights.close()
+        generator.socket.close()
+    print(f"{generator.producer}: ended after {generator.stats['generator/tokens']:.0f} tokens", file=sys.stderr)
+
+

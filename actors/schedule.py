@@ -1,0 +1,138 @@
+"""Which weights a generator loads next and which samples may start: the generator's rules of the protocol, pure.
+
+    tickets --take--> waiting --admit--> rows in the engine --done--> (delivery)
+
+1. A ticket is taken once; its samples start only with weights of its epoch, at or above `min_version`.
+2. A ticket with an exact version (evaluation, lag injection) starts, runs and ends with exactly these weights: while such a
+   row is live, nothing is swapped.
+3. A newer epoch's weights end every unfinished sample of an older one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from asyncrl.messages import Announcement, Ticket
+from asyncrl.versions import Label
+
+Key = tuple[int, int, int]  # (ticket, sample, attempt)
+
+
+@dataclass
+class Held:
+    """A ticket that this generator has taken: samples not yet started, and rows in the engine."""
+
+    ticket: Ticket
+    waiting: list[int]
+    live: set[int] = field(default_factory=set)
+    tokens: int = 0  # of samples already delivered
+
+    @property
+    def exact(self) -> Label | None:
+        return self.ticket.exact_version
+
+    @property
+    def epoch(self) -> int:
+        return self.ticket.min_version.epoch
+
+    def ready(self, loaded: Label | None) -> bool:
+        """May a sample start with the weights `loaded`?"""
+        if loaded is None:
+            return False
+        if self.exact is not None:
+            return loaded == self.exact
+        return loaded.epoch == self.epoch and loaded >= self.ticket.min_version
+
+
+class Schedule:
+    """The tickets one generator holds, in the order in which they are served: evaluation first, then by number."""
+
+    def __init__(self, *, drain_first: bool) -> None:
+        self.drain_first = drain_first  # weights.in_flight = between_groups
+        self.held: dict[tuple[int, int], Held] = {}  # (ticket, attempt)
+        self.newest_attempt = 0
+        self.announced: Announcement | None = None
+
+    def announce(self, said: Announcement | None) -> bool:
+        """Remember the newest announcement; True when it is news."""
+        if said is None or (self.announced is not None and said.announcement_key <= self.announced.announcement_key):
+            return False
+        self.announced = said
+        return True
+
+    def take(self, tickets: Iterable[Ticket]) -> list[Ticket]:
+        """Take each ticket reply once (an attempt number is never used twice); returns those that are new."""
+        new = [t for t in tickets if t.attempt > self.newest_attempt]
+        for t in new:
+            self.newest_attempt = max(self.newest_attempt, t.attempt)
+            self.held[t.ticket, t.attempt] = Held(t, list(t.samples))
+        return new
+
+    def order(self) -> list[Held]:
+        return sorted((h for h in self.held.values() if h.waiting), key=lambda h: (h.ticket.kind == "train", h.ticket.ticket))
+
+    def waiting(self) -> int:
+        return sum(len(h.waiting) for h in self.held.values())
+
+    def outdated(self) -> list[Held]:
+        """Held tickets of an epoch older than the announced one: end them."""
+        if self.announced is None:
+            return []
+        return [h for h in self.held.values() if h.epoch < self.announced.label.epoch]
+
+    def pinned(self) -> bool:
+        return any(h.live and h.exact is not None for h in self.held.values())
+
+    def live(self) -> int:
+        return sum(len(h.live) for h in self.held.values())
+
+    def wanted(self, loaded: Label | None) -> Label | None:
+        """The version to load now, None to stay.  Exact needs come in order; otherwise the newest announced."""
+        if self.announced is None or self.pinned():
+            return None
+        need = next((h.exact for h in self.order() if h.exact is not None), None)
+        goal = need or self.announced.label
+        if goal == loaded or (need is None and loaded is not None and goal < loaded):
+            return None
+        backwards = loaded is not None and goal < loaded
+        if self.live() and (self.drain_first or backwards):
+            return None
+        return goal
+
+    def admit(self, loaded: Label | None, room: int) -> list[tuple[Held, int]]:
+        """Samples to start now, at most `room`, marked live.  Nothing unpinned starts while a drain is awaited."""
+        out: list[tuple[Held, int]] = []
+        goal = self._drain_goal(loaded)
+        for h in self.order():
+            if goal is not None and h.exact != loaded:
+                continue
+            while h.waiting and len(out) < room and h.ready(loaded):
+                sample = h.waiting.pop(0)
+                h.live.add(sample)
+                out.append((h, sample))
+        return out
+
+    def _drain_goal(self, loaded: Label | None) -> Label | None:
+        """A version that waits for live rows to end before it can be loaded."""
+        if self.announced is None or loaded is None or not self.live():
+            return None
+        need = next((h.exact for h in self.order() if h.exact is not None and h.exact != loaded), None)
+        if need is not None and (need < loaded or self.drain_first or self.pinned()):
+            return need
+        return self.announced.label if self.drain_first and self.announced.label > loaded else None
+
+    def done(self, key: Key, tokens: int) -> None:
+        """A sample left the engine: its row is free; the ticket is forgotten when nothing of it is left."""
+        h = self.held.get((key[0], key[2]))
+        if h is None:
+            return
+        h.live.discard(key[1])
+        h.tokens += tokens
+        if not h.waiting and not h.live:
+            del self.held[key[0], key[2]]
+
+    def drop(self, h: Held) -> list[Key]:
+        """Forget a ticket; returns the keys of its live rows, to abort in the engine."""
+        self.held.pop((h.ticket.ticket, h.ticket.attempt), None)
+        return [(h.ticket.ticket, s, h.ticket.attempt) for s in sorted(h.live)]

@@ -1,0 +1,72 @@
+"""How weights reach a generator: from the learner's ring on the same host, in chunks over tcp from another.
+
+A version is copied into a buffer of our own, verified, and only then handed to the engine; nothing runs from the mapping.
+"""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import Config
+from asyncrl.errors import PeerUnreachable
+from asyncrl.messages import WeightsSource
+from asyncrl.models import read_flat
+from asyncrl.versions import Label
+from asyncrl.weight_ring import RingReader
+from asyncrl.wires import fetch_chunks, fetch_manifest
+
+
+class WeightsReceiver:
+    """Pulls announced versions.  `bytes_over_socket` counts what did not come through shared memory."""
+
+    def __init__(self, config: Config, reader_id: str) -> None:
+        self.transport, self.reader_id, self.connect_s = config.weights.transport, reader_id, config.wires.connect_s
+        self.epoch = -1
+        self.reader: RingReader | None = None
+        self.manifest: Any = None
+        self.into = bytearray()
+        self.bytes_over_socket = 0
+
+    def local(self, source: WeightsSource) -> bool:
+        if self.transport == "auto":
+            return source.host == socket.gethostname() and Path(source.directory).is_dir()
+        return self.transport == "shared_memory"
+
+    def pull(self, source: WeightsSource, label: Label, digest: str | None) -> tuple[dict[str, Any], str] | None:
+        """(tensors that view a private buffer, digest) of version `label`, None when it is not to be had right now."""
+        if source.epoch != self.epoch:
+            self.open(source)
+        if self.reader is not None:
+            digest = digest or self.reader.labels().get(label)
+            if digest is None or not self.reader.read(label, digest, memoryview(self.into)):
+                return None
+        else:
+            got = fetch_chunks(source.address, label, digest or "", memoryview(self.into), self.connect_s)
+            if not got:
+                return None
+            self.bytes_over_socket += len(self.into)
+            digest = got
+        return read_flat(memoryview(self.into), self.manifest), digest
+
+    def open(self, source: WeightsSource) -> None:
+        self.close()
+        if self.local(source):
+            self.reader = RingReader(Path(source.directory), self.reader_id)
+            self.manifest = self.reader.manifest
+        elif source.address:
+            self.manifest = fetch_manifest(source.address, self.connect_s)
+        else:
+            raise PeerUnreachable(
+                f"the learner's weights lie on host {source.host} in {source.directory}, which this host cannot read; "
+                "set wires.weights_address to a tcp address of the learner"
+            )
+        size = max(int(offset) + int(nbytes) for _, _, _, offset, nbytes in self.manifest)
+        self.into = bytearray(size)  # written in full by every pull, so its pages are touched once
+        self.epoch = source.epoch
+
+    def close(self) -> None:
+        if self.reader is not None:
+            self.reader.close()
+        self.reader, self.epoch = None, -1
