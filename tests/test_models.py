@@ -1,0 +1,88 @@
+"""The fast path is the plain path: value and gradient; flat weights come back; directories load with transformers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl import models
+from asyncrl.errors import ConfigError
+
+FAMILIES = [("qwen3", 4, True), ("qwen3", 2, False), ("llama", 2, True), ("qwen2", 4, False), ("mistral", 2, True)]
+
+
+def sample_batch(vocab: int, seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray], list[int]]:
+    r = np.random.default_rng(seed)
+    prompts = [r.integers(3, vocab, n).astype(np.int32) for n in (5, 1, 7)]
+    owner = [0, 0, 1, 2, 0, 2]
+    responses = [r.integers(1, vocab, n).astype(np.int32) for n in (4, 1, 9, 2, 6, 1)]
+    return [prompts[i] for i in owner], responses, owner
+
+
+@pytest.mark.parametrize("family,kv,tied", FAMILIES)
+def test_packed_logprobs_equal_plain_ones_in_value_and_gradient(tmp_path: Path, family: str, kv: int, tied: bool) -> None:
+    model = models.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied)
+    assert model.fast is not None
+    prompts, responses, owner = sample_batch(11)
+    temperature = torch.tensor([1.0, 0.7, 1.3, 1.0, 2.0, 0.5])
+    grads = []
+    for path in ("fast", "plain"):
+        model.hf.zero_grad()
+        if path == "fast":
+            out = model.logprobs(prompts, responses, temperature, groups=owner, want_entropy=True, want_hidden=True)
+        else:
+            out = models.plain_logprobs(model.hf, prompts, responses, temperature, True, True, rows=4)
+        weight = torch.linspace(-1, 1, len(out.logprobs))
+        assert out.entropy is not None and out.hidden is not None
+        ((out.logprobs * weight).sum() + 0.3 * (out.entropy * weight).sum()).backward()
+        grads.append((out, {n: p.grad.clone() for n, p in model.hf.named_parameters()}))
+    (a, ga), (b, gb) = grads
+    torch.testing.assert_close(a.logprobs, b.logprobs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(a.entropy, b.entropy, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(a.hidden, b.hidden, atol=1e-5, rtol=1e-4)
+    for name in ga:
+        torch.testing.assert_close(ga[name], gb[name], atol=2e-5, rtol=1e-4)
+
+
+def test_chunked_head_equals_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.build_model(tmp_path, "abcdefgh")
+    prompts, responses, owner = sample_batch(11)
+    results = []
+    for chunk in (1 << 24, 11 * 3):  # three rows at a time
+        monkeypatch.setattr(models.fast_forward, "LOGIT_CHUNK", chunk)
+        model.hf.zero_grad()
+        out = model.logprobs(prompts, responses, torch.ones(6), groups=owner, want_entropy=True)
+        assert out.entropy is not None
+        (out.logprobs.sum() + out.entropy.square().sum()).backward()
+        results.append([out.logprobs.detach(), *[p.grad.clone() for p in model.hf.parameters()]])
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_flat_weights_come_back_and_have_a_digest(tmp_path: Path) -> None:
+    model = models.build_model(tmp_path / "a", "abc", seed=1)
+    other = models.build_model(tmp_path / "b", "abc", seed=2)
+    layout = models.manifest(model)
+    buffer = bytearray(models.flat_bytes(layout))
+    models.write_flat(model, memoryview(buffer))
+    assert models.weights_digest(other) != models.digest(buffer) == models.weights_digest(model)
+    models.load_weights(other, models.read_flat(memoryview(buffer), layout))
+    assert models.weights_digest(other) == models.digest(buffer)
+    models.export(other, tmp_path / "c")
+    assert models.weights_digest(models.load_policy(tmp_path / "c")) == models.digest(buffer)
+
+
+def test_tokenizer_round_trip(tmp_path: Path) -> None:
+    models.build_model(tmp_path, "0123456789=,:#")
+    tokenizer = models.load_tokenizer(tmp_path)
+    text = "932849=2:93849,#"
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+    assert models.encode_prompt(tokenizer, models.Prompt(0, "12=")).tolist() == [4, 5, 13]
+
+
+def test_a_directory_that_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        models.load_policy(tmp_path)
