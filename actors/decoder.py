@@ -1,0 +1,176 @@
+"""Decoding kernels of the embedded engine for Llama-like models: fused weights, a cache of shared columns, sampling.
+
+The cache holds [rows, kv heads, columns, d].  The first columns are for prompts; the rest is a ring in which every row writes
+the same column at each step, so that a write is one slice and a version is one number per column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from asyncrl.fast_forward import Layout, rotate
+
+MASKED = -1e30
+
+
+class FusedWeights:
+    """The weights in the shapes that decoding wants; norm weights are folded into the matrix that follows them."""
+
+    def __init__(self, lay: Layout, positions: int) -> None:
+        self.lay, hf = lay, lay.hf
+        self.layers = len(hf.model.layers)
+        self.qk_norm = hasattr(hf.model.layers[0].self_attn, "q_norm")
+        self.bias = hf.model.layers[0].self_attn.q_proj.bias is not None
+        self.tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
+        cos, sin = lay.rope(torch.arange(positions, device=hf.model.embed_tokens.weight.device))
+        self.cos, self.sin = cos[:, 0].contiguous(), sin[:, 0].contiguous()
+        self.per_layer: list[dict[str, torch.Tensor]] = [{} for _ in range(self.layers)]
+        self.top: dict[str, torch.Tensor] = {}
+
+    def load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Fuse `weights` (transformers' parameter names) into place."""
+        lay = self.lay
+        for i, store in enumerate(self.per_layer):
+            p = f"model.layers.{i}."
+            norm1, norm2 = weights[p + "input_layernorm.weight"], weights[p + "post_attention_layernorm.weight"]
+            qkv = torch.cat([weights[f"{p}self_attn.{n}_proj.weight"] for n in "qkv"]) * norm1
+            new = {"qkv": qkv.T, "o": weights[p + "self_attn.o_proj.weight"].T, "down": weights[p + "mlp.down_proj.weight"].T}
+            new["up"] = (torch.cat([weights[p + "mlp.gate_proj.weight"], weights[p + "mlp.up_proj.weight"]]) * norm2).T
+            if self.bias:
+                new["b"] = torch.cat([weights[f"{p}self_attn.{n}_proj.bias"] for n in "qkv"])
+            if self.qk_norm:
+                q, k = weights[p + "self_attn.q_norm.weight"], weights[p + "self_attn.k_norm.weight"]
+                new["norm"] = torch.cat([(q * lay.head_dim**-0.5).expand(lay.heads, -1), k.expand(lay.kv_heads, -1)])
+            _keep(store, new)
+        embed = weights["model.embed_tokens.weight"]
+        head = embed if self.tied else weights["lm_head.weight"]
+        _keep(self.top, {"embed": embed, "head": (head * weights["model.norm.weight"]).T})
+
+    def project(self, i: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q (scaled), k, v [n, heads, d] of layer i for the residual stream x [n, H]."""
+        w, lay = self.per_layer[i], self.lay
+        h = _unit(x, lay.eps)
+        y = torch.addmm(w["b"], h, w["qkv"]) if self.bias else h @ w["qkv"]
+        y = y.view(len(x), lay.heads + 2 * lay.kv_heads, lay.head_dim)
+        qk, v = y[:, : lay.heads + lay.kv_heads], y[:, lay.heads + lay.kv_heads :]
+        if self.qk_norm:
+            qk = _unit(qk, lay.eps) * w["norm"]
+        qk = rotate(qk, cos[:, None], sin[:, None])
+        q, k = qk[:, : lay.heads], qk[:, lay.heads :]
+        return (q if self.qk_norm else q * lay.head_dim**-0.5), k, v
+
+    def finish(self, i: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        """The rest of layer i: output projection and MLP."""
+        w = self.per_layer[i]
+        x = torch.addmm(x, attended, w["o"])
+        gate, up = (_unit(x, self.lay.eps) @ w["up"]).chunk(2, -1)
+        return torch.addmm(x, F.silu(gate).mul_(up), w["down"])
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        return (_unit(x, self.lay.eps) @ self.top["head"]).float()
+
+
+def _keep(store: dict[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> None:
+    """Copy into the buffers of the last version: memory is touched once."""
+    for name, tensor in new.items():
+        if name in store:
+            store[name].copy_(tensor)
+        else:
+            store[name] = tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _unit(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """x over its root mean square on the last axis."""
+    xf = x.float()
+    r = torch.linalg.vector_norm(xf, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    return (xf * r).to(x.dtype)
+
+
+class ColumnCache:
+    """Keys and values of all rows, and which columns each row may see (an additive bias [rows, 1, columns])."""
+
+    def __init__(self, lay: Layout, layers: int, rows: int, prompt: int, ring: int, like: torch.Tensor) -> None:
+        shape = (layers, rows, lay.kv_heads, prompt + ring, lay.head_dim)
+        self.k, self.v = like.new_zeros(shape), like.new_zeros(shape)
+        self.bias = like.new_full((rows, 1, prompt + ring), MASKED, dtype=torch.float32)
+        self.prompt, self.ring = prompt, ring
+
+    def forget(self, rows: torch.Tensor) -> None:
+        self.bias[rows] = MASKED
+
+    def keep(self, rows: torch.Tensor) -> None:
+        """Move `rows` (ascending) to the front."""
+        n = len(rows)
+        for t in (self.k, self.v):
+            t[:, :n] = t.index_select(1, rows)
+        self.bias[:n] = self.bias[rows]
+
+
+def decode(w: FusedWeights, cache: ColumnCache, tokens: torch.Tensor, positions: torch.Tensor, column: int) -> torch.Tensor:
+    """One step for the first n rows: tokens, positions [n]; writes cache column `column`; returns logits fp32 [n, V]."""
+    n, lay = len(tokens), w.lay
+    share = lay.heads // lay.kv_heads
+    cos, sin = w.cos.index_select(0, positions), w.sin.index_select(0, positions)
+    cos, sin = cos.to(w.top["embed"].dtype), sin.to(w.top["embed"].dtype)
+    cache.bias[:n, :, column] = 0.0
+    bias = cache.bias[:n, None]
+    x = w.top["embed"].index_select(0, tokens)
+    for i in range(w.layers):
+        q, k, v = w.project(i, x, cos, sin)
+        keys, values = cache.k[i, :n], cache.v[i, :n]
+        keys[:, :, column], values[:, :, column] = k, v
+        columns = keys.shape[2]
+        q = q.reshape(n * lay.kv_heads, share, lay.head_dim)
+        scores = torch.bmm(q, keys.reshape(n * lay.kv_heads, columns, lay.head_dim).transpose(1, 2))
+        p = torch.softmax(scores.view(n, lay.kv_heads, share, columns).float() + bias, -1).to(x.dtype)
+        out = torch.bmm(p.view(n * lay.kv_heads, share, columns), values.reshape(n * lay.kv_heads, columns, lay.head_dim))
+        x = w.finish(i, x, out.reshape(n, lay.heads * lay.head_dim))
+    return w.logits(x)
+
+
+def encode(w: FusedWeights, ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values [B, kv heads, L, d] of every layer for right-padded token rows ids [B, L] from position 0."""
+    b, n = ids.shape
+    lay = w.lay
+    cos, sin = w.cos[:n].repeat(b, 1).to(w.top["embed"].dtype), w.sin[:n].repeat(b, 1).to(w.top["embed"].dtype)
+    bias = torch.full((n, n), MASKED, device=ids.device).triu_(1)
+    x, out = w.top["embed"].index_select(0, ids.flatten()), []
+    for i in range(w.layers):
+        q, k, v = (t.view(b, n, -1, lay.head_dim).transpose(1, 2) for t in w.project(i, x, cos, sin))
+        out.append((k, v))
+        if i + 1 < w.layers:
+            share = lay.heads // lay.kv_heads
+            scores = torch.matmul(q.reshape(b, lay.kv_heads, share * n, lay.head_dim), k.transpose(2, 3)).view(b, lay.heads, n, n)
+            p = torch.softmax(scores.float() + bias, -1).to(x.dtype)
+            a = torch.matmul(p.view(b, lay.kv_heads, share * n, n), v).view(b, lay.heads, n, lay.head_dim)
+            x = w.finish(i, x, a.transpose(1, 2).reshape(b * n, -1))
+    return out
+
+
+def sample(logits: torch.Tensor, u: torch.Tensor, scale: torch.Tensor | None, cut: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
+    """Draw one token a row by inverse CDF.  logits fp32 [n, V], u [n]; scale [n] = 1 / temperature or None for 1.
+
+    cut: (top_p [n], top_k [n]) or None.  Returns tokens [n] and their log-probabilities [n] under what was sampled from.
+    """
+    logs = torch.log_softmax(logits if scale is None else logits * scale[:, None], -1)
+    if cut is not None:
+        logs = truncate(logs, *cut)
+    c = logs.exp().cumsum(-1)
+    tokens = torch.searchsorted(c, (u[:, None] * c[:, -1:]), right=True).clamp_(max=logs.shape[1] - 1)
+    return tokens[:, 0], logs.gather(1, tokens)[:, 0]
+
+
+def truncate(logs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
+    """Renormalised log-probabilities after top-k, then top-p (the smallest set of at least that mass); -inf outside."""
+    ordered, index = logs.sort(-1, descending=True)
+    rank = torch.arange(logs.shape[1], device=logs.device)
+    out = (top_k[:, None] > 0) & (rank >= top_k[:, None])
+    p = ordered.masked_fill(out, -torch.inf).softmax(-1)
+    out |= (p.cumsum(-1) - p) >= top_p[:, None]
+    out[:, 0] = False
+    kept = torch.zeros_like(out).scatter_(1, index, ~out)
+    return torch.log_softmax(logs.masked_fill(~kept, -torch.inf), -1)

@@ -1,0 +1,86 @@
+"""What an engine is to the generator: requests in, answers out, weights swapped between two decode steps."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import numpy as np
+
+from asyncrl.messages import Span
+from asyncrl.versions import Label
+
+Key = tuple[int, int, int]  # (ticket, sample, attempt)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One answer to write.  prompt: int32 [P], P >= 1.  Requests with the same `group` have the same prompt."""
+
+    key: Key
+    prompt: np.ndarray
+    group: Hashable
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int  # 0: all
+    stop: tuple[int, ...]
+    seed: int  # the run's; the random stream is a counter on (seed, ticket, sample, position)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A finished answer.  tokens int32 [T], the stop token included; logprobs float32 [T] of what was sampled from."""
+
+    key: Key
+    prompt: np.ndarray
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    spans: list[Span]
+    finish: Literal["stop", "length"]
+
+
+class Engine(Protocol):
+    """Continuous batching over `slots` rows."""
+
+    slots: int
+
+    @property
+    def active(self) -> int:
+        """Rows being written, and requests that wait for a row."""
+
+    def load(self, weights: Mapping[str, Any], label: Label, digest: str) -> None:
+        """Use these weights (name -> tensor, copied) from the next decode step on."""
+
+    def add(self, requests: Iterable[Request]) -> None:
+        """Queue requests; they start at the next step with the weights then loaded."""
+
+    def step(self, n: int = 8) -> list[Answer]:
+        """Up to n decode steps; the answers that ended on the way."""
+
+    def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
+        """Drop requests; returns the tokens that each had."""
+
+    def progress(self) -> dict[Key, int]:
+        """Tokens written so far of every request in the engine."""
+
+
+def uniforms(seed: int, ticket: int, sample: int, count: int) -> np.ndarray:
+    """float32 [count] in (0, 1): a counter-based stream on (seed, ticket, sample, position).
+
+    The finaliser is SplitMix64 (Steele, Lea, Flood 2014), applied to a key that is itself mixed per component.
+    """
+    with np.errstate(over="ignore"):
+        key = np.uint64(0x9E3779B97F4A7C15)
+        for part in (seed, ticket, sample):
+            key = _mix(key ^ _mix(np.uint64(part & 0xFFFFFFFFFFFFFFFF) + np.uint64(0x632BE59BD9B4E019)))
+        bits = _mix(key + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    return ((bits >> np.uint64(40)).astype(np.float64) + 0.5).astype(np.float32) * np.float32(2.0**-24)
+
+
+def _mix(z: Any) -> Any:
+    with np.errstate(over="ignore"):
+        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return z ^ (z >> np.uint64(31))

@@ -1,0 +1,308 @@
+"""The embedded engine: continuous batching in torch, with preallocated key/value memory.
+
+Rows 0..n-1 are in use.  A finished row stays, ignored, until a chunk of waiting requests takes the free rows, or until few
+rows are live and they are moved together.  The last prompt token is a row's first decode input, so that admission only has
+to encode the rest of each prompt, once a group.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from actors import decoder
+from actors.engine import Answer, Engine, Key, Request, uniforms
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.messages import Span
+from asyncrl.models import PolicyModel, load_policy
+from asyncrl.versions import Label
+
+CHUNK = 64  # rows refilled at a time: an admission costs about as much as a few decode steps
+SHRINK = 0.75  # live share of the rows in use below which they are moved together
+
+
+@dataclass
+class Row:
+    """What the host knows of a live row.  `born`: the step of its first decode input."""
+
+    request: Request
+    born: int
+    marks: list[tuple[int, Label, str]] = field(default_factory=list)  # (first token, label, digest) of each span
+
+
+class EmbeddedEngine:
+    """See `actors.engine.Engine`.  in_flight: what `load` does to live rows; `between_groups` means that none is live."""
+
+    def __init__(self, model: PolicyModel, *, slots: int, context: int, in_flight: str = "keep_kv", max_new_tokens: int = 64) -> None:
+        assert model.fast is not None
+        self.slots, self.in_flight, self.lay = slots, in_flight, model.fast
+        self.context = context
+        self.weights = decoder.FusedWeights(model.fast, context + 1)
+        self.dtype, self.device = next(model.hf.parameters()).dtype, model.device
+        self.cache: decoder.ColumnCache | None = None
+        self.ring_needed, self.prompt_needed = max_new_tokens, 8
+        self.queue: deque[Request] = deque()
+        self.rows: list[Row | None] = []
+        self.live = 0
+        self.clock = 0  # decode steps so far; the ring column is clock % ring
+        self.label, self.digest = Label(0, 0), ""
+        n = slots
+        self.token = torch.zeros(n, dtype=torch.long, device=self.device)
+        self.position = torch.zeros(n, dtype=torch.long, device=self.device)
+        self.left = torch.zeros(n, dtype=torch.long, device=self.device)  # tokens that may still come; 0: dead row
+        self.count = torch.zeros(n, dtype=torch.long, device=self.device)  # tokens written
+        self.scale = torch.ones(n, device=self.device)
+        self.top_p, self.top_k = torch.ones(n, device=self.device), torch.zeros(n, dtype=torch.long, device=self.device)
+        self.cuts = False  # some live row has top-p or top-k
+        self.plain = True  # every live row has temperature 1 and no cut
+        self.stop = torch.full((n, 1), -1, dtype=torch.long, device=self.device)
+        self.uniform = torch.zeros(n, max_new_tokens, device=self.device)
+        self.out_token = torch.zeros(n, max_new_tokens, dtype=torch.long, device=self.device)
+        self.out_logprob = torch.zeros(n, max_new_tokens, device=self.device)
+
+    # ---- the protocol ----------------------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> int:
+        return self.live + len(self.queue)
+
+    @torch.inference_mode()
+    def load(self, weights: Mapping[str, Any], label: Label, digest: str) -> None:
+        self.weights.load(weights)
+        self.label, self.digest = label, digest
+        for row in filter(None, self.rows):
+            at = self.clock - row.born
+            if row.marks and row.marks[-1][0] == at:
+                row.marks.pop()
+            row.marks.append((at, label, digest))
+        if self.in_flight == "recompute_kv" and self.live:
+            self._recompute()
+
+    def add(self, requests: Iterable[Request]) -> None:
+        for r in requests:
+            if len(r.prompt) + r.max_new_tokens > self.context:
+                raise ConfigError(f"prompt of {len(r.prompt)} and {r.max_new_tokens} new tokens do not fit generator.context = {self.context}")
+            self.queue.append(r)
+
+    @torch.inference_mode()
+    def step(self, n: int = 8) -> list[Answer]:
+        answers: list[Answer] = []
+        for _ in range(n):
+            self._arrange()
+            if not self.live:
+                break
+            answers += self._decode()
+        return answers
+
+    def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
+        gone, tokens = set(keys), {}
+        for r in [r for r in self.queue if r.key in gone]:
+            tokens[r.key] = 0
+            self.queue.remove(r)
+        for i, row in enumerate(self.rows):
+            if row is not None and row.request.key in gone:
+                tokens[row.request.key] = self.clock - row.born
+                self._free(i)
+        return tokens
+
+    def progress(self) -> dict[Key, int]:
+        return {row.request.key: self.clock - row.born for row in filter(None, self.rows)}
+
+    # ---- rows ------------------------------------------------------------------------------------------------------
+
+    def _free(self, i: int) -> None:
+        self.rows[i] = None
+        self.left[i] = 0
+        self.live -= 1
+
+    def _arrange(self) -> None:
+        """Refill free rows in chunks; without waiting requests, move the live rows together."""
+        if not self.live:
+            self.rows, self.clock = [], 0
+        if self.queue:
+            free = self.slots - self.live
+            if free >= min(CHUNK, max(1, self.slots // 4), len(self.queue)) or not self.live:
+                self._admit([self.queue.popleft() for _ in range(min(free, len(self.queue)))])
+        elif self.live < SHRINK * len(self.rows):
+            self._compact()
+
+    def _compact(self) -> None:
+        keep = [i for i, r in enumerate(self.rows) if r is not None]
+        index, n = torch.tensor(keep, device=self.device), len(keep)
+        assert self.cache is not None
+        self.cache.keep(index)
+        for t in (self.token, self.position, self.left, self.count, self.scale, self.top_p, self.top_k, self.stop, self.uniform, self.out_token,
+                  self.out_logprob):  # fmt: skip
+            t[:n] = t[index]
+        self.rows = [self.rows[i] for i in keep]
+
+    def _admit(self, requests: list[Request]) -> None:
+        self._reserve(requests)
+        assert self.cache is not None
+        free = [i for i, r in enumerate(self.rows) if r is None]
+        extra = max(0, len(requests) - len(free))
+        free += range(len(self.rows), len(self.rows) + extra)
+        self.rows += [None] * extra
+        free = free[: len(requests)]
+        index = torch.tensor(free, device=self.device)
+        self.cache.forget(index)
+        for i, r in zip(free, requests, strict=True):
+            self.rows[i] = Row(r, self.clock, [(0, self.label, self.digest)])
+        self._fill(index, requests)
+        self._write_prompts(free, [r.prompt for r in requests], [r.group for r in requests])
+        self.live += len(requests)
+        rows = [r.request for r in self.rows if r is not None]
+        self.plain = all(r.temperature == 1 and r.top_p == 1 and r.top_k == 0 for r in rows)
+        self.cuts = any(r.top_p < 1 or r.top_k > 0 for r in rows)
+
+    def _fill(self, index: torch.Tensor, requests: list[Request]) -> None:
+        def put(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
+            return torch.tensor(values, dtype=dtype, device=self.device)
+
+        self.token[index] = put([int(r.prompt[-1]) for r in requests], torch.long)
+        self.position[index] = put([len(r.prompt) - 1 for r in requests], torch.long)
+        self.count[index] = 0
+        self.left[index] = put([r.max_new_tokens for r in requests], torch.long)
+        self.scale[index] = put([1.0 / r.temperature for r in requests], torch.float32)
+        self.top_p[index] = put([r.top_p for r in requests], torch.float32)
+        self.top_k[index] = put([r.top_k for r in requests], torch.long)
+        width = self.stop.shape[1]
+        self.stop[index] = put([list(r.stop) + [-1] * (width - len(r.stop)) for r in requests], torch.long)
+        stream = np.zeros((len(requests), self.uniform.shape[1]), np.float32)
+        for i, r in enumerate(requests):
+            stream[i, : r.max_new_tokens] = uniforms(r.seed, r.key[0], r.key[1], r.max_new_tokens)
+        self.uniform[index] = torch.from_numpy(stream).to(self.device)
+
+    def _reserve(self, requests: list[Request]) -> None:
+        """Grow the cache and the tables when a longer prompt, a longer answer or more stop tokens come; rare."""
+        prompt = max(self.prompt_needed, *(len(r.prompt) - 1 for r in requests))
+        ring = max(self.ring_needed, *(r.max_new_tokens for r in requests))
+        stops = max(1, *(len(r.stop) for r in requests))
+        if stops > self.stop.shape[1]:
+            self.stop = torch.nn.functional.pad(self.stop, (0, stops - self.stop.shape[1]), value=-1)
+        if self.cache is not None and prompt == self.prompt_needed and ring == self.ring_needed:
+            return
+        old, old_prompt, old_ring = self.cache, self.prompt_needed, self.ring_needed
+        self.prompt_needed, self.ring_needed = -(-prompt // 8) * 8, ring
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.cache = decoder.ColumnCache(self.lay, self.weights.layers, self.slots, self.prompt_needed, ring, like)
+        if ring > self.uniform.shape[1]:
+            more = ring - self.uniform.shape[1]
+            pad = torch.nn.functional.pad
+            self.uniform, self.out_token, self.out_logprob = (pad(t, (0, more)) for t in (self.uniform, self.out_token, self.out_logprob))
+        if old is not None:
+            self._move(old, old_prompt, old_ring)
+
+    def _move(self, old: decoder.ColumnCache, prompt: int, ring: int) -> None:
+        """Copy a smaller cache into the new one, ring columns by their step."""
+        assert self.cache is not None
+        steps = np.arange(max(0, self.clock - ring), self.clock)
+        source = torch.from_numpy(np.concatenate([np.arange(prompt), prompt + steps % ring])).to(self.device)
+        target = torch.from_numpy(np.concatenate([np.arange(prompt), self.prompt_needed + steps % self.ring_needed])).to(self.device)
+        for new, was in ((self.cache.k, old.k), (self.cache.v, old.v)):
+            new[:, :, :, target] = was[:, :, :, source]
+        self.cache.bias[:, :, target] = old.bias[:, :, source]
+
+    def _write_prompts(self, rows: list[int], prompts: list[np.ndarray], groups: list[Any]) -> None:
+        """Encode each distinct prompt without its last token; give its keys and values to the rows that share it."""
+        assert self.cache is not None
+        first = {g: i for i, g in reversed(list(enumerate(groups)))}
+        unique = [g for g in dict.fromkeys(groups) if len(prompts[first[g]]) > 1]
+        if not unique:
+            return
+        place = {g: n for n, g in enumerate(unique)}
+        lengths = np.array([len(prompts[first[g]]) - 1 for g in unique])
+        ids = np.zeros((len(unique), int(lengths.max())), np.int64)
+        for n, g in enumerate(unique):
+            ids[n, : lengths[n]] = prompts[first[g]][:-1]
+        pairs = [(r, place[g]) for r, g in zip(rows, groups, strict=True) if g in place]
+        row, owner = (torch.tensor(x, device=self.device) for x in zip(*pairs, strict=True))
+        width = ids.shape[1]
+        for i, (k, v) in enumerate(decoder.encode(self.weights, torch.from_numpy(ids).to(self.device))):
+            self.cache.k[i, row, :, :width] = k[owner]
+            self.cache.v[i, row, :, :width] = v[owner]
+        seen = torch.from_numpy(np.arange(width)[None] < lengths[:, None]).to(self.device)[owner]
+        self.cache.bias[row, 0, :width] = torch.where(seen, 0.0, decoder.MASKED)
+
+    def _recompute(self) -> None:
+        """Rebuild the keys and values of every live row with the weights now loaded."""
+        assert self.cache is not None
+        live = [(i, r) for i, r in enumerate(self.rows) if r is not None]
+        for at in range(0, len(live), CHUNK):
+            part = live[at : at + CHUNK]
+            whole = [np.concatenate([r.request.prompt, self._written(i, r)[0][: self.clock - r.born]])[:-1] for i, r in part]
+            ids = np.zeros((len(part), max(1, *map(len, whole))), np.int64)
+            for n, w in enumerate(whole):
+                ids[n, : len(w)] = w
+            layers = decoder.encode(self.weights, torch.from_numpy(ids).to(self.device))
+            for n, (i, r) in enumerate(part):
+                known, prompt = len(whole[n]), len(r.request.prompt) - 1
+                columns = np.concatenate([np.arange(prompt), self.prompt_needed + np.arange(r.born, r.born + known - prompt) % self.ring_needed])
+                target = torch.from_numpy(columns).to(self.device)
+                for layer, (k, v) in enumerate(layers):
+                    self.cache.k[layer, i, :, target], self.cache.v[layer, i, :, target] = k[n, :, :known], v[n, :, :known]
+
+    # ---- decoding --------------------------------------------------------------------------------------------------
+
+    def _decode(self) -> list[Answer]:
+        assert self.cache is not None
+        n, column = len(self.rows), self.clock % self.ring_needed
+        logits = decoder.decode(self.weights, self.cache, self.token[:n], self.position[:n], self.prompt_needed + column)
+        # a row's own count picks its uniform: what is drawn does not depend on who is written beside it
+        u = self.uniform[:n].gather(1, self.count[:n, None])[:, 0]
+        if self.plain:
+            token, logprob = decoder.sample(logits, u, None, None)
+        else:
+            token, logprob = decoder.sample(logits, u, self.scale[:n], (self.top_p[:n], self.top_k[:n]) if self.cuts else None)
+        self.out_token[:n, column], self.out_logprob[:n, column] = token, logprob
+        live = self.left[:n] > 0
+        self.left[:n].sub_(live.long())
+        ended = live & ((token[:, None] == self.stop[:n]).any(1) | (self.left[:n] == 0))
+        self.token[:n], self.clock = token, self.clock + 1
+        self.count[:n].add_(1).clamp_(max=self.uniform.shape[1] - 1)
+        self.position[:n].add_(1).clamp_(max=self.context)
+        done = ended.nonzero()[:, 0].tolist()
+        return [self._answer(i) for i in done]
+
+    def _written(self, i: int, row: Row) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens and logprobs of row i so far, read out of the ring."""
+        columns = torch.arange(row.born, self.clock, device=self.device) % self.ring_needed
+        return self.out_token[i, columns].cpu().numpy().astype(np.int32), self.out_logprob[i, columns].cpu().numpy()
+
+    def _answer(self, i: int) -> Answer:
+        row = self.rows[i]
+        assert row is not None
+        tokens, logprobs = self._written(i, row)
+        finish: Literal["stop", "length"] = "stop" if int(tokens[-1]) in row.request.stop else "length"
+        self._free(i)
+        return Answer(row.request.key, row.request.prompt, tokens, logprobs, spans(row, len(tokens), self.in_flight), finish)
+
+
+def spans(row: Row, length: int, in_flight: str) -> list[Span]:
+    """Version spans of an answer of `length` tokens; under recompute_kv each span's keys are its own version's."""
+    ends = [m[0] for m in row.marks[1:]] + [length]
+    out = []
+    for (start, label, digest), end in zip(row.marks, ends, strict=True):
+        if end > start:
+            out.append(Span(label, digest, start, end, label if in_flight == "recompute_kv" else row.marks[0][1]))
+    return out
+
+
+def make_engine(config: Config) -> Engine:
+    """The embedded engine for `config`: the fast one for Llama-like models, transformers' own forward for any other."""
+    g = config.generator
+    dtype = config.model.dtype if g.dtype == "same" else g.dtype
+    torch.set_num_threads(g.threads)
+    model = load_policy(Path(config.model.path), dtype, config.model.device)
+    kind: Any = EmbeddedEngine
+    if model.fast is None:
+        from actors.engine_generic import GenericEngine as kind
+    made: Engine = kind(model, slots=g.slots, context=g.context, in_flight=config.weights.in_flight, max_new_tokens=g.max_new_tokens)
+    return made

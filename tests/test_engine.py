@@ -1,0 +1,127 @@
+"""The embedded engine against transformers: what it records is the log-probability of what it really sampled from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from actors import decoder
+from actors.engine import Answer, Request, uniforms
+from actors.engine_embedded import EmbeddedEngine
+from asyncrl import models
+from asyncrl.versions import Label
+
+EOS = 1
+
+
+def request(ticket: int, sample: int, prompt: list[int], limit: int = 20, **how: float) -> Request:
+    cut = {"temperature": 1.0, "top_p": 1.0, "top_k": 0} | how
+    return Request((ticket, sample, 1), np.array(prompt, np.int32), ticket, limit, stop=(EOS,), seed=7, **cut)  # type: ignore[arg-type]
+
+
+def engine(model: models.PolicyModel, slots: int = 8, **more: object) -> EmbeddedEngine:
+    e = EmbeddedEngine(model, slots=slots, context=64, max_new_tokens=20, **more)  # type: ignore[arg-type]
+    e.load(dict(models.named_weights(model)), Label(1, 0), "d0")
+    return e
+
+
+def run(e: EmbeddedEngine, requests: list[Request], n: int = 5) -> dict[tuple[int, int, int], Answer]:
+    e.add(requests)
+    answers = []
+    while e.active:
+        answers += e.step(n)
+    return {a.key: a for a in answers}
+
+
+def expected(model: models.PolicyModel, a: Answer, r: Request) -> torch.Tensor:
+    """Log-probabilities of the answer by one plain transformers forward, truncated and scaled as sampled."""
+    ids = torch.from_numpy(np.concatenate([a.prompt, a.tokens]).astype(np.int64))[None]
+    with torch.no_grad():
+        logits = model.hf(input_ids=ids).logits[0, len(a.prompt) - 1 : -1].float() / r.temperature
+    logs = torch.log_softmax(logits, -1)
+    n = len(logs)
+    logs = decoder.truncate(logs, torch.full((n,), r.top_p), torch.full((n,), r.top_k, dtype=torch.long))
+    return logs.gather(1, ids[0, len(a.prompt) :, None])[:, 0]
+
+
+CUTS = [{}, {"temperature": 0.6}, {"top_p": 0.8}, {"top_k": 3}, {"temperature": 1.5, "top_p": 0.9, "top_k": 6}]
+
+
+@pytest.mark.parametrize("family,kv,tied", [("qwen3", 2, True), ("llama", 4, False), ("qwen2", 2, True)])
+def test_recorded_logprobs_are_those_of_the_distribution_sampled_from(tmp_path: Path, family: str, kv: int, tied: bool) -> None:
+    model = models.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied, seed=3)
+    requests = [request(t, s, [3 + t % 8] * (1 + t), 5 + (3 * t + s) % 16, **CUTS[t % 5]) for t in range(10) for s in range(3)]
+    answers = run(engine(model), requests)
+    assert len(answers) == len(requests)
+    for r in requests:
+        a = answers[r.key]
+        assert 0 < len(a.tokens) <= r.max_new_tokens
+        assert (a.finish == "stop") == (a.tokens[-1] == EOS) and EOS not in a.tokens[:-1]
+        torch.testing.assert_close(torch.from_numpy(a.logprobs), expected(model, a, r), atol=2e-5, rtol=1e-4)
+
+
+def test_what_is_drawn_does_not_depend_on_neighbours_slots_or_order(tmp_path: Path) -> None:
+    model = models.build_model(tmp_path, "abcdefgh", seed=3)
+    requests = [request(t, s, [3, 4 + t]) for t in range(6) for s in range(2)]
+    one = run(engine(model, slots=12), requests)
+    two = run(engine(model, slots=3), requests[::-1], n=1)
+    assert all(one[k].tokens.tolist() == two[k].tokens.tolist() for k in one)
+    assert len({tuple(a.tokens) for a in one.values()}) > 6  # streams differ between samples
+
+
+@pytest.mark.parametrize("in_flight", ["recompute_kv", "keep_kv"])
+def test_swap_in_mid_answer(tmp_path: Path, in_flight: str) -> None:
+    """Under recompute_kv each token's logprob follows from the weights that its span names; keep_kv attends to old keys."""
+    old = models.build_model(tmp_path / "a", "abcdefgh", seed=1)
+    new = models.build_model(tmp_path / "b", "abcdefgh", seed=2)
+    e = engine(old, in_flight=in_flight)
+    requests = [request(t, 0, [3, 4, 3 + t], 20) for t in range(8)]
+    e.add(requests)
+    answers = e.step(6)
+    e.load(dict(models.named_weights(new)), Label(1, 1), "d1")
+    while e.active:
+        answers += e.step(3)
+    two = [a for a in answers if len(a.spans) == 2]
+    assert len(two) >= 3
+    far = 0.0
+    for a in two:
+        assert [(s.label, s.digest) for s in a.spans] == [((1, 0), "d0"), ((1, 1), "d1")]
+        assert (a.spans[0].start, a.spans[0].end, a.spans[1].start, a.spans[1].end) == (0, 6, 6, len(a.tokens))
+        assert a.spans[1].kv == ((1, 1) if in_flight == "recompute_kv" else (1, 0))
+        r = request(*a.key[:2], [0])
+        want = torch.cat([expected(old, a, r)[:6], expected(new, a, r)[6:]])
+        off = (torch.from_numpy(a.logprobs) - want).abs()
+        assert off[:6].max() < 2e-5
+        far = max(far, float(off[6:].max()))
+    assert far < 2e-5 if in_flight == "recompute_kv" else far > 1e-3
+
+
+def test_abort_and_progress(tmp_path: Path) -> None:
+    e = engine(models.build_model(tmp_path, "abcdefgh", seed=3), slots=2)
+    e.add([request(t, 0, [3, 4], 20) for t in range(3)])
+    done = {a.key for a in e.step(3)}
+    expected_live = {(t, 0, 1) for t in range(3)} - done
+    tokens = e.abort(expected_live)
+    assert tokens.keys() == expected_live and e.active == 0 and e.progress() == {}
+
+
+def test_growing_prompts_and_answers_keep_what_is_live(tmp_path: Path) -> None:
+    model = models.build_model(tmp_path, "abcdefgh", seed=3)
+    e = engine(model)
+    first = [request(t, 0, [3, 4 + t], 20) for t in range(4)]
+    e.add(first)
+    answers = e.step(7)
+    late = [request(9, s, [3] * 20, 40) for s in range(2)]
+    answers += run(e, late).values()
+    for r in first + late:
+        a = next(a for a in answers if a.key == r.key)
+        torch.testing.assert_close(torch.from_numpy(a.logprobs), expected(model, a, r), atol=2e-5, rtol=1e-4)
+
+
+def test_uniforms_are_a_counter_stream() -> None:
+    a = uniforms(1, 2, 3, 1000)
+    assert (uniforms(1, 2, 3, 10) == a[:10]).all() and ((a > 0) & (a < 1)).all()
+    assert abs(a.mean() - 0.5) < 0.05 and (uniforms(1, 3, 2, 1000) != a).mean() > 0.99
