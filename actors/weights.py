@@ -12,10 +12,10 @@ from typing import Any
 from asyncrl.config import Config
 from asyncrl.errors import PeerUnreachable
 from asyncrl.messages import WeightsSource
-from asyncrl.models import read_flat
+from asyncrl.models import flat_bytes, read_flat
 from asyncrl.versions import Label
 from asyncrl.weight_ring import RingReader
-from asyncrl.wires import fetch_chunks, fetch_manifest
+from asyncrl.wires import ChunkClient
 
 
 class WeightsReceiver:
@@ -27,6 +27,8 @@ class WeightsReceiver:
         self.reader: RingReader | None = None
         self.manifest: Any = None
         self.into = bytearray()
+        self.client: ChunkClient | None = None
+        self.curve_dir = config.wires.curve_dir
         self.bytes_over_socket = 0
 
     def local(self, source: WeightsSource) -> bool:
@@ -43,11 +45,11 @@ class WeightsReceiver:
             if digest is None or not self.reader.read(label, digest, memoryview(self.into)):
                 return None
         else:
-            got = fetch_chunks(source.address, label, digest or "", memoryview(self.into), self.connect_s)
-            if not got:
+            assert self.client is not None
+            digest = self.client.fetch(label, digest or "", memoryview(self.into))
+            self.bytes_over_socket = self.client.bytes_received
+            if not digest:
                 return None
-            self.bytes_over_socket += len(self.into)
-            digest = got
         return read_flat(memoryview(self.into), self.manifest), digest
 
     def open(self, source: WeightsSource) -> None:
@@ -56,17 +58,19 @@ class WeightsReceiver:
             self.reader = RingReader(Path(source.directory), self.reader_id)
             self.manifest = self.reader.manifest
         elif source.address:
-            self.manifest = fetch_manifest(source.address, self.connect_s)
+            self.client = ChunkClient(source.address, self.connect_s, self.curve_dir)
+            self.manifest = self.client.manifest()
         else:
             raise PeerUnreachable(
                 f"the learner's weights lie on host {source.host} in {source.directory}, which this host cannot read; "
                 "set wires.weights_address to a tcp address of the learner"
             )
-        size = max(int(offset) + int(nbytes) for _, _, _, offset, nbytes in self.manifest)
-        self.into = bytearray(size)  # written in full by every pull, so its pages are touched once
+        self.into = bytearray(flat_bytes(self.manifest))  # written in full by every pull, so its pages are touched once
         self.epoch = source.epoch
 
     def close(self) -> None:
         if self.reader is not None:
             self.reader.close()
-        self.reader, self.epoch = None, -1
+        if self.client is not None:
+            self.client.close()
+        self.reader, self.client, self.epoch = None, None, -1

@@ -70,6 +70,10 @@ class PolicyTree:
             self._digest.append(digest)
         self._node[label] = self._intern[key]
 
+    def alias(self, label: Label, known: Label) -> None:
+        """Let `label` name the policy that `known` names: a resumed learner's name for weights of the life before."""
+        self._node[Label(*label)] = self._node[Label(*known)]
+
     def lag(self, token: Label, train: Label, number: int) -> int:
         """Updates between the policy `token` and the one that batch `number` starts from, a descendant of `train`.
 

@@ -1,0 +1,131 @@
+"""Weights through the ring: whole or not at all, whatever happens to a reader."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import ENV, ROOT
+
+from asyncrl import weight_ring
+from asyncrl.errors import AsyncrlError
+from asyncrl.versions import Label
+from asyncrl.weight_ring import Ring, RingReader
+from asyncrl.wires import ChunkClient, ChunkServer
+
+ROWS: weight_ring.Rows = [("w", "uint8", [1 << 20], 0, 1 << 20)]
+SIZE = 1 << 20
+
+
+def ring(path: Path, slots: int = 2, **more: float) -> Ring:
+    return Ring(path / "ring", SIZE, slots, ROWS, 1, **more)  # type: ignore[arg-type]
+
+
+def fill(value: int):  # type: ignore[no-untyped-def]
+    def write(buffer: memoryview) -> None:
+        buffer[:] = bytes([value]) * len(buffer)
+
+    return write
+
+
+def test_a_version_comes_out_as_it_went_in(tmp_path: Path) -> None:
+    r = ring(tmp_path, 3)
+    digests = {Label(1, n): r.write(Label(1, n), fill(n)) for n in range(5)}
+    reader, into = RingReader(tmp_path / "ring", "a"), bytearray(SIZE)
+    assert reader.labels() == {Label(1, n): digests[Label(1, n)] for n in (2, 3, 4)}  # the three newest
+    assert reader.read(Label(1, 3), digests[Label(1, 3)], memoryview(into)) and into == bytes([3]) * SIZE
+    assert not reader.read(Label(1, 0), digests[Label(1, 0)], memoryview(into))
+    assert not reader.read(Label(1, 3), digests[Label(1, 4)], memoryview(into))
+    reader.close()
+    r.close()
+    assert not (tmp_path / "ring").exists()
+
+
+def test_kept_versions_stay_and_a_full_ring_names_its_holder(tmp_path: Path) -> None:
+    r = ring(tmp_path, 2, most=3, wait_s=0.05)
+    for n in range(4):
+        r.write(Label(1, n), fill(n), keep=[Label(1, 0)])
+    assert Label(1, 0) in r.labels()
+    reader = RingReader(tmp_path / "ring", "generator-7")
+    kept = list(r.labels())
+    with pytest.raises(AsyncrlError, match="weights.slots"):
+        r.write(Label(1, 9), fill(9), keep=kept)
+        r.write(Label(1, 10), fill(9), keep=[*kept, Label(1, 9)])
+        r.write(Label(1, 11), fill(9), keep=[*kept, Label(1, 9), Label(1, 10)])
+    reader.close()
+
+
+def test_a_torn_copy_is_refused(tmp_path: Path) -> None:
+    r = ring(tmp_path)
+    digest = r.write(Label(1, 0), fill(1))
+    with memoryview(r.slots[0]) as view:
+        view[weight_ring.HEADER + 77] = 9
+    reader = RingReader(tmp_path / "ring", "a")
+    assert not reader.read(Label(1, 0), digest, memoryview(bytearray(SIZE)))
+
+
+READER = """
+import sys, pathlib
+from asyncrl.weight_ring import RingReader
+from asyncrl.versions import Label
+from asyncrl import weight_ring
+weight_ring.COPY = 4096
+reader = RingReader(pathlib.Path(sys.argv[1]), "slow")
+into = bytearray(1 << 20)
+good = torn = 0
+while not pathlib.Path(sys.argv[2]).exists():
+    for label, digest in reader.labels().items():
+        if reader.read(label, digest, memoryview(into)):
+            good += 1
+            torn += len(set(into)) != 1
+    print(good, torn, flush=True)
+"""
+
+
+def test_a_stopped_reader_never_sees_a_torn_copy_nor_blocks_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_ring, "PIN_S", 0.2)
+    r = ring(tmp_path, 2, wait_s=30)
+    r.write(Label(1, 0), fill(0))
+    end = tmp_path / "end"
+    process = subprocess.Popen([sys.executable, "-c", READER, str(tmp_path / "ring"), str(end)], cwd=ROOT, env=ENV, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    process.stdout.readline()
+    pinned, deadline = 0, time.monotonic() + 60
+    for n in range(1, 400):
+        r.write(Label(1, n), fill(n % 251))
+        if n % 20 == 0:
+            os.kill(process.pid, signal.SIGSTOP)
+            pinned += bool(r.pins())
+            for extra in range(3):  # more versions than slots: the stopped reader's slot is overwritten
+                r.write(Label(2, 10 * n + extra), fill((n + extra) % 251))
+            for slot in r.slots:  # labels of the side track must not stay the newest
+                weight_ring._SLOT.pack_into(slot, 0, weight_ring._head(slot)[0], -1, -1, 0)
+            os.kill(process.pid, signal.SIGCONT)
+        assert time.monotonic() < deadline
+    end.touch()
+    out, _ = process.communicate(timeout=30)
+    good, torn = map(int, out.strip().splitlines()[-1].split())
+    assert pinned > 0, "the reader was never stopped in the middle of a copy: the test shows nothing"
+    assert good > 0 and torn == 0
+
+
+def test_chunks_over_tcp_without_shared_memory(tmp_path: Path) -> None:
+    r = ring(tmp_path, 2)
+    digest = r.write(Label(1, 0), fill(7))
+    server = ChunkServer("tcp://127.0.0.1:0", ROWS, r.read_part)
+    client = ChunkClient(server.address, 10)
+    try:
+        assert client.manifest() == ROWS
+        before, into = client.bytes_received, bytearray(SIZE)
+        assert client.fetch(Label(1, 0), digest, memoryview(into)) == digest and into == bytes([7]) * SIZE
+        assert client.bytes_received - before == SIZE
+        assert client.fetch(Label(1, 5), "", memoryview(into)) == ""
+        assert client.fetch(Label(1, 0), "", memoryview(into)) == digest  # the connection is still in step
+    finally:
+        client.close()
+        server.close()
