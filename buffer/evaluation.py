@@ -1,0 +1,143 @@
+"""Evaluation: held-out prompts as tickets of their own, all at one exact version, outside pacing and the training ledger."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from asyncrl.messages import Prompt, Sampling, Ticket, Trajectory
+from asyncrl.versions import Label
+
+EVAL_BASE = 1 << 40  # ticket numbers of evaluation: the same prompt has the same random stream at every version
+OOD_BASE = EVAL_BASE + (1 << 32)
+MAX_FAILURES = 3
+
+
+@dataclass
+class Job:
+    """One prompt at one version."""
+
+    label: Label
+    split: str
+    index: int
+    failures: int = 0
+
+    @property
+    def ticket(self) -> int:
+        return (OOD_BASE if self.split == "ood" else EVAL_BASE) + self.index
+
+
+@dataclass
+class Round:
+    """One version's evaluation of one split."""
+
+    label: Label
+    split: str
+    size: int
+    rewards: list[float] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    failed: int = 0
+
+    @property
+    def done(self) -> bool:
+        return len(self.rewards) + self.failed >= self.size
+
+    def metrics(self) -> dict[str, float]:
+        n = max(len(self.rewards), 1)
+        mean = sum(self.rewards) / n
+        return {f"eval/{self.split}": mean, f"eval/{self.split}_n": len(self.rewards), f"eval/{self.split}_length": sum(self.lengths) / n}
+
+
+class Evaluations:
+    """Which rounds are due, which jobs are out, and the results by (split, number of the version)."""
+
+    def __init__(self, every: int = 0, prompts: int = 0, final_prompts: int = 0, ood_prompts: int = 0, temperature: float = 1.0,
+                 prompt: Callable[[str, int], Prompt] | None = None) -> None:  # fmt: skip
+        self.every, self.prompts, self.final_prompts, self.ood_prompts = every, prompts, final_prompts, ood_prompts
+        self.temperature, self.prompt = temperature, prompt
+        self.queue: deque[Job] = deque()
+        self.out: dict[int, tuple[Job, str, int, float]] = {}  # attempt -> (job, producer, session, expires)
+        self.last: Job | None = None
+        self.rounds: list[Round] = []
+        self.results: dict[tuple[str, int], dict[str, float]] = {}
+        self.fresh: list[tuple[int, dict[str, float]]] = []  # finished, not yet written to the metrics
+        self._taken: deque[tuple[Job, str, int, float]] = deque()
+
+    def restart(self, label: Label, steps: int) -> None:
+        """A learner's hello: what is unfinished starts over, at the learner's version if one is due there."""
+        self.queue.clear()
+        self.out.clear()
+        self.rounds = []
+        self.committed(label, steps)
+
+    def committed(self, label: Label, steps: int) -> None:
+        """Start the rounds that are due at this version."""
+        ends = label.number in (0, steps)
+        if ends or (self.every and label.number % self.every == 0):
+            self._start(label, "heldout", self.final_prompts if ends else self.prompts)
+        if label.number == steps:
+            self._start(label, "ood", self.ood_prompts)
+
+    def _start(self, label: Label, split: str, size: int) -> None:
+        if size and self.prompt is not None and (split, label.number) not in self.results:
+            self.rounds.append(Round(label, split, size))
+            self.queue.extend(Job(label, split, i) for i in range(size))
+
+    def labels(self) -> list[Label]:
+        return [r.label for r in self.rounds]
+
+    @property
+    def pending(self) -> bool:
+        return bool(self.rounds)
+
+    def take(self, producer: str, session: int, expires: float) -> Job | None:
+        if not self.queue:
+            return None
+        job = self.queue.popleft()
+        self._taken.append((job, producer, session, expires))
+        return job
+
+    def ticket(self, job: Job, attempt: int, policy: Label, settings: Any) -> Ticket:
+        assert self.prompt is not None
+        self.out[attempt] = self._taken.pop()
+        s = settings.sampling
+        sampling = Sampling(self.temperature, 1.0, 0, s.max_new_tokens)
+        return Ticket(job.ticket, attempt, "eval", self.prompt(job.split, job.index), [0], sampling, Label(job.label.epoch, 0), job.label, settings.seed)
+
+    def renew(self, ticket: int, attempt: int, expires: float) -> None:
+        if (entry := self.out.get(attempt)) is not None:
+            self.out[attempt] = (*entry[:3], expires)
+
+    def expire(self, now: float) -> int:
+        late = [a for a, e in self.out.items() if e[3] < now]
+        self._again(late)
+        return len(late)
+
+    def end_sessions(self, producer: str, session: int) -> None:
+        self._again([a for a, e in self.out.items() if e[1] == producer and e[2] != session])
+
+    def _again(self, attempts: list[int]) -> None:
+        for a in attempts:
+            self.queue.appendleft(self.out.pop(a)[0])
+
+    def deliver(self, t: Trajectory) -> str:
+        entry = self.out.pop(t.attempt, None)
+        if entry is None:
+            return "duplicate"
+        job = entry[0]
+        current = next(r for r in self.rounds if r.label == job.label and r.split == job.split)
+        if t.failed and job.failures + 1 < MAX_FAILURES:
+            job.failures += 1
+            self.queue.append(job)
+        elif t.failed:
+            current.failed += 1
+        else:
+            current.rewards.append(t.reward)
+            current.lengths.append(t.length)
+        if current.done:
+            self.rounds.remove(current)
+            self.results[current.split, job.label.number] = current.metrics()
+            self.fresh.append((job.label.number, current.metrics()))
+        return "evaluated"

@@ -1,0 +1,489 @@
+"""The versioned buffer without sockets or wall clock: the fold of what peers said.  docs/protocol.md states the rules.
+
+```
+cursor --grant--> alive group --samples--> complete --ask--> composed --commit--> retained --checkpointed--> retired
+                    ^  lease ends: missing samples are due again                   |  a hello rolls `committed` back
+                    +--------------------------------------------------------------+
+```
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from asyncrl import admission
+from asyncrl.errors import AsyncrlError, ProtocolError
+from asyncrl.messages import Announcement, Batch, LearnerHello, Prompt, Sampling, Ticket, Trajectory, WeightsSource
+from asyncrl.versions import Label, PolicyTree
+from buffer.evaluation import EVAL_BASE, Evaluations
+from buffer.ledger import Ledger
+
+MAX_DROPS = 3  # the third drop, or failure, of a group abandons it
+REMEMBERED = 200_000  # final dispositions of gone groups kept for late copies
+Key = tuple[int, int, int]
+
+
+@dataclass
+class Settings:
+    """What the store needs of the config; `off` switches mechanisms off, for the tests that show each is needed."""
+
+    batch: int
+    group: int
+    steps: int
+    sampling: Sampling
+    seed: int = 0
+    on_exceed: str = "pace"
+    inject: int | list[float] | None = None
+    filter_no_spread: bool = False
+    lease_s: float = 20.0
+    error_budget: float = 1.0
+    byte_limit: int = 1 << 30
+    off: frozenset[str] = frozenset()
+
+
+@dataclass
+class Lease:
+    attempt: int
+    producer: str
+    session: int
+    expires: float
+    todo: set[int]
+    granted: Label
+
+
+@dataclass
+class Stored:
+    trajectory: Trajectory
+    in_flight: int  # lag at delivery
+    masked: int = 0  # tokens past the limit (mask)
+
+
+@dataclass
+class Group:
+    ticket: int
+    samples: list[Stored | None]
+    lease: Lease | None = None
+    drops: int = 0
+    failures: int = 0
+    completed: int = 0  # order of completion
+    other: list[tuple[str, int, float]] = field(default_factory=list)  # finals that were not accepted: (what, tokens, reward)
+    attempts: dict[int, list[int]] = field(default_factory=dict)  # attempt -> [tokens reported, delivered, ended]
+    finals: dict[tuple[int, int], str] = field(default_factory=dict)  # (sample, attempt) -> disposition
+
+    def missing(self) -> list[int]:
+        return [i for i, s in enumerate(self.samples) if s is None]
+
+    @property
+    def complete(self) -> bool:
+        return all(s is not None for s in self.samples)
+
+    def stored(self) -> list[Stored]:
+        return [s for s in self.samples if s is not None]
+
+
+class Store:
+    """One run's groups, tickets, compositions, versions and ledger."""
+
+    def __init__(self, settings: Settings, prompt: Callable[[int], Prompt], evaluations: Evaluations | None = None) -> None:
+        self.s, self.prompt = settings, prompt
+        self.tree = PolicyTree()
+        self.epoch = self.active = 0
+        self.max_lag = math.inf
+        self.cursor = self.attempts = self.committed = self.base = 0
+        self.policy: Label | None = None
+        self.source: WeightsSource | None = None
+        self.alive: dict[int, Group] = {}  # in ticket order
+        self.retained: dict[int, Group] = {}  # committed, needed by a checkpoint kept
+        self.comps: list[list[int]] = []  # tickets of batch base, base + 1, ...
+        self.composed: set[int] = set()
+        self.past = Ledger()
+        self.gone: OrderedDict[Key, str] = OrderedDict()
+        self.evaluations = evaluations or Evaluations()
+        self.completions = self.failed_samples = self.stored_bytes = 0
+        self.failures: dict[str, int] = {}
+        self.finished = False
+        self.in_order = settings.on_exceed == "pace" and "ticket_order" not in settings.off
+
+    # ---- tickets ---------------------------------------------------------------------------------------------------
+
+    def announcement(self) -> Announcement | None:
+        if self.policy is None or self.source is None:
+            return None
+        return Announcement(self.policy, self.tree.digest(self.policy), self.source)
+
+    def grant(self, producer: str, session: int, samples: int, now: float) -> list[Ticket]:
+        """Tickets for at most about `samples` free engine slots; evaluation first."""
+        out: list[Ticket] = []
+        if self.policy is None or self.finished:
+            return out
+        while samples > 0 and (job := self.evaluations.take(producer, session, now + self.s.lease_s)) is not None:
+            self.attempts += 1
+            out.append(self.evaluations.ticket(job, self.attempts, self.policy, self.s))
+            samples -= 1
+        while samples > 0 and (ticket := self._grant_one(producer, session, now)) is not None:
+            out.append(ticket)
+            samples -= len(ticket.samples)
+        return out
+
+    def _line(self) -> Iterator[tuple[int, Group]]:
+        """(place, group) of those alive that count, in ticket order."""
+        yield from enumerate(self.alive.values())
+
+    def _grant_one(self, producer: str, session: int, now: float) -> Ticket | None:
+        room = admission.room(self.max_lag, self.s.batch, self.stored_bytes, self.s.byte_limit)
+        for place, g in self._line():
+            if place >= room and "reissue_paced" not in self.s.off:
+                break
+            if g.lease is None and not g.complete:
+                return self._lease(g, place, producer, session, now)
+        place = len(self.alive)
+        counted = place - (len(self.composed & self.alive.keys()) if "count_leased" in self.s.off else 0)
+        filtered = self._ghosts
+        enough = self.committed + (place - filtered) // self.s.batch >= self.s.steps
+        if counted >= room or enough:
+            return None
+        group = Group(self.cursor, [None] * self.s.group)
+        ticket = self._lease(group, place, producer, session, now)
+        if ticket is not None:
+            self.alive[self.cursor] = group
+            self.cursor += 1
+        return ticket
+
+    _ghosts = 0  # filtered groups that still count: only where `filter_leaves` is switched off
+
+    def _lease(self, g: Group, place: int, producer: str, session: int, now: float) -> Ticket | None:
+        assert self.policy is not None
+        exact = None
+        if self.s.inject is not None:
+            planned = admission.planned_batch(self.committed, place, self.s.batch)
+            wanted = planned - admission.injected_lag(self.s.inject, self.s.seed, g.ticket)
+            if wanted > self.committed:
+                return None
+            exact = next((x for n in range(max(wanted, 0), self.committed + 1) if (x := Label(self.epoch, n)) in self.tree), None)
+        self.attempts += 1
+        todo = g.missing()
+        least = self.policy if "min_version" not in self.s.off else Label(self.epoch, 0)
+        g.lease = Lease(self.attempts, producer, session, now + self.s.lease_s, set(todo), self.policy)
+        g.attempts[self.attempts] = [0, 0, 0]
+        return Ticket(g.ticket, self.attempts, "train", self.prompt(g.ticket), todo, self.s.sampling, least, exact, self.s.seed)
+
+    def renew(self, producer: str, session: int, progress: list[tuple[int, int, int]], now: float) -> None:
+        """Decode progress: a lease whose tokens grew lasts longer."""
+        for ticket, attempt, tokens in progress:
+            if ticket >= EVAL_BASE:
+                self.evaluations.renew(ticket, attempt, now + self.s.lease_s)
+            elif (g := self.alive.get(ticket)) is not None and attempt in g.attempts:
+                count = g.attempts[attempt]
+                if tokens > count[0]:
+                    count[0] = tokens
+                    if g.lease is not None and g.lease.attempt == attempt:
+                        g.lease.expires = now + self.s.lease_s
+
+    def expire(self, now: float) -> int:
+        """End the leases that ran out; returns how many."""
+        late = [g for g in self.alive.values() if g.lease is not None and g.lease.expires < now]
+        for g in late:
+            self._end_lease(g)
+        return len(late) + self.evaluations.expire(now)
+
+    def end_sessions(self, producer: str, session: int) -> None:
+        """A producer's new session: its older leases end."""
+        for g in self.alive.values():
+            if g.lease is not None and g.lease.producer == producer and g.lease.session != session:
+                self._end_lease(g)
+        self.evaluations.end_sessions(producer, session)
+
+    def _end_lease(self, g: Group) -> None:
+        if g.lease is not None:
+            g.attempts[g.lease.attempt][2] = 1
+            g.lease = None
+
+    # ---- samples ---------------------------------------------------------------------------------------------------
+
+    def deliver(self, t: Trajectory, now: float) -> str:
+        """Take one sample; returns its disposition.  Raises ProtocolError for weights that no learner registered."""
+        for span in t.spans:
+            self._check_span(span.label, span.digest, t)
+        if t.ticket >= EVAL_BASE:
+            return self.evaluations.deliver(t)
+        key = (t.ticket, t.sample, t.attempt)
+        g = self.alive.get(t.ticket) or self.retained.get(t.ticket)
+        if g is None:
+            if key not in self.gone:
+                self.past.add("duplicate", t.length, 1, t.length, t.reward)
+                self._remember(key, "duplicate")
+            return self.gone[key]
+        if (known := g.finals.get((t.sample, t.attempt))) is not None and "dedupe" not in self.s.off:
+            return known
+        return self._accept(g, t)
+
+    def _check_span(self, label: Label, digest: str, t: Trajectory) -> None:
+        if label not in self.tree:
+            raise ProtocolError(
+                f"ticket {t.ticket}: weights {label} (digest {digest}) wrote tokens, but no learner has announced them; "
+                f"known are up to {self.policy}: stop the generator that runs other weights"
+            )
+        if digest and digest != self.tree.digest(label):
+            raise ProtocolError(f"ticket {t.ticket}: weights {label} have digest {digest} at the generator and {self.tree.digest(label)} at the learner")
+
+    def _accept(self, g: Group, t: Trajectory) -> str:
+        count = g.attempts.setdefault(t.attempt, [0, 0, 1])
+        count[1] += t.length
+        count[0] = max(count[0], count[1])
+        if g.lease is not None and g.lease.attempt == t.attempt:
+            g.lease.todo.discard(t.sample)
+        if t.failed:
+            what = self._fail(g, t)
+        elif g.samples[t.sample] is not None:
+            what = "duplicate"
+            g.other.append(("duplicate", t.length, t.reward))
+        else:
+            what = "accepted"
+            assert self.policy is not None
+            lag = admission.sample_lag(admission.span_lags(self.tree, t.spans, self.policy, self.committed))
+            g.samples[t.sample] = Stored(t, lag)
+            self.stored_bytes += 11 * len(t.tokens) // 4 + len(t.prompt_tokens)
+        g.finals[t.sample, t.attempt] = what
+        if g.lease is not None and not g.lease.todo:
+            self._end_lease(g)
+        if what == "accepted" and g.complete:
+            self._completed(g)
+        if g.failures >= MAX_DROPS and g.ticket in self.alive and g.ticket not in self.composed:
+            self._leave(g, "abandoned")
+        return what
+
+    def _fail(self, g: Group, t: Trajectory) -> str:
+        g.failures += 1
+        g.other.append(("failed", t.length, 0.0))
+        self.failed_samples += 1
+        kind = t.failed.partition(":")[0]
+        self.failures[kind] = self.failures.get(kind, 0) + 1
+        allowed = self.s.error_budget * self.s.batch * self.s.group
+        if self.failed_samples > max(allowed, 0.0):
+            raise AsyncrlError(
+                f"{self.failed_samples} samples failed since the last batch, more than reward.error_budget allows "
+                f"({self.s.error_budget:g} of {self.s.batch * self.s.group}); the last one: ticket {g.ticket}, {t.failed}"
+            )
+        return "failed"
+
+    def _completed(self, g: Group) -> None:
+        self._end_lease(g)
+        self.completions += 1
+        g.completed = self.completions
+        rewards = {s.trajectory.reward for s in g.stored()}
+        if self.s.filter_no_spread and len(rewards) == 1 and self.s.group > 1 and g.ticket not in self.composed and g.ticket in self.alive:
+            if "filter_leaves" in self.s.off:
+                self._ghosts += 1
+            else:
+                self._leave(g, "filtered")
+
+    def _leave(self, g: Group, what: str) -> None:
+        """A group leaves the stream: filtered or abandoned."""
+        self.alive.pop(g.ticket, None)
+        self._end_lease(g)
+        for s in g.stored():
+            g.other.append((what, s.trajectory.length, s.trajectory.reward))
+            g.finals[s.trajectory.sample, s.trajectory.attempt] = what
+        self._free(g)
+        g.samples = [None] * self.s.group
+        self._fold(self.past, g, trained=False)
+        for (sample, attempt), disposition in g.finals.items():
+            self._remember((g.ticket, sample, attempt), disposition)
+
+    def _free(self, g: Group) -> None:
+        self.stored_bytes -= sum(11 * len(s.trajectory.tokens) // 4 + len(s.trajectory.prompt_tokens) for s in g.stored())
+
+    def _remember(self, key: Key, what: str) -> None:
+        self.gone[key] = what
+        if len(self.gone) > REMEMBERED:
+            self.gone.popitem(last=False)
+
+    # ---- the learner -----------------------------------------------------------------------------------------------
+
+    def hello(self, h: LearnerHello) -> bool:
+        """Follow a learner; False: it is fenced."""
+        if h.epoch == self.epoch:
+            return True
+        if h.epoch < self.epoch or h.label.number < self.base or h.origin < self.active:
+            return False
+        for label, digest in sorted(h.ring):
+            was = Label(h.origin, label.number)
+            if was in self.tree and self.tree.digest(was) == digest:
+                self.tree.alias(label, was)
+            else:
+                before = Label(label.epoch, label.number - 1)
+                self.tree.register(label, before if before in self.tree else None, digest)
+        parent = h.parent if h.parent is not None and h.parent in self.tree else None
+        before = Label(h.epoch, h.label.number - 1)
+        self.tree.register(h.label, parent if parent is not None else (before if before in self.tree else None), h.digest)
+        self.epoch, self.max_lag, self.source = h.epoch, h.max_lag, h.source
+        for g in self.alive.values():
+            self._end_lease(g)
+        self._follow(h)
+        self.policy = h.label
+        self.evaluations.restart(h.label, self.s.steps)
+        return True
+
+    def _follow(self, h: LearnerHello) -> None:
+        """Move `committed` to the learner's number, down or up; a new (`memory`) buffer takes its cursor and totals."""
+        number = h.label.number
+        if number > self.base + len(self.comps):
+            self.base, self.comps, self.composed = number, [], set()
+            self.cursor = max(self.cursor, h.next_ticket)
+            if h.ledger:
+                self.past = Ledger.restore(h.ledger)
+        for n, comp in enumerate(self.comps, self.base):
+            for t in comp:
+                if n < number and t in self.alive:
+                    self.retained[t] = self.alive.pop(t)
+                if n >= number and t in self.retained:
+                    self.alive[t] = self.retained.pop(t)
+        self.alive = dict(sorted(self.alive.items()))
+        self.committed = number
+
+    def ask(self, epoch: int, number: int) -> tuple[list[Group], str]:
+        """The groups of batch `number`, or ([], what it waits for).  Composes it when it is asked for the first time."""
+        if number < self.committed:
+            return [], "late copy"
+        at = number - self.base
+        if at > len(self.comps):
+            return [], f"batch {number - 1} to be composed"
+        if at == len(self.comps):
+            picked, why = self._pick(number)
+            if not picked:
+                return [], why
+            self.comps.append([g.ticket for g in picked])
+            self.composed.update(g.ticket for g in picked)
+        groups = [self.alive[t] for t in self.comps[at]]
+        self.active = epoch
+        self._judge(groups, number)
+        late = next((g for g in groups if not g.complete), None)
+        return (groups, "") if late is None else ([], self._why(late))
+
+    def _pick(self, number: int) -> tuple[list[Group], str]:
+        line = [g for g in self.alive.values() if g.ticket not in self.composed]
+        if self.in_order and not math.isinf(self.max_lag):
+            picked = line[: self.s.batch]
+            late = next((g for g in picked if not g.complete), None)
+            if late is not None:
+                return [], self._why(late)
+        else:
+            if self.s.on_exceed == "drop":
+                self._drop_stale(line, number)
+            ready = sorted((g for g in line if g.complete and g.ticket in self.alive), key=lambda g: g.completed)
+            picked = ready[: self.s.batch]
+        if len(picked) < self.s.batch:
+            return [], f"{self.s.batch - len(picked)} more groups: tickets are out or wait for room"
+        return picked, ""
+
+    def _why(self, g: Group) -> str:
+        if g.lease is None:
+            return f"ticket {g.ticket}: {len(g.missing())} samples to be granted again"
+        return f"ticket {g.ticket}: {len(g.missing())} samples at {g.lease.producer}"
+
+    def _runs(self, s: Stored, number: int) -> list[tuple[int, int, int]]:
+        assert self.policy is not None
+        return admission.span_lags(self.tree, s.trajectory.spans, self.policy, number)
+
+    def _drop_stale(self, line: list[Group], number: int) -> None:
+        """`drop`: a complete group past the limit is sent again; the third time it is abandoned."""
+        for g in line:
+            if not g.complete or all(admission.sample_lag(self._runs(s, number)) <= self.max_lag for s in g.stored()):
+                continue
+            g.drops += 1
+            if g.drops >= MAX_DROPS:
+                self._leave(g, "abandoned")
+                continue
+            self._free(g)
+            for i, s in enumerate(g.stored()):
+                g.other.append(("dropped_stale", s.trajectory.length, s.trajectory.reward))
+                g.finals[i, s.trajectory.attempt] = "dropped_stale"
+            g.samples = [None] * self.s.group
+
+    def _judge(self, groups: list[Group], number: int) -> None:
+        """Lag is judged at the lease: orphans of an earlier epoch are written again; in this epoch it is a bug of ours."""
+        hard = self.s.on_exceed in ("pace", "drop")
+        for g in groups:
+            for i, s in enumerate(g.samples):
+                if s is None:
+                    continue
+                runs = self._runs(s, number)
+                s.masked = sum(e - b for b, e, lag in runs if lag > self.max_lag) if self.s.on_exceed == "mask" else 0
+                if not hard or admission.sample_lag(runs) <= self.max_lag:
+                    continue
+                if max(x.label.epoch for x in s.trajectory.spans) >= self.epoch:
+                    raise ProtocolError(f"ticket {g.ticket}, sample {i} would train {admission.sample_lag(runs)} versions late in batch {number}, "
+                                        f"past the limit {self.max_lag:g}: a bug of ours; keep the run directory and report it")  # fmt: skip
+                g.other.append(("orphaned", s.trajectory.length, s.trajectory.reward))
+                g.finals[i, s.trajectory.attempt] = "orphaned"
+                g.samples[i] = None
+
+    def batch(self, groups: list[Group], epoch: int, number: int) -> Batch:
+        """The message for composed, complete groups."""
+        stored = [s for g in groups for s in g.stored()]
+        runs = [self._runs(s, number) for s in stored]
+        lags = [admission.sample_lag(r) for r in runs]
+        in_flight = [min(s.in_flight, lag) for s, lag in zip(stored, lags, strict=True)]
+        nexts = max((g.ticket for g in groups), default=-1) + 1
+        return Batch(epoch, number, [s.trajectory for s in stored], lags, in_flight, runs, {}, nexts, self.ledger(final=False))
+
+    def commit(self, number: int, label: Label, digest: str) -> bool | None:
+        """Batch `number` is trained: True; False: told before; None: an earlier commit is still on its way."""
+        if number != self.committed:
+            return None if number > self.committed else False
+        self.tree.register(label, self.policy, digest)
+        for t in self.comps[number - self.base]:
+            self.retained[t] = self.alive.pop(t)
+        self.committed, self.policy, self.failed_samples = number + 1, label, 0
+        self.evaluations.committed(label, self.s.steps)
+        return True
+
+    def checkpointed(self, oldest: int) -> None:
+        """Retire what lies behind the oldest checkpoint kept."""
+        while self.base < min(oldest, self.committed) and self.comps:
+            for t in self.comps.pop(0):
+                self.composed.discard(t)
+                if (g := self.retained.pop(t, None)) is not None:
+                    self._fold(self.past, g, trained=True)
+                    self._free(g)
+                    for (sample, attempt), what in g.finals.items():
+                        self._remember((t, sample, attempt), "trained" if what == "accepted" else what)
+            self.base += 1
+
+    def keep(self) -> list[Label]:
+        """Versions that the ring must hold: those that tickets, out or to come, name exactly."""
+        out = set(self.evaluations.labels())
+        if self.s.inject is not None:
+            most = self.s.inject if isinstance(self.s.inject, int) else len(self.s.inject) - 1
+            out |= {Label(self.epoch, n) for n in range(max(0, self.committed - most), self.committed + 1)}
+        return sorted(out)
+
+    # ---- the ledger ------------------------------------------------------------------------------------------------
+
+    def _fold(self, into: Ledger, g: Group, *, trained: bool, final: bool = True) -> None:
+        """Add one group's lines: accepted samples are trained or left over, and tokens of attempts never delivered lost."""
+        for what, tokens, reward in g.other:
+            into.add(what, tokens, 1, tokens, reward)
+        for s in g.stored():
+            t = s.trajectory
+            if trained:
+                into.add("trained", t.length - s.masked, 1, t.length, t.reward)
+                into.add("masked_stale", s.masked, int(s.masked > 0), t.length if s.masked else 0, t.reward if s.masked else 0)
+            else:
+                into.add("left_over", t.length, 1, t.length, t.reward)
+        for reported, delivered, ended in g.attempts.values():
+            if reported > delivered:
+                into.add("lost_with_process" if ended or not final else "left_over", reported - delivered)
+
+    def ledger(self, *, final: bool = True) -> dict[str, dict[str, float]]:
+        """Totals of every generated token known to the buffer, each in one line; with final=False only trained batches' groups."""
+        out = self.past.copy()
+        for g in self.retained.values():
+            self._fold(out, g, trained=True)
+        if final:
+            for g in self.alive.values():
+                self._fold(out, g, trained=False)
+        return out.totals()
