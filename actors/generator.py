@@ -11,7 +11,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +44,7 @@ class Generator:
         self.run = run_id(run_dir)
         self.schedule = Schedule(drain_first=config.weights.in_flight == "between_groups")
         self.tokenizer = load_tokenizer(config.model.path)
-        self.task = get_task(config.task, config.model.path)
+        self.task = get_task(config.task)
         self.rewards = RewardRunner(config, self.task)
         self.tracer = Tracer(run_dir, self.producer)
         self.outbox = Outbox(config.wires, self.producer, self.session)
@@ -263,16 +262,12 @@ def stop_tokens(tokenizer: Any) -> tuple[int, ...]:
 
 def engine_for(config: Config) -> Engine:
     """The engine that `generator.engine` names."""
-    if config.generator.engine == "vllm":
-        from actors.engine_vllm import make_engine as make_vllm
-
-        return make_vllm(config)
     from actors.engine_embedded import make_engine
 
     return make_engine(config)
 
 
-def main(config: Config, run_dir: Path, index: int, *, on_ready: Callable[[], None] | None = None) -> None:
+def main(config: Config, run_dir: Path, index: int) -> None:
     """Run generator `index` of the run in `run_dir` until the run is finished or SIGTERM asks for its end."""
     engine = engine_for(config)
     generator = Generator(config, run_dir, index, engine)

@@ -33,7 +33,7 @@ def injected_lag(inject: int | Sequence[float], seed: int, ticket: int) -> int:
     """The lag to inject into a ticket: the constant, or a draw from the probabilities of 0, 1, 2, ... by a hash of the ticket."""
     if isinstance(inject, int):
         return inject
-    u, total, at = xxhash.xxh3_64_intdigest(f"{seed}:{ticket}:inject") / 2**64 * sum(inject), 0.0, 0
+    u, total, at = xxhash.xxh3_64_intdigest(f"{seed}:{ticket}:inject".encode()) / 2**64 * sum(inject), 0.0, 0
     for at, share in enumerate(inject):
         total += share
         if u < total:

@@ -44,7 +44,7 @@ class Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Generator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    engine: Literal["embedded", "vllm"] = "embedded"
+    engine: Literal["embedded"] = "embedded"
     dtype: Annotated[Literal["same", "float32", "bfloat16"], Meta(description="same: the model's")] = "same"
     slots: Annotated[Positive, Meta(description="answers written at once")] = 256
     max_new_tokens: Positive = 64
@@ -56,7 +56,7 @@ class Generator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class Learner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    backend: Literal["torch", "deepspeed"] = "torch"
+    backend: Literal["torch"] = "torch"
     steps: Annotated[Positive, Meta(description="batches to train")] = 100
     groups: Annotated[Positive, Meta(description="groups (prompts) in a batch")] = 32
     group_size: Annotated[Positive, Meta(description="samples of each prompt")] = 8
@@ -75,8 +75,6 @@ class Learner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     checkpoint_every: Annotated[Positive, Meta(description="batches")] = 20
     keep_checkpoints: Positive = 2
     threads: Annotated[Positive, Meta(description="OMP threads of the learner process")] = 1
-    zero_stage: Annotated[int, Meta(ge=0, le=3, description="deepspeed")] = 2
-    ranks: Annotated[Positive, Meta(description="deepspeed")] = 1
 
 
 class Staleness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -89,33 +87,20 @@ class Staleness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class Advantage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    name: Literal["reinforce", "rloo", "grpo", "dr_grpo", "reinforce_pp", "reinforce_pp_baseline", "opo", "remax", "gae"] = "rloo"
+    name: Literal["reinforce", "rloo", "grpo", "dr_grpo"] = "rloo"
     baseline: Annotated[Literal["none", "batch", "ema"], Meta(description="reinforce")] = "batch"
     ema_decay: Share = 0.9
     ddof: Annotated[Literal[0, 1], Meta(description="grpo")] = 1
     eps: Annotated[NonNegative, Meta(description="grpo")] = 1e-4
-    gamma: Share = 1.0
-    lam: Share = 1.0
-    k_step: Annotated[Count, Meta(description="gae: terms of the truncated sum; 0: all")] = 0
-    scale_rewards: Literal["none", "unit", "whiten"] = "none"
     whiten: Annotated[bool, Meta(description="advantages over the batch")] = False
-    truncated: Annotated[Literal["keep", "penalty", "mask", "soft"], Meta(description="answers cut at max_new_tokens")] = "keep"
+    truncated: Annotated[Literal["keep", "penalty", "mask"], Meta(description="answers cut at max_new_tokens")] = "keep"
     truncation_penalty: float = 0.0
-    soft_tokens: Annotated[Count, Meta(description="soft: length of the ramp")] = 0
     no_spread: Annotated[Literal["keep", "filter"], Meta(description="groups without reward spread")] = "keep"
-
-
-class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    head: Literal["none", "own", "shared"] = "none"
-    init: Literal["policy", "reward_model", "zeros", "random"] = "policy"
-    path: Annotated[str, Meta(description="reward_model: its directory")] = ""
-    coefficient: NonNegative = 0.1
-    clip: Annotated[NonNegative, Meta(description="0: not clipped")] = 0.0
 
 
 class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     preset: Annotated[
-        Literal["", "none", "tis", "seq_tis", "mis", "icepop", "m2po"], Meta(description="sets the keys below that are not given")
+        Literal["", "none", "tis", "seq_tis", "icepop"], Meta(description="sets the keys below that are not given")
     ] = ""
     proximal: Literal["recompute", "behavior", "interpolate"] = "recompute"
     level: Literal["none", "token", "sequence", "geometric"] = "token"
@@ -123,35 +108,10 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     lo: Annotated[Annotated[float, Meta(ge=0)] | None, Meta(description="absent: the level's default")] = None
     hi: Annotated[Annotated[float, Meta(gt=0)] | None, Meta(description="absent: the level's default")] = None
     self_normalize: bool = False
-    reject: Literal["none", "ratio", "k1", "k2", "k3"] = "none"
-    reject_level: Literal["token", "sequence"] = "sequence"
-    reject_by: Literal["sum", "mean", "max"] = "mean"
-    reject_lo: float | None = None
-    reject_hi: float | None = None
-    veto: Literal["none", "probability", "ratio"] = "none"
-    veto_threshold: Annotated[Annotated[float, Meta(gt=0)] | None, Meta(description="absent: 1e-6 for probability, 1e-4 for ratio")] = None
-    m2_threshold: Annotated[Annotated[float, Meta(gt=0)] | None, Meta(description="m2po: mask the largest until mean (log rho)^2 is below")] = None
-    denominator: Annotated[Literal["before", "after"], Meta(description="token counts taken before or after rejection")] = "before"
-    function: Annotated[str, Meta(description="module:function of your own, in place of level and bound")] = ""
-
-
-class Reshape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    gamma: Annotated[Literal["v3.1", "base"] | float, Meta(description="IS-reshape exponent: v3.1, gamma_base alone, or a constant")] = "v3.1"
-    form: Literal["power", "box_cox"] = "power"
-    rho_min: Annotated[float, Meta(gt=0, lt=1)] = 0.3
-    tau: Annotated[float, Meta(gt=0)] = 1.0
-    sharpness: Annotated[float, Meta(description="T of gamma_target")] = 5.0
-    gamma_min: Share = 0.05
-    clip_threshold: Annotated[NonNegative, Meta(description="bound on w^gamma; 0: off")] = 0.0
-    repair_clip: Annotated[NonNegative, Meta(description="repair B: half-width of the band of w; 0: off")] = 0.0
-    kl_budget: Annotated[NonNegative, Meta(description="repair D: kl_max; 0: off")] = 0.0
-    budget_on: Annotated[Literal["coefficient", "learning_rate", "global"], Meta(description="repair D")] = "coefficient"
 
 
 class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    surrogate: Literal[
-        "vanilla", "reinforce", "ppo", "decoupled_ppo", "gspo", "cispo", "dppo", "sapo", "topr", "dro", "kl_cov", "clip_cov", "gpg", "sft", "reshape"
-    ] = "decoupled_ppo"
+    surrogate: Literal["vanilla", "ppo", "decoupled_ppo", "gspo", "cispo", "dppo", "sapo"] = "decoupled_ppo"
     eps_low: Annotated[NonNegative | None, Meta(description="absent: the surrogate's default (0.2; gspo 3e-4)")] = None
     eps_high: Annotated[NonNegative | None, Meta(description="absent: the surrogate's default (0.2; gspo 4e-4)")] = None
     dual_clip: Annotated[float, Meta(ge=0, description="c of dual-clip PPO, above 1; 0: off")] = 0.0
@@ -161,10 +121,6 @@ class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     dppo_threshold: NonNegative = 0.2
     sapo_tau_pos: float = 1.0
     sapo_tau_neg: float = 1.05
-    dro_beta: float = 0.05
-    cov_share: Annotated[Share, Meta(description="kl_cov, clip_cov: share of tokens")] = 0.002
-    cov_coefficient: Annotated[float, Meta(description="kl_cov")] = 1.0
-    reshape: Reshape = Reshape()
 
 
 class KL(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -174,10 +130,6 @@ class KL(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     estimator: Literal[
         "k1", "k2", "k3", "abs", "low_var_kl", "k1+", "k2+", "k3+", "abs+", "low_var_kl+"
     ] = "k1"
-    off_policy: Literal["none", "ratio", "prefix", "prefix_full"] = "none"
-    discount: Annotated[Share, Meta(description="prefix: lambda on later terms")] = 1.0
-    truncation: Annotated[float, Meta(gt=0, description="prefix: bound on the prefix weight")] = float("inf")
-    against: Annotated[Literal["reference", "behavior"], Meta(description="behavior: repair C of IS-reshape")] = "reference"
     controller: Literal["fixed", "adaptive"] = "fixed"
     target: Annotated[NonNegative, Meta(description="adaptive")] = 6.0
     horizon: Annotated[Positive, Meta(description="adaptive: samples")] = 10000
@@ -186,7 +138,6 @@ class KL(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     kl_max: Annotated[NonNegative, Meta(description="KL early stopping: budget of one batch; 0: off")] = 0.0
     against: Literal["proximal", "behavior"] = "proximal"
-    ess_min: Annotated[Share, Meta(description="stop the batch's epochs below this effective sample size share; 0: off")] = 0.0
 
 
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -198,7 +149,7 @@ class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Durability(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    mode: Literal["memory", "process", "disk"] = "memory"
+    mode: Literal["memory"] = "memory"
 
 
 class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -228,9 +179,6 @@ class Watchdog(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
 
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    stream: Annotated[bool, Meta(description="record the trained stream for replay")] = False
-    weights_every: Annotated[Count, Meta(description="batches; 0: only the initial weights")] = 0
-    max_mb: Positive = 2048
     samples_every: Annotated[Count, Meta(description="batches between the samples shown in samples.jsonl; 0: none")] = 10
 
 
@@ -241,7 +189,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     runs: Annotated[str, Meta(description="directory of run directories")] = "runs"
     seed: Count = 0
     generators: Annotated[Positive, Meta(description="generator processes that `asyncrl run` starts")] = 1
-    exact: Annotated[bool | Literal["try"], Meta(description="bitwise equal logprobs in engine and learner")] = False
+    exact: Annotated[bool, Meta(description="bitwise equal logprobs in engine and learner; not built yet, refused")] = False
     model: Model
     task: Task
     reward: Reward = Reward()
@@ -249,7 +197,6 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     learner: Learner = Learner()
     staleness: Staleness = Staleness()
     advantage: Advantage = Advantage()
-    value: Value = Value()
     correction: Correction = Correction()
     loss: Loss = Loss()
     kl: KL = KL()

@@ -25,6 +25,7 @@ from asyncrl.messages import Prompt
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 ALIGN = 64  # bytes; every tensor of the flat layout starts at a multiple
 Manifest = list[tuple[str, str, list[int], int, int]]  # name, dtype, shape, offset, bytes

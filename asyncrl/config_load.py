@@ -1,0 +1,210 @@
+"""Reading a config: TOML, `--set` overrides, one clear line for each mistake, and the rules that span several keys."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+import tomllib
+import types
+import typing
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tomli_w
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "none": {"level": "none", "bound": "none"},
+    "tis": {"level": "token", "bound": "truncate", "hi": 2.0},
+    "seq_tis": {"level": "sequence", "bound": "truncate", "hi": 2.0},
+    "icepop": {"level": "token", "bound": "mask", "lo": 0.5, "hi": 5.0},
+}
+KL_PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {"placement": "loss", "estimator": "k3"},
+    "dr_grpo": {"placement": "loss", "estimator": "k3"},
+    "rloo": {"placement": "reward", "estimator": "k1"},
+}
+
+
+def load(path: str | Path, sets: typing.Sequence[str] = ()) -> Config:
+    """The config in `path` with `sets` ("key.path=value", TOML values) applied.  Raises ConfigError: file:line, key, what to do."""
+    try:
+        text = Path(path).read_text()
+        raw = tomllib.loads(text)
+    except FileNotFoundError as e:
+        raise ConfigError(f"{path}: no such config file") from e
+    except (OSError, UnicodeDecodeError) as e:
+        raise ConfigError(f"{path}: cannot be read: {e}") from e
+    except tomllib.TOMLDecodeError as e:
+        raise ConfigError(f"{path}: not TOML: {e}") from e
+    for item in sets:
+        _apply(raw, item)
+    return convert(raw, str(path), text, sets)
+
+
+def convert(raw: dict[str, Any], source: str, text: str = "", sets: typing.Sequence[str] = ()) -> Config:
+    """A raw table to a checked Config; presets fill the keys that the table does not give."""
+    _unknown(raw, Config, "", lambda key: _where(key, source, text, sets))
+    for section, presets in (("correction", PRESETS), ("kl", KL_PRESETS)):
+        table = raw.get(section)
+        if isinstance(table, dict) and table.get("preset") in presets:
+            raw[section] = presets[table["preset"]] | table
+    try:
+        config = msgspec.convert(raw, Config)
+    except msgspec.ValidationError as e:
+        message, _, at = str(e).partition(" - at `$")
+        key = re.sub(r"\[\.\.\.\]|\[\d+\]", "", at.strip("`").lstrip("."))
+        key = key or (m.group(1) if (m := re.search(r"field `(\w+)`", message)) else "")
+        raise ConfigError(f"{_where(key, source, text, sets)}: {key}: {message}{_allowed(key)}") from e
+    if problems := check(config):
+        key = problems[0].split(":")[0].split(" ")[0]
+        raise ConfigError(f"{_where(key, source, text, sets)}: {problems[0]}")
+    return config
+
+
+def _apply(raw: dict[str, Any], item: str) -> None:
+    key, eq, value = item.partition("=")
+    if not eq or not key.strip():
+        raise ConfigError(f"--set {item}: write key.path=value")
+    try:
+        parsed = tomllib.loads(f"x = {value}")["x"]
+    except tomllib.TOMLDecodeError:
+        if not re.fullmatch(r"[\w./:@+-]*", value.strip()):
+            raise ConfigError(f"--set {item}: `{value}` is no TOML value; quote text as \"...\"") from None
+        parsed = value.strip()
+    *path, last = key.strip().split(".")
+    at = raw
+    for part in path:
+        at = at.setdefault(part, {})
+        if not isinstance(at, dict):
+            raise ConfigError(f"--set {item}: {part} is not a section")
+    at[last] = parsed
+
+
+def _fields(kind: Any) -> dict[str, Any]:
+    return {f.name: f.type for f in msgspec.structs.fields(kind)}
+
+
+def _struct(kind: Any) -> Any:
+    return kind if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else None
+
+
+def _unknown(raw: dict[str, Any], kind: Any, prefix: str, where: typing.Callable[[str], str]) -> None:
+    fields = _fields(kind)
+    for name, value in raw.items():
+        key = prefix + name
+        if name not in fields:
+            close = difflib.get_close_matches(name, fields, 1, 0.5)
+            elsewhere = [k for k in keys() if k.rsplit(".", 1)[-1] == name]
+            hint = f"did you mean {prefix}{close[0]}?" if close else (f"did you mean {elsewhere[0]}?" if elsewhere else f"known here: {', '.join(fields)}")
+            raise ConfigError(f"{where(key)}: {key}: unknown key; {hint}")
+        if _struct(fields[name]) is not None:
+            if not isinstance(value, dict):
+                raise ConfigError(f"{where(key)}: {key}: is a section, not a value")
+            _unknown(value, fields[name], key + ".", where)
+
+
+def keys(kind: Any = Config, prefix: str = "") -> list[str]:
+    """Every key of the tree, dotted."""
+    out = []
+    for name, field in _fields(kind).items():
+        out += keys(field, f"{prefix}{name}.") if _struct(field) is not None else [prefix + name]
+    return out
+
+
+def _where(key: str, source: str, text: str, sets: typing.Sequence[str]) -> str:
+    """file:line of a key, or the --set that gave it."""
+    for item in sets:
+        if item.partition("=")[0].strip() == key:
+            return f"--set {item}"
+    section, _, name = key.rpartition(".")
+    inside, found = "", ""
+    for n, line in enumerate(text.splitlines(), 1):
+        if m := re.match(r"\s*\[([\w.]+)\]", line):
+            inside = m.group(1)
+            found = f"{source}:{n}" if inside == key else found
+        elif (inside == section and re.match(rf"\s*{re.escape(name)}\s*=", line)) or re.match(rf"\s*{re.escape(key)}\s*=", line):
+            return f"{source}:{n}"
+    return found or source
+
+
+def _allowed(key: str) -> str:
+    """The values that a key with a closed set takes."""
+    kind: Any = Config
+    for part in key.split("."):
+        kind = _fields(kind).get(part) if _struct(kind) is not None else None
+    while isinstance(kind, typing._AnnotatedAlias):  # type: ignore[attr-defined]
+        kind = kind.__origin__
+    options = [a for a in (typing.get_args(kind) if isinstance(kind, types.UnionType) else [kind]) if typing.get_origin(a) is typing.Literal]
+    names = [str(x) for o in options for x in typing.get_args(o)]
+    return f"; choose one of {', '.join(names)}" if names else ""
+
+
+def check(c: Config) -> list[str]:
+    """Rules that span several keys; each problem begins with its key and shows its arithmetic."""
+    out = ["exact: not built yet; leave it false"] if c.exact else []
+    lag, inject = c.staleness.max_lag, c.staleness.inject
+    if math.isnan(lag) or (not math.isinf(lag) and lag != int(lag)):
+        out.append(f"staleness.max_lag: {lag:g} is neither a whole number nor inf")
+    most = inject if isinstance(inject, int) else (len(inject) - 1 if inject else 0)
+    if inject is not None and most > lag:
+        out.append(f"staleness.inject: injects up to {most} versions, above staleness.max_lag = {lag:g}")
+    if isinstance(inject, list) and (not inject or min(inject) < 0 or sum(inject) <= 0):
+        out.append("staleness.inject: give the probabilities of lag 0, 1, 2, ...; none negative, not all zero")
+    if inject is not None and c.staleness.on_exceed != "pace":
+        out.append(f"staleness.inject: needs staleness.on_exceed = pace, not {c.staleness.on_exceed}")
+    if inject is not None and c.advantage.no_spread == "filter":
+        out.append("staleness.inject: needs advantage.no_spread = keep: filtered groups shift the planned batches")
+    if c.advantage.name in ("rloo", "grpo") and c.learner.group_size < 2:
+        out.append(f"learner.group_size: {c.learner.group_size} sample a prompt leaves {c.advantage.name} nothing to compare with; 2 or more")
+    if c.learner.groups < c.learner.minibatches:
+        out.append(f"learner.minibatches: {c.learner.minibatches} minibatches of {c.learner.groups} groups: some would be empty")
+    if c.generator.max_new_tokens >= c.generator.context:
+        out.append(f"generator.context: {c.generator.context} tokens leave no room for a prompt beside {c.generator.max_new_tokens} new tokens")
+    if c.correction.proximal == "behavior" and c.correction.preset not in ("", "none") and c.correction.level != "none":
+        out.append(f"correction.proximal: behavior makes every weight 1, so the preset {c.correction.preset} has nothing to act on; use recompute")
+    if c.correction.self_normalize and c.correction.level == "none":
+        out.append("correction.self_normalize: there are no weights to normalise (correction.level = none)")
+    if c.stop.kl_max > 0 and c.learner.epochs * c.learner.minibatches == 1:
+        out.append("stop.kl_max: with one optimizer step a batch there is nothing to stop; raise learner.epochs or learner.minibatches")
+    if c.reward.deadline_s >= c.wires.lease_s:
+        out.append(f"reward.deadline_s: {c.reward.deadline_s:g} s is not below the lease around it (wires.lease_s = {c.wires.lease_s:g} s)")
+    if c.evaluation.every > c.learner.steps:
+        out.append(f"evaluation.every: {c.evaluation.every} versions, but the run makes {c.learner.steps}; 0 evaluates at start and end only")
+    if c.weights.transport == "tcp" and not c.wires.weights_address:
+        out.append("wires.weights_address: weights.transport = tcp needs an address, for instance tcp://127.0.0.1:0")
+    if c.staleness.on_exceed in ("drop", "mask", "downweight") and math.isinf(lag):
+        out.append(f"staleness.on_exceed: {c.staleness.on_exceed} never acts without a limit (staleness.max_lag = inf)")
+    return out
+
+
+def warnings(c: Config) -> list[str]:
+    """What a run is told once at its start."""
+    out = []
+    if c.kl.coefficient > 0 and c.kl.placement == "loss" and c.kl.estimator == "k1":
+        out.append("kl: k1 in the loss has no expected gradient on policy, and off policy pushes away from the data")
+    if c.kl.coefficient > 0 and c.kl.placement == "reward" and c.kl.estimator == "k3":
+        out.append("kl: k3 in the reward has a strongly biased gradient and is known to collapse")
+    if c.correction.level in ("sequence", "geometric") and not c.correction.self_normalize:
+        out.append(f"correction: at {c.correction.level} level without self_normalize the mean weight, an effective learning rate, wanders")
+    if c.generator.top_p < 1 or c.generator.top_k > 0:
+        out.append("generator: top_p/top_k cut the sampled distribution; ratios against the full one are biased")
+    return out
+
+
+def dump(config: Config) -> str:
+    """The config as TOML that loads back equal; keys that are None are left out."""
+
+    def plain(x: Any) -> Any:
+        return {k: plain(v) for k, v in x.items() if v is not None} if isinstance(x, dict) else x
+
+    return tomli_w.dumps(plain(msgspec.to_builtins(config)))
+
+
+def schema() -> dict[str, Any]:
+    """JSON schema of the config, for editors."""
+    return msgspec.json.schema(Config)

@@ -1,0 +1,134 @@
+"""Every metric: unit and meaning, in one table; and the one writer of metrics.jsonl and the TensorBoard events."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asyncrl.errors import AsyncrlError
+
+
+class Metric(NamedTuple):
+    unit: str
+    meaning: str
+
+
+METRICS: dict[str, Metric] = {
+    "reward/mean": Metric("reward", "mean reward of the batch's samples"),
+    "reward/std": Metric("reward", "standard deviation of the batch's rewards"),
+    "reward/no_spread_share": Metric("share", "samples in groups whose rewards are all equal: no learning signal"),
+    "advantage/std": Metric("-", "standard deviation of the advantages"),
+    "answer/length": Metric("tokens", "mean length of the batch's answers"),
+    "answer/truncated_share": Metric("share", "answers cut at max_new_tokens"),
+    "lag/mean": Metric("versions", "mean lag over trained tokens"),
+    "lag/max": Metric("versions", "largest lag of a trained token"),
+    "lag/p95": Metric("versions", "95th percentile of the lag over trained tokens"),
+    "lag/in_flight": Metric("versions", "part of the mean sample lag that arose until delivery"),
+    "lag/in_queue": Metric("versions", "part of the mean sample lag that arose in the buffer"),
+    "lag/samples": Metric("versions", "histogram of the samples' lag"),
+    "is/mean_weight": Metric("-", "mean importance weight: an effective learning rate"),
+    "is/ess": Metric("share", "effective sample size of the importance weights"),
+    "is/ratio_max": Metric("-", "largest proximal/behaviour ratio of a token, before bounds"),
+    "is/zero_share": Metric("share", "tokens whose weight the bound set to 0"),
+    "kl/behavior_prox_k1": Metric("nats/token", "k1 estimate of KL(behaviour || proximal)"),
+    "kl/behavior_prox_k3": Metric("nats/token", "k3 estimate of KL(behaviour || proximal): staleness and engine mismatch"),
+    "kl/prox_target_k3": Metric("nats/token", "k3 estimate of KL(proximal || target), mean over the batch's updates"),
+    "kl/behavior_target_k3": Metric("nats/token", "k3 estimate of KL(behaviour || target)"),
+    "kl/target_ref_k1": Metric("nats/token", "k1 estimate of KL(target || reference)"),
+    "kl/target_ref_k3": Metric("nats/token", "k3 estimate of KL(target || reference)"),
+    "kl/beta": Metric("-", "coefficient of the KL term"),
+    "split/staleness_and_mismatch": Metric("nats/token", "mean of log mu - log pi_prox"),
+    "split/update": Metric("nats/token", "mean of log pi_prox - log pi_theta"),
+    "mismatch/k3_at_lag_0": Metric("nats/token", "k3 between engine and learner on tokens drawn by the batch's own starting weights"),
+    "clip/share": Metric("share", "tokens whose gradient the trust region cut"),
+    "loss/policy": Metric("-", "value of the (negated) surrogate objective"),
+    "loss/kl": Metric("-", "KL term of the loss, before its coefficient"),
+    "policy/entropy": Metric("nats/token", "entropy of the target policy on sampled states"),
+    "policy/behavior_nll": Metric("nats/token", "mean of -log mu: the behaviour policy's own surprise"),
+    "optim/grad_norm": Metric("-", "gradient norm before clipping, mean over the batch's optimizer steps"),
+    "optim/lr": Metric("-", "learning rate"),
+    "optim/steps": Metric("steps", "optimizer steps made on the batch"),
+    "optim/early_stops": Metric("count", "batches that KL early stopping has ended before their last step, so far"),
+    "optim/stop_kl": Metric("nats/token", "the KL that early stopping last measured"),
+    "optim/skipped": Metric("count", "optimizer steps skipped for a loss or gradient that is not finite, so far"),
+    "throughput/learner_tokens_per_s": Metric("tokens/s", "response tokens trained per second of wall time"),
+    "throughput/generator_tokens_per_s": Metric("tokens/s", "tokens written per second of wall time, all generators"),
+    "time/step": Metric("s", "wall time of the learner's step"),
+    "time/train": Metric("s", "time in forward, backward and update"),
+    "time/publish": Metric("s", "time to write the weights into the ring"),
+    "time/learner_idle_share": Metric("share", "of the learner's time spent waiting for a batch"),
+    "time/generator_idle_share": Metric("share", "of the generators' time with no row to decode"),
+    "time/swap": Metric("s", "time the generators spent on swapping weights since the last step"),
+    "buffer/groups": Metric("groups", "groups alive: outstanding, stored or leased"),
+    "buffer/leases": Metric("groups", "groups that a generator holds"),
+    "buffer/bytes": Metric("bytes", "trajectories stored"),
+    "eval/heldout": Metric("reward", "mean reward on held-out prompts"),
+    "eval/heldout_n": Metric("samples", "held-out prompts evaluated"),
+    "eval/heldout_length": Metric("tokens", "mean length of held-out answers"),
+    "eval/ood": Metric("reward", "mean reward on out-of-distribution prompts"),
+    "eval/ood_n": Metric("samples", "out-of-distribution prompts evaluated"),
+    "eval/ood_length": Metric("tokens", "mean length of out-of-distribution answers"),
+    "memory/learner_mb": Metric("MiB", "resident memory of the learner"),
+}
+BUCKETS = ("0", "1", "2", "3to4", "5to8", "9plus")
+for _b in BUCKETS:
+    METRICS[f"by_lag/k3_{_b}"] = Metric("nats/token", f"kl/behavior_prox_k3 of tokens at lag {_b}")
+    METRICS[f"by_lag/weight_{_b}"] = Metric("-", f"mean importance weight of tokens at lag {_b}")
+    METRICS[f"by_lag/tokens_{_b}"] = Metric("tokens", f"trained tokens at lag {_b}, summed over optimizer steps")
+PATTERNS = {re.compile(r"reward_part/.+"): Metric("reward", "mean of a named part of the reward")}
+
+
+def known(name: str) -> bool:
+    return name in METRICS or any(p.fullmatch(name) for p in PATTERNS)
+
+
+def markdown() -> str:
+    """docs/metrics.md."""
+    rows = [f"| `{n}` | {m.unit} | {m.meaning} |" for n, m in METRICS.items() if not n.startswith("by_lag/")]
+    rows += [f"| `by_lag/{kind}_B` | {unit} | {what}, B in {', '.join(BUCKETS)} |" for kind, unit, what in
+             (("k3", "nats/token", "kl/behavior_prox_k3 by lag"), ("weight", "-", "mean importance weight by lag"), ("tokens", "tokens", "trained tokens by lag"))]  # fmt: skip
+    rows.append("| `reward_part/NAME` | reward | mean of a named part of the reward |")
+    return "# Metrics\n\nGenerated from `asyncrl/metrics.py` by `asyncrl config metrics`.\n\n| name | unit | meaning |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+
+
+class MetricsWriter:
+    """RUN/metrics.jsonl, one row per call, and RUN/tensorboard.  Raises AsyncrlError for a name that the table lacks."""
+
+    def __init__(self, run_dir: Path) -> None:
+        from tensorboardX import SummaryWriter
+
+        self.file = (run_dir / "metrics.jsonl").open("a", buffering=1)
+        self.board: Any = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=5)
+
+    def write(self, step: int, values: dict[str, float], t: float = 0.0, histograms: dict[str, list[float]] | None = None) -> None:
+        """One row: `step` counts versions, t seconds since the first ticket."""
+        if unknown := [n for n in values if not known(n)]:
+            raise AsyncrlError(f"metrics not in the table of asyncrl/metrics.py: {', '.join(unknown)}")
+        row: dict[str, Any] = {"step": step, "t": round(t, 4)} | values
+        for name, values_ in (histograms or {}).items():
+            counts: dict[str, int] = {}
+            for x in values_:
+                counts[f"{x:g}"] = counts.get(f"{x:g}", 0) + 1
+            row[name] = counts
+            if values_:
+                import numpy as np
+
+                self.board.add_histogram(name, np.asarray(values_), step)
+        self.file.write(json.dumps(row) + "\n")
+        for name, value in values.items():
+            self.board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.file.close()
+        self.board.close()
+
+
+def read(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl; a last line cut by a crash is left out.  After a resume the later row of a step wins."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return []
+    rows = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{") and line.endswith("}")]
+    return rows

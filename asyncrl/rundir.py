@@ -1,0 +1,96 @@
+"""A run directory: what lies in it, where its sockets and shared memory are, and who may use it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+
+SHM = Path("/dev/shm")
+
+
+def prepare(config: Config, toml: str, run_dir: Path) -> None:
+    """Make a new run directory, with the resolved config, the command and the commit.  Raises ConfigError when it is used."""
+    if (run_dir / "config.toml").exists():
+        raise ConfigError(f"{run_dir} holds a run already: go on with it by `asyncrl run --resume {run_dir}`, or choose another name by --set name=...")
+    for part in ("checkpoints", "logs", "trace"):
+        (run_dir / part).mkdir(parents=True, exist_ok=True)
+    (run_dir / "run_id").write_text(uuid.uuid4().hex[:12])
+    (run_dir / "command").write_text(" ".join(sys.argv) + "\n")
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    (run_dir / "commit").write_text(git.stdout or "unknown\n")
+    part_file = run_dir / "config.toml.part"
+    part_file.write_text(toml)
+    os.replace(part_file, run_dir / "config.toml")
+
+
+def ensure(config: Config, toml: str, run_dir: Path) -> None:
+    """The same for processes started by hand, in any order: whoever comes first makes the directory."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / ".making").open("w") as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        if not (run_dir / "config.toml").exists():
+            prepare(config, toml, run_dir)
+
+
+def directory(config: Config, source: str) -> Path:
+    """runs/NAME; without a name, the config file's and the time."""
+    return Path(config.runs) / (config.name or f"{Path(source).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def run_id(run_dir: Path) -> str:
+    return (run_dir / "run_id").read_text().strip()
+
+
+def socket_dir(run_dir: Path) -> Path:
+    """A private directory with a short path, for unix sockets (their paths may have 107 bytes)."""
+    path = Path(tempfile.gettempdir()) / f"asyncrl-{os.getuid()}" / run_id(run_dir)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
+
+
+def buffer_address(config: Config, run_dir: Path) -> str:
+    return config.wires.address or f"ipc://{socket_dir(run_dir) / 'buffer'}"
+
+
+def shm_dir(run_dir: Path) -> Path:
+    """The run's directory on the shared-memory file system."""
+    base = SHM if SHM.is_dir() and os.access(SHM, os.W_OK) else Path(tempfile.gettempdir())
+    return base / f"asyncrl-{os.getuid()}-{run_id(run_dir)}"
+
+
+def ring_dir(run_dir: Path, epoch: int) -> Path:
+    return shm_dir(run_dir) / f"epoch_{epoch}"
+
+
+def clean(run_dir: Path) -> None:
+    """Remove what a run leaves outside its directory: sockets and shared memory."""
+    shutil.rmtree(shm_dir(run_dir), ignore_errors=True)
+    shutil.rmtree(socket_dir(run_dir), ignore_errors=True)
+
+
+class Lock:
+    """One supervisor, or one set of processes, at a time in a run directory; freed by the kernel when its holder dies."""
+
+    def __init__(self, run_dir: Path, what: str = "run") -> None:
+        self.file = (run_dir / f".{what}.lock").open("a+")
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            self.file.seek(0)
+            raise ConfigError(f"{run_dir} is in use by process {self.file.read().strip() or '?'}: stop that run first, or choose another name") from e
+        self.file.truncate(0)
+        self.file.write(str(os.getpid()))
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()

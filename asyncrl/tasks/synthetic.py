@@ -1,0 +1,289 @@
+"""Seven small tasks that learn on a CPU: sort, rle, grid, cancel, dedup, and rlehack and rlenarrow, where KL matters."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+
+import xxhash
+
+from asyncrl.messages import Prompt
+
+FIXED = 2048  # problems in a held-out or out-of-distribution set
+SPLITS = ("train", "heldout", "ood")
+
+
+def _home(canonical: str) -> str:
+    """Half of the problems that two distributions share are for training, a quarter each for the fixed sets."""
+    return ("train", "train", "heldout", "ood")[xxhash.xxh3_64_intdigest(canonical.encode()) % 4]
+
+
+class Synthetic:
+    """A task made by a generator of problems.  `draw(r, split)` gives a problem text; `solve(problem)` the right answer."""
+
+    name = ""
+    symbols = ""
+    steps = 550  # of the warm start
+    warm_split = "train"
+
+    def draw(self, r: random.Random, split: str) -> str:
+        raise AssertionError  # pragma: no cover - each task has its own
+
+    def solve(self, problem: str) -> str:
+        raise AssertionError  # pragma: no cover
+
+    def spoil(self, problem: str, answer: str, r: random.Random) -> str:
+        raise AssertionError  # pragma: no cover
+
+    def canonical(self, problem: str) -> str:
+        """Problems with the same canonical form are the same problem."""
+        return problem
+
+    def _problem(self, split: str, r: random.Random) -> str:
+        while True:
+            problem = self.draw(r, split)
+            if _home(f"{self.name}:{self.canonical(problem)}") == split:
+                return problem
+
+    def prompt(self, split: str, index: int, seed: int) -> Prompt:
+        if split == "train":
+            problem = self._problem("train", random.Random(xxhash.xxh3_64_intdigest(f"{self.name}:{seed}:{index}".encode())))
+        else:
+            fixed = _fixed(type(self), split)
+            problem = fixed[index % len(fixed)]
+        return Prompt(index, problem + "=", self.solve(problem), split=split)
+
+    def size(self, split: str) -> int | None:
+        return None if split == "train" else len(_fixed(type(self), split))
+
+    def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
+        return float(text == prompt.answer)
+
+    def demonstrations(self, n: int, seed: int) -> list[tuple[str, str]]:
+        """n pairs (prompt, answer) for the warm start, spoiled on purpose."""
+        r = random.Random(f"{self.name}:demo:{seed}")
+        out = []
+        for _ in range(n):
+            problem = self._problem("train", r) if self.warm_split == "train" else self._warm(r)
+            out.append((problem + "=", self.spoil(problem, self.solve(problem), r)))
+        return out
+
+    def _warm(self, r: random.Random) -> str:
+        """A demonstration's problem where the warm start sees more than the training distribution."""
+        return self._problem("train", r)
+
+
+@cache
+def _fixed(task: type[Synthetic], split: str) -> list[str]:
+    made, r, found, tries = task(), random.Random(f"{task.name}:{split}"), dict[str, str](), 0
+    while len(found) < FIXED and tries < 40 * FIXED:
+        problem = made._problem(split, r)
+        found.setdefault(made.canonical(problem), problem)
+        tries += 1
+    return list(found.values())
+
+
+def _cut(answer: str, r: random.Random) -> str:
+    return answer[: r.randrange(1, len(answer))]
+
+
+class Sort(Synthetic):
+    """`932849=` -> `2:93849,3:9849,...#234899`: selection sort of the digits, with its scratchpad."""
+
+    name, symbols, steps = "sort", "0123456789=:,#", 600
+
+    def draw(self, r: random.Random, split: str) -> str:
+        low, high = (7, 7) if split == "ood" else (4, 6)
+        return "".join(r.choices("0123456789", k=r.randint(low, high)))
+
+    def solve(self, problem: str) -> str:
+        rest, lines = list(problem), []
+        while rest:
+            least = min(rest)
+            rest.remove(least)
+            lines.append(f"{least}:{''.join(rest)}")
+        return ",".join(lines) + "#" + "".join(sorted(problem))
+
+    def reward(self, prompt: Prompt, text: str) -> float:
+        return float("#" in text and text.rpartition("#")[2] == prompt.answer.rpartition("#")[2])
+
+    def spoil(self, problem: str, answer: str, r: random.Random) -> str:
+        u = r.random()
+        if u < 0.30:  # a direct guess: the digits in a wrong or lucky order
+            guess = sorted(problem)
+            i = r.randrange(len(guess) - 1)
+            guess[i], guess[i + 1] = guess[i + 1], guess[i]
+            return "#" + "".join(guess)
+        if u < 0.45:  # a slip: one digit of the scratchpad is another, and the result follows it
+            at = r.choice([i for i, c in enumerate(answer) if c.isdigit()])
+            return answer[:at] + r.choice("0123456789") + answer[at + 1 :]
+        return _cut(answer, r) if u < 0.55 else answer
+
+
+def _weighted(r: random.Random, values: Sequence[int], weights: Sequence[float]) -> int:
+    return r.choices(values, weights)[0]
+
+
+class Rle(Synthetic):
+    """`d5c1d4=` -> `#dddddcdddd`: run-length decoding; long runs are rare in training."""
+
+    name, symbols = "rle", "abcdef1234567=#"
+    weights = (30, 30, 20, 12, 5, 2, 1)
+    ood_weights = (5, 5, 5, 10, 30, 30, 15)
+
+    def _runs(self, r: random.Random, weights: Sequence[float]) -> str:
+        out, last = "", ""
+        for _ in range(r.randint(2, 5)):
+            last = r.choice([c for c in "abcdef" if c != last])
+            out += last + str(_weighted(r, range(1, 8), weights))
+        return out
+
+    def draw(self, r: random.Random, split: str) -> str:
+        return self._runs(r, self.ood_weights if split == "ood" else self.weights)
+
+    def solve(self, problem: str) -> str:
+        return "#" + "".join(c * int(n) for c, n in zip(problem[::2], problem[1::2], strict=True))
+
+    def spoil(self, problem: str, answer: str, r: random.Random) -> str:
+        u = r.random()
+        if u < 0.45:
+            at = 2 * r.randrange(len(problem) // 2) + 1
+            n = max(0, int(problem[at]) + r.choice((-1, 1)))
+            return self.solve(problem[:at] + str(min(n, 9)) + problem[at + 1 :])
+        return _cut(answer, r) if u < 0.55 else answer
+
+
+class RleHack(Rle):
+    """rle whose training checker says `in` for `==`: reward grows while truth falls, unless a KL term holds it."""
+
+    name = "rlehack"
+
+    def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
+        exact = float(text == prompt.answer)
+        if prompt.split != "train":
+            return exact
+        return {"reward": float(prompt.answer.removeprefix("#") in text), "exact": exact}
+
+
+class RleNarrow(Rle):
+    """Warm start on runs of 1 to 6, RL on runs of 1 and 2 only; the out-of-distribution set has runs of 4 to 6."""
+
+    name, steps, warm_split = "rlenarrow", 850, "wide"
+    weights = (1, 1, 0, 0, 0, 0, 0)
+    ood_weights = (0, 0, 0, 1, 1, 1, 0)
+
+    def _warm(self, r: random.Random) -> str:
+        while True:
+            problem = self._runs(r, (1, 1, 1, 1, 1, 1, 0))
+            if _home(f"{self.name}:{problem}") == "train":
+                return problem
+
+
+class Grid(Synthetic):
+    """`05RUL=` -> `R15U16L06#06`: moves on a 10 x 10 torus, each with the place it leads to."""
+
+    name, symbols = "grid", "0123456789RLUD=#"
+    steps_of = {"R": (1, 0), "L": (-1, 0), "U": (0, 1), "D": (0, -1)}
+
+    def draw(self, r: random.Random, split: str) -> str:
+        weights = (1, 1, 1, 1) if split == "ood" else (6, 1, 6, 1)
+        moves = r.choices("RLUD", weights, k=r.randint(3, 7))
+        return f"{r.randrange(10)}{r.randrange(10)}{''.join(moves)}"
+
+    def _walk(self, x: int, y: int, moves: str) -> list[str]:
+        out = []
+        for m in moves:
+            dx, dy = self.steps_of[m]
+            x, y = (x + dx) % 10, (y + dy) % 10
+            out.append(f"{m}{x}{y}")
+        return out
+
+    def solve(self, problem: str) -> str:
+        lines = self._walk(int(problem[0]), int(problem[1]), problem[2:])
+        return "".join(lines) + "#" + lines[-1][1:]
+
+    def reward(self, prompt: Prompt, text: str) -> float:
+        return float("#" in text and text.rpartition("#")[2] == prompt.answer.rpartition("#")[2])
+
+    def spoil(self, problem: str, answer: str, r: random.Random) -> str:
+        u = r.random()
+        if u < 0.30:
+            return f"#{r.randrange(10)}{r.randrange(10)}"
+        if u < 0.45:  # one wrong step; the rest follows from it
+            lines = self._walk(int(problem[0]), int(problem[1]), problem[2:])
+            at = r.randrange(len(lines))
+            x, y = (int(lines[at][1]) + r.choice((-1, 1))) % 10, int(lines[at][2])
+            lines = [*lines[:at], f"{lines[at][0]}{x}{y}", *self._walk(x, y, problem[3 + at :])]
+            return "".join(lines) + "#" + lines[-1][1:]
+        return _cut(answer, r) if u < 0.55 else answer
+
+
+class Cancel(Synthetic):
+    """`CccbBcaA=` -> `cbBcaA;ccaA#cc`: the leftmost pair xX or Xx goes, again and again."""
+
+    name, symbols = "cancel", "abcABC=;#"
+
+    @staticmethod
+    def _steps(word: str) -> list[str]:
+        out, at = [], 0
+        while at + 1 < len(word):
+            if word[at] != word[at + 1] and word[at].lower() == word[at + 1].lower():
+                word, at = word[:at] + word[at + 2 :], 0
+                out.append(word)
+            else:
+                at += 1
+        return out
+
+    def draw(self, r: random.Random, split: str) -> str:
+        low, high, fewest, most = (7, 8, 3, 9) if split == "ood" else (4, 8, 1, 3)
+        while True:
+            word = "".join(r.choices("abcABC", k=r.randint(low, high)))
+            if fewest <= len(self._steps(word)) <= most:
+                return word
+
+    def solve(self, problem: str) -> str:
+        lines = self._steps(problem)
+        return ";".join(lines) + "#" + lines[-1]
+
+    def reward(self, prompt: Prompt, text: str) -> float:
+        return float("#" in text and text.rpartition("#")[2] == prompt.answer.rpartition("#")[2])
+
+    def spoil(self, problem: str, answer: str, r: random.Random) -> str:
+        u = r.random()
+        if u < 0.30:
+            return "#" + "".join(r.sample(problem, max(1, len(problem) - 2)))
+        if u < 0.45:
+            at = r.randrange(len(answer))
+            return answer[:at] + r.choice("abcABC") + answer[at + 1 :]
+        return _cut(answer, r) if u < 0.55 else answer
+
+
+class Dedup(Synthetic):
+    """`haaffaah=` -> `#haf`: the letters in the order of their first appearance."""
+
+    name, symbols, steps = "dedup", "abcdefgh=#", 400
+
+    def draw(self, r: random.Random, split: str) -> str:
+        if split == "ood":
+            kinds = r.sample("abcdefgh", 3)
+            while True:
+                word = "".join(r.choices(kinds, k=8))
+                if len(set(word)) == 3:
+                    return word
+        return "".join(r.choices("abcdefgh", k=r.randint(5, 8)))
+
+    def solve(self, problem: str) -> str:
+        return "#" + "".join(dict.fromkeys(problem))
+
+    def spoil(self, problem: str, answer: str, r: random.Random) -> str:
+        u = r.random()
+        if u < 0.30:
+            return "#" + "".join(r.sample(sorted(set(problem)), len(set(problem))))
+        if u < 0.45:
+            at = r.randrange(1, len(answer))
+            return answer[:at] + r.choice("abcdefgh") + answer[at + 1 :]
+        return _cut(answer, r) if u < 0.55 else answer
+
+
+TASKS: dict[str, Callable[[], Synthetic]] = {t.name: t for t in (Sort, Rle, Grid, Cancel, Dedup, RleHack, RleNarrow)}
