@@ -1,0 +1,408 @@
+"""The buffer process: sockets around the store.  It never blocks on a peer; it is also where a run's numbers are written.
+
+Everything it knows of time is read here and passed in: leases, ages of waits, wall time from the first ticket.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from asyncrl import messages as m
+from asyncrl.config import Config
+from asyncrl.errors import AsyncrlError
+from asyncrl.metrics import MetricsWriter
+from asyncrl.rundir import Lock, buffer_address, run_id
+from asyncrl.tasks import Task, get_task
+from asyncrl.wires import BufferSocket
+from buffer.evaluation import Evaluations
+from buffer.ledger import tokens_of
+from buffer.store import Settings, Store
+
+POLL_S, TICK_S = 0.25, 0.25
+LINGER_S = 5.0  # how long the end of the run is told to generators that have not asked yet
+SHOWN = 4  # samples of a batch in samples.jsonl
+
+
+def settings(config: Config) -> Settings:
+    g, s = config.generator, config.staleness
+    return Settings(
+        batch=config.learner.groups, group=config.learner.group_size, steps=config.learner.steps,
+        sampling=m.Sampling(g.temperature, g.top_p, g.top_k, g.max_new_tokens), seed=config.seed, on_exceed=s.on_exceed, inject=s.inject,
+        filter_no_spread=config.advantage.no_spread == "filter", lease_s=config.wires.lease_s, error_budget=config.reward.error_budget,
+    )  # fmt: skip
+
+
+def evaluations(config: Config, task: Task) -> Evaluations:
+    """What this run evaluates; never more prompts than the task has."""
+    e = config.evaluation
+
+    def most(n: int, split: str) -> int:
+        size = task.size(split)
+        return n if size is None else min(n, size)
+
+    return Evaluations(e.every, most(e.prompts, "heldout"), most(e.final_prompts, "heldout"), most(e.ood_prompts, "ood"), e.temperature,
+                       lambda split, i: task.prompt(split, i, config.seed))  # fmt: skip
+
+
+class Service:
+    """The loop over one ROUTER socket."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self.config, self.run_dir, self.run = config, run_dir, run_id(run_dir)
+        task = get_task(config.task)
+        self.store = Store(settings(config), lambda i: task.prompt("train", i, config.seed), evaluations(config, task))
+        self.socket = BufferSocket(buffer_address(config, run_dir), config.wires.curve_dir)
+        self.metrics = MetricsWriter(run_dir)
+        self.samples = (run_dir / "samples.jsonl").open("a", buffering=1)
+        self.wants: dict[str, tuple[bytes, m.Want]] = {}
+        self.asks: deque[tuple[bytes, m.Ask]] = deque()
+        self.goodbyes: dict[bytes, m.Goodbye] = {}
+        self.generators: dict[str, dict[str, Any]] = {}
+        self.learner: dict[str, Any] = {}
+        self.waiting_since: dict[str, tuple[str, float]] = {}
+        self.latest: dict[str, float] = {}
+        self.leased: dict[int, m.Batch] = {}
+        self.first_ticket = self.last_commit = self.last_metrics = 0.0
+        self.generated = self.counted = 0.0
+        self.lag_tokens: dict[int, int] = {}
+        self.lag_limit_seen = 0
+        self.trained_ids = xxhash.xxh3_64()
+        self.trajectories = 0
+        self.error, self.ended_at, self.stop = "", 0.0, False
+        self.mismatch = 0.0
+
+    # ---- the loop --------------------------------------------------------------------------------------------------
+
+    def loop(self) -> None:
+        ticked = 0.0
+        while not self.stop:
+            got = self.socket.recv(POLL_S)
+            while got is not None:
+                self.handle(*got)
+                got = self.socket.recv(0)
+            self.answer()
+            now = time.monotonic()
+            if now - ticked > TICK_S:
+                ticked = now
+                self.store.expire(now)
+            if self.ended_at and now - self.ended_at > LINGER_S:
+                return
+            if self.ended_at and not self.generators:
+                return
+
+    def handle(self, peer: bytes, message: m.FromPeer) -> None:
+        kind = type(message).__name__
+        getattr(self, f"on_{kind}")(peer, message)
+
+    def heard(self, name: str, peer: bytes, session: int) -> dict[str, Any]:
+        entry = self.generators.setdefault(name, {"session": session, "stats": {}, "waiting": "", "slots": 0})
+        entry |= {"at": time.monotonic(), "peer": peer, "session": session}
+        return entry
+
+    # ---- generators ------------------------------------------------------------------------------------------------
+
+    def refuse(self, peer: bytes, protocol: int, run: str) -> bool:
+        if protocol != m.PROTOCOL:
+            self.socket.send(peer, m.Refused(f"the buffer speaks protocol {m.PROTOCOL}, this process {protocol}: install the same version on all hosts"))
+        elif run != self.run:
+            self.socket.send(peer, m.Refused(f"the buffer belongs to run {self.run}, this process to run {run}: give it the same run directory", 2))
+        else:
+            return False
+        return True
+
+    def on_GeneratorHello(self, peer: bytes, hello: m.GeneratorHello) -> None:
+        if not self.refuse(peer, hello.protocol, hello.run):
+            self.store.end_sessions(hello.producer, hello.session)
+            self.heard(hello.producer, peer, hello.session) | {"slots": hello.slots}
+
+    def current(self, producer: str, session: int) -> bool:
+        known = self.generators.get(producer)
+        return known is None or session >= known["session"]
+
+    def on_Want(self, peer: bytes, want: m.Want) -> None:
+        if self.current(want.producer, want.session):
+            self.heard(want.producer, peer, want.session)
+            self.wants[want.producer] = (peer, want)
+
+    def on_Deliver(self, peer: bytes, message: m.Deliver) -> None:
+        self.heard(message.producer, peer, max(message.session, self.generators.get(message.producer, {}).get("session", 0)))
+        now = time.monotonic()
+        acks = [(t.ticket, t.sample, t.attempt, self.store.deliver(t, now)) for t in message.samples]
+        self.socket.send(peer, m.Acks(message.session, acks, self.config.wires.credit_bytes, self.store.announcement()))
+
+    def on_Renew(self, peer: bytes, message: m.Renew) -> None:
+        if not self.current(message.producer, message.session):
+            return
+        entry = self.heard(message.producer, peer, message.session)
+        self.store.renew(message.producer, message.session, message.progress, time.monotonic())
+        entry["stats"], entry["waiting"] = message.stats, message.waiting
+
+    # ---- the learner -----------------------------------------------------------------------------------------------
+
+    def on_LearnerHello(self, peer: bytes, hello: m.LearnerHello) -> None:
+        if self.refuse(peer, hello.protocol, hello.run):
+            return
+        new = hello.epoch != self.store.epoch
+        if not self.store.hello(hello):
+            self.socket.send(peer, m.FencedOff(hello.epoch, self.store.epoch))
+            return
+        if new:
+            self.leased = {n: b for n, b in self.leased.items() if n < hello.label.number}
+            self.asks.clear()
+            self.goodbyes.clear()
+        self.learner = {"at": time.monotonic(), "pid": hello.pid, "waiting": "", "stats": {}}
+        self.socket.send(peer, m.Welcome(hello.epoch, self.store.base))
+
+    def fenced(self, peer: bytes, epoch: int) -> bool:
+        if epoch < self.store.epoch:
+            self.socket.send(peer, m.FencedOff(epoch, self.store.epoch))
+        elif epoch == self.store.epoch:
+            self.learner["at"] = time.monotonic()
+        return epoch != self.store.epoch
+
+    def on_Ask(self, peer: bytes, ask: m.Ask) -> None:
+        if not self.fenced(peer, ask.epoch):
+            if all(a.number != ask.number for _, a in self.asks):
+                self.asks.append((peer, ask))
+            else:
+                self.asks = deque((peer, a) if a.number == ask.number else (p, a) for p, a in self.asks)
+
+    def on_Commit(self, peer: bytes, commit: m.Commit) -> None:
+        if self.fenced(peer, commit.epoch):
+            return
+        done = self.store.commit(commit.number, commit.label, commit.digest)
+        if done is None:
+            return
+        if done:
+            self.committed(commit)
+        self.socket.send(peer, m.Committed(commit.epoch, commit.number, self.store.keep()))
+
+    def on_Checkpointed(self, peer: bytes, message: m.Checkpointed) -> None:
+        if not self.fenced(peer, message.epoch):
+            self.store.checkpointed(message.oldest)
+
+    def on_Goodbye(self, peer: bytes, message: m.Goodbye) -> None:
+        if not self.fenced(peer, message.epoch):
+            self.goodbyes[peer] = message
+
+    def on_Progress(self, peer: bytes, message: m.Progress) -> None:
+        self.learner |= {"at": time.monotonic(), "waiting": message.waiting, "stats": message.stats, "pid": message.pid}
+
+    def on_Watch(self, peer: bytes, message: m.Watch) -> None:
+        self.socket.send(peer, self.status())
+
+    # ---- answers that wait for the state ---------------------------------------------------------------------------
+
+    def answer(self) -> None:
+        """Lease batches, grant tickets, say goodbye: whatever the messages just handled made possible."""
+        for _ in range(len(self.asks)):
+            peer, ask = self.asks.popleft()
+            groups, why = self.store.ask(ask.epoch, ask.number)
+            if groups:
+                batch = self.store.batch(groups, ask.epoch, ask.number)
+                self.leased[ask.number] = batch
+                self.socket.send(peer, batch)
+                self.wait("learner", "")
+            elif why != "late copy":
+                self.wait("learner", why)
+                self.asks.append((peer, ask))
+        self.grant()
+        if not self.store.evaluations.pending:
+            for peer, goodbye in self.goodbyes.items():
+                self.write_evaluations()
+                self.socket.send(peer, m.Finished(goodbye.epoch))
+                if not self.ended_at:
+                    self.ended_at = time.monotonic()
+                    self.store.finished = True
+            self.goodbyes = {} if self.ended_at else self.goodbyes
+        self.write_evaluations()
+
+    def grant(self) -> None:
+        now = time.monotonic()
+        for name, (peer, want) in list(self.wants.items()):
+            tickets = self.store.grant(want.producer, want.session, want.samples, now)
+            if tickets or self.store.finished or want.holding != self.store.policy:
+                if not self.first_ticket and any(t.kind == "train" for t in tickets):
+                    self.first_ticket = now
+                if tickets or self.store.finished or self.news(name):
+                    self.socket.send(peer, m.Tickets(want.session, want.sequence, tickets, self.store.announcement(), self.store.finished))
+                if self.store.finished:
+                    self.generators.pop(name, None)
+                    del self.wants[name]
+                elif tickets:
+                    del self.wants[name]
+
+    def news(self, name: str) -> bool:
+        """Has this generator not been told of the newest version yet?"""
+        entry = self.generators[name]
+        if entry.get("told") == self.store.policy:
+            return False
+        entry["told"] = self.store.policy
+        return True
+
+    def wait(self, who: str, what: str) -> None:
+        if not what:
+            self.waiting_since.pop(who, None)
+        elif self.waiting_since.get(who, ("", 0.0))[0] != what:
+            self.waiting_since[who] = (what, time.monotonic())
+
+    # ---- numbers ---------------------------------------------------------------------------------------------------
+
+    def committed(self, commit: m.Commit) -> None:
+        """A batch is trained: its metrics, its lags, some of its samples."""
+        now = time.monotonic()
+        self.last_commit = now
+        batch = self.leased.pop(commit.number, None)
+        values = dict(commit.metrics)
+        values.pop("learner/busy_s", None)
+        if "mismatch/k3_at_lag_0" in values:
+            self.mismatch = max(self.mismatch, values["mismatch/k3_at_lag_0"])
+        histogram: dict[str, list[float]] = {}
+        if batch is not None:
+            values |= self.lags(batch)
+            histogram["lag/samples"] = [float(x) for x in batch.lags]
+            self.show(batch)
+        values |= self.generator_numbers(now) | {
+            "buffer/groups": len(self.store.alive), "buffer/bytes": self.store.stored_bytes,
+            "buffer/leases": sum(g.lease is not None for g in self.store.alive.values()),
+        }  # fmt: skip
+        self.latest |= values
+        self.metrics.write(commit.number, values, now - self.first_ticket, histogram)
+
+    def lags(self, batch: m.Batch) -> dict[str, float]:
+        """Lag over trained tokens, and the digest of the trained sample ids."""
+        counts: dict[int, int] = {}
+        masks = self.config.staleness.on_exceed == "mask"
+        for sample, runs in zip(batch.samples, batch.token_lags, strict=True):
+            self.trained_ids.update(f"{sample.ticket}.{sample.sample};".encode())
+            for start, end, lag in runs:
+                if not masks or lag <= self.store.max_lag:
+                    counts[lag] = counts.get(lag, 0) + end - start
+        for lag, n in counts.items():
+            self.lag_tokens[lag] = self.lag_tokens.get(lag, 0) + n
+        n = max(len(batch.lags), 1)
+        parts: dict[str, list[float]] = {}
+        for s in batch.samples:
+            for name, x in s.reward_parts.items():
+                parts.setdefault(f"reward_part/{name}", []).append(x)
+        self.trajectories += len(batch.samples)
+        return {
+            "lag/mean": _mean(counts), "lag/max": max(counts, default=0), "lag/p95": _quantile(counts, 0.95),
+            "lag/in_flight": sum(batch.in_flight) / n, "lag/in_queue": (sum(batch.lags) - sum(batch.in_flight)) / n,
+            "answer/length": sum(s.length for s in batch.samples) / n,
+        } | {name: sum(x) / len(x) for name, x in parts.items()}  # fmt: skip
+
+    def generator_numbers(self, now: float) -> dict[str, float]:
+        """Sums over the generators since the last step."""
+        totals = {"tokens": 0.0, "busy_s": 0.0, "idle_s": 0.0, "swap_s": 0.0}
+        for entry in self.generators.values():
+            for name in totals:
+                value = entry["stats"].get(f"generator/{name}", 0.0)
+                last = entry.setdefault("counted", {}).get(name, 0.0)
+                totals[name] += max(0.0, value - last)
+                entry["counted"][name] = value
+        span, self.last_metrics = now - (self.last_metrics or self.first_ticket or now), now
+        self.counted += totals["tokens"]
+        share = totals["idle_s"] / max(totals["busy_s"] + totals["idle_s"], 1e-9)
+        if not totals["busy_s"] + totals["idle_s"]:
+            return {}
+        return {"throughput/generator_tokens_per_s": totals["tokens"] / max(span, 1e-9), "time/generator_idle_share": share, "time/swap": totals["swap_s"]}
+
+    def show(self, batch: m.Batch) -> None:
+        every = self.config.record.samples_every
+        if not every or batch.number % every:
+            return
+        for s, lag in list(zip(batch.samples, batch.lags, strict=True))[:: max(1, len(batch.samples) // SHOWN)][:SHOWN]:
+            row = {"batch": batch.number, "ticket": s.ticket, "sample": s.sample, "prompt": s.prompt_text, "text": s.text, "reward": s.reward,
+                   "parts": s.reward_parts, "finish": s.finish, "lag": lag, "versions": [[str(x.label), x.start, x.end] for x in s.spans]}  # fmt: skip
+            self.samples.write(json.dumps(row) + "\n")
+
+    def write_evaluations(self) -> None:
+        fresh, self.store.evaluations.fresh = self.store.evaluations.fresh, []
+        for number, values in fresh:
+            self.latest |= values
+            self.metrics.write(number, values, time.monotonic() - self.first_ticket if self.first_ticket else 0.0)
+
+    def status(self) -> m.Status:
+        now, waits = time.monotonic(), []
+        for who, (what, since) in self.waiting_since.items():
+            waits.append((who, what, what.rpartition(" at ")[2] if " at " in what else "buffer", now - since))
+        for name, entry in self.generators.items():
+            what, _, since = entry["waiting"].partition("|")
+            if what:
+                waits.append((name, what, "buffer", float(since or 0)))
+        peers = {name: now - e["at"] for name, e in self.generators.items()}
+        if self.learner:
+            peers["learner"] = now - self.learner["at"]
+        s = self.store
+        return m.Status(self.run, s.committed, s.s.steps, s.epoch, dict(self.latest), s.ledger(), waits, peers, bool(self.ended_at), self.error)
+
+    def summary(self) -> dict[str, Any]:
+        """What only the buffer knows of the run."""
+        s, results = self.store, self.store.evaluations.results
+        numbers = sorted(n for split, n in results if split == "heldout")
+
+        def value(split: str, n: int | None) -> float | None:
+            return None if n is None or (split, n) not in results else results[split, n][f"eval/{split}"]
+
+        ledger = s.ledger()
+        return {
+            "wall_s": max(0.0, self.last_commit - self.first_ticket), "steps": s.committed, "trajectories": self.trajectories,
+            "tokens": sum(self.lag_tokens.values()),
+            "heldout_start": value("heldout", 0), "heldout_end": value("heldout", numbers[-1] if numbers else None), "ood_end": value("ood", s.s.steps),
+            "lag": {"mean": _mean(self.lag_tokens), "p95": _quantile(self.lag_tokens, 0.95), "max": max(self.lag_tokens, default=0)},
+            "ledger": {"generated": tokens_of(ledger)} | {name: int(x["tokens"]) for name, x in ledger.items()}, "ledger_lines": ledger,
+            "trained_ids": self.trained_ids.hexdigest(), "failures": s.failures, "generated_reported": self.counted, "mismatch_k3_max": self.mismatch,
+            "lag_histogram": {str(k): v for k, v in sorted(self.lag_tokens.items())}, "finished": bool(self.ended_at), "error": self.error,
+        }  # fmt: skip
+
+    def close(self) -> None:
+        part = self.run_dir / "buffer_summary.json.part"
+        part.write_text(json.dumps(self.summary()))
+        os.replace(part, self.run_dir / "buffer_summary.json")
+        self.metrics.close()
+        self.samples.close()
+        self.socket.close()
+
+
+def _mean(counts: dict[int, int]) -> float:
+    return sum(k * n for k, n in counts.items()) / max(sum(counts.values()), 1)
+
+
+def _quantile(counts: dict[int, int], q: float) -> int:
+    total, seen = sum(counts.values()), 0
+    for k in sorted(counts):
+        seen += counts[k]
+        if seen >= q * total:
+            return k
+    return 0
+
+
+def main(config: Config, run_dir: Path) -> None:
+    """Serve the run in `run_dir` until it is finished or SIGTERM ends it.  Raises AsyncrlError when the run must stop."""
+    lock = Lock(run_dir, "buffer")
+    service = Service(config, run_dir)
+
+    def end(_number: int, _frame: object) -> None:
+        service.stop = True
+
+    signal.signal(signal.SIGTERM, end)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if os.environ.get("ASYNCRL_SUPERVISED") else end)
+    try:
+        service.loop()
+    except AsyncrlError as e:
+        service.error = str(e)
+        for entry in service.generators.values():
+            service.socket.send(entry["peer"], m.Refused(str(e), e.exit_code))
+        raise
+    finally:
+        service.close()
+        lock.close()
