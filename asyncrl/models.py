@@ -136,14 +136,22 @@ def export(model: PolicyModel, path: str | Path) -> None:
     """Write a Hugging Face directory with model and tokenizer, atomically: it is there whole or not at all."""
     path, part = Path(path), Path(f"{path}.part{os.getpid()}")
     shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
     try:
         model.hf.save_pretrained(part)
-        load_tokenizer(model.tokenizer_dir).save_pretrained(part)
+        copy_tokenizer(model.tokenizer_dir, part)
         if path.exists():
             shutil.rmtree(path)
         os.replace(part, path)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def copy_tokenizer(source: str | Path, target: Path) -> None:
+    """Copy what belongs to the tokenizer, byte for byte."""
+    for pattern in ("tokenizer*", "special_tokens*", "chat_template*", "vocab*", "merges*", "added_tokens*"):
+        for file in Path(source).glob(pattern):
+            shutil.copy(file, target / file.name)
 
 
 def build_model(path: str | Path, symbols: str, *, hidden: int = 64, layers: int = 2, heads: int = 4, kv_heads: int | None = None,

@@ -158,7 +158,7 @@ class Service:
             self.leased = {n: b for n, b in self.leased.items() if n < hello.label.number}
             self.asks.clear()
             self.goodbyes.clear()
-        self.learner = {"at": time.monotonic(), "pid": hello.pid, "waiting": "", "stats": {}}
+        self.learner = {"at": time.monotonic(), "pid": hello.pid, "waiting": "", "stats": {}, "peer": peer}
         self.socket.send(peer, m.Welcome(hello.epoch, self.store.base))
 
     def fenced(self, peer: bytes, epoch: int) -> bool:
@@ -400,7 +400,7 @@ def main(config: Config, run_dir: Path) -> None:
         service.loop()
     except AsyncrlError as e:
         service.error = str(e)
-        for entry in service.generators.values():
+        for entry in [*service.generators.values(), *([service.learner] if "peer" in service.learner else [])]:
             service.socket.send(entry["peer"], m.Refused(str(e), e.exit_code))
         raise
     finally:

@@ -1,0 +1,68 @@
+"""Trajectories to packed tensors, and how samples are split into micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from asyncrl.algorithms.step_loss import LossBatch
+from asyncrl.messages import Batch
+
+ROWS = 64  # samples in a micro-batch at most: more rows mean more padding and colder caches
+
+
+@dataclass
+class Packed:
+    """A batch of B samples and N response tokens.  offsets int64 [B + 1] bound each sample's tokens."""
+
+    prompts: list[np.ndarray]
+    responses: list[np.ndarray]
+    groups: list[int]
+    temperature: torch.Tensor
+    offsets: np.ndarray
+    loss: LossBatch
+
+    def part(self, samples: Sequence[int]) -> torch.Tensor:
+        """Places among N of the tokens of `samples`, in their order."""
+        return torch.from_numpy(np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in samples]))
+
+
+def pack(batch: Batch) -> Packed:
+    """Decode a batch.  Token ids are used exactly as they were sampled."""
+    s = batch.samples
+    prompts = [np.frombuffer(t.prompt_tokens, "<i4") for t in s]
+    responses = [np.frombuffer(t.tokens, "<i4") for t in s]
+    lengths = np.array([len(r) for r in responses])
+    order = {t: n for n, t in enumerate(dict.fromkeys(t.ticket for t in s))}
+    groups = [order[t.ticket] for t in s]
+    lag = np.zeros(int(lengths.sum()), np.int64)
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    for i, runs in enumerate(batch.token_lags):
+        for start, end, value in runs:
+            lag[offsets[i] + start : offsets[i] + end] = value
+    behavior = np.concatenate([np.frombuffer(t.behavior_logprobs, "<f4") for t in s]).copy()
+    mask = np.concatenate([np.frombuffer(t.mask, np.uint8) for t in s]) > 0
+    loss = LossBatch(
+        seq=torch.from_numpy(np.repeat(np.arange(len(s)), lengths)), behavior=torch.from_numpy(behavior), mask=torch.from_numpy(mask),
+        token_lag=torch.from_numpy(lag), rewards=torch.tensor([t.reward for t in s]), groups=torch.tensor(groups),
+        truncated=torch.tensor([t.finish == "length" for t in s]),
+    )  # fmt: skip
+    return Packed(prompts, responses, groups, torch.tensor([t.temperature for t in s]), offsets, loss)
+
+
+def micro_batches(packed: Packed, samples: Sequence[int], tokens: int, rows: int = ROWS) -> list[list[int]]:
+    """`samples` sorted by length and cut so that none holds more than `tokens` padded tokens or `rows` samples."""
+
+    def length(i: int) -> int:
+        return len(packed.prompts[i]) + len(packed.responses[i])
+
+    out: list[list[int]] = []
+    for i in sorted(samples, key=lambda i: (length(i), i)):
+        if out and len(out[-1]) < rows and (len(out[-1]) + 1) * length(i) <= tokens:
+            out[-1].append(i)
+        else:
+            out.append([i])
+    return out

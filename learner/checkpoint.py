@@ -1,0 +1,150 @@
+"""Checkpoints: the run's only truth.
+
+```
+checkpoints/epoch_E.new/   made exclusively by a learner's life; links to what it resumes from
+checkpoints/epoch_E/       the same, claimed by a rename when the buffer welcomed it: the highest one counts
+    number_N/model/        a Hugging Face directory
+    number_N/state.pt      optimizer, learner state, cursor, ledger totals
+    number_N/older_M.bin   flat weights of version M < N (lag injection)
+    number_N/manifest      size and xxh3-64 of every file; written last, before the directory gets its name
+```
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+
+from asyncrl.errors import AsyncrlError, Damaged
+from asyncrl.models import export, load_policy, load_weights, named_weights
+from learner.step import LearnerCore, State
+
+
+def epochs(root: Path, *, claimed: bool) -> list[int]:
+    """Epoch directories, ascending; with claimed=False also those of learners that were never welcomed."""
+    pattern = r"epoch_(\d+)" if claimed else r"epoch_(\d+)(\.new)?"
+    return sorted({int(m.group(1)) for p in root.glob("epoch_*") if (m := re.fullmatch(pattern, p.name))})
+
+
+def numbers(directory: Path) -> list[int]:
+    return sorted(int(m.group(1)) for p in directory.glob("number_*") if (m := re.fullmatch(r"number_(\d+)", p.name)))
+
+
+def begin(root: Path) -> tuple[int, int, Path]:
+    """A new life: (epoch, origin, its directory), with links to the origin's checkpoints."""
+    root.mkdir(parents=True, exist_ok=True)
+    origin = max(epochs(root, claimed=True), default=0)
+    while True:
+        epoch = max(epochs(root, claimed=False), default=0) + 1
+        try:
+            (root / f"epoch_{epoch}.new").mkdir()
+            break
+        except FileExistsError:
+            continue
+    mine = root / f"epoch_{epoch}.new"
+    if origin:
+        for n in numbers(root / f"epoch_{origin}"):
+            shutil.copytree(root / f"epoch_{origin}" / f"number_{n}", mine / f"number_{n}", copy_function=os.link)
+    return epoch, origin, mine
+
+
+def claim(mine: Path, checkpointed: int) -> Path:
+    """Welcomed: the directory takes its name; what lies below `checkpointed` is gone from the buffer, so it goes here too."""
+    for n in numbers(mine):
+        if n < checkpointed:
+            shutil.rmtree(mine / f"number_{n}")
+    final = mine.with_suffix("")
+    os.rename(mine, final)
+    return final
+
+
+def save(directory: Path, core: LearnerCore, extra: Mapping[str, Any], keep: int, older: Mapping[int, bytes] | None = None) -> int:
+    """Write the checkpoint of `core`'s number, keep the last `keep`; returns the oldest kept.  Raises AsyncrlError (disk full)."""
+    number = core.state.number
+    part, final = directory / f".number_{number}.part", directory / f"number_{number}"
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir()
+        export(core.model, part / "model")
+        torch.save({"optimizer": core.optimizer.state_dict(), "state": asdict(core.state), "extra": dict(extra)}, part / "state.pt")
+        for n, data in (older or {}).items():
+            (part / f"older_{n}.bin").write_bytes(data)
+        files = {str(p.relative_to(part)): [p.stat().st_size, xxhash.xxh3_64_hexdigest(p.read_bytes())] for p in sorted(part.rglob("*")) if p.is_file()}
+        (part / "manifest").write_text(json.dumps(files))
+        for p in part.rglob("*"):
+            _sync(p)
+        shutil.rmtree(final, ignore_errors=True)
+        os.rename(part, final)
+        _sync(directory)
+    except (OSError, RuntimeError) as e:
+        shutil.rmtree(part, ignore_errors=True)
+        raise AsyncrlError(f"checkpoint {final} could not be written: {e}; the ones before it are whole: free some space and resume") from e
+    kept = numbers(directory)
+    for n in kept[:-keep]:
+        shutil.rmtree(directory / f"number_{n}")
+    return kept[-keep:][0]
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def verify(path: Path) -> str:
+    """"" when a checkpoint is whole, else what is wrong with it."""
+    try:
+        files = json.loads((path / "manifest").read_text())
+    except (OSError, ValueError) as e:
+        return f"its manifest: {e}"
+    for name, (size, checksum) in files.items():
+        p = path / name
+        if not p.is_file() or p.stat().st_size != size:
+            return f"{name} has {p.stat().st_size if p.is_file() else 'no'} bytes, not {size}"
+        if xxhash.xxh3_64_hexdigest(p.read_bytes()) != checksum:
+            return f"{name} does not match its checksum"
+    return ""
+
+
+def newest(directory: Path) -> Path | None:
+    """The newest whole checkpoint; a damaged one is passed over, and said.  Raises Damaged when none is whole."""
+    found = numbers(directory)
+    for n in reversed(found):
+        path = directory / f"number_{n}"
+        if not (wrong := verify(path)):
+            return path
+        print(f"checkpoint {path} is damaged ({wrong}); falling back to the one before it", file=sys.stderr)
+        shutil.rmtree(path)
+    if found:
+        raise Damaged(f"no checkpoint in {directory} is whole; start a new run")
+    return None
+
+
+def restore(core: LearnerCore, path: Path) -> dict[str, Any]:
+    """Load weights, optimizer and state; returns what the loop keeps (`extra`).  Raises Damaged for another model's checkpoint."""
+    saved = load_policy(path / "model", core.config.model.dtype, core.config.model.device)
+    theirs, ours = [(n, p.shape) for n, p in named_weights(saved)], [(n, p.shape) for n, p in named_weights(core.model)]
+    if theirs != ours:
+        raise Damaged(f"checkpoint {path} is of another model than model.path = {core.config.model.path}: start a new run, or point model.path at its model")
+    load_weights(core.model, dict(named_weights(saved)))
+    data = torch.load(path / "state.pt", weights_only=True)
+    core.optimizer.load_state_dict(data["optimizer"])
+    core.state = State(**data["state"])
+    return dict(data["extra"])
+
+
+def older(path: Path) -> dict[int, bytes]:
+    """Flat weights of earlier versions that a checkpoint holds."""
+    return {int(p.stem.removeprefix("older_")): p.read_bytes() for p in sorted(path.glob("older_*.bin"))}

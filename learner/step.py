@@ -1,0 +1,192 @@
+"""One batch to one new version: the learner without sockets.  `LearnerCore.train` is what run, replay and tests share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from asyncrl.algorithms import kl, step_loss
+from asyncrl.config import Config
+from asyncrl.errors import AsyncrlError
+from asyncrl.messages import Batch
+from asyncrl.models import PolicyModel, load_policy
+from learner.batch import Packed, micro_batches, pack
+
+BAD_IN_A_ROW = 3
+
+
+@dataclass
+class State:
+    """What a learner carries from batch to batch beside weights and optimizer."""
+
+    number: int = 0
+    baseline: float = 0.0
+    beta: float = 0.0
+    early_stops: int = 0
+    skipped: int = 0
+    bad_in_a_row: int = 0
+
+
+class LearnerCore:
+    """Model, optimizer and state.  Everything drawn at random is a function of (seed, batch number, epoch)."""
+
+    def __init__(self, config: Config, model_dir: str | Path, run_dir: Path | None = None) -> None:
+        torch.set_num_threads(config.learner.threads)
+        self.config, self.run_dir = config, run_dir
+        self.model = load_policy(model_dir, config.model.dtype, config.model.device)
+        self.reference: PolicyModel | None = None
+        if config.kl.coefficient > 0 and config.kl.against == "reference":
+            self.reference = load_policy(config.model.reference or config.model.path, config.model.dtype, config.model.device)
+            self.reference.hf.requires_grad_(False)
+        self.optimizer = _optimizer(config, self.model)
+        self.state = State(beta=config.kl.coefficient)
+
+    # ---- one batch -------------------------------------------------------------------------------------------------
+
+    def train(self, batch: Batch) -> dict[str, float]:
+        """Train on one batch; returns its metrics.  Raises AsyncrlError after three batches whose loss is not finite."""
+        c, packed = self.config, pack(batch)
+        everyone = range(len(packed.responses))
+        if step_loss.needs_proximal_first(c) and c.correction.proximal != "behavior":
+            packed.loss.proximal = self._forward(self.model, packed, everyone)
+        if c.correction.proximal == "behavior":
+            packed.loss.proximal = packed.loss.behavior
+        elif c.correction.proximal == "interpolate":
+            packed.loss.proximal = self._interpolated(packed, everyone)
+        if self.reference is not None:
+            packed.loss.reference = self._forward(self.reference, packed, everyone)
+        elif c.kl.coefficient > 0:
+            packed.loss.reference = packed.loss.behavior
+        prep = step_loss.prepare(packed.loss, c, baseline=self.state.baseline, beta=self.state.beta)
+        rate = self._set_rate()
+        sums, steps, norms, stop_kl = self._epochs(prep, packed)
+        metrics = prep.metrics | step_loss.finish(sums)
+        self._carry(packed, metrics)
+        self.state.number = batch.number + 1
+        return metrics | {
+            "optim/lr": rate, "optim/steps": steps, "optim/grad_norm": sum(norms) / max(len(norms), 1), "optim/early_stops": self.state.early_stops,
+            "optim/skipped": self.state.skipped, "optim/stop_kl": stop_kl, "kl/beta": self.state.beta,
+        }  # fmt: skip
+
+    def _epochs(self, prep: step_loss.Prepared, packed: Packed) -> tuple[dict[str, torch.Tensor], int, list[float], float]:
+        """All optimizer steps of a batch, until KL early stopping ends them."""
+        total: dict[str, torch.Tensor] = {}
+        done, norms, stop_kl = 0, [], 0.0
+        for epoch in range(self.config.learner.epochs):
+            for samples in self._minibatches(packed, epoch):
+                sums, stop_kl = self._gradient(prep, packed, samples)
+                if self.config.stop.kl_max and done and stop_kl > self.config.stop.kl_max:
+                    self.state.early_stops += 1
+                    self.optimizer.zero_grad(set_to_none=True)
+                    return total, done, norms, stop_kl
+                step_loss.add_sums(total, sums)
+                norm = self._apply(packed, sums)
+                if norm is not None:
+                    norms.append(norm)
+                    done += 1
+        return total, done, norms, stop_kl
+
+    def _minibatches(self, packed: Packed, epoch: int) -> list[list[int]]:
+        """Whole groups, dealt to the epoch's minibatches by a permutation that (seed, batch, epoch) fixes."""
+        parts, groups = self.config.learner.minibatches, max(packed.groups) + 1
+        if parts == 1:
+            return [list(range(len(packed.groups)))]
+        source = torch.Generator().manual_seed(((self.config.seed * 1_000_003 + self.state.number) * 1009 + epoch) % 2**63)
+        order = torch.randperm(groups, generator=source).tolist()
+        place = {g: n * parts // groups for n, g in enumerate(order)}
+        return [[i for i, g in enumerate(packed.groups) if place[g] == p] for p in range(parts)]
+
+    def _gradient(self, prep: step_loss.Prepared, packed: Packed, samples: Sequence[int]) -> tuple[dict[str, torch.Tensor], float]:
+        """Accumulate the gradient of one optimizer step; returns its sums and the KL that early stopping looks at."""
+        norm = step_loss.norms(prep, torch.tensor(samples), self.config)
+        sums: dict[str, torch.Tensor] = {}
+        stop = [torch.zeros(()), torch.zeros(())]
+        self.optimizer.zero_grad(set_to_none=True)
+        for micro in micro_batches(packed, samples, self.config.learner.micro_batch_tokens):
+            out = self._run(self.model, packed, micro, entropy=True)
+            part = packed.part(micro)
+            loss, more = step_loss.micro_loss(prep, norm, part, out.logprobs.cpu() if out.logprobs.is_cuda else out.logprobs,
+                                              out.entropy.cpu() if out.entropy is not None and out.entropy.is_cuda else out.entropy)  # fmt: skip
+            loss.backward()
+            step_loss.add_sums(sums, more)
+            if self.config.stop.kl_max and prep.batch.proximal is not None:
+                a, b = step_loss.stop_statistic(prep, part, out.logprobs.detach().cpu())
+                stop = [stop[0] + a, stop[1] + b]
+        arrived = 0.0
+        if self.config.stop.against == "behavior" and prep.batch.proximal is not None:
+            arrived = float(torch.where(prep.valid, kl.k3(step_loss.ratios.log_ratio(prep.batch.behavior, prep.batch.proximal)), 0.0).sum() / prep.valid.sum().clamp(min=1))
+        return sums, max(0.0, float(stop[0] / stop[1].clamp(min=1)) - arrived)
+
+    def _apply(self, packed: Packed, sums: dict[str, torch.Tensor]) -> float | None:
+        """The optimizer step; None when the gradient is not finite: skipped, counted, and the third in a row ends the run."""
+        limit = self.config.learner.clip_norm or math.inf
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.hf.parameters(), limit))
+        if math.isfinite(norm) and math.isfinite(float(sums["loss/policy"])):
+            self.optimizer.step()
+            self.state.bad_in_a_row = 0
+            return norm
+        self.optimizer.zero_grad(set_to_none=True)
+        self.state.skipped += 1
+        self.state.bad_in_a_row += 1
+        if self.state.bad_in_a_row >= BAD_IN_A_ROW:
+            raise AsyncrlError(f"the loss or its gradient was not finite {BAD_IN_A_ROW} times in a row, last in batch {self.state.number}{self._save(packed)}")
+        return None
+
+    def _save(self, packed: Packed) -> str:
+        if self.run_dir is None:
+            return ""
+        path = self.run_dir / "bad_batch.msgpack"
+        rows = [{"prompt": p.tolist(), "tokens": r.tolist(), "reward": float(x)} for p, r, x in zip(packed.prompts, packed.responses, packed.loss.rewards, strict=True)]
+        path.write_bytes(msgspec.msgpack.encode(rows))
+        return f"; the batch is saved in {path}"
+
+    # ---- pieces ----------------------------------------------------------------------------------------------------
+
+    def _run(self, model: PolicyModel, packed: Packed, samples: Sequence[int], *, entropy: bool) -> Any:
+        return model.logprobs([packed.prompts[i] for i in samples], [packed.responses[i] for i in samples], packed.temperature[list(samples)],
+                              groups=[packed.groups[i] for i in samples], want_entropy=entropy)  # fmt: skip
+
+    @torch.no_grad()
+    def _forward(self, model: PolicyModel, packed: Packed, samples: Sequence[int]) -> torch.Tensor:
+        """Logprobs [N] under `model`, without gradient, by the micro-batches that training uses."""
+        out = torch.empty(int(packed.offsets[-1]))
+        for micro in micro_batches(packed, samples, self.config.learner.micro_batch_tokens):
+            out[packed.part(micro)] = self._run(model, packed, micro, entropy=False).logprobs.float().cpu()
+        return out
+
+    def _interpolated(self, packed: Packed, samples: Sequence[int]) -> torch.Tensor:
+        """a lp_behavior + (1 - a) lp_theta with a = 1 / (lag + 1), frozen at the batch's first pass (A-3PO; AReaL)."""
+        a = 1.0 / (packed.loss.token_lag.float() + 1.0)
+        now = packed.loss.proximal if packed.loss.proximal is not None else self._forward(self.model, packed, samples)
+        return a * packed.loss.behavior + (1 - a) * now
+
+    def _set_rate(self) -> float:
+        """The learning rate of this batch: a function of its number, so that nothing of it needs saving."""
+        c, n = self.config.learner, self.state.number
+        left = 1.0 - n / c.steps
+        shape = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left)))}[c.schedule]
+        rate = c.lr * shape * min(1.0, (n + 1) / (c.warmup_steps + 1))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        return rate
+
+    def _carry(self, packed: Packed, metrics: dict[str, float]) -> None:
+        """Running mean of the rewards, and the adaptive KL coefficient."""
+        mean, decay = float(packed.loss.rewards.mean()), self.config.advantage.ema_decay
+        self.state.baseline = mean if self.state.number == 0 else decay * self.state.baseline + (1 - decay) * mean
+        k = self.config.kl
+        if k.controller == "adaptive" and "kl/target_ref_k1" in metrics:
+            self.state.beta = kl.adaptive(self.state.beta, metrics["kl/target_ref_k1"], k.target, len(packed.groups), k.horizon)
+
+
+def _optimizer(config: Config, model: PolicyModel) -> torch.optim.Optimizer:
+    c, parameters = config.learner, list(model.hf.parameters())
+    if c.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=c.lr, weight_decay=c.weight_decay)
+    return torch.optim.AdamW(parameters, lr=c.lr, betas=(c.beta1, c.beta2), weight_decay=c.weight_decay, fused=True)
