@@ -1,0 +1,225 @@
+"""The learner process: hello, then ask, train, publish, commit, and now and then a checkpoint.
+
+    ask n --> batch n --> train --> weights into the ring --> commit n --> (ask n+1 went out when batch n came)
+
+Requests are repeated until answered.  Commits are sent in order and repeated in order; training goes on meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from asyncrl import messages as m
+from asyncrl.config import Config
+from asyncrl.errors import AsyncrlError, Fenced, PeerUnreachable
+from asyncrl.models import export, weights_digest
+from asyncrl.rundir import buffer_address, run_id
+from asyncrl.trace import Tracer
+from asyncrl.versions import Label
+from asyncrl.wires import PeerSocket
+from learner import checkpoint
+from learner.publisher import Publisher
+from learner.step import LearnerCore
+
+POLL_S, PROGRESS_S = 0.1, 0.5
+
+
+class Learner:
+    """One life (epoch) of the learner."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self.config, self.run_dir, self.run = config, run_dir, run_id(run_dir)
+        self.core = LearnerCore(config, config.model.path, run_dir)
+        self.epoch, self.origin, self.directory = checkpoint.begin(run_dir / "checkpoints")
+        self.extra: dict[str, Any] = {"next_ticket": 0, "ledger": {}, "trained_above": [], "parent": None}
+        older: dict[int, bytes] = {}
+        if (path := checkpoint.newest(self.directory)) is not None:
+            self.extra |= checkpoint.restore(self.core, path)
+            older = checkpoint.older(path)
+            print(f"learner: resumed from {path} at version {self.number}, {config.learner.steps - self.number} steps left", file=sys.stderr)
+        self.publisher = Publisher(config, run_dir, self.epoch, self.core.model)
+        for n, data in sorted(older.items()):
+            self.publisher.publish_bytes(n, data)
+        self.digest = self.publisher.publish(self.number)
+        self.ring = self.publisher.held(older)
+        self.socket = PeerSocket(buffer_address(config, run_dir), config.wires.curve_dir)
+        self.tracer = Tracer(run_dir, "learner")
+        self.welcomed = self.finished = self.stopping = False
+        self.batches: dict[int, m.Batch] = {}
+        self.commits: dict[int, m.Commit] = {}
+        self.sent: dict[str, float] = {}
+        self.heard, self.ever_heard = time.monotonic(), False
+        self.waiting, self.waiting_since = "the buffer", time.monotonic()
+        self.busy_s = self.idle_s = 0.0
+        self.last_batch: m.Batch | None = None
+        self.mark = time.monotonic()
+
+    @property
+    def number(self) -> int:
+        return self.core.state.number
+
+    # ---- messages --------------------------------------------------------------------------------------------------
+
+    def repeat(self, key: str, message: m.FromPeer) -> None:
+        """Send a request now, and again every wires.retry_s until somebody takes it off the list."""
+        now = time.monotonic()
+        if now - self.sent.get(key, -1e9) >= self.config.wires.retry_s:
+            self.sent[key] = now
+            self.socket.send(message)
+
+    def pump(self, timeout: float) -> None:
+        """Handle what has arrived within `timeout` seconds; repeat what is unanswered; say what it waits for."""
+        reply = self.socket.recv(timeout)
+        while reply is not None:
+            self.heard, self.ever_heard = time.monotonic(), True
+            self.handle(reply)
+            reply = self.socket.recv(0)
+        if self.commits:
+            first = min(self.commits)
+            self.repeat(f"commit {first}", self.commits[first])
+        now = time.monotonic()
+        if now - self.sent.get("progress", 0.0) > PROGRESS_S and self.welcomed:
+            self.sent["progress"] = now
+            waiting = f"{self.waiting}|{now - self.waiting_since:.1f}" if self.waiting else ""
+            self.socket.send(m.Progress("learner", waiting, {}, os.getpid()))
+        silent = now - self.heard
+        if silent > self.config.wires.connect_s and (not self.ever_heard or self.waiting):
+            raise PeerUnreachable(f"the buffer at {self.socket.address} has not answered for {silent:.0f} s; is it running? (wires.connect_s)")
+
+    def handle(self, reply: m.FromBuffer) -> None:
+        if isinstance(reply, m.Refused):
+            error = AsyncrlError(reply.reason)
+            error.exit_code = reply.exit_code
+            raise error
+        if isinstance(reply, m.FencedOff) and reply.epoch == self.epoch:
+            raise Fenced(f"epoch {reply.by} of the learner has taken over from epoch {self.epoch}")
+        if isinstance(reply, m.Welcome) and reply.epoch == self.epoch and not self.welcomed:
+            self.directory, self.welcomed = checkpoint.claim(self.directory, reply.checkpointed), True
+        elif isinstance(reply, m.Batch) and reply.epoch == self.epoch and reply.number >= self.number:
+            self.batches.setdefault(reply.number, reply)
+        elif isinstance(reply, m.Committed) and reply.epoch == self.epoch:
+            self.commits.pop(reply.number, None)
+            self.publisher.keep = reply.keep
+        elif isinstance(reply, m.Finished) and reply.epoch == self.epoch:
+            self.finished = True
+
+    def wait(self, what: str) -> None:
+        if what != self.waiting:
+            self.waiting, self.waiting_since = what, time.monotonic()
+
+    # ---- the loop --------------------------------------------------------------------------------------------------
+
+    def hello(self) -> None:
+        parent = self.extra["parent"]
+        label = Label(self.epoch, self.number)
+        message = m.LearnerHello(
+            m.PROTOCOL, self.run, self.epoch, label, None if parent is None else Label(*parent), self.digest, self.extra["next_ticket"], self.origin,
+            self.config.staleness.max_lag, self.publisher.source, self.ring, self.extra["ledger"], self.extra["trained_above"], os.getpid(),
+        )  # fmt: skip
+        self.wait("the buffer's welcome")
+        while not self.welcomed and not self.stopping:
+            self.repeat("hello", message)
+            self.pump(POLL_S)
+
+    def loop(self) -> None:
+        steps = self.config.learner.steps
+        self.hello()
+        if self.number == 0 and not self.stopping:
+            self.checkpoint()  # from now on a killed learner always finds one
+        self.mark = time.monotonic()
+        while self.number < steps and not self.stopping:
+            batch = self.next_batch()
+            if batch is not None:
+                self.step(batch)
+        self.wait("the answers to its commits")
+        while self.commits and not self.stopping:
+            self.pump(POLL_S)
+        if self.number not in checkpoint.numbers(self.directory):
+            self.checkpoint()
+        if not self.stopping:
+            self.wait("the last evaluation")
+            while not self.finished and not self.stopping:
+                self.repeat("goodbye", m.Goodbye(self.epoch, self.number))
+                self.pump(POLL_S)
+        export(self.core.model, self.run_dir / "model")
+        (self.run_dir / "weights_digest").write_text(weights_digest(self.core.model))
+
+    def next_batch(self) -> m.Batch | None:
+        """The batch to train on; None when told to stop while waiting."""
+        began = time.monotonic()
+        while self.number not in self.batches and not self.stopping:
+            self.wait(f"batch {self.number}")
+            self.repeat(f"ask {self.number}", m.Ask(self.epoch, self.number))
+            self.pump(POLL_S)
+        if self.waiting:
+            self.idle_s += time.monotonic() - began
+            self.wait("")
+        batch = self.batches.pop(self.number, None)
+        if batch is not None and self.config.learner.prefetch and self.number + 1 < self.config.learner.steps:
+            self.repeat(f"ask {self.number + 1}", m.Ask(self.epoch, self.number + 1))
+        return batch
+
+    def step(self, batch: m.Batch) -> None:
+        began = time.monotonic()
+        with self.tracer.span("train"):
+            metrics = self.core.train(batch)
+        trained = time.monotonic()
+        with self.tracer.span("publish"):
+            self.digest = self.publisher.publish(self.number)
+        now = time.monotonic()
+        tokens, whole = sum(s.length for s in batch.samples), now - self.mark
+        metrics |= {
+            "time/train": trained - began, "time/publish": now - trained, "time/step": whole,
+            "time/learner_idle_share": max(0.0, 1.0 - (now - began) / max(whole, 1e-9)), "throughput/learner_tokens_per_s": tokens / max(whole, 1e-9),
+            "memory/learner_mb": psutil.Process().memory_info().rss / 2**20,
+        }  # fmt: skip
+        self.mark = now
+        self.last_batch = batch
+        self.extra = {"next_ticket": batch.next_ticket, "ledger": batch.ledger, "trained_above": batch.trained_above, "parent": [self.epoch, self.number - 1]}
+        commit = m.Commit(self.epoch, batch.number, Label(self.epoch, self.number), self.digest, metrics)
+        self.commits[batch.number] = commit
+        if min(self.commits) == batch.number:
+            self.repeat(f"commit {batch.number}", commit)
+        self.pump(0)
+        if self.number % self.config.learner.checkpoint_every == 0:
+            self.checkpoint()
+
+    def checkpoint(self) -> None:
+        with self.tracer.span("checkpoint"):
+            older = self.publisher.older(self.number) if self.publisher.depth else {}
+            oldest = checkpoint.save(self.directory, self.core, self.extra, self.config.learner.keep_checkpoints, older)
+        self.socket.send(m.Checkpointed(self.epoch, oldest))
+
+    def close(self) -> None:
+        self.tracer.close()
+        self.publisher.close()
+        self.socket.close()
+
+
+def main(config: Config, run_dir: Path) -> None:
+    """Run the learner until its last batch is committed and evaluated, or SIGTERM: finish the batch, checkpoint, end."""
+    asked: list[int] = []
+    learner: Learner | None = None
+
+    def stop(number: int, _frame: object) -> None:
+        asked.append(number)
+        if learner is not None:
+            learner.stopping = True
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if os.environ.get("ASYNCRL_SUPERVISED") else stop)
+    learner = Learner(config, run_dir)
+    learner.stopping = bool(asked)
+    try:
+        learner.loop()
+    except Fenced as e:
+        print(f"learner: {e}; this one ends", file=sys.stderr)
+    finally:
+        learner.close()

@@ -1,0 +1,71 @@
+"""Weights into the ring of this epoch, and out to other hosts in chunks."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Iterable
+from pathlib import Path
+
+from asyncrl import models
+from asyncrl.config import Config
+from asyncrl.messages import WeightsSource
+from asyncrl.rundir import ring_dir
+from asyncrl.versions import Label
+from asyncrl.weight_ring import Ring
+from asyncrl.wires import ChunkServer
+
+
+def depth(config: Config) -> int:
+    """How many earlier versions lag injection names."""
+    inject = config.staleness.inject
+    return 0 if inject is None else (inject if isinstance(inject, int) else len(inject) - 1)
+
+
+class Publisher:
+    """One ring per epoch; earlier epochs' rings are removed when it is made."""
+
+    def __init__(self, config: Config, run_dir: Path, epoch: int, model: models.PolicyModel) -> None:
+        self.epoch, self.model, self.depth = epoch, model, depth(config)
+        self.directory = ring_dir(run_dir, epoch)
+        for old in self.directory.parent.glob("epoch_*"):
+            shutil.rmtree(old, ignore_errors=True)
+        layout = models.manifest(model)
+        slots = config.weights.slots + self.depth
+        self.ring = Ring(self.directory, models.flat_bytes(layout), slots, layout, epoch, most=slots + 4)
+        self.keep: list[Label] = []
+        self.server = ChunkServer(config.wires.weights_address, layout, self.ring.read_part, config.wires.curve_dir) if config.wires.weights_address else None
+
+    @property
+    def source(self) -> WeightsSource:
+        return WeightsSource(self.epoch, socket.gethostname(), str(self.directory), self.server.address if self.server else "")
+
+    def publish(self, number: int) -> str:
+        """Write the model's weights as version `number`; returns their digest."""
+        return self.ring.write(Label(self.epoch, number), lambda buffer: models.write_flat(self.model, buffer), self.keep)
+
+    def publish_bytes(self, number: int, data: bytes) -> str:
+        """Write an earlier version, as a checkpoint kept it."""
+
+        def fill(buffer: memoryview) -> None:
+            buffer[:] = data
+
+        return self.ring.write(Label(self.epoch, number), fill, [Label(self.epoch, n) for n in range(number + 1)])
+
+    def older(self, number: int) -> dict[int, bytes]:
+        """Flat bytes of the versions before `number` that injection may still name."""
+        out = {}
+        for label, digest in self.ring.labels().items():
+            if number - self.depth <= label.number < number:
+                out[label.number] = self.ring.read_part(label, digest, 0, self.ring.size)[1]
+        return out
+
+    def held(self, numbers: Iterable[int]) -> list[tuple[Label, str]]:
+        """(label, digest) of those of `numbers` that the ring holds."""
+        wanted = set(numbers)
+        return sorted((label, digest) for label, digest in self.ring.labels().items() if label.number in wanted)
+
+    def close(self) -> None:
+        if self.server is not None:
+            self.server.close()
+        self.ring.close()
