@@ -91,7 +91,7 @@ def _cut(answer: str, r: random.Random) -> str:
 class Sort(Synthetic):
     """`932849=` -> `2:93849,3:9849,...#234899`: selection sort of the digits, with its scratchpad."""
 
-    name, symbols, steps = "sort", "0123456789=:,#", 600
+    name, symbols, steps = "sort", "0123456789=:,#", 350
 
     def draw(self, r: random.Random, split: str) -> str:
         low, high = (7, 7) if split == "ood" else (4, 6)
@@ -115,9 +115,9 @@ class Sort(Synthetic):
             i = r.randrange(len(guess) - 1)
             guess[i], guess[i + 1] = guess[i + 1], guess[i]
             return "#" + "".join(guess)
-        if u < 0.45:  # a slip: one digit of the scratchpad is another, and the result follows it
-            at = r.choice([i for i, c in enumerate(answer) if c.isdigit()])
-            return answer[:at] + r.choice("0123456789") + answer[at + 1 :]
+        if u < 0.45:  # a slip in the result
+            at = r.randrange(answer.index("#") + 1, len(answer))
+            return answer[:at] + r.choice([d for d in "0123456789" if d != answer[at]]) + answer[at + 1 :]
         return _cut(answer, r) if u < 0.55 else answer
 
 

@@ -1,0 +1,243 @@
+"""The `asyncrl` command.  Heavy imports happen inside the commands."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from asyncrl.errors import EXIT_CODES, AsyncrlError, ConfigError
+
+
+class Group(click.Group):
+    """Usage and expected errors are one line on stderr with their exit code; programming errors keep their traceback."""
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().main(*args, **(kwargs | {"standalone_mode": False}))
+        except click.exceptions.Exit as e:
+            sys.exit(e.exit_code)
+        except click.Abort:
+            sys.exit(130)
+        except click.ClickException as e:
+            print(f"error: {e.format_message()}", file=sys.stderr)
+            sys.exit(2)
+        except AsyncrlError as e:
+            print(f"error: {e}", file=sys.stderr)
+            sys.exit(e.exit_code)
+        except KeyboardInterrupt:
+            sys.exit(130)
+
+
+def options(*, source: bool = True) -> Callable[[Any], Any]:
+    """CONFIG, --set and --json, which every command takes."""
+
+    def add(f: Any) -> Any:
+        f = click.option("--json", "as_json", is_flag=True, help="the last line of stdout is one JSON object")(f)
+        f = click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="override a config key (a TOML value); repeatable")(f)
+        return click.argument("source", metavar="CONFIG", required=source is True, type=click.Path())(f)
+
+    return add
+
+
+def emit(value: dict[str, Any], as_json: bool) -> None:
+    """Results go to stdout: one JSON object, or readable lines."""
+    if as_json:
+        print(json.dumps(value))
+    else:
+        for key, x in value.items():
+            if not isinstance(x, dict) or len(x) < 12:
+                print(f"{key:16} {x}")
+
+
+@click.group(cls=Group, epilog="Exit codes: " + "; ".join(f"{k} {v}" for k, v in EXIT_CODES.items()))
+def main() -> None:
+    """Asynchronous reinforcement learning of language models: run, tune, compare."""
+
+
+@main.command()
+@options(source=False)
+@click.option("--resume", type=click.Path(path_type=Path), help="go on with this run directory")
+@click.option("--dry-run", is_flag=True, help="print the resolved config and what would start")
+def run(source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path | None, dry_run: bool) -> None:
+    """Run all processes of CONFIG, supervised; or go on with a run by --resume."""
+    from asyncrl import config_load, rundir
+    from asyncrl import run as runner
+
+    if (source is None) == (resume is None):
+        raise ConfigError("give either a CONFIG or --resume RUN_DIR")
+    if resume is not None:
+        config, run_dir = runner.resolve_resume(resume, sets), resume
+    else:
+        config = config_load.load(str(source), sets)
+        run_dir = rundir.directory(config, str(source))
+    if dry_run:
+        print(config_load.dump(config))
+        print(f"would start in {run_dir}: buffer, learner, {config.generators} generator(s)", file=sys.stderr)
+        return
+    code, summary = runner.run(config, run_dir, resume=resume is not None)
+    emit(summary, as_json)
+    sys.exit(code)
+
+
+def _part(source: str, sets: tuple[str, ...], run_dir: Path | None) -> tuple[Any, Path]:
+    """Config and run directory of one process; whoever starts first makes the directory."""
+    from asyncrl import config_load, rundir
+
+    config = config_load.load(source, sets)
+    where = run_dir or rundir.directory(config, source)
+    if run_dir is None and not config.name:
+        raise ConfigError("processes started one by one need to agree on a directory: give --run-dir DIR (or name in the config)")
+    if not (where / "config.toml").exists():
+        rundir.ensure(config, config_load.dump(config), where)
+    return config_load.load(where / "config.toml"), where
+
+
+def part_command(name: str, doc: str) -> None:
+    @click.option("--run-dir", type=click.Path(path_type=Path), help="directory of the run; made by whoever starts first")
+    @click.option("--index", default=0, help="number of this generator")
+    @options()
+    def command(source: str, sets: tuple[str, ...], as_json: bool, run_dir: Path | None, index: int) -> None:
+        config, where = _part(source, sets, run_dir)
+        if name == "buffer":
+            from buffer.service import main as start
+
+            start(config, where)
+        elif name == "learner":
+            from learner.loop import main as start
+
+            start(config, where)
+        else:
+            from actors.generator import main as start_generator
+
+            start_generator(config, where, index)
+        if as_json:
+            print(json.dumps({"run_dir": str(where), "process": name}))
+
+    command.__doc__ = doc
+    main.command(name)(command)
+
+
+part_command("buffer", "The buffer process of a run.")
+part_command("generator", "One generator process of a run; as many as wanted, with different --index.")
+part_command("learner", "The learner process of a run.")
+
+
+@main.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True)
+def report(run_dir: Path, as_json: bool) -> None:
+    """Write RUN_DIR/report.html again."""
+    from asyncrl import report as reports
+
+    emit({"report": str(reports.write(run_dir))}, as_json)
+
+
+@main.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True)
+def doctor(run_dir: Path, as_json: bool) -> None:
+    """Who waits for whom, since when."""
+    from asyncrl import config_load, live, rundir
+    from asyncrl.errors import PeerUnreachable
+
+    if not (run_dir / "config.toml").exists():
+        raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
+    config = config_load.load(run_dir / "config.toml")
+    status = live.ask(rundir.buffer_address(config, run_dir), config.wires.curve_dir, 3.0)
+    if status is None:
+        logs = sorted((run_dir / "logs").glob("attempt_*"))
+        raise PeerUnreachable(f"the buffer of {run_dir} does not answer: the run is not running; logs: {logs[-1] if logs else run_dir / 'logs'}")
+    if not as_json:
+        print(live.line(status))
+        for name, age in status.peers.items():
+            print(f"{name}: heard {age:.1f} s ago")
+    emit({"waits": [dict(zip(("who", "what", "on", "seconds"), w, strict=True)) for w in status.waits], "committed": status.committed}, as_json)
+
+
+@main.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("path", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True)
+def export(run_dir: Path, path: Path, as_json: bool) -> None:
+    """Copy the newest trained model of RUN_DIR to PATH, as a Hugging Face directory."""
+    import shutil
+
+    from learner import checkpoint
+
+    if path.exists():
+        raise ConfigError(f"{path} exists already; choose another place")
+    source = run_dir / "model"
+    if not source.is_dir():
+        root = run_dir / "checkpoints"
+        claimed = checkpoint.epochs(root, claimed=True)
+        newest = checkpoint.newest(root / f"epoch_{claimed[-1]}") if claimed else None
+        if newest is None:
+            raise ConfigError(f"{run_dir}: no model and no checkpoint in it")
+        source = newest / "model"
+    shutil.copytree(source, path)
+    emit({"model": str(path), "from": str(source)}, as_json)
+
+
+@main.group()
+def config() -> None:
+    """Show, check or describe configs."""
+
+
+@config.command()
+@options()
+def show(source: str, sets: tuple[str, ...], as_json: bool) -> None:
+    """The resolved config."""
+    import msgspec
+
+    from asyncrl import config_load
+
+    loaded = config_load.load(source, sets)
+    print(json.dumps(msgspec.to_builtins(loaded)) if as_json else config_load.dump(loaded))
+
+
+@config.command()
+def schema() -> None:
+    """The JSON schema of configs, for editors."""
+    from asyncrl import config_load
+
+    print(json.dumps(config_load.schema(), indent=1))
+
+
+@config.command(name="metrics")
+def metrics_table() -> None:
+    """docs/metrics.md: every metric with unit and meaning."""
+    from asyncrl import metrics
+
+    print(metrics.markdown(), end="")
+
+
+@main.group()
+def task() -> None:
+    """Try tasks and reward functions."""
+
+
+@task.command(name="try")
+@options()
+@click.option("-n", default=3, help="prompts to show")
+def try_task(source: str, sets: tuple[str, ...], as_json: bool, n: int) -> None:
+    """Show prompts of the task and what the reward function says of the right answer and of an empty one."""
+    from actors.rewards import call, resolve
+    from asyncrl import config_load
+    from asyncrl.tasks import get_task
+
+    loaded = config_load.load(source, sets)
+    tasks = get_task(loaded.task)
+    function = resolve(loaded.reward.function) if loaded.reward.function else tasks.reward
+    for i in range(n):
+        p = tasks.prompt("train", i, loaded.seed)
+        row = {"prompt": p.text, "answer": p.answer, "reward_of_answer": call(function, p, p.answer, 1)[0], "reward_of_nothing": call(function, p, "", 0)[0]}
+        print(json.dumps(row))
+
+
+if __name__ == "__main__":
+    main()

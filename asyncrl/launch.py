@@ -1,0 +1,139 @@
+"""Starts, watches, restarts and ends the processes of one run, on this machine.
+
+Each child has a session of its own (Ctrl-C reaches the supervisor, which ends them in order: learner, generators, buffer), dies
+with its parent, and writes RUN/logs/attempt_N/PROCESS.log.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncrl.config import Config
+from asyncrl.errors import AsyncrlError, ProcessLost
+
+END_S = 30.0  # a process asked to end is killed after this long
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    """In the child: SIGKILL when the supervisor's main thread ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def signal_name(code: int) -> str:
+    """`exit code 3` or `SIGKILL`."""
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+@dataclass
+class Child:
+    name: str
+    argv: list[str]
+    threads: int
+    restartable: bool
+    process: subprocess.Popen[bytes] | None = None
+    log: Path = Path()
+    restarts: int = 0
+    code: int | None = None
+    started: float = 0.0
+
+
+@dataclass
+class Supervisor:
+    """The processes of a run.  `say` prints a line for the user."""
+
+    config: Config
+    run_dir: Path
+    say: Callable[[str], None]
+    children: list[Child] = field(default_factory=list)
+    interrupts: int = 0
+    first_death: str = ""
+    alone_since: float = 0.0
+
+    def start(self) -> None:
+        attempt = 1 + sum(1 for _ in (self.run_dir / "logs").glob("attempt_*"))
+        self.logs = self.run_dir / "logs" / f"attempt_{attempt}"
+        self.logs.mkdir(parents=True)
+        base = [sys.executable, "-m", "asyncrl.cli"]
+        where = [str(self.run_dir / "config.toml"), "--run-dir", str(self.run_dir)]
+        c = self.config
+        self.children = [Child("buffer", [*base, "buffer", *where], 1, restartable=c.durability.mode != "memory"),
+                         Child("learner", [*base, "learner", *where], c.learner.threads, True)]  # fmt: skip
+        self.children += [Child(f"generator-{i}", [*base, "generator", *where, "--index", str(i)], c.generator.threads, True) for i in range(c.generators)]
+        for child in self.children:
+            self.spawn(child)
+
+    def spawn(self, child: Child) -> None:
+        child.log = self.logs / f"{child.name}.log"
+        env = os.environ | {"OMP_NUM_THREADS": str(child.threads), "ASYNCRL_SUPERVISED": "1", "PYTHONUNBUFFERED": "1"}
+        with child.log.open("ab") as log:
+            child.process = subprocess.Popen(child.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True,
+                                             preexec_fn=_die_with_parent)  # fmt: skip
+        child.code, child.started = None, time.monotonic()
+
+    # ---- watching --------------------------------------------------------------------------------------------------
+
+    def poll(self) -> bool:
+        """Look after the children; True when all have ended well.  Raises ProcessLost or AsyncrlError when the run cannot go on."""
+        for child in self.children:
+            if child.process is None or child.code is not None:
+                continue
+            if (code := child.process.poll()) is not None:
+                child.code = code
+                if code != 0 and not self.interrupts:
+                    self.died(child, code)
+        if any(c.name == "learner" and c.code == 0 for c in self.children) and all(c.code == 0 for c in self.children):
+            return True
+        buffer = next(c for c in self.children if c.name == "buffer")
+        if buffer.code == 0 and not self.interrupts:
+            self.alone_since = self.alone_since or time.monotonic()
+            if time.monotonic() - self.alone_since > END_S:
+                raise AsyncrlError(f"the buffer has ended and {', '.join(c.name for c in self.children if c.code is None)} has not: see the logs in {self.logs}")
+        return False
+
+    def died(self, child: Child, code: int) -> None:
+        follows = f" (after {self.first_death} died)" if self.first_death else ""
+        self.say(f"{child.name} died: {signal_name(code)}{follows}; its log: {child.log}")
+        last = self.tail(child)
+        for line in last:
+            self.say(f"    {line}")
+        expected = 0 < code < 128  # one of our own clear errors: starting again would meet it again
+        if not child.restartable or expected or child.restarts >= self.config.watchdog.restarts:
+            self.first_death = self.first_death or child.name
+            message = last[-1] if expected and last else f"{child.name} died ({signal_name(code)}) and cannot be started again; log: {child.log}"
+            error = AsyncrlError(message) if expected else ProcessLost(message)
+            error.exit_code = code if expected else 3
+            raise error
+        child.restarts += 1
+        self.say(f"starting {child.name} again ({child.restarts} of {self.config.watchdog.restarts})")
+        self.spawn(child)
+
+    @staticmethod
+    def tail(child: Child, lines: int = 20) -> list[str]:
+        return child.log.read_text(errors="replace").splitlines()[-lines:] if child.log.exists() else []
+
+    # ---- the end ---------------------------------------------------------------------------------------------------
+
+    def end(self, *, gently: bool) -> None:
+        """End what runs, in order; a learner that ends gently finishes its batch and writes a checkpoint."""
+        for kind in ("learner", "generator", "buffer"):
+            mine = [c for c in self.children if c.name.startswith(kind) and c.process is not None and c.process.poll() is None]
+            for c in mine:
+                assert c.process is not None
+                c.process.send_signal(signal.SIGTERM if gently else signal.SIGKILL)
+            deadline = time.monotonic() + END_S
+            for c in mine:
+                assert c.process is not None
+                while c.process.poll() is None:
+                    if self.interrupts > 1 or time.monotonic() > deadline:
+                        c.process.kill()
+                    time.sleep(0.02)
+                c.code = c.process.returncode

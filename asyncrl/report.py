@@ -1,0 +1,3 @@
+"""placeholder"""
+from pathlib import Path
+def write(run_dir: Path) -> Path: return run_dir

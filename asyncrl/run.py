@@ -1,0 +1,147 @@
+"""`asyncrl run`: checks, warm start, all processes under a supervisor, the live view, summary and report."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl import config_load, live, metrics, report, rundir, trace
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError, NothingToDo
+from asyncrl.launch import Supervisor
+
+FIXED_ON_RESUME = ("seed", "model.path", "model.dtype", "task", "learner.groups", "learner.group_size", "durability")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def preflight(config: Config) -> None:
+    """What can be known before anything starts: model directory, tokenizer, task, room for the prompts, reward function."""
+    from asyncrl.tasks import get_task
+
+    task = get_task(config.task)
+    path = Path(config.model.path)
+    if not (path / "config.json").is_file():
+        if not config.model.warm_start:
+            raise ConfigError(f"model.path: {path} is no model directory (it has no config.json); model.warm_start = true builds one for a built-in task")
+        from asyncrl.tasks.warm_start import warm_start
+
+        say(f"building and warm-starting a tiny model for `{config.task.name}` in {path}")
+        done = warm_start(config, path)
+        say(f"warm start: {done['steps']} steps in {done['seconds']} s, loss {done['loss']:.3f}")
+    from asyncrl.models import encode_prompt, load_tokenizer
+
+    tokenizer = load_tokenizer(path)
+    room = config.generator.context - config.generator.max_new_tokens
+    for split in ("train", "heldout", "ood"):
+        for i in range(min(task.size(split) or 64, 2000)):
+            prompt = task.prompt(split, i, config.seed)
+            if (n := len(encode_prompt(tokenizer, prompt))) > room:
+                raise ConfigError(f"generator.context: {split} prompt {prompt.id} has {n} tokens; context {config.generator.context} less "
+                                  f"max_new_tokens {config.generator.max_new_tokens} leaves {room}")  # fmt: skip
+    if config.reward.function and ":" not in config.reward.function:
+        raise ConfigError(f"reward.function: {config.reward.function} is not module:function")
+
+
+def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
+    """The config of a run to go on with.  Raises ConfigError for keys that may not change, NothingToDo when it is finished."""
+    if not (run_dir / "config.toml").is_file():
+        raise ConfigError(f"--resume {run_dir}: no run directory (it has no config.toml)")
+    before = config_load.load(run_dir / "config.toml")
+    config = config_load.load(run_dir / "config.toml", sets)
+    for item in sets:
+        key = item.partition("=")[0].strip()
+        if any(key == f or key.startswith(f + ".") for f in FIXED_ON_RESUME):
+            raise ConfigError(f"--set {item}: {key} cannot change when a run is resumed; start a new run")
+    summary = run_dir / "summary.json"
+    if summary.exists() and json.loads(summary.read_text())["steps"] >= config.learner.steps:
+        raise NothingToDo(f"{run_dir} has made all its {config.learner.steps} steps; raise it by --set learner.steps=N to train on")
+    if config != before:
+        part = run_dir / "config.toml.part"
+        part.write_text(config_load.dump(config))
+        os.replace(part, run_dir / "config.toml")
+    return config
+
+
+def supervise(config: Config, run_dir: Path) -> int:
+    """Run all processes to their end; 130 when interrupted.  Raises what ended the run otherwise."""
+    lock = rundir.Lock(run_dir)
+    supervisor = Supervisor(config, run_dir, say)
+
+    def interrupt(number: int, _frame: Any) -> None:
+        supervisor.interrupts += 1
+        say("stopping: the learner finishes its batch and writes a checkpoint; once more stops at once" if supervisor.interrupts == 1 else "stopping now")
+
+    previous = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        supervisor.start()
+        live.follow(rundir.buffer_address(config, run_dir), config.wires.curve_dir, lambda: supervisor.poll() or supervisor.interrupts > 0)
+        supervisor.end(gently=supervisor.interrupts < 2)
+        return 130 if supervisor.interrupts else 0
+    finally:
+        supervisor.end(gently=False)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        rundir.clean(run_dir)
+        lock.close()
+
+
+def summarise(config: Config, run_dir: Path) -> dict[str, Any]:
+    """summary.json: the contract's object, from what buffer and learner left behind."""
+    left: dict[str, Any] = json.loads((run_dir / "buffer_summary.json").read_text())
+    rows = [r for r in metrics.read(run_dir) if "reward/mean" in r]
+
+    def mean(name: str) -> float:
+        found = [r[name] for r in rows if name in r]
+        return sum(found) / len(found) if found else 0.0
+
+    digest = run_dir / "weights_digest"
+    limit = config.staleness.max_lag
+    first = next((r["eval/heldout"] for r in metrics.read(run_dir) if "eval/heldout" in r), None)
+    summary = {
+        "run_dir": str(run_dir), "wall_s": left["wall_s"], "steps": left["steps"], "trajectories": left["trajectories"], "tokens": left["tokens"],
+        "heldout_start": left["heldout_start"] if left["heldout_start"] is not None else first, "heldout_end": left["heldout_end"], "ood_end": left["ood_end"],
+        "lag": left["lag"] | {"limit": int(limit) if limit != float("inf") else "inf"},
+        "speed": {"generator_tokens_per_s": mean("throughput/generator_tokens_per_s"), "learner_tokens_per_s": mean("throughput/learner_tokens_per_s"),
+                  "idle_share": {"generator": mean("time/generator_idle_share"), "learner": mean("time/learner_idle_share")}},
+        "weights_digest": digest.read_text() if digest.exists() else None, "mismatch_k3_max": left["mismatch_k3_max"], "ledger": left["ledger"],
+        "ledger_lines": left["ledger_lines"], "lag_histogram": left["lag_histogram"], "trained_ids": left["trained_ids"], "failures": left["failures"],
+        "seed": config.seed,
+    }  # fmt: skip
+    part = run_dir / "summary.json.part"
+    part.write_text(json.dumps(summary, indent=1))
+    os.replace(part, run_dir / "summary.json")
+    return summary
+
+
+def run(config: Config, run_dir: Path, *, resume: bool) -> tuple[int, dict[str, Any]]:
+    """The whole of `asyncrl run`; returns the exit code and the summary."""
+    for warning in config_load.warnings(config):
+        say(f"note: {warning}")
+    preflight(config)
+    if not resume:
+        rundir.prepare(config, config_load.dump(config), run_dir)
+    say(f"run {run_dir}: {config.generators} generator(s), {config.learner.steps} steps of {config.learner.groups} x {config.learner.group_size}")
+    began = time.monotonic()
+    try:
+        code = supervise(config, run_dir)
+    finally:
+        trace.merge(run_dir)
+    summary = summarise(config, run_dir)
+    report.write(run_dir)
+    say(f"{run_dir}: held-out {_show(summary['heldout_start'])} -> {_show(summary['heldout_end'])} in {summary['wall_s']:.0f} s of RL "
+        f"({time.monotonic() - began:.0f} s in all), mean lag {summary['lag']['mean']:.2f}")  # fmt: skip
+    say(f"report: {run_dir / 'report.html'}" if code == 0 else f"go on with: asyncrl run --resume {run_dir}")
+    return code, summary
+
+
+def _show(x: float | None) -> str:
+    return "-" if x is None else f"{x:.3f}"
