@@ -1,0 +1,43 @@
+# make demo   from nothing: environment, then a real asynchronous run, then its report
+# make test   from nothing: environment, then every test (about 6 minutes on two cores after the installation)
+# make check  lint, types, import rules, fast tests (about 1 minute)
+# make bench  every benchmark, one table
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip install --quiet --disable-pip-version-check
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: env demo test check bench browser
+
+$(VENV)/.demo: pyproject.toml
+	test -x $(PY) || python3 -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) -e .
+	touch $@
+
+$(VENV)/.env: $(VENV)/.demo
+	$(PIP) -e ".[dev]"
+	touch $@
+
+env: $(VENV)/.env
+
+# The report's test opens it in a headless browser.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { \
+	  test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq && apt-get install -y -qq chromium >/dev/null; } || \
+	  { echo "the report's test needs Chromium: install it (Debian: apt-get install chromium)"; exit 1; }
+
+demo: $(VENV)/.demo
+	$(PY) -m asyncrl.cli run configs/demo.toml
+
+test: env browser
+	$(PY) -m pytest
+
+check: env
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+	$(PY) -m pytest --ignore tests/test_run.py --ignore tests/test_tasks_learn.py --ignore tests/test_report.py
+
+bench: env
+	$(PY) benchmarks/demo_seeds.py
