@@ -71,7 +71,8 @@ class FusedWeights:
         return torch.addmm(x, F.silu(gate).mul_(up), w["down"])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        return (_unit(x, self.lay.eps) @ self.top["head"]).float()
+        out: torch.Tensor = _unit(x, self.lay.eps) @ self.top["head"]
+        return out.float()
 
 
 def _keep(store: dict[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> None:
@@ -173,4 +174,5 @@ def truncate(logs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> to
     out |= (p.cumsum(-1) - p) >= top_p[:, None]
     out[:, 0] = False
     kept = torch.zeros_like(out).scatter_(1, index, ~out)
-    return torch.log_softmax(logs.masked_fill(~kept, -torch.inf), -1)
+    cut: torch.Tensor = torch.log_softmax(logs.masked_fill(~kept, -torch.inf), -1)
+    return cut

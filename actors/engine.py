@@ -76,7 +76,8 @@ def uniforms(seed: int, ticket: int, sample: int, count: int) -> np.ndarray:
         for part in (seed, ticket, sample):
             key = _mix(key ^ _mix(np.uint64(part & 0xFFFFFFFFFFFFFFFF) + np.uint64(0x632BE59BD9B4E019)))
         bits = _mix(key + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-    return ((bits >> np.uint64(40)).astype(np.float64) + 0.5).astype(np.float32) * np.float32(2.0**-24)
+    out: np.ndarray = ((bits >> np.uint64(40)).astype(np.float64) + 0.5).astype(np.float32) * np.float32(2.0**-24)
+    return out
 
 
 def _mix(z: Any) -> Any:

@@ -301,8 +301,8 @@ def make_engine(config: Config) -> Engine:
     dtype = config.model.dtype if g.dtype == "same" else g.dtype
     torch.set_num_threads(g.threads)
     model = load_policy(Path(config.model.path), dtype, config.model.device)
-    kind: Any = EmbeddedEngine
-    if model.fast is None:
-        from actors.engine_generic import GenericEngine as kind
+    from actors.engine_generic import GenericEngine
+
+    kind: Any = GenericEngine if model.fast is None else EmbeddedEngine
     made: Engine = kind(model, slots=g.slots, context=g.context, in_flight=config.weights.in_flight, max_new_tokens=g.max_new_tokens)
     return made

@@ -96,7 +96,8 @@ class Supervisor:
         if buffer.code == 0 and not self.interrupts:
             self.alone_since = self.alone_since or time.monotonic()
             if time.monotonic() - self.alone_since > END_S:
-                raise AsyncrlError(f"the buffer has ended and {', '.join(c.name for c in self.children if c.code is None)} has not: see the logs in {self.logs}")
+                left = ", ".join(c.name for c in self.children if c.code is None)
+                raise AsyncrlError(f"the buffer has ended and {left} has not: see the logs in {self.logs}")
         return False
 
     def died(self, child: Child, code: int) -> None:

@@ -87,10 +87,11 @@ def known(name: str) -> bool:
 def markdown() -> str:
     """docs/metrics.md."""
     rows = [f"| `{n}` | {m.unit} | {m.meaning} |" for n, m in METRICS.items() if not n.startswith("by_lag/")]
-    rows += [f"| `by_lag/{kind}_B` | {unit} | {what}, B in {', '.join(BUCKETS)} |" for kind, unit, what in
-             (("k3", "nats/token", "kl/behavior_prox_k3 by lag"), ("weight", "-", "mean importance weight by lag"), ("tokens", "tokens", "trained tokens by lag"))]  # fmt: skip
+    by_lag = (("k3", "nats/token", "kl/behavior_prox_k3"), ("weight", "-", "mean importance weight"), ("tokens", "tokens", "trained tokens"))
+    rows += [f"| `by_lag/{kind}_B` | {unit} | {what} at lag B, one of {', '.join(BUCKETS)} |" for kind, unit, what in by_lag]
     rows.append("| `reward_part/NAME` | reward | mean of a named part of the reward |")
-    return "# Metrics\n\nGenerated from `asyncrl/metrics.py` by `asyncrl config metrics`.\n\n| name | unit | meaning |\n|---|---|---|\n" + "\n".join(rows) + "\n"
+    head = "# Metrics\n\nGenerated from `asyncrl/metrics.py` by `asyncrl config metrics`.\n\n| name | unit | meaning |\n|---|---|---|\n"
+    return head + "\n".join(rows) + "\n"
 
 
 class MetricsWriter:

@@ -165,7 +165,7 @@ def build_model(path: str | Path, symbols: str, *, hidden: int = 64, layers: int
 
     tokenizer = character_tokenizer(symbols)
     configs = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config", "mistral": "MistralConfig"}
-    extra = {"head_dim": hidden // heads} if family in ("qwen3", "mistral", "llama") else {}
+    extra: dict[str, Any] = {"head_dim": hidden // heads} if family in ("qwen3", "mistral", "llama") else {}
     extra |= {"sliding_window": None} if family == "mistral" else {}
     config = getattr(transformers, configs[family])(
         vocab_size=len(tokenizer), hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,

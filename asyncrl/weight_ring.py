@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-
 import msgspec
 import xxhash
 

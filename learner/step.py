@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import torch
 
-from asyncrl.algorithms import kl, step_loss
+from asyncrl.algorithms import kl, ratios, step_loss
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError
 from asyncrl.messages import Batch
@@ -41,7 +41,7 @@ class LearnerCore:
         self.config, self.run_dir = config, run_dir
         self.model = load_policy(model_dir, config.model.dtype, config.model.device)
         self.reference: PolicyModel | None = None
-        if config.kl.coefficient > 0 and config.kl.against == "reference":
+        if config.kl.coefficient > 0:
             self.reference = load_policy(config.model.reference or config.model.path, config.model.dtype, config.model.device)
             self.reference.hf.requires_grad_(False)
         self.optimizer = _optimizer(config, self.model)
@@ -61,8 +61,6 @@ class LearnerCore:
             packed.loss.proximal = self._interpolated(packed, everyone)
         if self.reference is not None:
             packed.loss.reference = self._forward(self.reference, packed, everyone)
-        elif c.kl.coefficient > 0:
-            packed.loss.reference = packed.loss.behavior
         prep = step_loss.prepare(packed.loss, c, baseline=self.state.baseline, beta=self.state.beta)
         rate = self._set_rate()
         sums, steps, norms, stop_kl = self._epochs(prep, packed)
@@ -77,7 +75,8 @@ class LearnerCore:
     def _epochs(self, prep: step_loss.Prepared, packed: Packed) -> tuple[dict[str, torch.Tensor], int, list[float], float]:
         """All optimizer steps of a batch, until KL early stopping ends them."""
         total: dict[str, torch.Tensor] = {}
-        done, norms, stop_kl = 0, [], 0.0
+        norms: list[float] = []
+        done, stop_kl = 0, 0.0
         for epoch in range(self.config.learner.epochs):
             for samples in self._minibatches(packed, epoch):
                 sums, stop_kl = self._gradient(prep, packed, samples)
@@ -113,14 +112,15 @@ class LearnerCore:
             part = packed.part(micro)
             loss, more = step_loss.micro_loss(prep, norm, part, out.logprobs.cpu() if out.logprobs.is_cuda else out.logprobs,
                                               out.entropy.cpu() if out.entropy is not None and out.entropy.is_cuda else out.entropy)  # fmt: skip
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             step_loss.add_sums(sums, more)
             if self.config.stop.kl_max and prep.batch.proximal is not None:
                 a, b = step_loss.stop_statistic(prep, part, out.logprobs.detach().cpu())
                 stop = [stop[0] + a, stop[1] + b]
         arrived = 0.0
         if self.config.stop.against == "behavior" and prep.batch.proximal is not None:
-            arrived = float(torch.where(prep.valid, kl.k3(step_loss.ratios.log_ratio(prep.batch.behavior, prep.batch.proximal)), 0.0).sum() / prep.valid.sum().clamp(min=1))
+            k = kl.k3(ratios.log_ratio(prep.batch.behavior, prep.batch.proximal))
+            arrived = float(torch.where(prep.valid, k, 0.0).sum() / prep.valid.sum().clamp(min=1))
         return sums, max(0.0, float(stop[0] / stop[1].clamp(min=1)) - arrived)
 
     def _apply(self, packed: Packed, sums: dict[str, torch.Tensor]) -> float | None:
@@ -142,7 +142,8 @@ class LearnerCore:
         if self.run_dir is None:
             return ""
         path = self.run_dir / "bad_batch.msgpack"
-        rows = [{"prompt": p.tolist(), "tokens": r.tolist(), "reward": float(x)} for p, r, x in zip(packed.prompts, packed.responses, packed.loss.rewards, strict=True)]
+        each = zip(packed.prompts, packed.responses, packed.loss.rewards.tolist(), strict=True)
+        rows = [{"prompt": p.tolist(), "tokens": r.tolist(), "reward": x} for p, r, x in each]
         path.write_bytes(msgspec.msgpack.encode(rows))
         return f"; the batch is saved in {path}"
 

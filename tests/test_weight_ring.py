@@ -53,7 +53,7 @@ def test_kept_versions_stay_and_a_full_ring_names_its_holder(tmp_path: Path) -> 
     assert Label(1, 0) in r.labels()
     reader = RingReader(tmp_path / "ring", "generator-7")
     kept = list(r.labels())
-    with pytest.raises(AsyncrlError, match="weights.slots"):
+    with pytest.raises(AsyncrlError, match=r"weights\.slots"):
         r.write(Label(1, 9), fill(9), keep=kept)
         r.write(Label(1, 10), fill(9), keep=[*kept, Label(1, 9)])
         r.write(Label(1, 11), fill(9), keep=[*kept, Label(1, 9), Label(1, 10)])

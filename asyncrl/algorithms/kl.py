@@ -5,6 +5,8 @@ Schulman, "Approximating KL divergence" (2020).
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from asyncrl.errors import ConfigError
@@ -30,7 +32,7 @@ def low_var_kl(x: torch.Tensor) -> torch.Tensor:
     return k3(x).clamp(-10, 10)
 
 
-ESTIMATORS = {"k1": k1, "k2": k2, "k3": k3, "abs": torch.abs, "low_var_kl": low_var_kl}
+ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"k1": k1, "k2": k2, "k3": k3, "abs": torch.abs, "low_var_kl": low_var_kl}
 
 
 def estimate(name: str, x: torch.Tensor) -> torch.Tensor:

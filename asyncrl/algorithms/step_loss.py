@@ -53,7 +53,7 @@ class Prepared:
 def needs_proximal_first(config: Any) -> bool:
     """Must the proximal logprobs be known before the first optimizer step of a batch?"""
     several = config.learner.epochs * config.learner.minibatches > 1
-    return several or config.correction.self_normalize or (config.kl.coefficient > 0 and config.kl.placement == "reward")
+    return bool(several or config.correction.self_normalize or (config.kl.coefficient > 0 and config.kl.placement == "reward"))
 
 
 def prepare(batch: LossBatch, config: Any, *, baseline: float = 0.0, beta: float | None = None) -> Prepared:
@@ -165,7 +165,8 @@ def _trust(log_r: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, valid: torc
     return surrogates.dppo(log_r, adv, lp.exp(), threshold=loss.dppo_threshold)
 
 
-def micro_loss(prep: Prepared, norm: torch.Tensor, part: torch.Tensor, lp: torch.Tensor, entropy: torch.Tensor | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def micro_loss(prep: Prepared, norm: torch.Tensor, part: torch.Tensor, lp: torch.Tensor,
+               entropy: torch.Tensor | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
     """Loss of one micro-batch (its share of the step's) and sums for the metrics.
 
     part int64 [n]: its tokens' places among N, whole samples; lp [n] with gradient; entropy [n] or None.

@@ -35,7 +35,7 @@ def read_prompts(path: str, split: str) -> list[Prompt]:
     p = Path(path)
     if not p.is_file():
         raise ConfigError(f"task.prompts: {path} does not exist" if split == "train" else f"task.{split}: {path} does not exist")
-    out = []
+    out: list[Prompt] = []
     for where, row in _parquet(p) if p.suffix == ".parquet" else _jsonl(p):
         if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or isinstance(row.get("messages"), list)):
             raise ConfigError(f"{where}: needs `prompt` (text) or `messages` (a list of {{role, content}})")

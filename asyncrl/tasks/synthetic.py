@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
+from typing import ClassVar
 
 import xxhash
 
@@ -50,12 +51,12 @@ class Synthetic:
         if split == "train":
             problem = self._problem("train", random.Random(xxhash.xxh3_64_intdigest(f"{self.name}:{seed}:{index}".encode())))
         else:
-            fixed = _fixed(type(self), split)
+            fixed = _fixed(self.name, split)
             problem = fixed[index % len(fixed)]
         return Prompt(index, problem + "=", self.solve(problem), split=split)
 
     def size(self, split: str) -> int | None:
-        return None if split == "train" else len(_fixed(type(self), split))
+        return None if split == "train" else len(_fixed(self.name, split))
 
     def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
         return float(text == prompt.answer)
@@ -75,8 +76,9 @@ class Synthetic:
 
 
 @cache
-def _fixed(task: type[Synthetic], split: str) -> list[str]:
-    made, r, found, tries = task(), random.Random(f"{task.name}:{split}"), dict[str, str](), 0
+def _fixed(name: str, split: str) -> list[str]:
+    made, found, tries = TASKS[name](), dict[str, str](), 0
+    r = random.Random(f"{made.name}:{split}")
     while len(found) < FIXED and tries < 40 * FIXED:
         problem = made._problem(split, r)
         found.setdefault(made.canonical(problem), problem)
@@ -110,15 +112,15 @@ class Sort(Synthetic):
 
     def spoil(self, problem: str, answer: str, r: random.Random) -> str:
         u = r.random()
-        if u < 0.30:  # a direct guess: the digits in a wrong or lucky order
+        if u < 0.36:  # a direct guess: the digits in a wrong or lucky order
             guess = sorted(problem)
             i = r.randrange(len(guess) - 1)
             guess[i], guess[i + 1] = guess[i + 1], guess[i]
             return "#" + "".join(guess)
-        if u < 0.45:  # a slip in the result
+        if u < 0.51:  # a slip in the result
             at = r.randrange(answer.index("#") + 1, len(answer))
             return answer[:at] + r.choice([d for d in "0123456789" if d != answer[at]]) + answer[at + 1 :]
-        return _cut(answer, r) if u < 0.55 else answer
+        return _cut(answer, r) if u < 0.61 else answer
 
 
 def _weighted(r: random.Random, values: Sequence[int], weights: Sequence[float]) -> int:
@@ -184,7 +186,7 @@ class Grid(Synthetic):
     """`05RUL=` -> `R15U16L06#06`: moves on a 10 x 10 torus, each with the place it leads to."""
 
     name, symbols = "grid", "0123456789RLUD=#"
-    steps_of = {"R": (1, 0), "L": (-1, 0), "U": (0, 1), "D": (0, -1)}
+    steps_of: ClassVar[dict[str, tuple[int, int]]] = {"R": (1, 0), "L": (-1, 0), "U": (0, 1), "D": (0, -1)}
 
     def draw(self, r: random.Random, split: str) -> str:
         weights = (1, 1, 1, 1) if split == "ood" else (6, 1, 6, 1)
