@@ -72,7 +72,8 @@ class FusedWeights:
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = _unit(x, self.lay.eps) @ self.top["head"]
-        return out.float()
+        logits: torch.Tensor = out.float()
+        return logits
 
 
 def _keep(store: dict[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> None:

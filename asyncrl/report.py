@@ -1,5 +1,167 @@
-"""placeholder"""
+"""The report: one self-contained HTML page of a run, with plots, the ledger, and its numbers as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
+
+from asyncrl import metrics, trace
+from asyncrl.errors import ConfigError
+
+TIMELINE_S = 3.0
+COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed")
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>asyncrl: {{ name }}</title>
+<style>
+ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px; padding: 0 1rem; color: #1f2937 }
+ h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem } .sub { color: #6b7280 }
+ .cards { display: flex; flex-wrap: wrap; gap: .75rem; margin: 1.2rem 0 } .card { background: #f3f4f6; border-radius: 8px; padding: .6rem 1rem }
+ .card b { display: block; font-size: 1.25rem } .grid { display: grid; grid-template-columns: 1fr 1fr; gap: .5rem }
+ table { border-collapse: collapse } td, th { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #e5e7eb }
+ td:first-child, th:first-child { text-align: left } code { background: #f3f4f6; padding: 0 .3rem } pre { white-space: pre-wrap }
+</style>{{ library }}</head><body>
+<h1>{{ name }}</h1><div class="sub">{{ subtitle }}</div>
+<div class="cards">{% for label, value, id in cards %}<div class="card">{{ label }}<b id="{{ id }}">{{ value }}</b></div>{% endfor %}</div>
+<div class="grid">{% for plot in plots %}<div>{{ plot }}</div>{% endfor %}</div>
+<h2>Timeline: {{ seconds }} s from the middle of the run</h2>{{ timeline }}
+<h2>Ledger: where every generated token ended</h2>
+<table><tr><th>line</th><th>tokens</th><th>share</th><th>samples</th><th>mean length</th><th>mean reward</th></tr>
+{% for row in ledger %}<tr><td>{{ row[0] }}</td>{% for x in row[1:] %}<td>{{ x }}</td>{% endfor %}</tr>{% endfor %}</table>
+<h2>Some samples</h2>
+<table><tr><th>prompt and answer</th><th>batch</th><th>reward</th><th>lag</th><th>versions</th></tr>
+{% for s in samples %}<tr><td><code>{{ s.prompt }}{{ s.text }}</code></td><td>{{ s.batch }}</td><td>{{ s.reward }}</td><td>{{ s.lag }}</td>
+<td>{% for v in s.versions %}{{ v[0] }} [{{ v[1] }}, {{ v[2] }}) {% endfor %}</td></tr>{% endfor %}</table>
+<h2>Configuration</h2><pre>{{ config }}</pre>
+<script type="application/json" id="summary">{{ summary_json }}</script>
+</body></html>"""
 
 
-def write(run_dir: Path) -> Path: return run_dir
+def _figure(title: str, unit: str) -> Any:
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    figure.update_layout(title={"text": title, "font": {"size": 14}}, height=290, margin={"l": 55, "r": 15, "t": 40, "b": 40}, template="plotly_white",
+                         legend={"orientation": "h", "y": 1.02, "x": 1, "xanchor": "right", "yanchor": "bottom"}, colorway=COLOURS)  # fmt: skip
+    figure.update_yaxes(title=unit, rangemode="tozero")
+    return figure
+
+
+def _lines(rows: list[dict[str, Any]], title: str, unit: str, series: Sequence[tuple[str, str]], x: str = "step", marks: bool = False) -> Any:
+    figure = _figure(title, unit)
+    for name, label in series:
+        points = [(r[x], r[name]) for r in rows if name in r]
+        if points:
+            figure.add_scatter(x=[p[0] for p in points], y=[p[1] for p in points], name=label, mode="lines+markers" if marks else "lines")
+    figure.update_xaxes(title="version" if x == "step" else "seconds of RL")
+    return figure
+
+
+def _histogram(counts: dict[str, int]) -> Any:
+    figure = _figure("Lag of trained tokens", "share of tokens")
+    total = max(sum(counts.values()), 1)
+    figure.add_bar(x=[int(k) for k in counts], y=[n / total for n in counts.values()])
+    figure.update_xaxes(title="lag, in versions", dtick=1)
+    return figure
+
+
+def _plots(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[Any]:
+    accuracy = _lines(rows, "Accuracy", "mean reward", [("eval/heldout", "held-out"), ("reward/mean", "training batch"), ("eval/ood", "out of distribution")])
+    accuracy.update_traces(mode="lines+markers", selector={"name": "held-out"})
+    accuracy.update_yaxes(range=[0, 1])
+    return [
+        accuracy,
+        _histogram(summary["lag_histogram"]),
+        _lines(rows, "Lag over time", "versions", [("lag/mean", "mean"), ("lag/max", "max"), ("lag/in_flight", "in flight"), ("lag/in_queue", "in queue")]),
+        _lines(rows, "KL: behaviour, proximal, target", "nats a token (k3)", [("kl/behavior_prox_k3", "behaviour to proximal"),
+               ("kl/behavior_target_k3", "behaviour to target"), ("mismatch/k3_at_lag_0", "mismatch at lag 0"), ("kl/target_ref_k3", "target to reference")]),
+        _lines(rows, "Effective sample size", "share", [("is/ess", "ESS"), ("is/mean_weight", "mean weight"), ("clip/share", "clipped")]),
+        _lines(rows, "Entropy", "nats a token", [("policy/entropy", "target policy"), ("policy/behavior_nll", "behaviour's own surprise")]),
+        _lines(rows, "Answer length", "tokens", [("answer/length", "training"), ("eval/heldout_length", "held-out")]),
+        _lines(rows, "Gradient norm", "before clipping", [("optim/grad_norm", "gradient norm")]),
+        _lines(rows, "Throughput", "tokens a second", [("throughput/generator_tokens_per_s", "generators"), ("throughput/learner_tokens_per_s", "learner")], "t"),
+        _lines(rows, "Idle share", "of each side's time", [("time/generator_idle_share", "generators"), ("time/learner_idle_share", "learner")], "t"),
+    ]  # fmt: skip
+
+
+def _timeline(spans: dict[str, list[tuple[str, float, float]]]) -> tuple[Any, float]:
+    """A few seconds of every process, one lane each, from the middle of the run."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    every = [s for lane in spans.values() for s in lane]
+    if not every:
+        return figure, 0.0
+    trains = sorted(s for n, s, _ in spans.get("learner", []) if n == "train") or sorted(s for _, s, _ in every)
+    start = trains[len(trains) // 2]
+    names = sorted({n for n, _, _ in every})
+    for i, name in enumerate(names):
+        base, width, lanes = [], [], []
+        for process, lane in spans.items():
+            for n, a, b in lane:
+                if n == name and b > start and a < start + TIMELINE_S:
+                    base.append(max(a, start) - start)
+                    width.append(min(b, start + TIMELINE_S) - max(a, start))
+                    lanes.append(process)
+        figure.add_bar(x=width, base=base, y=lanes, orientation="h", name=name, marker={"color": COLOURS[i % len(COLOURS)], "line": {"width": 0}})
+    figure.update_layout(barmode="overlay", height=90 + 45 * len(spans), margin={"l": 100, "r": 15, "t": 10, "b": 40}, template="plotly_white", bargap=0.3)
+    figure.update_xaxes(title="seconds", range=[0, TIMELINE_S])
+    return figure, TIMELINE_S
+
+
+def _cards(s: dict[str, Any]) -> list[tuple[str, str, str]]:
+    def share(x: float | None) -> str:
+        return "-" if x is None else f"{x:.3f}"
+
+    idle = s["speed"]["idle_share"]
+    return [
+        ("held-out at the start", share(s["heldout_start"]), "heldout-start"), ("held-out at the end", share(s["heldout_end"]), "heldout-end"),
+        ("out of distribution", share(s["ood_end"]), "ood-end"), ("RL took", f"{s['wall_s']:.0f} s", "wall"), ("steps", str(s["steps"]), "steps"),
+        ("mean lag", f"{s['lag']['mean']:.2f}", "lag-mean"), ("largest lag / limit", f"{s['lag']['max']} / {s['lag']['limit']}", "lag-max"),
+        ("generated", f"{s['speed']['generator_tokens_per_s']:,.0f} tok/s", "gen"), ("trained", f"{s['speed']['learner_tokens_per_s']:,.0f} tok/s", "learn"),
+        ("idle: generators / learner", f"{idle['generator']:.0%} / {idle['learner']:.0%}", "idle"),
+    ]  # fmt: skip
+
+
+def _ledger(s: dict[str, Any]) -> list[tuple[str, ...]]:
+    total = max(s["ledger"]["generated"], 1)
+    rows = [("generated", f"{s['ledger']['generated']:,}", "", "", "", "")]
+    for name, x in s["ledger_lines"].items():
+        counted = x["samples"] > 0
+        rows.append((name, f"{x['tokens']:,.0f}", f"{x['tokens'] / total:.2%}", f"{x['samples']:,.0f}", f"{x['mean_length']:.1f}" if counted else "-",
+                     f"{x['mean_reward']:.3f}" if counted else "-"))  # fmt: skip
+    return rows
+
+
+def write(run_dir: Path) -> Path:
+    """Write RUN/report.html (by rename, so a reader never sees half of it).  Raises ConfigError for a run without a summary."""
+    import jinja2
+    import plotly.io as pio
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+
+    if not (run_dir / "summary.json").is_file():
+        raise ConfigError(f"{run_dir}: no summary.json; a run writes it when it ends")
+    summary = json.loads((run_dir / "summary.json").read_text())
+    rows = metrics.read(run_dir)
+
+    def draw(figure: Any) -> Markup:
+        return Markup(pio.to_html(figure, include_plotlyjs=False, full_html=False, config={"displaylogo": False}))
+
+    timeline, seconds = _timeline(trace.read(run_dir))
+    path = run_dir / "samples.jsonl"
+    samples = [json.loads(x) for x in path.read_text().splitlines() if x.endswith("}")] if path.exists() else []
+    commit = (run_dir / "commit").read_text().strip()[:12]
+    page = jinja2.Environment(autoescape=True).from_string(PAGE).render(
+        name=run_dir.name, subtitle=f"commit {commit} · {(run_dir / 'command').read_text().strip()}", library=Markup(f"<script>{get_plotlyjs()}</script>"),
+        cards=_cards(summary), plots=[draw(f) for f in _plots(rows, summary)], timeline=draw(timeline), seconds=f"{seconds:g}", ledger=_ledger(summary),
+        samples=[*samples[:4], *samples[-8:]], config=(run_dir / "config.toml").read_text(),
+        summary_json=Markup(json.dumps(summary).replace("</", "<\\/")),
+    )  # fmt: skip
+    part = run_dir / "report.html.part"
+    part.write_text(page)
+    os.replace(part, run_dir / "report.html")
+    return run_dir / "report.html"
