@@ -23,8 +23,9 @@ from asyncrl.rundir import Lock, buffer_address, run_id
 from asyncrl.tasks import Task, get_task
 from asyncrl.wires import BufferSocket
 from buffer.evaluation import Evaluations
+from buffer.groups import Settings
 from buffer.ledger import tokens_of
-from buffer.store import Settings, Store
+from buffer.store import Store
 
 POLL_S, TICK_S = 0.25, 0.25
 LINGER_S = 5.0  # how long the end of the run is told to generators that have not asked yet

@@ -12,76 +12,19 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 
 from asyncrl import admission
 from asyncrl.errors import AsyncrlError, ProtocolError
-from asyncrl.messages import Announcement, Batch, LearnerHello, Prompt, Sampling, Ticket, Trajectory, WeightsSource
+from asyncrl.messages import Announcement, Batch, LearnerHello, Prompt, Ticket, Trajectory, WeightsSource
 from asyncrl.versions import Label, PolicyTree
 from buffer.evaluation import EVAL_BASE, Evaluations
+from buffer.groups import Group, Lease, Settings, Stored, size
 from buffer.ledger import Ledger
 
 MAX_DROPS = 3  # the third drop, or failure, of a group abandons it
 REMEMBERED = 200_000  # final dispositions of gone groups kept for late copies
+STRAYS = 20_000  # attempts of gone groups that may still report or deliver
 Key = tuple[int, int, int]
-
-
-@dataclass
-class Settings:
-    """What the store needs of the config; `off` switches mechanisms off, for the tests that show each is needed."""
-
-    batch: int
-    group: int
-    steps: int
-    sampling: Sampling
-    seed: int = 0
-    on_exceed: str = "pace"
-    inject: int | list[float] | None = None
-    filter_no_spread: bool = False
-    lease_s: float = 20.0
-    error_budget: float = 1.0
-    byte_limit: int = 1 << 30
-    off: frozenset[str] = frozenset()
-
-
-@dataclass
-class Lease:
-    attempt: int
-    producer: str
-    session: int
-    expires: float
-    todo: set[int]
-    granted: Label
-
-
-@dataclass
-class Stored:
-    trajectory: Trajectory
-    in_flight: int  # lag at delivery
-    masked: int = 0  # tokens past the limit (mask)
-
-
-@dataclass
-class Group:
-    ticket: int
-    samples: list[Stored | None]
-    lease: Lease | None = None
-    drops: int = 0
-    failures: int = 0
-    completed: int = 0  # order of completion
-    other: list[tuple[str, int, float]] = field(default_factory=list)  # finals that were not accepted: (what, tokens, reward)
-    attempts: dict[int, list[int]] = field(default_factory=dict)  # attempt -> [tokens reported, delivered, ended]
-    finals: dict[tuple[int, int], str] = field(default_factory=dict)  # (sample, attempt) -> disposition
-
-    def missing(self) -> list[int]:
-        return [i for i, s in enumerate(self.samples) if s is None]
-
-    @property
-    def complete(self) -> bool:
-        return all(s is not None for s in self.samples)
-
-    def stored(self) -> list[Stored]:
-        return [s for s in self.samples if s is not None]
 
 
 class Store:
@@ -101,6 +44,9 @@ class Store:
         self.composed: set[int] = set()
         self.past = Ledger()
         self.gone: OrderedDict[Key, str] = OrderedDict()
+        self.strays: OrderedDict[tuple[int, int], list[int]] = OrderedDict()  # (ticket, attempt) of gone groups -> [reported, delivered]
+        self.skip: set[int] = set()  # tickets at or above the cursor that a checkpoint had trained already (completion order)
+        self.changes = 0  # counts what `ask` changed: the journal records an ask only when it did something
         self.evaluations = evaluations or Evaluations()
         self.completions = self.failed_samples = self.stored_bytes = 0
         self.failures: dict[str, int] = {}
@@ -145,6 +91,9 @@ class Store:
         enough = self.committed + (place - filtered) // self.s.batch >= self.s.steps
         if counted >= room or enough:
             return None
+        while self.cursor in self.skip:
+            self.skip.discard(self.cursor)
+            self.cursor += 1
         group = Group(self.cursor, [None] * self.s.group)
         ticket = self._lease(group, place, producer, session, now)
         if ticket is not None:
@@ -175,12 +124,22 @@ class Store:
         for ticket, attempt, tokens in progress:
             if ticket >= EVAL_BASE:
                 self.evaluations.renew(ticket, attempt, now + self.s.lease_s)
-            elif (g := self.alive.get(ticket)) is not None and attempt in g.attempts:
+            elif (g := self.alive.get(ticket) or self.retained.get(ticket)) is not None and attempt in g.attempts:
                 count = g.attempts[attempt]
                 if tokens > count[0]:
                     count[0] = tokens
                     if g.lease is not None and g.lease.attempt == attempt:
                         g.lease.expires = now + self.s.lease_s
+            elif (ticket, attempt) in self.strays:
+                self._stray(ticket, attempt, max(tokens, self.strays[ticket, attempt][0]), 0)
+
+    def _stray(self, ticket: int, attempt: int, reported: int, delivered: int) -> None:
+        """A gone group's attempt reports or delivers: its tokens that were counted as lost are counted again."""
+        count = self.strays.get((ticket, attempt))
+        if count is not None:
+            before, count[1] = max(0, count[0] - count[1]), count[1] + delivered
+            count[0] = max(count[1], reported)
+            self.past.add("lost_with_process", max(0, count[0] - count[1]) - before)
 
     def expire(self, now: float) -> int:
         """End the leases that ran out; returns how many."""
@@ -214,6 +173,7 @@ class Store:
         if g is None:
             if key not in self.gone:
                 self.past.add("duplicate", t.length, 1, t.length, t.reward)
+                self._stray(t.ticket, t.attempt, self.strays.get((t.ticket, t.attempt), [0])[0], t.length)
                 self._remember(key, "duplicate")
             return self.gone[key]
         if (known := g.finals.get((t.sample, t.attempt))) is not None and "dedupe" not in self.s.off:
@@ -245,7 +205,7 @@ class Store:
             assert self.policy is not None
             lag = admission.sample_lag(admission.span_lags(self.tree, t.spans, self.policy, self.committed))
             g.samples[t.sample] = Stored(t, lag)
-            self.stored_bytes += 11 * len(t.tokens) // 4 + len(t.prompt_tokens)
+            self.stored_bytes += size(t)
         g.finals[t.sample, t.attempt] = what
         if g.lease is not None and not g.lease.todo:
             self._end_lease(g)
@@ -287,14 +247,19 @@ class Store:
         for s in g.stored():
             g.other.append((what, s.trajectory.length, s.trajectory.reward))
             g.finals[s.trajectory.sample, s.trajectory.attempt] = what
-        self._free(g)
+        self.stored_bytes -= g.free()
         g.samples = [None] * self.s.group
-        self._fold(self.past, g, trained=False)
-        for (sample, attempt), disposition in g.finals.items():
-            self._remember((g.ticket, sample, attempt), disposition)
+        self._retire(g, trained=False)
 
-    def _free(self, g: Group) -> None:
-        self.stored_bytes -= sum(11 * len(s.trajectory.tokens) // 4 + len(s.trajectory.prompt_tokens) for s in g.stored())
+    def _retire(self, g: Group, *, trained: bool) -> None:
+        """Fold a group's lines into the past; late copies of its samples still find their disposition."""
+        g.fold(self.past, trained=trained)
+        for (sample, attempt), what in g.finals.items():
+            self._remember((g.ticket, sample, attempt), "trained" if what == "accepted" else what)
+        for attempt, (reported, delivered, _) in g.attempts.items():
+            self.strays[g.ticket, attempt] = [reported, delivered]
+        while len(self.strays) > STRAYS:
+            self.strays.popitem(last=False)
 
     def _remember(self, key: Key, what: str) -> None:
         self.gone[key] = what
@@ -332,7 +297,7 @@ class Store:
         number = h.label.number
         if number > self.base + len(self.comps):
             self.base, self.comps, self.composed = number, [], set()
-            self.cursor = max(self.cursor, h.next_ticket)
+            self.cursor, self.skip = max(self.cursor, h.next_ticket), set(h.trained_above)
             if h.ledger:
                 self.past = Ledger.restore(h.ledger)
         for n, comp in enumerate(self.comps, self.base):
@@ -357,7 +322,9 @@ class Store:
                 return [], why
             self.comps.append([g.ticket for g in picked])
             self.composed.update(g.ticket for g in picked)
+            self.changes += 1
         groups = [self.alive[t] for t in self.comps[at]]
+        self.changes += self.active != epoch
         self.active = epoch
         self._judge(groups, number)
         late = next((g for g in groups if not g.complete), None)
@@ -394,10 +361,11 @@ class Store:
             if not g.complete or all(admission.sample_lag(self._runs(s, number)) <= self.max_lag for s in g.stored()):
                 continue
             g.drops += 1
+            self.changes += 1
             if g.drops >= MAX_DROPS:
                 self._leave(g, "abandoned")
                 continue
-            self._free(g)
+            self.stored_bytes -= g.free()
             for i, s in enumerate(g.stored()):
                 g.other.append(("dropped_stale", s.trajectory.length, s.trajectory.reward))
                 g.finals[i, s.trajectory.attempt] = "dropped_stale"
@@ -414,12 +382,14 @@ class Store:
                 s.masked = sum(e - b for b, e, lag in runs if lag > self.max_lag) if self.s.on_exceed == "mask" else 0
                 if not hard or admission.sample_lag(runs) <= self.max_lag:
                     continue
-                if max(x.label.epoch for x in s.trajectory.spans) >= self.epoch:
+                if min(x.label.epoch for x in s.trajectory.spans) >= self.epoch:
                     raise ProtocolError(f"ticket {g.ticket}, sample {i} would train {admission.sample_lag(runs)} versions late in batch {number}, "
                                         f"past the limit {self.max_lag:g}: a bug of ours; keep the run directory and report it")  # fmt: skip
                 g.other.append(("orphaned", s.trajectory.length, s.trajectory.reward))
                 g.finals[i, s.trajectory.attempt] = "orphaned"
                 g.samples[i] = None
+                self.stored_bytes -= size(s.trajectory)
+                self.changes += 1
 
     def batch(self, groups: list[Group], epoch: int, number: int) -> Batch:
         """The message for composed, complete groups."""
@@ -427,8 +397,10 @@ class Store:
         runs = [self._runs(s, number) for s in stored]
         lags = [admission.sample_lag(r) for r in runs]
         in_flight = [min(s.in_flight, lag) for s, lag in zip(stored, lags, strict=True)]
-        nexts = max((g.ticket for g in groups), default=-1) + 1
-        return Batch(epoch, number, [s.trajectory for s in stored], lags, in_flight, runs, {}, nexts, self.ledger(final=False))
+        trained = {t for comp in self.comps[: number + 1 - self.base] for t in comp}
+        first = min((t for t in self.alive if t not in trained), default=self.cursor)
+        above = [t for t in range(first, self.cursor) if t not in self.alive or t in trained] + sorted(self.skip)
+        return Batch(epoch, number, [s.trajectory for s in stored], lags, in_flight, runs, {}, first, self._checkpoint_ledger(trained), above)
 
     def commit(self, number: int, label: Label, digest: str) -> bool | None:
         """Batch `number` is trained: True; False: told before; None: an earlier commit is still on its way."""
@@ -447,10 +419,8 @@ class Store:
             for t in self.comps.pop(0):
                 self.composed.discard(t)
                 if (g := self.retained.pop(t, None)) is not None:
-                    self._fold(self.past, g, trained=True)
-                    self._free(g)
-                    for (sample, attempt), what in g.finals.items():
-                        self._remember((t, sample, attempt), "trained" if what == "accepted" else what)
+                    self._retire(g, trained=True)
+                    self.stored_bytes -= g.free()
             self.base += 1
 
     def keep(self) -> list[Label]:
@@ -463,27 +433,18 @@ class Store:
 
     # ---- the ledger ------------------------------------------------------------------------------------------------
 
-    def _fold(self, into: Ledger, g: Group, *, trained: bool, final: bool = True) -> None:
-        """Add one group's lines: accepted samples are trained or left over, and tokens of attempts never delivered lost."""
-        for what, tokens, reward in g.other:
-            into.add(what, tokens, 1, tokens, reward)
-        for s in g.stored():
-            t = s.trajectory
-            if trained:
-                into.add("trained", t.length - s.masked, 1, t.length, t.reward)
-                into.add("masked_stale", s.masked, int(s.masked > 0), t.length if s.masked else 0, t.reward if s.masked else 0)
-            else:
-                into.add("left_over", t.length, 1, t.length, t.reward)
-        for reported, delivered, ended in g.attempts.values():
-            if reported > delivered:
-                into.add("lost_with_process" if ended or not final else "left_over", reported - delivered)
-
-    def ledger(self, *, final: bool = True) -> dict[str, dict[str, float]]:
-        """Totals of every generated token known to the buffer, each in one line; with final=False only trained batches' groups."""
+    def ledger(self) -> dict[str, dict[str, float]]:
+        """Totals of every generated token known to the buffer, each in one line."""
         out = self.past.copy()
         for g in self.retained.values():
-            self._fold(out, g, trained=True)
-        if final:
-            for g in self.alive.values():
-                self._fold(out, g, trained=False)
+            g.fold(out, trained=True)
+        for g in self.alive.values():
+            g.fold(out, trained=False)
+        return out.totals()
+
+    def _checkpoint_ledger(self, trained: set[int]) -> dict[str, dict[str, float]]:
+        """Totals should a new (`memory`) buffer go on from here: what is stored and not yet trained is lost with this one."""
+        out = self.past.copy()
+        for g in [*self.retained.values(), *self.alive.values()]:
+            g.fold(out, trained=g.ticket in trained, rest="lost_with_process")
         return out.totals()

@@ -1,0 +1,91 @@
+"""What the store keeps of a group: its samples, its lease, its attempts, and the lines it gives the ledger."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from asyncrl.messages import Sampling, Trajectory
+from asyncrl.versions import Label
+from buffer.ledger import Ledger
+
+
+@dataclass
+class Settings:
+    """What the store needs of the config; `off` switches mechanisms off, for the tests that show each is needed."""
+
+    batch: int
+    group: int
+    steps: int
+    sampling: Sampling
+    seed: int = 0
+    on_exceed: str = "pace"
+    inject: int | list[float] | None = None
+    filter_no_spread: bool = False
+    lease_s: float = 20.0
+    error_budget: float = 1.0
+    byte_limit: int = 1 << 30
+    off: frozenset[str] = frozenset()
+
+
+@dataclass
+class Lease:
+    attempt: int
+    producer: str
+    session: int
+    expires: float
+    todo: set[int]
+    granted: Label
+
+
+@dataclass
+class Stored:
+    trajectory: Trajectory
+    in_flight: int  # lag at delivery
+    masked: int = 0  # tokens past the limit (mask)
+
+
+@dataclass
+class Group:
+    ticket: int
+    samples: list[Stored | None]
+    lease: Lease | None = None
+    drops: int = 0
+    failures: int = 0
+    completed: int = 0  # order of completion
+    other: list[tuple[str, int, float]] = field(default_factory=list)  # finals that were not accepted: (what, tokens, reward)
+    attempts: dict[int, list[int]] = field(default_factory=dict)  # attempt -> [tokens reported, delivered, ended]
+    finals: dict[tuple[int, int], str] = field(default_factory=dict)  # (sample, attempt) -> disposition
+
+    def missing(self) -> list[int]:
+        return [i for i, s in enumerate(self.samples) if s is None]
+
+    @property
+    def complete(self) -> bool:
+        return all(s is not None for s in self.samples)
+
+    def stored(self) -> list[Stored]:
+        return [s for s in self.samples if s is not None]
+
+    def fold(self, into: Ledger, *, trained: bool, rest: str = "left_over") -> None:
+        """Add this group's lines: accepted samples are trained or `rest`; tokens of attempts that ended undelivered are lost."""
+        for what, tokens, reward in self.other:
+            into.add(what, tokens, 1, tokens, reward)
+        for s in self.stored():
+            t = s.trajectory
+            if trained:
+                into.add("trained", t.length - s.masked, 1, t.length, t.reward)
+                into.add("masked_stale", s.masked, int(s.masked > 0), t.length if s.masked else 0, t.reward if s.masked else 0)
+            else:
+                into.add(rest, t.length, 1, t.length, t.reward)
+        for reported, delivered, ended in self.attempts.values():
+            if reported > delivered:
+                into.add("lost_with_process" if ended else rest, reported - delivered)
+
+    def free(self) -> int:
+        """Bytes that its stored samples take."""
+        return sum(size(s.trajectory) for s in self.stored())
+
+
+def size(t: Trajectory) -> int:
+    """What a stored sample counts against the byte limit: ids, logprobs, mask, and its prompt."""
+    return 11 * len(t.tokens) // 4 + len(t.prompt_tokens)

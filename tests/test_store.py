@@ -1,0 +1,442 @@
+"""The store by hand: one rule of the protocol per test, with a clock that the test moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from asyncrl.errors import AsyncrlError, ProtocolError
+from asyncrl.messages import LearnerHello, Prompt, Sampling, Span, Ticket, Trajectory, WeightsSource
+from asyncrl.versions import Label
+from buffer.evaluation import EVAL_BASE, Evaluations
+from buffer.groups import Settings
+from buffer.ledger import tokens_of
+from buffer.store import Store
+
+
+def prompt(i: int) -> Prompt:
+    return Prompt(i, f"p{i}")
+
+
+def make(k: float = 1, batch: int = 1, group: int = 1, steps: int = 9, evaluations: Evaluations | None = None, **more: Any) -> Store:
+    """A store that a learner at version 0 of epoch 1 has said hello to."""
+    store = Store(Settings(batch, group, steps, Sampling(), **more), prompt, evaluations)
+    assert hello(store, 1, 0, k=k)
+    return store
+
+
+def hello(store: Store, epoch: int, number: int, *, k: float = 1, origin: int = 0, digest: str = "", next_ticket: int = 0, **more: Any) -> bool:
+    parent = Label(origin, number - 1) if number and origin else None
+    label = Label(epoch, number)
+    source = WeightsSource(epoch, "here", "", "")
+    return store.hello(LearnerHello(1, "run", epoch, label, parent, digest or f"d{number}", next_ticket, origin, k, source, [], **more))
+
+
+def sample(t: Ticket, s: int = 0, *versions: tuple[Label, int], reward: float = 1.0, length: int = 4, failed: str = "", digest: str = "") -> Trajectory:
+    """An answer to ticket t; `versions` are (label, tokens) runs, by default all tokens by the ticket's minimum version."""
+    spans, at = [], 0
+    for label, n in versions or ((t.exact_version or t.min_version, length),):
+        spans.append(Span(label, digest, at, at + n, label))
+        at += n
+    return Trajectory(t.ticket, s, t.attempt, b"", b"\0" * 4 * at, b"\0" * 4 * at, b"\1" * at, spans, reward, {}, "stop", 1.0, failed=failed)
+
+
+def write(store: Store, t: Ticket, **more: Any) -> list[str]:
+    return [store.deliver(sample(t, s, **more), 0.0) for s in t.samples]
+
+
+def train(store: Store, number: int) -> None:
+    """Lease, train and commit a batch whose samples are in."""
+    groups, why = store.ask(store.epoch, number)
+    assert groups, why
+    assert store.commit(number, Label(store.epoch, number + 1), f"d{number + 1}")
+
+
+def total(store: Store) -> int:
+    return tokens_of(store.ledger())
+
+
+def test_tickets_go_out_while_the_limit_leaves_room() -> None:
+    for k, batch in ((0, 2), (1, 2), (3, 1)):
+        store = make(k, batch)
+        assert [t.ticket for t in store.grant("g", 1, 99, 0.0)] == list(range((k + 1) * batch))
+        assert not store.grant("g", 1, 99, 0.0)
+
+
+def test_no_ticket_before_a_hello_nor_beyond_the_last_batch() -> None:
+    store = Store(Settings(1, 1, 2, Sampling()), prompt)
+    assert not store.grant("g", 1, 9, 0.0)
+    assert hello(store, 1, 0, k=8)
+    assert len(store.grant("g", 1, 9, 0.0)) == 2  # two batches are left to train
+
+
+def test_a_commit_frees_room_and_a_lease_does_not() -> None:
+    store = make(0)
+    (t,) = store.grant("g", 1, 9, 0.0)
+    write(store, t)
+    assert store.ask(1, 0)[0] and not store.grant("g", 1, 9, 0.0)
+    store.commit(0, Label(1, 1), "d1")
+    (t,) = store.grant("g", 1, 9, 0.0)
+    assert (t.ticket, t.min_version) == (1, Label(1, 1))
+
+
+def test_free_slots_bound_what_is_granted() -> None:
+    store = make(3, 2, 4)
+    assert [len(t.samples) for t in store.grant("g", 1, 5, 0.0)] == [4, 4]  # whole groups: the first that reaches five
+    assert len(store.grant("g", 1, 1, 0.0)) == 1
+
+
+def test_a_lease_that_ends_goes_out_again_with_the_next_attempt() -> None:
+    store = make(0, 1, 2, lease_s=10.0)
+    (t,) = store.grant("a", 1, 9, 0.0)
+    store.deliver(sample(t, 0), 1.0)
+    store.renew("a", 1, [(0, t.attempt, 7)], 5.0)
+    store.renew("a", 1, [(0, t.attempt, 7)], 9.0)  # no progress: the lease does not move
+    assert store.expire(14.9) == 0 and store.expire(15.1) == 1
+    (again,) = store.grant("b", 1, 9, 15.1)
+    assert (again.ticket, again.samples, again.attempt) == (0, [1], t.attempt + 1)
+    assert store.deliver(sample(again, 1), 16.0) == "accepted"
+    assert store.deliver(sample(t, 1, length=5), 16.0) == "duplicate"  # the slow one, after all
+    assert store.deliver(sample(t, 1, length=5), 16.0) == "duplicate"  # told again, counted once
+    assert total(store) == 4 + 4 + 5
+
+
+def test_a_new_session_ends_the_leases_of_the_old_one() -> None:
+    store = make(0)
+    store.grant("a", 1, 9, 0.0)
+    store.end_sessions("a", 1)
+    assert not store.grant("a", 1, 9, 0.0)
+    store.end_sessions("a", 2)
+    assert store.grant("a", 2, 9, 0.0)
+
+
+def test_batches_come_in_ticket_order_and_wait_for_the_oldest() -> None:
+    store = make(1, 2)
+    a, b, c, _ = store.grant("g", 1, 9, 0.0)
+    write(store, c)
+    write(store, b)
+    groups, why = store.ask(1, 0)
+    assert not groups and why == "ticket 0: 1 samples at g"
+    write(store, a)
+    assert [g.ticket for g in store.ask(1, 0)[0]] == [0, 1]
+
+
+def test_a_leased_batch_comes_again_the_same_and_late_asks_are_ignored() -> None:
+    store = make(1, 1)
+    a, b = store.grant("g", 1, 9, 0.0)
+    write(store, a)
+    write(store, b)
+    assert [g.ticket for g in store.ask(1, 0)[0]] == [g.ticket for g in store.ask(1, 0)[0]] == [0]
+    assert store.ask(1, 2) == ([], "batch 1 to be composed")
+    train(store, 0)
+    assert store.ask(1, 0) == ([], "late copy")
+    assert store.commit(0, Label(1, 1), "d1") is False and store.commit(2, Label(1, 3), "d3") is None
+
+
+def test_unknown_weights_stop_the_run_with_both_names() -> None:
+    store = make()
+    (t, *_) = store.grant("g", 1, 9, 0.0)
+    with pytest.raises(ProtocolError, match=r"weights 1\.7 .*up to 1\.0"):
+        store.deliver(sample(t, 0, (Label(1, 7), 3)), 0.0)
+    with pytest.raises(ProtocolError, match="digest other at the generator and d0 at the learner"):
+        store.deliver(sample(t, digest="other"), 0.0)
+
+
+def test_lag_is_the_oldest_token_and_splits_at_delivery() -> None:
+    store = make(2)
+    a, b, c = store.grant("g", 1, 9, 0.0)
+    write(store, a)
+    train(store, 0)
+    store.deliver(sample(b, 0, (Label(1, 0), 2), (Label(1, 1), 3)), 0.0)  # delivered at 1: one version in flight
+    train(store, 1)
+    write(store, c)  # all by version 0, delivered at 2
+    groups, _ = store.ask(1, 2)
+    batch = store.batch(groups, 1, 2)
+    assert (batch.lags, batch.in_flight, batch.token_lags) == ([2], [2], [[(0, 4, 2)]])
+    store = make(2)
+    a, b, c = store.grant("g", 1, 9, 0.0)
+    for t in (a, b, c):
+        write(store, t)
+    train(store, 0)
+    groups, _ = store.ask(1, 1)
+    batch = store.batch(groups, 1, 1)
+    assert (batch.lags, batch.in_flight) == ([1], [0])
+
+
+def test_a_group_without_spread_leaves_and_frees_its_place() -> None:
+    store = make(0, 1, 2, filter_no_spread=True)
+    (t,) = store.grant("g", 1, 2, 0.0)
+    assert write(store, t) == ["accepted", "accepted"]
+    (t,) = store.grant("g", 1, 2, 0.0)
+    assert t.ticket == 1 and not store.grant("g", 1, 2, 0.0)
+    assert store.ledger()["filtered"] == {"tokens": 8, "samples": 2, "mean_length": 4.0, "mean_reward": 1.0}
+    store.deliver(sample(t, 0, reward=0.0), 0.0)
+    store.deliver(sample(t, 1, reward=1.0), 0.0)
+    assert [g.ticket for g in store.ask(1, 0)[0]] == [1]
+
+
+def test_a_group_in_a_composed_batch_is_never_filtered() -> None:
+    store = make(1, 1, 2, filter_no_spread=True)
+    a, b = store.grant("g", 1, 4, 0.0)
+    for t in (a, b):
+        store.deliver(sample(t, 0, reward=0.0), 0.0)
+        store.deliver(sample(t, 1, reward=1.0), 0.0)
+    train(store, 0)
+    assert store.ask(1, 1)[0] and hello(store, 2, 1, k=0, origin=1, digest="d1")
+    assert store.ask(2, 1)[0] == []  # version 0 wrote ticket 1, the limit is 0 now: both samples are orphans
+    (t,) = store.grant("g", 2, 2, 0.0)
+    assert write(store, t) == ["accepted", "accepted"]  # without spread this time
+    assert [g.ticket for g in store.ask(2, 1)[0]] == [1]
+
+
+def test_a_resumed_learner_gets_its_batches_again_and_orphans_are_written_anew() -> None:
+    store = make(1)
+    for n in range(3):
+        for t in store.grant("g", 1, 9, 0.0):
+            store.deliver(sample(t, 0, (Label(1, n), 4)), 0.0)
+        train(store, n)
+    # batches 0, 1, 2 hold tickets 0, 1, 2, written by versions 0, 0, 1; ticket 3 by version 2.  Resume at 1, k = 0.
+    assert hello(store, 2, 1, k=0, origin=1, digest="d1")
+    assert store.committed == 1 and store.policy == Label(2, 1)
+    groups, why = store.ask(2, 1)
+    assert not groups and "to be granted again" in why  # ticket 1 is one version old; the limit is 0 now
+    (t,) = store.grant("g", 2, 9, 0.0)
+    assert (t.ticket, t.min_version) == (1, Label(2, 1))
+    write(store, t)
+    train(store, 1)
+    assert store.ask(2, 2)[0] == []  # batch 2 is ticket 2 again, one version old as well
+    (t,) = store.grant("g", 2, 9, 0.0)
+    assert (t.ticket, t.min_version) == (2, Label(2, 2))
+    write(store, t)
+    train(store, 2)
+    assert [store.ledger()[line]["tokens"] for line in ("trained", "orphaned", "left_over")] == [12, 8, 4] and total(store) == 24
+
+
+def test_lag_across_a_branch_counts_both_sides() -> None:
+    store = make(4)
+    for n in range(2):
+        t = store.grant("g", 1, 1, 0.0)[0]
+        store.deliver(sample(t, 0, (Label(1, n), 4)), 0.0)
+        train(store, n)
+    late = store.grant("g", 1, 1, 0.0)[0]
+    store.deliver(sample(late), 0.0)  # by (1, 2)
+    assert hello(store, 2, 1, k=4, origin=1, digest="d1")
+    groups, _ = store.ask(2, 1)
+    assert store.batch(groups, 2, 1).lags == [0]  # ticket 1, written by (1, 1), which is the policy resumed from
+    assert store.commit(1, Label(2, 2), "another update")
+    groups, _ = store.ask(2, 2)
+    assert store.batch(groups, 2, 2).lags == [2]  # one version back on the dead branch, one forward on ours
+
+
+def test_old_learners_and_those_behind_what_is_retired_are_fenced() -> None:
+    store = make(1)
+    for n in range(2):
+        write(store, store.grant("g", 1, 1, 0.0)[0])
+        train(store, n)
+    store.checkpointed(2)
+    assert not hello(store, 2, 1, origin=1)  # version 1 is retired
+    assert not hello(store, 2, 2, origin=0)  # epoch 1 has asked since: it was not resumed from its directory
+    assert hello(store, 2, 2, origin=1) and hello(store, 2, 2, origin=1)
+    assert not hello(store, 1, 2, origin=1)
+
+
+def test_storage_is_freed_behind_the_oldest_checkpoint() -> None:
+    store = make(1)
+    for n in range(3):
+        t = store.grant("g", 1, 1, 0.0)[0]
+        write(store, t)
+        train(store, n)
+    before = total(store)
+    assert len(store.retained) == 3
+    store.checkpointed(2)
+    assert len(store.retained) == 1 and store.base == 2 and total(store) == before == 12
+    assert store.deliver(sample(t), 0.0) == "accepted" and total(store) == before  # a late copy of what a kept batch holds
+    assert store.deliver(Trajectory(0, 0, 1, b"", b"", b"", b"", [], 0.0, {}, "stop", 1.0), 0.0) == "trained"
+
+
+def test_a_new_memory_buffer_takes_cursor_and_totals_from_the_learner() -> None:
+    store = make(1, filter_no_spread=False)
+    for n in range(2):
+        t = store.grant("g", 1, 1, 0.0)[0]
+        write(store, t)
+        groups, _ = store.ask(1, n)
+        batch = store.batch(groups, 1, n)
+        store.commit(n, Label(1, n + 1), f"d{n + 1}")
+    fresh = Store(Settings(1, 1, 9, Sampling()), prompt)
+    assert hello(fresh, 2, 2, origin=1, next_ticket=batch.next_ticket, ledger=batch.ledger, trained_above=batch.trained_above)
+    assert [t.ticket for t in fresh.grant("g", 1, 9, 0.0)] == [2, 3]
+    assert fresh.ledger()["trained"]["tokens"] == 8
+
+
+def test_completion_order_carries_what_was_trained_above_the_cursor() -> None:
+    store = make(2, on_exceed="mask")
+    _, b, _ = store.grant("g", 1, 9, 0.0)
+    write(store, b)
+    groups, _ = store.ask(1, 0)
+    batch = store.batch(groups, 1, 0)
+    assert ([g.ticket for g in groups], batch.next_ticket, batch.trained_above) == ([1], 0, [1])
+    fresh = Store(Settings(1, 1, 9, Sampling(), on_exceed="mask"), prompt)
+    assert hello(fresh, 2, 1, k=2, origin=1, next_ticket=0, trained_above=[1])
+    assert [t.ticket for t in fresh.grant("g", 1, 9, 0.0)] == [0, 2, 3]
+
+
+def test_tokens_of_an_attempt_that_never_delivers_are_lost_and_counted_once() -> None:
+    store = make(0, lease_s=1.0)
+    (t,) = store.grant("a", 1, 9, 0.0)
+    store.renew("a", 1, [(0, t.attempt, 3)], 0.5)
+    assert store.ledger()["left_over"]["tokens"] == 3
+    store.expire(9.0)
+    assert store.ledger()["lost_with_process"]["tokens"] == 3
+    (again,) = store.grant("b", 1, 9, 9.0)
+    write(store, again)
+    train(store, 0)
+    store.checkpointed(1)
+    store.renew("a", 1, [(0, t.attempt, 5)], 9.0)  # it is slow, not dead
+    assert store.ledger()["lost_with_process"]["tokens"] == 5
+    assert store.deliver(sample(t, length=6), 9.0) == "duplicate"
+    assert store.ledger()["lost_with_process"]["tokens"] == 0 and store.ledger()["duplicate"]["tokens"] == 6 and total(store) == 10
+
+
+def test_failed_samples_are_written_again_within_the_budget() -> None:
+    store = make(0, 1, 4, error_budget=0.5)
+    (t,) = store.grant("g", 1, 9, 0.0)
+    assert store.deliver(sample(t, 0, failed="machinery: deadline"), 0.0) == "failed"
+    for s in (1, 2, 3):
+        store.deliver(sample(t, s), 0.0)
+    (t,) = store.grant("g", 1, 9, 0.0)
+    assert t.samples == [0]
+    store.deliver(sample(t, 0, failed="data: nan"), 0.0)
+    (t,) = store.grant("g", 1, 9, 0.0)
+    with pytest.raises(AsyncrlError, match=r"3 samples failed .*0\.5 of 4.*data: nan"):
+        store.deliver(sample(t, 0, failed="data: nan"), 0.0)
+    assert store.failures == {"machinery": 1, "data": 2}
+
+
+# ---- on_exceed: drop, mask, downweight, inf -------------------------------------------------------------------------
+
+
+def stale(on_exceed: str, k: float = 0, **more: Any) -> tuple[Store, list[Ticket]]:
+    """A store at version 2 whose tickets 0 and 1 were granted at version 0 and are still out; k is the limit now."""
+    store = make(9, 1, 1, 9, on_exceed=on_exceed, **more)
+    tickets = store.grant("g", 1, 4, 0.0)
+    for n in (2, 3):
+        write(store, tickets[n])
+        train(store, n - 2)
+    store.max_lag = k
+    return store, tickets[:2]
+
+
+def test_drop_sends_a_stale_group_again_and_abandons_it_the_third_time() -> None:
+    store, (a, _) = stale("drop")
+    attempts = [a.attempt]
+    write(store, a)
+    for drops in (1, 2, 3):
+        assert store.ask(1, 2)[0] == [] and (drops == 3 or store.alive[0].drops == drops)
+        if drops < 3:
+            (again,) = store.grant("g", 1, 1, 0.0)
+            assert again.ticket == 0
+            attempts.append(again.attempt)
+            store.deliver(sample(again, 0, (Label(1, 0), 4)), 0.0)  # still too old, as an answer that is always late
+    assert 0 not in store.alive and attempts == sorted(set(attempts))
+    assert store.ledger()["dropped_stale"]["tokens"] == 8 and store.ledger()["abandoned"] == {"tokens": 4, "samples": 1, "mean_length": 4.0, "mean_reward": 1.0}
+
+
+def test_drop_trains_what_is_fresh_enough_in_completion_order() -> None:
+    store, (a, b) = stale("drop", k=2)
+    write(store, b)
+    write(store, a)
+    assert [g.ticket for g in store.ask(1, 2)[0]] == [1]
+
+
+def test_mask_leaves_only_tokens_past_the_limit_out() -> None:
+    store, (a, _) = stale("mask", k=1)
+    store.deliver(sample(a, 0, (Label(1, 0), 3), (Label(1, 1), 2), (Label(1, 2), 1)), 0.0)
+    groups, _ = store.ask(1, 2)
+    batch = store.batch(groups, 1, 2)
+    assert batch.lags == [2] and batch.token_lags == [[(0, 3, 2), (3, 5, 1), (5, 6, 0)]]
+    before = store.ledger()["trained"]["tokens"]
+    assert store.commit(2, Label(1, 3), "d3")
+    assert store.ledger()["trained"]["tokens"] == before + 3 and store.ledger()["masked_stale"]["tokens"] == 3
+
+
+def test_downweight_trains_everything() -> None:
+    store, (a, _) = stale("downweight")
+    write(store, a)
+    train(store, 2)
+    assert store.ledger()["trained"]["tokens"] == 12 and store.ledger()["masked_stale"]["tokens"] == 0
+
+
+def test_without_a_limit_bytes_bound_what_is_alive() -> None:
+    store = make(float("inf"), 1, 1, 1000, byte_limit=40)
+    tickets = store.grant("g", 1, 50, 0.0)
+    assert len(tickets) == 50
+    for t in tickets[::-1][:2]:
+        write(store, t)  # 4 tokens are 44 bytes
+    assert not store.grant("g", 1, 1, 0.0)
+    assert [g.ticket for g in store.ask(1, 0)[0]] == [49]
+    store.commit(0, Label(1, 1), "d1")
+    store.checkpointed(1)
+    train(store, 1)
+    store.checkpointed(2)
+    assert store.stored_bytes == 0 and store.grant("g", 1, 1, 0.0)
+
+
+# ---- injection ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inject", [0, 1, 2, [0.5, 0.0, 0.5]])
+def test_injected_lag_is_exact_after_the_first_batches(inject: int | list[float]) -> None:
+    store = make(2, 2, 1, 12, inject=inject)
+    seen: list[int] = []
+    for n in range(10):
+        while tickets := store.grant("g", 1, 1, 0.0):
+            assert tickets[0].exact_version is not None and tickets[0].exact_version in store.keep()
+            write(store, tickets[0])
+        groups, why = store.ask(1, n)
+        assert groups, why
+        lags = store.batch(groups, 1, n).lags
+        seen += lags if n >= 2 else []
+        assert all(lag <= n for lag in lags)
+        store.commit(n, Label(1, n + 1), f"d{n + 1}")
+    assert set(seen) == ({inject} if isinstance(inject, int) else {0, 2})
+
+
+# ---- evaluation -----------------------------------------------------------------------------------------------------
+
+
+def judged(store: Store, t: Ticket, reward: float) -> str:
+    return store.deliver(sample(t, 0, (t.exact_version or Label(0, 0), 4), reward=reward), 0.0)
+
+
+def test_evaluations_start_with_the_run_every_n_versions_and_at_its_end() -> None:
+    store = make(0, steps=3, evaluations=Evaluations(2, 2, 3, 1, 0.7, lambda split, i: Prompt(i, split, split=split)))
+    seen: dict[int, list[str]] = {}
+    for n in range(4):
+        while tickets := store.grant("g", 1, 1, 0.0):
+            (t,) = tickets
+            if t.kind == "train":
+                write(store, t)
+            else:
+                assert t.exact_version == Label(1, n) and t.ticket >= EVAL_BASE and t.sampling.temperature == 0.7
+                seen.setdefault(n, []).append(t.prompt.split)
+                assert judged(store, t, float(t.prompt.id)) == "evaluated"
+        if n < 3:
+            train(store, n)
+    assert {n: sorted(x) for n, x in seen.items()} == {0: ["heldout"] * 3, 2: ["heldout"] * 2, 3: ["heldout"] * 3 + ["ood"]}
+    assert store.evaluations.results["heldout", 0] == {"eval/heldout": 1.0, "eval/heldout_n": 3, "eval/heldout_length": 4.0}
+    assert store.evaluations.results["ood", 3]["eval/ood_n"] == 1 and not store.evaluations.pending
+    assert store.ledger()["trained"]["tokens"] == 12 == total(store)  # evaluation has no line in the training ledger
+
+
+def test_lost_and_failed_evaluation_tickets_go_out_again() -> None:
+    store = make(0, lease_s=1.0, evaluations=Evaluations(0, 1, 1, 0, 1.0, lambda split, i: Prompt(i, split)))
+    (t, *_) = store.grant("g", 1, 1, 0.0)
+    assert store.expire(2.0) == 1 and store.keep() == [Label(1, 0)]
+    (again, *_) = store.grant("g", 1, 1, 2.0)
+    assert (again.ticket, again.attempt) == (t.ticket, t.attempt + 1)
+    assert judged(store, t, 1.0) == "duplicate"
+    for _ in range(3):
+        assert store.deliver(sample(again, 0, failed="data: no"), 0.0) == "evaluated"
+        again = next(iter(store.grant("g", 1, 1, 2.0)), again)
+    assert not store.evaluations.pending and store.evaluations.results["heldout", 0]["eval/heldout_n"] == 0
