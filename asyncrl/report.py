@@ -44,8 +44,8 @@ def _figure(title: str, unit: str) -> Any:
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    figure.update_layout(title={"text": title, "font": {"size": 14}}, height=290, margin={"l": 55, "r": 15, "t": 40, "b": 40}, template="plotly_white",
-                         legend={"orientation": "h", "y": 1.02, "x": 1, "xanchor": "right", "yanchor": "bottom"}, colorway=COLOURS)  # fmt: skip
+    figure.update_layout(title={"text": title, "font": {"size": 14}, "y": 0.97}, height=310, margin={"l": 55, "r": 15, "t": 62, "b": 40}, template="plotly_white",
+                         legend={"orientation": "h", "y": 1.0, "x": 0, "xanchor": "left", "yanchor": "bottom"}, colorway=COLOURS)  # fmt: skip
     figure.update_yaxes(title=unit, rangemode="tozero")
     return figure
 
