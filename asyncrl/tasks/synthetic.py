@@ -112,15 +112,15 @@ class Sort(Synthetic):
 
     def spoil(self, problem: str, answer: str, r: random.Random) -> str:
         u = r.random()
-        if u < 0.40:  # a direct guess: the digits in a wrong or lucky order
+        if u < 0.44:  # a direct guess: the digits in a wrong or lucky order
             guess = sorted(problem)
             i = r.randrange(len(guess) - 1)
             guess[i], guess[i + 1] = guess[i + 1], guess[i]
             return "#" + "".join(guess)
-        if u < 0.55:  # a slip in the result
+        if u < 0.59:  # a slip in the result
             at = r.randrange(answer.index("#") + 1, len(answer))
             return answer[:at] + r.choice([d for d in "0123456789" if d != answer[at]]) + answer[at + 1 :]
-        return _cut(answer, r) if u < 0.65 else answer
+        return _cut(answer, r) if u < 0.69 else answer
 
 
 def _weighted(r: random.Random, values: Sequence[int], weights: Sequence[float]) -> int:
