@@ -173,8 +173,6 @@ def check(c: Config) -> list[str]:
         out.append("stop.kl_max: with one optimizer step a batch there is nothing to stop; raise learner.epochs or learner.minibatches")
     if c.reward.deadline_s >= c.wires.lease_s:
         out.append(f"reward.deadline_s: {c.reward.deadline_s:g} s is not below the lease around it (wires.lease_s = {c.wires.lease_s:g} s)")
-    if c.evaluation.every > c.learner.steps:
-        out.append(f"evaluation.every: {c.evaluation.every} versions, but the run makes {c.learner.steps}; 0 evaluates at start and end only")
     if c.weights.transport == "tcp" and not c.wires.weights_address:
         out.append("wires.weights_address: weights.transport = tcp needs an address, for instance tcp://127.0.0.1:0")
     if c.staleness.on_exceed in ("drop", "mask", "downweight") and math.isinf(lag):

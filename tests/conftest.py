@@ -41,6 +41,13 @@ def sort_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def gain(tmp_path_factory: pytest.TempPathFactory, sort_model: Path) -> Ended:
+    """An asynchronous run of 40 steps, made once a test session."""
+    argv = demo_command("run", tmp_path_factory.mktemp("gain"), sort_model, "learner.steps=40", "staleness.max_lag=4", "name='gain'")
+    return Ended(subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300))
+
+
 @pytest.fixture
 def asyncrl(tmp_path: Path, sort_model: Path) -> Callable[..., Ended]:
     """`asyncrl("run", "a=1", ...)`: a command on configs/demo.toml with small settings; words with `=` become --set."""

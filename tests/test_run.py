@@ -72,13 +72,12 @@ def finish(process: subprocess.Popen[str], tmp_path: Path) -> dict[str, Any]:
     return dict(json.loads((tmp_path / "stdout").read_text().strip().splitlines()[-1]))
 
 
-def test_asynchronous_run_gains_accuracy_at_positive_lag(asyncrl: Call) -> None:
-    done = asyncrl("run", "learner.steps=40", "staleness.max_lag=4", "name='gain'")
-    assert done.code == 0, done.err[-3000:]
-    summary = done.json
+def test_asynchronous_run_gains_accuracy_at_positive_lag(gain: Ended) -> None:
+    assert gain.code == 0, gain.err[-3000:]
+    summary = gain.json
     check_summary(summary, 4)
     assert summary["steps"] == 40 and summary["lag"]["mean"] > 0
-    assert summary["heldout_end"] > summary["heldout_start"] + 0.1  # from about 0.36: six standard errors of a share at n = 256 apart is 0.18
+    assert summary["heldout_end"] > summary["heldout_start"] + 0.1  # two shares at n = 256: 0.1 is 2.3 standard errors; seen: 0.3
     run_dir = Path(summary["run_dir"])
     names = ("config.toml", "summary.json", "metrics.jsonl", "tensorboard", "report.html", "checkpoints", "samples.jsonl", "trace.json")
     for name in names:
