@@ -52,6 +52,7 @@ class Group:
     drops: int = 0
     failures: int = 0
     completed: int = 0  # order of completion
+    filtered: bool = False  # it still counts: only where `filter_leaves` is switched off
     other: list[tuple[str, int, float]] = field(default_factory=list)  # finals that were not accepted: (what, tokens, reward)
     attempts: dict[int, list[int]] = field(default_factory=dict)  # attempt -> [tokens reported, delivered, ended]
     finals: dict[tuple[int, int], str] = field(default_factory=dict)  # (sample, attempt) -> disposition

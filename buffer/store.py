@@ -75,8 +75,11 @@ class Store:
         return out
 
     def _line(self) -> Iterator[tuple[int, Group]]:
-        """(place, group) of those alive that count, in ticket order."""
-        yield from enumerate(self.alive.values())
+        """(place, group) of those alive: how many train before it.  Ticket order; in completion order composed batches come first."""
+        if self.in_order:
+            return enumerate(self.alive.values())
+        first = [self.alive[t] for comp in self.comps[self.committed - self.base :] for t in comp]
+        return enumerate([*first, *(g for g in self.alive.values() if g.ticket not in self.composed)])
 
     def _grant_one(self, producer: str, session: int, now: float) -> Ticket | None:
         room = admission.room(self.max_lag, self.s.batch, self.stored_bytes, self.s.byte_limit)
@@ -87,8 +90,8 @@ class Store:
                 return self._lease(g, place, producer, session, now)
         place = len(self.alive)
         counted = place - (len(self.composed & self.alive.keys()) if "count_leased" in self.s.off else 0)
-        filtered = self._ghosts
-        enough = self.committed + (place - filtered) // self.s.batch >= self.s.steps
+        ghosts = sum(g.filtered for g in self.alive.values()) if "filter_leaves" in self.s.off else 0
+        enough = self.committed + (place - ghosts) // self.s.batch >= self.s.steps
         if counted >= room or enough:
             return None
         while self.cursor in self.skip:
@@ -100,8 +103,6 @@ class Store:
             self.alive[self.cursor] = group
             self.cursor += 1
         return ticket
-
-    _ghosts = 0  # filtered groups that still count: only where `filter_leaves` is switched off
 
     def _lease(self, g: Group, place: int, producer: str, session: int, now: float) -> Ticket | None:
         assert self.policy is not None
@@ -236,7 +237,7 @@ class Store:
         rewards = {s.trajectory.reward for s in g.stored()}
         if self.s.filter_no_spread and len(rewards) == 1 and self.s.group > 1 and g.ticket not in self.composed and g.ticket in self.alive:
             if "filter_leaves" in self.s.off:
-                self._ghosts += 1
+                g.filtered = True
             else:
                 self._leave(g, "filtered")
 
@@ -331,7 +332,7 @@ class Store:
         return (groups, "") if late is None else ([], self._why(late))
 
     def _pick(self, number: int) -> tuple[list[Group], str]:
-        line = [g for g in self.alive.values() if g.ticket not in self.composed]
+        line = [g for g in self.alive.values() if g.ticket not in self.composed and not g.filtered]
         if self.in_order and not math.isinf(self.max_lag):
             picked = line[: self.s.batch]
             late = next((g for g in picked if not g.complete), None)

@@ -1,0 +1,69 @@
+"""The staleness bound and the ledger over random schedules of the real store and admission; each condition is needed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections import Counter
+
+import pytest
+from schedules import Broken, World
+
+from asyncrl.errors import ProtocolError
+
+SCHEDULES = 10_000
+CHUNK = 250
+
+
+def chunk(first: int) -> Counter[str]:
+    """Runs CHUNK schedules; returns tokens by ledger line, summed, and how often the limit was reached."""
+    seen: Counter[str] = Counter()
+    for seed in range(first, first + CHUNK):
+        world = World(seed)
+        try:
+            world.run()
+        except Exception as e:
+            raise AssertionError(f"seed {seed}: {e}") from e
+        seen.update({line: int(x["tokens"]) for line, x in world.store.ledger().items()})
+        seen["at the limit"] += world.at_limit
+    return seen
+
+
+def test_no_token_past_the_limit_no_deadlock_and_a_ledger_that_sums() -> None:
+    with multiprocessing.get_context("fork").Pool(min(2, os.cpu_count() or 1)) as pool:
+        seen = sum(pool.imap_unordered(chunk, range(0, SCHEDULES, CHUNK)), Counter())
+    # the schedules do what they are for: each fault leaves its line, and the bound is tight
+    for line in ("trained", "filtered", "duplicate", "orphaned", "lost_with_process", "at the limit"):
+        assert seen[line] > 1000, seen
+
+
+@pytest.mark.parametrize("on_exceed", ["drop", "mask", "downweight"])
+def test_completion_order_keeps_its_own_promise_and_the_ledger(on_exceed: str) -> None:
+    for seed in range(500):
+        World(seed, on_exceed=on_exceed).run()
+
+
+def test_free_running_ends_and_sums() -> None:
+    for seed in range(300):
+        World(seed, limits=(float("inf"),)).run()
+
+
+@pytest.mark.parametrize(
+    ("off", "what"),
+    [
+        ("ticket_order", "versions late"),  # completion order overtakes
+        ("count_leased", "versions late"),  # a ticket goes out during a lease, and trains a version too late
+        ("min_version", "versions late"),  # a new ticket is written by old weights
+        ("reissue_paced", "versions late"),  # after a roll-back, a group far back starts too early
+        ("filter_leaves", "nothing moves"),  # a filtered group keeps its place for good
+    ],
+)
+def test_each_condition_is_needed(off: str, what: str) -> None:
+    """With one condition switched off, the same schedules break the bound (or the run stands still)."""
+    for seed in range(3000):
+        try:
+            World(seed, frozenset([off])).run()
+        except (Broken, ProtocolError) as e:
+            assert what in str(e), f"seed {seed}: {e}"
+            return
+    raise AssertionError(f"{off} switched off, and nothing breaks")
