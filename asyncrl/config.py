@@ -149,10 +149,7 @@ class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Durability(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    mode: Annotated[
-        Literal["memory", "process", "disk"],
-        Meta(description="what the buffer survives: nothing (its death ends the run) | any killed process | a power cut (replies wait for the disk)"),
-    ] = "memory"
+    mode: Literal["memory"] = "memory"
 
 
 class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
