@@ -74,7 +74,7 @@ import sys, pathlib
 from asyncrl.weight_ring import RingReader
 from asyncrl.versions import Label
 from asyncrl import weight_ring
-weight_ring.COPY = 4096
+weight_ring.COPY = 128
 reader = RingReader(pathlib.Path(sys.argv[1]), "slow")
 into = bytearray(1 << 20)
 good = torn = 0
