@@ -226,7 +226,7 @@ def task() -> None:
 @click.option("-n", default=3, help="prompts to show")
 def try_task(source: str, sets: tuple[str, ...], as_json: bool, n: int) -> None:
     """Show prompts of the task and what the reward function says of the right answer and of an empty one."""
-    from actors.rewards import call, resolve
+    from actors.reward_worker import call, resolve
     from asyncrl import config_load
     from asyncrl.tasks import get_task
 

@@ -149,7 +149,10 @@ class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Durability(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    mode: Literal["memory"] = "memory"
+    mode: Annotated[
+        Literal["memory", "process", "disk"],
+        Meta(description="what the buffer survives: nothing (its death ends the run) | any killed process | a power cut (replies wait for the disk)"),
+    ] = "memory"
 
 
 class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -8,6 +8,8 @@ from asyncrl.messages import Sampling, Trajectory
 from asyncrl.versions import Label
 from buffer.ledger import Ledger
 
+MAX_DROPS = 3  # the third drop, or failure, of a group abandons it
+
 
 @dataclass
 class Settings:

@@ -13,8 +13,6 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from asyncrl import messages as m
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError
@@ -25,9 +23,12 @@ from asyncrl.wires import BufferSocket
 from buffer.evaluation import Evaluations
 from buffer.groups import Settings
 from buffer.ledger import tokens_of
+from buffer.recorded import RecordedStore
 from buffer.store import Store
+from buffer.trained import Trained, mean, quantile
 
 POLL_S, TICK_S = 0.25, 0.25
+SYNC_POLL_S = 0.001  # while replies wait for the disk
 LINGER_S = 5.0  # how long the end of the run is told to generators that have not asked yet
 SHOWN = 4  # samples of a batch in samples.jsonl
 
@@ -53,13 +54,26 @@ def evaluations(config: Config, task: Task) -> Evaluations:
                        lambda split, i: task.prompt(split, i, config.seed))  # fmt: skip
 
 
+def open_store(config: Config, run_dir: Path, task: Task) -> Store:
+    """A new store (`memory`), or the journal's, folded (`process`, `disk`)."""
+
+    def prompt(i: int) -> m.Prompt:
+        return task.prompt("train", i, config.seed)
+
+    if config.durability.mode == "memory":
+        return Store(settings(config), prompt, evaluations(config, task))
+    return RecordedStore.open(run_dir / "journal", sync=config.durability.mode == "disk", settings=settings(config), prompt=prompt,
+                              evaluations=evaluations(config, task), now=time.monotonic())  # fmt: skip
+
+
 class Service:
     """The loop over one ROUTER socket."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self.config, self.run_dir, self.run = config, run_dir, run_id(run_dir)
         task = get_task(config.task)
-        self.store = Store(settings(config), lambda i: task.prompt("train", i, config.seed), evaluations(config, task))
+        self.store = open_store(config, run_dir, task)
+        self.outgoing: deque[tuple[int, bytes, m.FromBuffer]] = deque()  # replies that wait for the journal, with the record they rest on
         self.socket = BufferSocket(buffer_address(config, run_dir), config.wires.curve_dir)
         self.metrics = MetricsWriter(run_dir)
         self.samples = (run_dir / "samples.jsonl").open("a", buffering=1)
@@ -73,11 +87,10 @@ class Service:
         self.leased: dict[int, m.Batch] = {}
         self.first_ticket = self.last_commit = self.last_metrics = 0.0
         self.generated = self.counted = 0.0
-        self.lag_tokens: dict[int, int] = {}
-        self.lag_limit_seen = 0
-        self.trained_ids = xxhash.xxh3_64()
-        self.trajectories = 0
-        self.error, self.ended_at, self.stop = "", 0.0, False
+        self.trained = Trained(run_dir / "trained.jsonl")
+        self.error, self.stop = "", False
+        self.ended_at = time.monotonic() if self.store.finished else 0.0  # folded after the end: only generators are left to be told
+        self.told_before = self.store.finished
         self.mismatch = 0.0
 
     # ---- the loop --------------------------------------------------------------------------------------------------
@@ -85,7 +98,7 @@ class Service:
     def loop(self) -> None:
         ticked = 0.0
         while not self.stop:
-            got = self.socket.recv(POLL_S)
+            got = self.socket.recv(SYNC_POLL_S if self.outgoing else POLL_S)
             while got is not None:
                 self.handle(*got)
                 got = self.socket.recv(0)
@@ -94,10 +107,23 @@ class Service:
             if now - ticked > TICK_S:
                 ticked = now
                 self.store.expire(now)
-            if self.ended_at and now - self.ended_at > LINGER_S:
+            self.flush()
+            all_told = not self.generators and not self.told_before
+            if self.ended_at and not self.outgoing and (all_told or now - self.ended_at > LINGER_S):
                 return
-            if self.ended_at and not self.generators:
-                return
+
+    def send(self, peer: bytes, message: m.FromBuffer) -> None:
+        """A reply: it leaves once the journal is as durable as the mode promises, up to the record it rests on."""
+        if isinstance(self.store, RecordedStore):
+            self.outgoing.append((self.store.journal.appended, peer, message))
+        else:
+            self.socket.send(peer, message)
+
+    def flush(self) -> None:
+        if isinstance(self.store, RecordedStore):
+            self.store.settle()
+            while self.outgoing and self.outgoing[0][0] <= self.store.journal.durable:
+                self.socket.send(*self.outgoing.popleft()[1:])
 
     def handle(self, peer: bytes, message: m.FromPeer) -> None:
         kind = type(message).__name__
@@ -112,9 +138,9 @@ class Service:
 
     def refuse(self, peer: bytes, protocol: int, run: str) -> bool:
         if protocol != m.PROTOCOL:
-            self.socket.send(peer, m.Refused(f"the buffer speaks protocol {m.PROTOCOL}, this process {protocol}: install the same version on all hosts"))
+            self.send(peer, m.Refused(f"the buffer speaks protocol {m.PROTOCOL}, this process {protocol}: install the same version on all hosts"))
         elif run != self.run:
-            self.socket.send(peer, m.Refused(f"the buffer belongs to run {self.run}, this process to run {run}: give it the same run directory", 2))
+            self.send(peer, m.Refused(f"the buffer belongs to run {self.run}, this process to run {run}: give it the same run directory", 2))
         else:
             return False
         return True
@@ -137,7 +163,7 @@ class Service:
         self.heard(message.producer, peer, max(message.session, self.generators.get(message.producer, {}).get("session", 0)))
         now = time.monotonic()
         acks = [(t.ticket, t.sample, t.attempt, self.store.deliver(t, now)) for t in message.samples]
-        self.socket.send(peer, m.Acks(message.session, acks, self.config.wires.credit_bytes, self.store.announcement()))
+        self.send(peer, m.Acks(message.session, acks, self.config.wires.credit_bytes, self.store.announcement()))
 
     def on_Renew(self, peer: bytes, message: m.Renew) -> None:
         if not self.current(message.producer, message.session):
@@ -153,18 +179,19 @@ class Service:
             return
         new = hello.epoch != self.store.epoch
         if not self.store.hello(hello):
-            self.socket.send(peer, m.FencedOff(hello.epoch, self.store.epoch))
+            self.send(peer, m.FencedOff(hello.epoch, self.store.epoch))
             return
         if new:
-            self.leased = {n: b for n, b in self.leased.items() if n < hello.label.number}
+            self.leased = {}
+            self.trained.roll_back(hello.label.number)
             self.asks.clear()
             self.goodbyes.clear()
         self.learner = {"at": time.monotonic(), "pid": hello.pid, "waiting": "", "stats": {}, "peer": peer}
-        self.socket.send(peer, m.Welcome(hello.epoch, self.store.base))
+        self.send(peer, m.Welcome(hello.epoch, self.store.base))
 
     def fenced(self, peer: bytes, epoch: int) -> bool:
         if epoch < self.store.epoch:
-            self.socket.send(peer, m.FencedOff(epoch, self.store.epoch))
+            self.send(peer, m.FencedOff(epoch, self.store.epoch))
         elif epoch == self.store.epoch:
             self.learner["at"] = time.monotonic()
         return epoch != self.store.epoch
@@ -179,12 +206,15 @@ class Service:
     def on_Commit(self, peer: bytes, commit: m.Commit) -> None:
         if self.fenced(peer, commit.epoch):
             return
+        if commit.number == self.store.committed and commit.number not in self.leased:  # leased by this buffer's life before
+            groups = [self.store.alive[t] for t in self.store.comps[commit.number - self.store.base]]
+            self.leased[commit.number] = self.store.batch(groups, commit.epoch, commit.number)
         done = self.store.commit(commit.number, commit.label, commit.digest)
         if done is None:
             return
         if done:
             self.committed(commit)
-        self.socket.send(peer, m.Committed(commit.epoch, commit.number, self.store.keep()))
+        self.send(peer, m.Committed(commit.epoch, commit.number, self.store.keep()))
 
     def on_Checkpointed(self, peer: bytes, message: m.Checkpointed) -> None:
         if not self.fenced(peer, message.epoch):
@@ -198,7 +228,7 @@ class Service:
         self.learner |= {"at": time.monotonic(), "waiting": message.waiting, "stats": message.stats, "pid": message.pid}
 
     def on_Watch(self, peer: bytes, message: m.Watch) -> None:
-        self.socket.send(peer, self.status())
+        self.send(peer, self.status())
 
     # ---- answers that wait for the state ---------------------------------------------------------------------------
 
@@ -210,7 +240,7 @@ class Service:
             if groups:
                 batch = self.store.batch(groups, ask.epoch, ask.number)
                 self.leased[ask.number] = batch
-                self.socket.send(peer, batch)
+                self.send(peer, batch)
                 self.wait("learner", "")
             elif why != "late copy":
                 self.wait("learner", why)
@@ -219,10 +249,10 @@ class Service:
         if not self.store.evaluations.pending:
             for peer, goodbye in self.goodbyes.items():
                 self.write_evaluations()
-                self.socket.send(peer, m.Finished(goodbye.epoch))
+                self.send(peer, m.Finished(goodbye.epoch))
                 if not self.ended_at:
                     self.ended_at = time.monotonic()
-                    self.store.finished = True
+                    self.store.finish()
             self.goodbyes = {} if self.ended_at else self.goodbyes
         self.write_evaluations()
 
@@ -234,7 +264,7 @@ class Service:
                 if not self.first_ticket and any(t.kind == "train" for t in tickets):
                     self.first_ticket = now
                 if tickets or self.store.finished or self.news(name):
-                    self.socket.send(peer, m.Tickets(want.session, want.sequence, tickets, self.store.announcement(), self.store.finished))
+                    self.send(peer, m.Tickets(want.session, want.sequence, tickets, self.store.announcement(), self.store.finished))
                 if self.store.finished:
                     self.generators.pop(name, None)
                     del self.wants[name]
@@ -279,24 +309,15 @@ class Service:
         self.metrics.write(commit.number, values, now - self.first_ticket, histogram)
 
     def lags(self, batch: m.Batch) -> dict[str, float]:
-        """Lag over trained tokens, and the digest of the trained sample ids."""
-        counts: dict[int, int] = {}
-        masks = self.config.staleness.on_exceed == "mask"
-        for sample, runs in zip(batch.samples, batch.token_lags, strict=True):
-            self.trained_ids.update(f"{sample.ticket}.{sample.sample};".encode())
-            for start, end, lag in runs:
-                if not masks or lag <= self.store.max_lag:
-                    counts[lag] = counts.get(lag, 0) + end - start
-        for lag, n in counts.items():
-            self.lag_tokens[lag] = self.lag_tokens.get(lag, 0) + n
+        """Lag over the batch's trained tokens, and what its samples were made of."""
+        counts = self.trained.add(batch, self.store.max_lag if self.config.staleness.on_exceed == "mask" else float("inf"))
         n = max(len(batch.lags), 1)
         parts: dict[str, list[float]] = {}
         for s in batch.samples:
             for name, x in s.reward_parts.items():
                 parts.setdefault(f"reward_part/{name}", []).append(x)
-        self.trajectories += len(batch.samples)
         return {
-            "lag/mean": _mean(counts), "lag/max": max(counts, default=0), "lag/p95": _quantile(counts, 0.95),
+            "lag/mean": mean(counts), "lag/max": max(counts, default=0), "lag/p95": quantile(counts, 0.95),
             "lag/in_flight": sum(batch.in_flight) / n, "lag/in_queue": (sum(batch.lags) - sum(batch.in_flight)) / n,
             "answer/length": sum(s.length for s in batch.samples) / n,
         } | {name: sum(x) / len(x) for name, x in parts.items()}  # fmt: skip
@@ -354,15 +375,15 @@ class Service:
         def value(split: str, n: int | None) -> float | None:
             return None if n is None or (split, n) not in results else results[split, n][f"eval/{split}"]
 
-        ledger = s.ledger()
+        ledger, lags = s.ledger(), self.trained.lags()
         return {
-            "wall_s": max(0.0, self.last_commit - self.first_ticket), "steps": s.committed, "trajectories": self.trajectories,
-            "tokens": sum(self.lag_tokens.values()),
+            "wall_s": max(0.0, self.last_commit - self.first_ticket), "steps": s.committed, "trajectories": sum(r.samples for r in self.trained.rows.values()),
+            "tokens": sum(lags.values()),
             "heldout_start": value("heldout", 0), "heldout_end": value("heldout", numbers[-1] if numbers else None), "ood_end": value("ood", s.s.steps),
-            "lag": {"mean": _mean(self.lag_tokens), "p95": _quantile(self.lag_tokens, 0.95), "max": max(self.lag_tokens, default=0)},
+            "lag": {"mean": mean(lags), "p95": quantile(lags, 0.95), "max": max(lags, default=0)},
             "ledger": {"generated": tokens_of(ledger)} | {name: int(x["tokens"]) for name, x in ledger.items()}, "ledger_lines": ledger,
-            "trained_ids": self.trained_ids.hexdigest(), "failures": s.failures, "generated_reported": self.counted, "mismatch_k3_max": self.mismatch,
-            "lag_histogram": {str(k): v for k, v in sorted(self.lag_tokens.items())}, "finished": bool(self.ended_at), "error": self.error,
+            "trained_ids": self.trained.ids(), "failures": s.failures, "generated_reported": self.counted, "mismatch_k3_max": self.mismatch,
+            "lag_histogram": {str(k): v for k, v in sorted(lags.items())}, "finished": bool(self.ended_at), "error": self.error,
         }  # fmt: skip
 
     def close(self) -> None:
@@ -371,20 +392,10 @@ class Service:
         os.replace(part, self.run_dir / "buffer_summary.json")
         self.metrics.close()
         self.samples.close()
+        self.trained.close()
+        if isinstance(self.store, RecordedStore):
+            self.store.journal.close()
         self.socket.close()
-
-
-def _mean(counts: dict[int, int]) -> float:
-    return sum(k * n for k, n in counts.items()) / max(sum(counts.values()), 1)
-
-
-def _quantile(counts: dict[int, int], q: float) -> int:
-    total, seen = sum(counts.values()), 0
-    for k in sorted(counts):
-        seen += counts[k]
-        if seen >= q * total:
-            return k
-    return 0
 
 
 def main(config: Config, run_dir: Path) -> None:

@@ -17,11 +17,11 @@ from asyncrl import admission
 from asyncrl.errors import AsyncrlError, ProtocolError
 from asyncrl.messages import Announcement, Batch, LearnerHello, Prompt, Ticket, Trajectory, WeightsSource
 from asyncrl.versions import Label, PolicyTree
+from buffer import batches
 from buffer.evaluation import EVAL_BASE, Evaluations
-from buffer.groups import Group, Lease, Settings, Stored, size
+from buffer.groups import MAX_DROPS, Group, Lease, Settings, Stored, size
 from buffer.ledger import Ledger
 
-MAX_DROPS = 3  # the third drop, or failure, of a group abandons it
 REMEMBERED = 200_000  # final dispositions of gone groups kept for late copies
 STRAYS = 20_000  # attempts of gone groups that may still report or deliver
 Key = tuple[int, int, int]
@@ -213,7 +213,7 @@ class Store:
         if what == "accepted" and g.complete:
             self._completed(g)
         if g.failures >= MAX_DROPS and g.ticket in self.alive and g.ticket not in self.composed:
-            self._leave(g, "abandoned")
+            self.leave(g, "abandoned")
         return what
 
     def _fail(self, g: Group, t: Trajectory) -> str:
@@ -239,9 +239,9 @@ class Store:
             if "filter_leaves" in self.s.off:
                 g.filtered = True
             else:
-                self._leave(g, "filtered")
+                self.leave(g, "filtered")
 
-    def _leave(self, g: Group, what: str) -> None:
+    def leave(self, g: Group, what: str) -> None:
         """A group leaves the stream: filtered or abandoned."""
         self.alive.pop(g.ticket, None)
         self._end_lease(g)
@@ -318,7 +318,7 @@ class Store:
         if at > len(self.comps):
             return [], f"batch {number - 1} to be composed"
         if at == len(self.comps):
-            picked, why = self._pick(number)
+            picked, why = batches.pick(self, number)
             if not picked:
                 return [], why
             self.comps.append([g.ticket for g in picked])
@@ -327,81 +327,13 @@ class Store:
         groups = [self.alive[t] for t in self.comps[at]]
         self.changes += self.active != epoch
         self.active = epoch
-        self._judge(groups, number)
+        batches.judge(self, groups, number)
         late = next((g for g in groups if not g.complete), None)
-        return (groups, "") if late is None else ([], self._why(late))
-
-    def _pick(self, number: int) -> tuple[list[Group], str]:
-        line = [g for g in self.alive.values() if g.ticket not in self.composed and not g.filtered]
-        if self.in_order and not math.isinf(self.max_lag):
-            picked = line[: self.s.batch]
-            late = next((g for g in picked if not g.complete), None)
-            if late is not None:
-                return [], self._why(late)
-        else:
-            if self.s.on_exceed == "drop":
-                self._drop_stale(line, number)
-            ready = sorted((g for g in line if g.complete and g.ticket in self.alive), key=lambda g: g.completed)
-            picked = ready[: self.s.batch]
-        if len(picked) < self.s.batch:
-            return [], f"{self.s.batch - len(picked)} more groups: tickets are out or wait for room"
-        return picked, ""
-
-    def _why(self, g: Group) -> str:
-        if g.lease is None:
-            return f"ticket {g.ticket}: {len(g.missing())} samples to be granted again"
-        return f"ticket {g.ticket}: {len(g.missing())} samples at {g.lease.producer}"
-
-    def _runs(self, s: Stored, number: int) -> list[tuple[int, int, int]]:
-        assert self.policy is not None
-        return admission.span_lags(self.tree, s.trajectory.spans, self.policy, number)
-
-    def _drop_stale(self, line: list[Group], number: int) -> None:
-        """`drop`: a complete group past the limit is sent again; the third time it is abandoned."""
-        for g in line:
-            if not g.complete or all(admission.sample_lag(self._runs(s, number)) <= self.max_lag for s in g.stored()):
-                continue
-            g.drops += 1
-            self.changes += 1
-            if g.drops >= MAX_DROPS:
-                self._leave(g, "abandoned")
-                continue
-            self.stored_bytes -= g.free()
-            for i, s in enumerate(g.stored()):
-                g.other.append(("dropped_stale", s.trajectory.length, s.trajectory.reward))
-                g.finals[i, s.trajectory.attempt] = "dropped_stale"
-            g.samples = [None] * self.s.group
-
-    def _judge(self, groups: list[Group], number: int) -> None:
-        """Lag is judged at the lease: orphans of an earlier epoch are written again; in this epoch it is a bug of ours."""
-        hard = self.s.on_exceed in ("pace", "drop")
-        for g in groups:
-            for i, s in enumerate(g.samples):
-                if s is None:
-                    continue
-                runs = self._runs(s, number)
-                s.masked = sum(e - b for b, e, lag in runs if lag > self.max_lag) if self.s.on_exceed == "mask" else 0
-                if not hard or admission.sample_lag(runs) <= self.max_lag:
-                    continue
-                if min(x.label.epoch for x in s.trajectory.spans) >= self.epoch:
-                    raise ProtocolError(f"ticket {g.ticket}, sample {i} would train {admission.sample_lag(runs)} versions late in batch {number}, "
-                                        f"past the limit {self.max_lag:g}: a bug of ours; keep the run directory and report it")  # fmt: skip
-                g.other.append(("orphaned", s.trajectory.length, s.trajectory.reward))
-                g.finals[i, s.trajectory.attempt] = "orphaned"
-                g.samples[i] = None
-                self.stored_bytes -= size(s.trajectory)
-                self.changes += 1
+        return (groups, "") if late is None else ([], batches.why(late))
 
     def batch(self, groups: list[Group], epoch: int, number: int) -> Batch:
         """The message for composed, complete groups."""
-        stored = [s for g in groups for s in g.stored()]
-        runs = [self._runs(s, number) for s in stored]
-        lags = [admission.sample_lag(r) for r in runs]
-        in_flight = [min(s.in_flight, lag) for s, lag in zip(stored, lags, strict=True)]
-        trained = {t for comp in self.comps[: number + 1 - self.base] for t in comp}
-        first = min((t for t in self.alive if t not in trained), default=self.cursor)
-        above = [t for t in range(first, self.cursor) if t not in self.alive or t in trained] + sorted(self.skip)
-        return Batch(epoch, number, [s.trajectory for s in stored], lags, in_flight, runs, {}, first, self._checkpoint_ledger(trained), above)
+        return batches.message(self, groups, epoch, number)
 
     def commit(self, number: int, label: Label, digest: str) -> bool | None:
         """Batch `number` is trained: True; False: told before; None: an earlier commit is still on its way."""
@@ -424,6 +356,10 @@ class Store:
                     self.stored_bytes -= g.free()
             self.base += 1
 
+    def finish(self) -> None:
+        """The run is over: no more tickets."""
+        self.finished = True
+
     def keep(self) -> list[Label]:
         """Versions that the ring must hold: those that tickets, out or to come, name exactly."""
         out = set(self.evaluations.labels())
@@ -443,7 +379,7 @@ class Store:
             g.fold(out, trained=False)
         return out.totals()
 
-    def _checkpoint_ledger(self, trained: set[int]) -> dict[str, dict[str, float]]:
+    def checkpoint_ledger(self, trained: set[int]) -> dict[str, dict[str, float]]:
         """Totals should a new (`memory`) buffer go on from here: what is stored and not yet trained is lost with this one."""
         out = self.past.copy()
         for g in [*self.retained.values(), *self.alive.values()]:

@@ -39,6 +39,10 @@ def far(token: tuple[str, ...], train: tuple[str, ...]) -> int:
     return len(token) - common + len(train) - common
 
 
+def plain(settings: Settings) -> Store:
+    return Store(settings, PROMPTS.__getitem__)
+
+
 @dataclass
 class Row:
     """One sample of a held ticket: its (label, tokens) runs so far; slow ones are worked on when there is nothing else, mostly."""
@@ -75,13 +79,13 @@ class Learner:
 class World:
     """One schedule.  `run` ends when every batch is trained; raises Broken, or what the store raises."""
 
-    def __init__(self, seed: int, off: frozenset[str] = frozenset(), **more: Any) -> None:
+    def __init__(self, seed: int, off: frozenset[str] = frozenset(), make: Callable[[Settings], Store] = plain, **more: Any) -> None:
         r = self.r = random.Random(seed)
         self.limits = more.pop("limits", None) or r.choice(((0,), (1,), (2,), (1, 0), (2, 0), (0, 2)))
         filters = r.random() < 0.4 and "inject" not in more
         self.settings = Settings(r.choice((1, 1, 2, 3)), r.choice((1, 2)), r.randint(3, 6), Sampling(), lease_s=LEASE_S, filter_no_spread=filters,
                                  off=off, **more)  # fmt: skip
-        self.store = Store(self.settings, PROMPTS.__getitem__)
+        self.store = make(self.settings)
         self.exact = r.random() < 0.5  # an update computed again from the same samples has the same digest
         self.prefetch, self.keep, self.now = r.randint(0, 1), r.randint(1, 2), 0.0
         self.faults = r.randint(0, 4)
@@ -94,6 +98,7 @@ class World:
         self.leased: dict[int, list[tuple[int, int]]] = {}
         self.trained: list[tuple[set[tuple[int, int]], int, int]] = []  # per batch of the surviving history: (keys, tokens, masked)
         self.epochs = self.at_limit = 0
+        self.more_faults: list[Callable[[], bool]] = []
         self.learner = self.start((), Label(0, 0))
         self.checkpoints = [((), self.learner.label)]
 
@@ -284,7 +289,7 @@ class World:
         """Random actions to the end; returns how many.  Faults come out of a budget, so that the end must be reached."""
         calm: list[Callable[[], bool]] = [self.want, self.pick_up, self.write, self.deliver, self.ask, self.train, self.commit, self.checkpoint]
         weights = {a: self.r.choice((1, 1, 3)) for a in calm}
-        faults = [self.kill_learner, self.kill_generator, self.stall]
+        faults = [self.kill_learner, self.kill_generator, self.stall, *self.more_faults]
         idle: set[Callable[[], bool]] = set()  # actions that can do nothing until another one moves something
         for n in range(most):
             if self.store.committed == self.settings.steps and not self.learner.commits:

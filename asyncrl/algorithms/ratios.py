@@ -1,14 +1,22 @@
-"""Importance weights between behaviour and proximal policy.  Packed: tensors [N] over tokens, seq [N] the sample of each.
+"""Log-ratios and sums over samples.  Packed: tensors [N] over tokens, seq int64 [N] the sample of each, n samples.
 
-Every log-ratio, a token's and a sequence's sum, is clamped to [-20, 20] before exp.  Weights are detached.
+Every log-ratio, a token's and a sequence's sum, is clamped to [-20, 20] before exp.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
+from asyncrl.errors import ConfigError
+
 CLAMP = 20.0
-DEFAULT_BOUNDS = {"token": (0.5, 2.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01), "none": (0.0, float("inf"))}
+
+
+def unknown(key: str, name: object, valid: Iterable[str]) -> ConfigError:
+    """The error for a name outside a closed set."""
+    return ConfigError(f"{key} = {name}: choose one of {', '.join(valid)}")
 
 
 def log_ratio(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -21,44 +29,57 @@ def seq_sum(x: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
     return torch.zeros(n, dtype=x.dtype, device=x.device).index_add_(0, seq, x)
 
 
-def weights(log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int, level: str) -> torch.Tensor:
-    """Unbounded weights [N]: token rho, `sequence` exp(sum log rho), `geometric` exp(mean log rho), broadcast over tokens.
-
-    The product form is per-trajectory importance sampling; the geometric one is GSPO's (arXiv 2507.18071) on prox / mu.
-    """
-    x = torch.where(mask, log_rho, 0.0)
-    if level == "none":
-        return torch.ones_like(x)
-    if level == "token":
-        return x.exp()
-    total = seq_sum(x, seq, n)
-    if level == "geometric":
-        total = total / seq_sum(mask.to(x.dtype), seq, n).clamp(min=1)
-    return total.clamp(-CLAMP, CLAMP).exp()[seq]
+def seq_mean(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
+    """Mean of x over each sample's tokens in the mask: [n]; 0 where there is none."""
+    return seq_sum(torch.where(mask, x, 0.0), seq, n) / seq_sum(mask.to(x.dtype), seq, n).clamp(min=1)
 
 
-def bounded(w: torch.Tensor, bound: str, lo: float, hi: float) -> torch.Tensor:
-    """truncate min(w, hi) | clip clamp(w, lo, hi) | mask w * 1[lo <= w <= hi] (IcePop, at token level) | none."""
-    if bound == "truncate":
-        return w.clamp(max=hi)
-    if bound == "clip":
-        return w.clamp(lo, hi)
-    if bound == "mask":
-        return torch.where((w >= lo) & (w <= hi), w, 0.0)
-    return w
+def seq_max(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
+    """Largest x of each sample's tokens in the mask: [n]; -inf where there is none."""
+    out = torch.full((n,), -torch.inf, dtype=x.dtype, device=x.device)
+    return out.scatter_reduce_(0, seq, torch.where(mask, x, -torch.inf), "amax")
 
 
-def self_normalized(w: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int, level: str) -> torch.Tensor:
-    """w over its mean: over valid tokens at token level, over sequences at the others."""
-    if level == "token":
-        mean = w[mask].mean() if bool(mask.any()) else w.new_ones(())
-    else:
-        length = seq_sum(mask.to(w.dtype), seq, n)
-        per = seq_sum(torch.where(mask, w, 0.0), seq, n)[length > 0] / length[length > 0]
-        mean = per.mean() if len(per) else w.new_ones(())
-    return w / mean.clamp(min=1e-8)
+def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Mean of x over the mask, 0 when it is empty; what lies outside changes nothing, even NaN."""
+    return torch.where(mask, x, 0.0).sum() / mask.sum().clamp(min=1)
 
 
-def effective_sample_size(w: torch.Tensor) -> torch.Tensor:
-    """(sum w)^2 / (n sum w^2), a share in (0, 1] (Kong 1992)."""
-    return w.sum().square() / (len(w) * w.square().sum()).clamp(min=1e-30) if len(w) else w.new_ones(())
+class Rows:
+    """Packed tokens as a matrix [rows, width], one row a sample, and back.  Reads one number from the device."""
+
+    def __init__(self, seq: torch.Tensor) -> None:
+        new = torch.ones_like(seq, dtype=torch.bool)
+        new[1:] = seq[1:] != seq[:-1]
+        self.row = new.cumsum(0) - 1
+        place = torch.arange(len(seq), device=seq.device)
+        self.column = place - place[new][self.row]
+        self.shape = tuple((torch.stack([self.row.amax(), self.column.amax()]) + 1).tolist()) if len(seq) else (0, 0)
+
+    def matrix(self, x: torch.Tensor) -> torch.Tensor:
+        """[rows, width], 0 beyond a sample's end."""
+        return x.new_zeros(self.shape).index_put((self.row, self.column), x)
+
+    def packed(self, m: torch.Tensor) -> torch.Tensor:
+        """[N]."""
+        return m[self.row, self.column]
+
+
+def running_sum(x: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+    """Sum of x over a sample's tokens up to and with each: [N]."""
+    rows = Rows(seq)
+    return rows.packed(rows.matrix(x).cumsum(1))
+
+
+def discounted_suffix(x: torch.Tensor, seq: torch.Tensor, discount: float | torch.Tensor) -> torch.Tensor:
+    """S_t = x_t + discount_t S_{t+1} within each sample: [N].  discount: a number, or [N]."""
+    if not len(x):
+        return x
+    rows = Rows(seq)
+    m, d = rows.matrix(x), rows.matrix(torch.as_tensor(discount, dtype=x.dtype, device=x.device).expand_as(x))
+    out = torch.empty_like(m)
+    carry = torch.zeros_like(m[:, 0])
+    for t in range(m.shape[1] - 1, -1, -1):
+        carry = m[:, t] + d[:, t] * carry
+        out[:, t] = carry
+    return rows.packed(out)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from asyncrl.algorithms import advantages, kl, ratios, surrogates
+from asyncrl.algorithms import weights as weighting
 
 BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 10**9))
 
@@ -123,9 +124,9 @@ def _no_spread(batch: LossBatch) -> float:
 def importance(log_rho: torch.Tensor, valid: torch.Tensor, seq: torch.Tensor, n: int, config: Any) -> torch.Tensor:
     """Bounded, perhaps self-normalised importance weights prox / behaviour [N]."""
     c = config.correction
-    lo, hi = ratios.DEFAULT_BOUNDS[c.level]
-    w = ratios.bounded(ratios.weights(log_rho, valid, seq, n, c.level), c.bound, lo if c.lo is None else c.lo, hi if c.hi is None else c.hi)
-    return ratios.self_normalized(w, valid, seq, n, c.level) if c.self_normalize else w
+    lo, hi = weighting.DEFAULT_BOUNDS[c.level]
+    w = weighting.bounded(weighting.weights(log_rho, valid, seq, n, c.level), c.bound, lo if c.lo is None else c.lo, hi if c.hi is None else c.hi)
+    return weighting.self_normalized(w, valid, seq, n, c.level) if c.self_normalize else w
 
 
 def norms(prep: Prepared, seqs: torch.Tensor, config: Any) -> torch.Tensor:

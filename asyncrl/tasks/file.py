@@ -1,4 +1,7 @@
-"""Prompts of one's own: JSONL or parquet with `prompt` (text) or `messages` (chat turns), and `answer`."""
+"""Prompts of one's own: JSONL or parquet with `prompt` (text) or `messages` (chat turns), and `answer`.
+
+Other columns go to the reward function in `prompt.meta`, as text (what is no text as JSON).
+"""
 
 from __future__ import annotations
 
@@ -8,17 +11,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Prompt
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    for n, line in enumerate(path.read_text().splitlines(), 1):
+    for n, line in enumerate(path.read_bytes().split(b"\n"), 1):
         if line.strip():
             try:
-                yield f"{path}:{n}", json.loads(line)
+                yield f"{path}:{n}", json.loads(line.decode())
             except json.JSONDecodeError as e:
-                raise ConfigError(f"{path}:{n}: not JSON: {e.msg} at column {e.colno}") from e
+                raise ConfigError(f"{path}:{n}: not JSON: {e.msg} at column {e.colno}; one object a line") from e
+            except UnicodeDecodeError as e:
+                raise ConfigError(f"{path}:{n}: not UTF-8 at byte {e.start + 1}; save the file as UTF-8") from e
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
@@ -26,32 +33,54 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
         import pyarrow.parquet as pq
     except ImportError as e:
         raise ConfigError(f"{path}: parquet needs pyarrow: pip install 'asyncrl[parquet]'") from e
-    for n, row in enumerate(pq.read_table(path).to_pylist(), 1):
+    try:
+        rows = pq.read_table(path).to_pylist()
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{path}: not a parquet file: {str(e).splitlines()[0]}") from e
+    for n, row in enumerate(rows, 1):
         yield f"{path}: row {n}", row
 
 
+def _text(x: Any) -> str:
+    return x if isinstance(x, str) else "" if x is None else json.dumps(x, default=str)
+
+
+def _prompt(where: str, row: Any, number: int, split: str) -> Prompt:
+    """One row as a Prompt.  Raises ConfigError that begins with `where`."""
+    if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or row.get("messages")):
+        raise ConfigError(f"{where}: needs `prompt` (text) or `messages` (a list of {{role, content}})")
+    turns = row.get("messages") or []
+    if not isinstance(turns, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in turns):
+        raise ConfigError(f"{where}: `messages` must be a list, and each of them needs a `role` and a `content`, both text")
+    text = row.get("prompt") or (turns[-1]["content"] if turns else "")
+    if not text:
+        raise ConfigError(f"{where}: the prompt is empty")
+    meta = {str(k): _text(v) for k, v in row.items() if k not in ("prompt", "messages", "answer")}
+    return Prompt(number, text, _text(row.get("answer")), [{"role": m["role"], "content": m["content"]} for m in turns], meta, split)
+
+
 def read_prompts(path: str, split: str) -> list[Prompt]:
-    """All prompts of a file.  Raises ConfigError with file and line for what cannot be used."""
+    """All prompts of a file.  Raises ConfigError with file and line (parquet: row) for what cannot be used."""
     p = Path(path)
     if not p.is_file():
-        raise ConfigError(f"task.prompts: {path} does not exist" if split == "train" else f"task.{split}: {path} does not exist")
-    out: list[Prompt] = []
-    for where, row in _parquet(p) if p.suffix == ".parquet" else _jsonl(p):
-        if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or isinstance(row.get("messages"), list)):
-            raise ConfigError(f"{where}: needs `prompt` (text) or `messages` (a list of {{role, content}})")
-        messages = row.get("messages") or []
-        if not all(isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in messages):
-            raise ConfigError(f"{where}: each of `messages` needs a `role` and a `content`, both text")
-        meta = {k: v if isinstance(v, str) else json.dumps(v) for k, v in row.items() if k not in ("prompt", "messages", "answer")}
-        text = row.get("prompt") or (messages[-1]["content"] if messages else "")
-        out.append(Prompt(len(out), text, str(row.get("answer", "")), [{"role": m["role"], "content": m["content"]} for m in messages], meta, split))
+        raise ConfigError(f"task.{'prompts' if split == 'train' else split}: {path} is no file")
+    rows = _parquet(p) if p.suffix == ".parquet" else _jsonl(p)
+    out = [_prompt(where, row, number, split) for number, (where, row) in enumerate(rows)]
     if not out:
         raise ConfigError(f"{path}: no prompts in it")
     return out
 
 
+def canonical(prompt: Prompt) -> str:
+    """What makes two rows the same problem: the text that the model reads, white space at its ends aside."""
+    return json.dumps([[m["role"], m["content"].strip()] for m in prompt.messages]) if prompt.messages else prompt.text.strip()
+
+
 class FileTask:
-    """A task read from files.  Without `heldout`, a fixed tenth of the prompts (at least one) is held out."""
+    """A task read from files.  Without `heldout`, a fixed tenth of the problems (at least one) is held out.
+
+    A training prompt that is also in `heldout` or `ood` is left out of training (`overlap` counts them).
+    """
 
     name = "file"
 
@@ -59,16 +88,21 @@ class FileTask:
         if not prompts:
             raise ConfigError("task.prompts: give the file of prompts (task.name = file)")
         every = read_prompts(prompts, "train")
-        self.sets: dict[str, list[Prompt]] = {"ood": read_prompts(ood, "ood") if ood else []}
-        if heldout:
-            self.sets |= {"train": every, "heldout": read_prompts(heldout, "heldout")}
-        else:
-            order = list(range(len(every)))
-            random.Random(0).shuffle(order)
-            cut = max(1, len(every) // 10)
-            if len(every) < 2:
-                raise ConfigError(f"{prompts}: one prompt cannot be both trained on and held out; give task.heldout")
-            self.sets |= {"heldout": [every[i] for i in sorted(order[:cut])], "train": [every[i] for i in sorted(order[cut:])]}
+        self.sets: dict[str, list[Prompt]] = {"heldout": read_prompts(heldout, "heldout") if heldout else [], "ood": read_prompts(ood, "ood") if ood else []}
+        kept = {canonical(p) for rows in self.sets.values() for p in rows}
+        fresh = [p for p in every if canonical(p) not in kept]
+        self.overlap = len(every) - len(fresh)
+        if not heldout:
+            problems = sorted({canonical(p) for p in fresh})
+            if len(problems) < 2:
+                raise ConfigError(f"{prompts}: {len(problems)} prompt(s) cannot be both trained on and held out; give task.heldout")
+            chosen = set(random.Random(0).sample(problems, max(1, len(problems) // 10)))
+            self.sets["heldout"] = [msgspec.structs.replace(p, split="heldout") for p in fresh if canonical(p) in chosen]
+            fresh = [p for p in fresh if canonical(p) not in chosen]
+        if not fresh:
+            raise ConfigError(f"{prompts}: every prompt is also in task.heldout or task.ood; nothing is left to train on")
+        self.sets["train"] = fresh
+        self._order: tuple[tuple[int, int], list[int]] = ((-1, -1), [])
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
         """Training goes through the file again and again, shuffled anew by (seed, pass)."""
@@ -76,11 +110,14 @@ class FileTask:
         if split != "train":
             return rows[index % len(rows)]
         turn, at = divmod(index, len(rows))
-        order = list(range(len(rows)))
-        random.Random(f"{seed}:{turn}").shuffle(order)
-        return rows[order[at]]
+        if self._order[0] != (seed, turn):
+            order = list(range(len(rows)))
+            random.Random(f"{seed}:{turn}").shuffle(order)
+            self._order = ((seed, turn), order)
+        return rows[self._order[1][at]]
 
     def size(self, split: str) -> int | None:
+        """Prompts in a fixed split; None for the endless training stream."""
         return None if split == "train" else len(self.sets[split])
 
     def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:

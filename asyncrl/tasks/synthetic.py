@@ -52,7 +52,8 @@ class Synthetic:
             problem = self._problem("train", random.Random(xxhash.xxh3_64_intdigest(f"{self.name}:{seed}:{index}".encode())))
         else:
             fixed = _fixed(self.name, split)
-            problem = fixed[index % len(fixed)]
+            index %= len(fixed)
+            problem = fixed[index]
         return Prompt(index, problem + "=", self.solve(problem), split=split)
 
     def size(self, split: str) -> int | None:
@@ -245,8 +246,8 @@ class Cancel(Synthetic):
                 return word
 
     def solve(self, problem: str) -> str:
-        lines = self._steps(problem)
-        return ";".join(lines) + "#" + lines[-1]
+        *lines, last = self._steps(problem)
+        return ";".join(lines) + "#" + last
 
     def reward(self, prompt: Prompt, text: str) -> float:
         return float("#" in text and text.rpartition("#")[2] == prompt.answer.rpartition("#")[2])
@@ -254,10 +255,14 @@ class Cancel(Synthetic):
     def spoil(self, problem: str, answer: str, r: random.Random) -> str:
         u = r.random()
         if u < 0.30:
-            return "#" + "".join(r.sample(problem, max(1, len(problem) - 2)))
-        if u < 0.45:
-            at = r.randrange(len(answer))
-            return answer[:at] + r.choice("abcABC") + answer[at + 1 :]
+            return "#" + "".join(r.sample(problem, len(problem) - 2))
+        if u < 0.45:  # one wrong step: another two letters go; the rest follows from it
+            words = [problem, *self._steps(problem)]
+            at = r.randrange(len(words) - 1)
+            i = r.randrange(len(words[at]) - 1)
+            wrong = words[at][:i] + words[at][i + 2 :]
+            *lines, last = [*words[1 : at + 1], wrong, *self._steps(wrong)]
+            return ";".join(lines) + "#" + last
         return _cut(answer, r) if u < 0.55 else answer
 
 

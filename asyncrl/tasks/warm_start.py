@@ -16,6 +16,7 @@ from asyncrl.errors import ConfigError
 from asyncrl.tasks import synthetic
 
 BATCH, LR = 64, 3e-3
+MOST = 56  # tokens of the longest answer of any built-in task
 
 
 def warm_start(config: Config, path: str | Path, *, steps: int | None = None, threads: int = 2) -> dict[str, Any]:
@@ -36,7 +37,8 @@ def warm_start(config: Config, path: str | Path, *, steps: int | None = None, th
         count = task.steps if steps is None else steps
         loss = _fit(model, task.demonstrations(count * BATCH, config.seed), count)
         models.export(model, part)
-        what = {"task": task.name, "seed": config.seed, "steps": count, "loss": loss, "seconds": round(time.monotonic() - began, 1)}
+        what = {"task": task.name, "seed": config.seed, "steps": count, "loss": loss,
+                "accuracy": accuracy(model, task, config.seed), "seconds": round(time.monotonic() - began, 1)}  # fmt: skip
         (part / "warm_start.json").write_text(json.dumps(what))
         shutil.rmtree(path, ignore_errors=True)
         os.replace(part, path)
@@ -53,15 +55,15 @@ def _fit(model: Any, pairs: list[tuple[str, str]], steps: int) -> float:
     from asyncrl import models
 
     tokenizer = models.load_tokenizer(model.tokenizer_dir)
+    coded = [tokenizer(list(side), add_special_tokens=False)["input_ids"] for side in zip(*pairs, strict=True)]
+    pairs_of_ids = [(np.array(p, np.int32), np.array([*a, tokenizer.eos_token_id], np.int32)) for p, a in zip(*coded, strict=True)]
     optimizer = torch.optim.AdamW(model.hf.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / 20, max(0.05, 1 - s / steps)))
     model.hf.train()
     value = 0.0
     for step in range(steps):
-        part = pairs[step * BATCH : (step + 1) * BATCH]
-        prompts = [np.array(tokenizer.encode(p, add_special_tokens=False), np.int32) for p, _ in part]
-        answers = [np.array([*tokenizer.encode(a, add_special_tokens=False), tokenizer.eos_token_id], np.int32) for _, a in part]
-        loss = -model.logprobs(prompts, answers, torch.ones(len(part))).logprobs.mean()
+        prompts, answers = zip(*pairs_of_ids[step * BATCH : (step + 1) * BATCH], strict=True)
+        loss = -model.logprobs(prompts, answers, torch.ones(len(prompts))).logprobs.mean()
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.hf.parameters(), 1.0)
@@ -70,3 +72,22 @@ def _fit(model: Any, pairs: list[tuple[str, str]], steps: int) -> float:
         value = float(loss.detach())
     model.hf.eval()
     return value
+
+
+def accuracy(model: Any, task: synthetic.Synthetic, seed: int, n: int = 512) -> float:
+    """Mean reward of one answer to each of `n` held-out prompts, at temperature 1; through transformers' own sampling."""
+    import torch
+
+    from asyncrl import models
+
+    tokenizer = models.load_tokenizer(model.tokenizer_dir)
+    tokenizer.padding_side = "left"
+    prompts = [task.prompt("heldout", i, seed) for i in range(n)]
+    coded = tokenizer([p.text for p in prompts], add_special_tokens=False, padding=True, return_tensors="pt")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        out = model.hf.generate(input_ids=coded["input_ids"].to(model.device), attention_mask=coded["attention_mask"].to(model.device), do_sample=True,
+                                temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=MOST)  # fmt: skip
+    texts = tokenizer.batch_decode(out[:, coded["input_ids"].shape[1] :], skip_special_tokens=True)
+    judged = [task.reward(p, t) for p, t in zip(prompts, texts, strict=True)]
+    return sum(j["reward"] if isinstance(j, dict) else j for j in judged) / n

@@ -1,0 +1,21 @@
+"""A reward function of one's own: `reward.function = "configs.examples.my_reward:reward"`, found from the working directory.
+
+It runs in processes of its own under `reward.deadline_s`; what raises, hangs or returns no finite number is a failed sample.
+It may be `async def` too.
+"""
+
+from __future__ import annotations
+
+from asyncrl.messages import Prompt
+
+
+def reward(prompt: Prompt, text: str) -> dict[str, float]:
+    """1 for the sorted digits after the last `#`, and a little for each digit in its place; `reward` is what is trained on.
+
+    prompt.text, prompt.answer and prompt.meta (the file's other columns, as text) say what was asked; text is the answer
+    without its end token.
+    """
+    result = text.rpartition("#")[2] if "#" in text else ""
+    exact = float(result == prompt.answer)
+    placed = sum(a == b for a, b in zip(result, prompt.answer, strict=False)) / len(prompt.answer)
+    return {"reward": 0.8 * exact + 0.2 * placed, "exact": exact, "placed": placed}

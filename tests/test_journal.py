@@ -1,0 +1,210 @@
+"""The journal: every tear is cut, every damage is told, and a store folded from it is the store that wrote it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from schedules import PROMPTS, World
+
+from asyncrl.errors import Damaged
+from asyncrl.messages import Prompt
+from buffer import journal as j
+from buffer.evaluation import Evaluations
+from buffer.groups import Settings
+from buffer.recorded import RecordedStore, Snapshot, snapshot
+from buffer.store import Store
+
+PAYLOADS = [bytes([n + 1]) * (7 * n + 1) for n in range(6)]
+
+
+def written(directory: Path, *, together: bool = False) -> Path:
+    """A segment: a snapshot, then PAYLOADS, each written alone or all in one go."""
+    log = j.Journal(directory, sync=False)
+    log.rotate(b"snapshot")
+    for p in PAYLOADS:
+        log.append(p)
+        if not together:
+            log.write()
+    log.close()
+    return j.segments(directory)[-1]
+
+
+def test_what_is_written_is_read_again(tmp_path: Path) -> None:
+    assert list(j.read(written(tmp_path))) == [b"snapshot", *PAYLOADS]
+
+
+def test_a_tail_torn_at_any_byte_is_cut_to_whole_records(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    data, whole = path.read_bytes(), [b"snapshot", *PAYLOADS]
+    ends = [0]
+    for p in whole:
+        ends.append(ends[-1] + j.HEAD.size + len(p))
+    for size in range(ends[1], len(data)):
+        path.write_bytes(data[:size])
+        n = sum(e <= size for e in ends) - 1
+        assert list(j.read(path)) == whole[:n] and path.stat().st_size == ends[n]
+        path.write_bytes(data[:size] + b"\0" * 500)  # as some file systems leave it after a power cut
+        assert list(j.read(path)) == whole[:n] and path.stat().st_size == ends[n]
+
+
+def test_damage_before_durable_records_is_reported_at_any_byte(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    data = path.read_bytes()
+    last = len(data) - j.HEAD.size - len(PAYLOADS[-1])
+    for at in range(0, last, 3):
+        path.write_bytes(data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :])
+        with pytest.raises(Damaged, match=rf"{path.name} is damaged at byte"):
+            list(j.read(path))
+        assert path.stat().st_size == len(data)  # nothing was cut
+
+
+def test_a_write_that_was_never_sure_may_lose_its_first_record(tmp_path: Path) -> None:
+    """Records of one group reach the disk in any order: a hole among them is a torn tail, not damage."""
+    path = written(tmp_path, together=True)
+    data, start = path.read_bytes(), j.HEAD.size + len(b"snapshot")
+    path.write_bytes(data[:start] + b"\0" * 12 + data[start + 12 :])
+    assert list(j.read(path)) == [b"snapshot"]
+
+
+def test_a_new_segment_replaces_the_old_ones(tmp_path: Path) -> None:
+    log = j.Journal(tmp_path, sync=True, segment_bytes=100)
+    log.rotate(b"one")
+    log.append(b"x" * 100)
+    log.write()
+    assert log.full
+    log.append(b"not written: the snapshot has it")
+    log.rotate(b"two")
+    assert log.durable == log.appended == 2 and not log.full
+    log.append(b"y")
+    log.close()
+    assert [p.name for p in j.segments(tmp_path)] == ["00000002.log"]
+    assert list(j.read(tmp_path / "00000002.log")) == [b"two", b"y"]
+
+
+def test_group_commit_makes_nothing_durable_before_the_disk_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, go, syncs = threading.Semaphore(0), threading.Semaphore(0), []
+    real = os.fdatasync
+
+    def slow(fd: int) -> None:
+        began.release()
+        assert go.acquire(timeout=20)
+        syncs.append(fd)
+        real(fd)
+
+    log = j.Journal(tmp_path, sync=True)
+    log.rotate(b"")
+    monkeypatch.setattr(os, "fdatasync", slow)
+    log.append(b"a")
+    log.write()
+    assert began.acquire(timeout=20) and log.durable == 0
+    for p in (b"b", b"c", b"d"):  # while the disk works, more is written
+        log.append(p)
+        log.write()
+    go.release()
+    assert began.acquire(timeout=20)
+    assert log.durable == 1  # the sync that was under way covers what was written before it began
+    go.release()
+    with log._wake:
+        assert log._wake.wait_for(lambda: log.durable == 4, timeout=20)
+    assert len(syncs) == 2
+    monkeypatch.setattr(os, "fdatasync", real)
+    log.close()
+
+
+# ---- the store, folded ----------------------------------------------------------------------------------------------
+
+
+def evaluations() -> Evaluations:
+    return Evaluations(2, 2, 3, 1, 0.7, lambda split, i: Prompt(i, split))
+
+
+def state(store: Store) -> Snapshot:
+    """Everything the store knows, without the clocks of leases."""
+    x = msgspec.msgpack.decode(snapshot(store), type=Snapshot)
+    for g in x.alive:
+        if g.lease:
+            g.lease.expires = 0.0
+    x.evaluations.out = [(*y[:4], 0.0) for y in x.evaluations.out]
+    return x
+
+
+@pytest.mark.parametrize("on_exceed", ["pace", "drop", "mask"])
+def test_a_killed_buffer_folds_to_the_same_state_and_the_run_goes_on(on_exceed: str, tmp_path: Path) -> None:
+    kills = 0
+    for seed in range(150):
+        directory = tmp_path / str(seed)
+
+        def make(settings: Settings, directory: Path = directory, now: float = 0.0) -> Store:
+            return RecordedStore.open(directory, sync=False, settings=settings, prompt=PROMPTS.__getitem__, evaluations=Evaluations(), now=now,
+                                      segment_bytes=3000)  # fmt: skip
+
+        world = World(seed, make=make, on_exceed=on_exceed)
+
+        def kill(world: World = world, make: Any = make) -> bool:
+            nonlocal kills
+            kills += 1
+            assert isinstance(world.store, RecordedStore)
+            world.store.settle()
+            before = state(world.store)
+            os.close(world.store.journal.fd)  # as the kernel does
+            world.store = make(world.settings, now=world.now)
+            assert state(world.store) == before
+            return True
+
+        world.more_faults = [kill, kill]
+        world.faults += 2
+        world.run()
+        shutil.rmtree(directory)
+    assert kills > 100
+
+
+def recorded(directory: Path, steps: int = 3) -> RecordedStore:
+    from schedules import Sampling
+
+    return RecordedStore.open(directory, sync=False, settings=Settings(1, 1, steps, Sampling()), prompt=PROMPTS.__getitem__, evaluations=evaluations(), now=0.0)
+
+
+def test_evaluations_out_and_queued_survive(tmp_path: Path) -> None:
+    from test_store import hello, judged
+
+    store = recorded(tmp_path)
+    assert hello(store, 1, 0)
+    a, b = store.grant("g", 1, 2, 0.0)
+    judged(store, a, 1.0)
+    store.settle()
+    again = recorded(tmp_path)
+    assert state(again) == state(store) and again.evaluations.labels() == [(1, 0)]
+    judged(again, b, 1.0)
+    (c, *_) = again.grant("g", 1, 1, 0.0)
+    judged(again, c, 0.5)
+    assert again.evaluations.results["heldout", 0]["eval/heldout_n"] == 3
+
+
+def test_a_finished_buffer_says_so_again_unless_more_steps_are_wanted(tmp_path: Path) -> None:
+    from test_store import hello
+
+    store = recorded(tmp_path, steps=0)
+    assert hello(store, 1, 0)
+    store.finish()
+    store.settle()
+    assert recorded(tmp_path, steps=0).finished and not recorded(tmp_path, steps=5).finished
+
+
+def test_a_journal_without_its_snapshot_or_of_another_task_is_refused(tmp_path: Path) -> None:
+    from test_store import hello
+
+    store = recorded(tmp_path)
+    assert hello(store, 1, 0)
+    store.grant("g", 1, 1, 0.0)
+    store.settle()
+    path = j.segments(tmp_path)[-1]
+    data = path.read_bytes()
+    path.write_bytes(data[:20])
+    with pytest.raises(Damaged, match=r"damaged at byte 0|does not fold"):
+        recorded(tmp_path)

@@ -1,0 +1,180 @@
+"""The buffer's loop over its real socket, with a generator and a learner played by hand."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from asyncrl import config_load, rundir
+from asyncrl import messages as m
+from asyncrl.errors import ProtocolError
+from asyncrl.versions import Label
+from asyncrl.wires import PeerSocket
+from buffer.service import Service
+
+SMALL = ("learner.steps=2", "learner.groups=1", "learner.group_size=2", "staleness.max_lag=0", "evaluation.every=0", "evaluation.final_prompts=1",
+         "evaluation.ood_prompts=0", "wires.lease_s=30")  # fmt: skip
+
+
+class Run:
+    """A service in a thread, and what ended it."""
+
+    def __init__(self, tmp_path: Path, *sets: str) -> None:
+        self.config = config_load.load(ROOT / "configs" / "demo.toml", [*SMALL, *sets])
+        self.dir = tmp_path / "run"
+        rundir.ensure(self.config, "", self.dir)
+        self.id, self.error, self.peers = rundir.run_id(self.dir), None, []  # type: ignore[var-annotated]
+        self.service = Service(self.config, self.dir)
+        self.thread = threading.Thread(target=self._loop)
+        self.thread.start()
+
+    def _loop(self) -> None:
+        try:
+            self.service.loop()
+        except Exception as e:
+            self.error = e
+
+    def peer(self) -> PeerSocket:
+        self.peers.append(PeerSocket(rundir.buffer_address(self.config, self.dir)))
+        return self.peers[-1]
+
+    def end(self) -> None:
+        self.service.stop = True
+        self.thread.join(20)
+        self.service.close()
+        for p in self.peers:
+            p.close()
+        rundir.clean(self.dir)
+
+    def hello(self, epoch: int, number: int = 0, origin: int = 0, run: str = "", protocol: int = m.PROTOCOL) -> m.LearnerHello:
+        source = m.WeightsSource(epoch, "here", "", "")
+        return m.LearnerHello(protocol, run or self.id, epoch, Label(epoch, number), None, f"d{number}", 0, origin, 0, source, [])
+
+
+@pytest.fixture
+def begin(tmp_path: Path) -> Iterator[Any]:
+    runs: list[Run] = []
+
+    def make(*sets: str) -> Run:
+        runs.append(Run(tmp_path, *sets))
+        return runs[-1]
+
+    yield make
+    for run in runs:
+        run.end()
+
+
+def ask(peer: PeerSocket, message: m.FromPeer, kind: type[Any]) -> Any:
+    """Send, and wait for the next reply of a kind."""
+    peer.send(message)
+    return wait(peer, kind)
+
+
+def wait(peer: PeerSocket, kind: type[Any]) -> Any:
+    while (reply := peer.recv(20)) is not None:
+        if isinstance(reply, kind):
+            return reply
+    raise AssertionError(f"no {kind.__name__} came")
+
+
+def want(n: int, samples: int = 4) -> m.Want:
+    return m.Want("generator-0", 1, n, samples, None)
+
+
+def answers(t: m.Ticket, digest: str = "") -> m.Deliver:
+    label = t.exact_version or t.min_version
+    return m.Deliver("generator-0", 1, 1, [
+        m.Trajectory(t.ticket, s, t.attempt, b"", b"\0" * 8, b"\0" * 8, b"\1\1", [m.Span(label, digest, 0, 2, label)], float(s), {}, "stop", 1.0)
+        for s in t.samples
+    ])  # fmt: skip
+
+
+def test_a_run_from_hello_to_its_end(begin: Any) -> None:
+    run = begin()
+    generator, learner = run.peer(), run.peer()
+    generator.send(want(1))
+    assert ask(learner, run.hello(1), m.Welcome) == m.Welcome(1, 0)
+    evaluated, number = 0, 0
+    while number < 2:
+        reply = wait(generator, m.Tickets)  # the first answers the want that came before the learner
+        assert reply.announcement.label == (1, number)
+        for t in reply.tickets:
+            acks = ask(generator, answers(t), m.Acks)
+            evaluated += t.kind == "eval"
+            assert {a[3] for a in acks.acks} == ({"evaluated"} if t.kind == "eval" else {"accepted"})
+            if t.kind == "train":
+                batch = ask(learner, m.Ask(1, number), m.Batch)
+                assert [(s.ticket, s.sample) for s in batch.samples] == [(number, 0), (number, 1)] and batch.lags == [0, 0]
+                number += 1
+                assert ask(learner, m.Commit(1, number - 1, Label(1, number), f"d{number}", {"reward/mean": 0.5}), m.Committed).number == number - 1
+        generator.send(want(2 + number))
+    learner.send(m.Goodbye(1, 2))
+    (t,) = wait(generator, m.Tickets).tickets
+    assert t.kind == "eval" and t.exact_version == (1, 2)  # the last evaluation comes before the goodbye's answer
+    ask(generator, answers(t), m.Acks)
+    assert wait(learner, m.Finished) == m.Finished(1)
+    generator.send(want(9))
+    while not wait(generator, m.Tickets).finished:
+        pass
+    run.thread.join(20)
+    summary = run.service.summary()
+    assert (summary["steps"], summary["trajectories"], summary["tokens"], summary["finished"]) == (2, 4, 8, True)
+    assert summary["lag"] == {"mean": 0.0, "p95": 0, "max": 0} and summary["heldout_end"] == 0.0 and evaluated == 1
+
+
+def test_strangers_and_old_learners_are_told_so(begin: Any) -> None:
+    run = begin()
+    peer = run.peer()
+    assert run.id in ask(peer, run.hello(1, run="another"), m.Refused).reason
+    assert "protocol" in ask(peer, run.hello(1, protocol=99), m.Refused).reason
+    assert ask(peer, run.hello(2), m.Welcome).epoch == 2
+    old = run.peer()
+    assert ask(old, run.hello(1), m.FencedOff) == m.FencedOff(1, 2)
+    assert ask(old, m.Ask(1, 0), m.FencedOff) == ask(old, m.Commit(1, 0, Label(1, 1), "x", {}), m.FencedOff) == m.FencedOff(1, 2)
+
+
+def test_other_weights_stop_the_run_and_both_names_are_told(begin: Any) -> None:
+    run = begin("evaluation.final_prompts=1")
+    generator, learner = run.peer(), run.peer()
+    ask(learner, run.hello(1), m.Welcome)
+    t = ask(generator, want(1), m.Tickets).tickets[0]
+    generator.send(answers(t, digest="stale"))
+    run.thread.join(20)
+    assert isinstance(run.error, ProtocolError) and run.error.exit_code == 1
+    assert "digest stale" in str(run.error) and "d0" in str(run.error)
+
+
+def test_status_says_who_waits_for_whom(begin: Any) -> None:
+    run = begin("evaluation.final_prompts=1")
+    generator, learner, viewer = run.peer(), run.peer(), run.peer()
+    ask(learner, run.hello(1), m.Welcome)
+    while not any(t.kind == "train" for t in ask(generator, want(1), m.Tickets).tickets):
+        pass
+    learner.send(m.Ask(1, 0))
+    while not (status := ask(viewer, m.Watch(), m.Status)).waits:
+        pass
+    assert status.waits[0][:3] == ("learner", "ticket 0: 2 samples at generator-0", "generator-0")
+
+
+def test_under_disk_no_reply_leaves_before_the_disk_has_it(begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, real, held = threading.Event(), os.fdatasync, threading.Event()
+    run = begin("durability.mode='disk'")
+
+    def slow(fd: int) -> None:
+        held.set()
+        assert go.wait(20)
+        real(fd)
+
+    monkeypatch.setattr(os, "fdatasync", slow)
+    learner = run.peer()
+    learner.send(run.hello(1))
+    assert held.wait(20) and run.service.store.epoch == 1  # the hello is taken, and on its way to the disk
+    assert run.service.store.journal.durable < run.service.store.journal.appended and run.service.outgoing
+    go.set()
+    assert wait(learner, m.Welcome) == m.Welcome(1, 0)
