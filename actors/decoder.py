@@ -88,8 +88,9 @@ def _keep(store: dict[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> No
 def _unit(x: torch.Tensor, eps: float) -> torch.Tensor:
     """x over its root mean square on the last axis."""
     xf = x.float()
-    r = torch.linalg.vector_norm(xf, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
-    return (xf * r).to(x.dtype)
+    r: torch.Tensor = torch.linalg.vector_norm(xf, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    out: torch.Tensor = (xf * r).to(x.dtype)
+    return out
 
 
 class ColumnCache:

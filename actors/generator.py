@@ -67,9 +67,7 @@ class Generator:
     # ---- the loop --------------------------------------------------------------------------------------------------
 
     def loop(self) -> None:
-        hello = m.GeneratorHello(
-            m.PROTOCOL, self.run, self.producer, self.session, self.engine.slots, socket.gethostname(), os.getpid()
-        )
+        hello = m.GeneratorHello(m.PROTOCOL, self.run, self.producer, self.session, self.engine.slots, socket.gethostname(), os.getpid())
         self.socket.send(hello)
         while not self.ending:
             self.read()
@@ -285,5 +283,3 @@ def main(config: Config, run_dir: Path, index: int) -> None:
         generator.weights.close()
         generator.socket.close()
     print(f"{generator.producer}: ended after {generator.stats['generator/tokens']:.0f} tokens", file=sys.stderr)
-
-

@@ -23,9 +23,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Annotated[str, Meta(description="auto, cpu, cuda or cuda:N")] = "auto"
     reference: Annotated[str, Meta(description="directory of the reference policy; empty: the initial one")] = ""
-    warm_start: Annotated[
-        bool, Meta(description="build and warm-start a tiny model at `path` for the task when nothing is there")
-    ] = False
+    warm_start: Annotated[bool, Meta(description="build and warm-start a tiny model at `path` for the task when nothing is there")] = False
 
 
 class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -81,9 +79,7 @@ class Staleness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     max_lag: Annotated[float, Meta(ge=0, description="versions; a whole number or inf; 0: synchronous")] = 4.0
     on_exceed: Literal["pace", "drop", "mask", "downweight"] = "pace"
     half_life: Annotated[float, Meta(gt=0, description="downweight: excess lag at which a token counts half")] = 2.0
-    inject: Annotated[
-        int | list[float] | None, Meta(description="lag to inject: a constant, or the probabilities of 0, 1, 2, ...")
-    ] = None
+    inject: Annotated[int | list[float] | None, Meta(description="lag to inject: a constant, or the probabilities of 0, 1, 2, ...")] = None
 
 
 class Advantage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -99,9 +95,7 @@ class Advantage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    preset: Annotated[
-        Literal["", "none", "tis", "seq_tis", "icepop"], Meta(description="sets the keys below that are not given")
-    ] = ""
+    preset: Annotated[Literal["", "none", "tis", "seq_tis", "icepop"], Meta(description="sets the keys below that are not given")] = ""
     proximal: Literal["recompute", "behavior", "interpolate"] = "recompute"
     level: Literal["none", "token", "sequence", "geometric"] = "token"
     bound: Literal["none", "truncate", "clip", "mask"] = "truncate"
@@ -127,9 +121,7 @@ class KL(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     preset: Literal["", "grpo", "dr_grpo", "rloo"] = ""
     coefficient: Annotated[NonNegative, Meta(description="beta; 0: no KL term")] = 0.0
     placement: Literal["reward", "loss"] = "reward"
-    estimator: Literal[
-        "k1", "k2", "k3", "abs", "low_var_kl", "k1+", "k2+", "k3+", "abs+", "low_var_kl+"
-    ] = "k1"
+    estimator: Literal["k1", "k2", "k3", "abs", "low_var_kl", "k1+", "k2+", "k3+", "abs+", "low_var_kl+"] = "k1"
     controller: Literal["fixed", "adaptive"] = "fixed"
     target: Annotated[NonNegative, Meta(description="adaptive")] = 6.0
     horizon: Annotated[Positive, Meta(description="adaptive: samples")] = 10000
@@ -141,9 +133,7 @@ class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    in_flight: Annotated[
-        Literal["keep_kv", "recompute_kv", "between_groups"], Meta(description="what a swap does to answers being written")
-    ] = "keep_kv"
+    in_flight: Annotated[Literal["keep_kv", "recompute_kv", "between_groups"], Meta(description="what a swap does to answers being written")] = "keep_kv"
     transport: Literal["auto", "shared_memory", "tcp"] = "auto"
     slots: Annotated[int, Meta(ge=2, description="ring slots, beside those injection needs")] = 4
 

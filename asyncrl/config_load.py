@@ -74,7 +74,7 @@ def _apply(raw: dict[str, Any], item: str) -> None:
         parsed = tomllib.loads(f"x = {value}")["x"]
     except tomllib.TOMLDecodeError:
         if not re.fullmatch(r"[\w./:@+-]*", value.strip()):
-            raise ConfigError(f"--set {item}: `{value}` is no TOML value; quote text as \"...\"") from None
+            raise ConfigError(f'--set {item}: `{value}` is no TOML value; quote text as "..."') from None
         parsed = value.strip()
     *path, last = key.strip().split(".")
     at = raw

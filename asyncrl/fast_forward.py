@@ -206,6 +206,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor
 
 def _attention(lay: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pl: Plan) -> torch.Tensor:
     """Both attention calls of one layer, on packed q, k, v [n, heads, d]; returns packed [n, heads * d]."""
+
     def rows(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         return x.index_select(0, table.flatten()).view(*table.shape, *x.shape[1:])
 

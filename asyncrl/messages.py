@@ -277,6 +277,13 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     waiting: str
     stats: dict[str, float]
     pid: int = 0
+    epoch: int = 0
+
+
+class Heard(msgspec.Struct, frozen=True, tag="heard"):
+    """The buffer's answer to Progress: it lives, however long the batch takes."""
+
+    epoch: int
 
 
 class Watch(msgspec.Struct, frozen=True, tag="watch"):
@@ -301,7 +308,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
 
 
 FromPeer = GeneratorHello | Want | Deliver | Renew | LearnerHello | Ask | Commit | Checkpointed | Goodbye | Progress | Watch
-FromBuffer = Tickets | Acks | Refused | Welcome | FencedOff | Batch | Committed | Finished | Status
+FromBuffer = Tickets | Acks | Refused | Welcome | FencedOff | Batch | Committed | Finished | Heard | Status
 
 DISPOSITIONS = (
     "trained", "masked_stale", "dropped_stale", "abandoned", "filtered", "duplicate", "orphaned", "lost_with_process", "left_over", "failed",

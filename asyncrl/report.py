@@ -44,7 +44,8 @@ def _figure(title: str, unit: str) -> Any:
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    figure.update_layout(title={"text": title, "font": {"size": 14}, "y": 0.97}, height=310, margin={"l": 55, "r": 15, "t": 62, "b": 40}, template="plotly_white",
+    figure.update_layout(title={"text": title, "font": {"size": 14}, "y": 0.97}, height=310, margin={"l": 55, "r": 15, "t": 62, "b": 40},
+                         template="plotly_white",
                          legend={"orientation": "h", "y": 1.0, "x": 0, "xanchor": "left", "yanchor": "bottom"}, colorway=COLOURS)  # fmt: skip
     figure.update_yaxes(title=unit, rangemode="tozero")
     return figure
@@ -82,7 +83,8 @@ def _plots(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[Any]:
         _lines(rows, "Entropy", "nats a token", [("policy/entropy", "target policy"), ("policy/behavior_nll", "behaviour's own surprise")]),
         _lines(rows, "Answer length", "tokens", [("answer/length", "training"), ("eval/heldout_length", "held-out")]),
         _lines(rows, "Gradient norm", "before clipping", [("optim/grad_norm", "gradient norm")]),
-        _lines(rows, "Throughput", "tokens a second", [("throughput/generator_tokens_per_s", "generators"), ("throughput/learner_tokens_per_s", "learner")], "t"),
+        _lines(rows, "Throughput", "tokens a second",
+               [("throughput/generator_tokens_per_s", "generators"), ("throughput/learner_tokens_per_s", "learner")], "t"),
         _lines(rows, "Idle share", "of each side's time", [("time/generator_idle_share", "generators"), ("time/learner_idle_share", "learner")], "t"),
     ]  # fmt: skip
 
@@ -128,7 +130,7 @@ def _cards(s: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 def _ledger(s: dict[str, Any]) -> list[tuple[str, ...]]:
     total = max(s["ledger"]["generated"], 1)
-    rows = [("generated", f"{s['ledger']['generated']:,}", "", "", "", "")]
+    rows: list[tuple[str, ...]] = [("generated", f"{s['ledger']['generated']:,}", "", "", "", "")]
     for name, x in s["ledger_lines"].items():
         counted = x["samples"] > 0
         rows.append((name, f"{x['tokens']:,.0f}", f"{x['tokens'] / total:.2%}", f"{x['samples']:,.0f}", f"{x['mean_length']:.1f}" if counted else "-",

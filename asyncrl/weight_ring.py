@@ -204,5 +204,3 @@ class RingReader:
 def remove_rings(parent: Path) -> None:
     """Remove every ring below `parent` (the run's directory on the shared-memory file system)."""
     shutil.rmtree(parent, ignore_errors=True)
-
-

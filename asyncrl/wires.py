@@ -285,4 +285,3 @@ class ChunkClient:
     def close(self) -> None:
         self.socket.close()
         self.context.term()
-

@@ -225,6 +225,9 @@ class Service:
             self.goodbyes[peer] = message
 
     def on_Progress(self, peer: bytes, message: m.Progress) -> None:
+        if self.fenced(peer, message.epoch):
+            return
+        self.send(peer, m.Heard(message.epoch))
         self.learner |= {"at": time.monotonic(), "waiting": message.waiting, "stats": message.stats, "pid": message.pid}
 
     def on_Watch(self, peer: bytes, message: m.Watch) -> None:

@@ -65,6 +65,10 @@ def claim(mine: Path, checkpointed: int) -> Path:
             shutil.rmtree(mine / f"number_{n}")
     final = mine.with_suffix("")
     os.rename(mine, final)
+    epoch = int(final.name.removeprefix("epoch_"))
+    for lower in final.parent.glob("epoch_*"):
+        if (found := re.fullmatch(r"epoch_(\d+)(\.new)?", lower.name)) and int(found.group(1)) < epoch:
+            shutil.rmtree(lower, ignore_errors=True)  # what counts of it is linked here
     return final
 
 
@@ -86,7 +90,7 @@ def save(directory: Path, core: LearnerCore, extra: Mapping[str, Any], keep: int
         shutil.rmtree(final, ignore_errors=True)
         os.rename(part, final)
         _sync(directory)
-    except (OSError, RuntimeError) as e:
+    except Exception as e:  # torch and safetensors each have error classes of their own for a full disk
         shutil.rmtree(part, ignore_errors=True)
         raise AsyncrlError(f"checkpoint {final} could not be written: {e}; the ones before it are whole: free some space and resume") from e
     kept = numbers(directory)
@@ -104,7 +108,7 @@ def _sync(path: Path) -> None:
 
 
 def verify(path: Path) -> str:
-    """"" when a checkpoint is whole, else what is wrong with it."""
+    """What is wrong with a checkpoint; empty when it is whole."""
     try:
         files = json.loads((path / "manifest").read_text())
     except (OSError, ValueError) as e:

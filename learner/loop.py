@@ -29,6 +29,7 @@ from learner.publisher import Publisher
 from learner.step import LearnerCore
 
 POLL_S, PROGRESS_S = 0.1, 0.5
+TRIES = 3  # lives that may be overtaken while they start
 
 
 class Learner:
@@ -60,6 +61,7 @@ class Learner:
         self.busy_s = self.idle_s = 0.0
         self.last_batch: m.Batch | None = None
         self.mark = time.monotonic()
+        self.checkpointed: int | None = None
 
     @property
     def number(self) -> int:
@@ -84,11 +86,14 @@ class Learner:
         if self.commits:
             first = min(self.commits)
             self.repeat(f"commit {first}", self.commits[first])
+        if self.checkpointed is not None and min(self.commits, default=self.number) >= self.checkpointed:
+            self.socket.send(m.Checkpointed(self.epoch, self.checkpointed))  # never ahead of a commit that it would make void
+            self.checkpointed = None
         now = time.monotonic()
         if now - self.sent.get("progress", 0.0) > PROGRESS_S and self.welcomed:
             self.sent["progress"] = now
             waiting = f"{self.waiting}|{now - self.waiting_since:.1f}" if self.waiting else ""
-            self.socket.send(m.Progress("learner", waiting, {}, os.getpid()))
+            self.socket.send(m.Progress("learner", waiting, {}, os.getpid(), self.epoch))
         silent = now - self.heard
         if silent > self.config.wires.connect_s and (not self.ever_heard or self.waiting):
             raise PeerUnreachable(f"the buffer at {self.socket.address} has not answered for {silent:.0f} s; is it running? (wires.connect_s)")
@@ -102,6 +107,7 @@ class Learner:
             raise Fenced(f"epoch {reply.by} of the learner has taken over from epoch {self.epoch}")
         if isinstance(reply, m.Welcome) and reply.epoch == self.epoch and not self.welcomed:
             self.directory, self.welcomed = checkpoint.claim(self.directory, reply.checkpointed), True
+            self.publisher.remove_earlier()
         elif isinstance(reply, m.Batch) and reply.epoch == self.epoch and reply.number >= self.number:
             self.batches.setdefault(reply.number, reply)
         elif isinstance(reply, m.Committed) and reply.epoch == self.epoch:
@@ -113,6 +119,7 @@ class Learner:
     def wait(self, what: str) -> None:
         if what != self.waiting:
             self.waiting, self.waiting_since = what, time.monotonic()
+            self.heard = self.waiting_since  # silence counts from the start of a wait: nobody listened during a long step
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
@@ -139,8 +146,10 @@ class Learner:
             if batch is not None:
                 self.step(batch)
         self.wait("the answers to its commits")
-        while self.commits and not self.stopping:
+        while (self.commits or self.checkpointed is not None) and not self.stopping:
             self.pump(POLL_S)
+        if not self.welcomed:
+            return  # stopped before it began: nothing of it is worth keeping
         if self.number not in checkpoint.numbers(self.directory):
             self.checkpoint()
         if not self.stopping:
@@ -148,6 +157,8 @@ class Learner:
             while not self.finished and not self.stopping:
                 self.repeat("goodbye", m.Goodbye(self.epoch, self.number))
                 self.pump(POLL_S)
+        if not self.finished:
+            return  # stopped: the checkpoint is what it leaves; run_dir/model is the finished run's
         export(self.core.model, self.run_dir / "model")
         (self.run_dir / "weights_digest").write_text(weights_digest(self.core.model))
 
@@ -195,7 +206,7 @@ class Learner:
         with self.tracer.span("checkpoint"):
             older = self.publisher.older(self.number) if self.publisher.depth else {}
             oldest = checkpoint.save(self.directory, self.core, self.extra, self.config.learner.keep_checkpoints, older)
-        self.socket.send(m.Checkpointed(self.epoch, oldest))
+        self.checkpointed = oldest
 
     def close(self) -> None:
         self.tracer.close()
@@ -215,11 +226,16 @@ def main(config: Config, run_dir: Path) -> None:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN if os.environ.get("ASYNCRL_SUPERVISED") else stop)
-    learner = Learner(config, run_dir)
-    learner.stopping = bool(asked)
-    try:
-        learner.loop()
-    except Fenced as e:
-        print(f"learner: {e}; this one ends", file=sys.stderr)
-    finally:
-        learner.close()
+    for tries_left in reversed(range(TRIES)):
+        learner = Learner(config, run_dir)
+        learner.stopping = bool(asked)
+        try:
+            learner.loop()
+            return
+        except Fenced as e:
+            if learner.welcomed or not tries_left:
+                print(f"learner: {e}; this one ends", file=sys.stderr)
+                return
+            print(f"learner: {e} while this one was starting; it starts over from the newest checkpoint", file=sys.stderr)
+        finally:
+            learner.close()

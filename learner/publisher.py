@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import socket
 from collections.abc import Iterable
@@ -23,13 +24,11 @@ def depth(config: Config) -> int:
 
 
 class Publisher:
-    """One ring per epoch; earlier epochs' rings are removed when it is made."""
+    """One ring per epoch; earlier epochs' rings stay until the buffer has welcomed this one."""
 
     def __init__(self, config: Config, run_dir: Path, epoch: int, model: models.PolicyModel) -> None:
         self.epoch, self.model, self.depth = epoch, model, depth(config)
         self.directory = ring_dir(run_dir, epoch)
-        for old in self.directory.parent.glob("epoch_*"):
-            shutil.rmtree(old, ignore_errors=True)
         layout = models.manifest(model)
         slots = config.weights.slots + self.depth
         self.ring = Ring(self.directory, models.flat_bytes(layout), slots, layout, epoch, most=slots + 4)
@@ -39,6 +38,12 @@ class Publisher:
     @property
     def source(self) -> WeightsSource:
         return WeightsSource(self.epoch, socket.gethostname(), str(self.directory), self.server.address if self.server else "")
+
+    def remove_earlier(self) -> None:
+        """Remove the rings of lower epochs; readers that still map one keep it until they let go."""
+        for old in self.directory.parent.glob("epoch_*"):
+            if (found := re.fullmatch(r"epoch_(\d+)", old.name)) and int(found.group(1)) < self.epoch:
+                shutil.rmtree(old, ignore_errors=True)
 
     def publish(self, number: int) -> str:
         """Write the model's weights as version `number`; returns their digest."""

@@ -10,8 +10,17 @@ from pathlib import Path
 
 from conftest import Ended
 
-FLAGS = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update "
-         "--disable-sync --virtual-time-budget=20000").split()  # fmt: skip
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--virtual-time-budget=20000",
+]
 
 
 def dom(page: Path, profile: Path) -> str:

@@ -261,8 +261,8 @@ class Cancel(Synthetic):
             at = r.randrange(len(words) - 1)
             i = r.randrange(len(words[at]) - 1)
             wrong = words[at][:i] + words[at][i + 2 :]
-            *lines, last = [*words[1 : at + 1], wrong, *self._steps(wrong)]
-            return ";".join(lines) + "#" + last
+            lines = [*words[1 : at + 1], wrong, *self._steps(wrong)]
+            return ";".join(lines[:-1]) + "#" + lines[-1]
         return _cut(answer, r) if u < 0.55 else answer
 
 
