@@ -32,6 +32,7 @@ from asyncrl.versions import Label
 from asyncrl.wires import PeerSocket
 
 DECODE_STEPS = 8  # between two looks at the socket
+EVERYTHING = 1 << 30  # samples
 IDLE_POLL_S = 0.02
 
 
@@ -42,7 +43,8 @@ class Generator:
         self.config, self.engine = config, engine
         self.producer, self.session = f"generator-{index}", time.time_ns()
         self.run = run_id(run_dir)
-        self.schedule = Schedule(drain_first=config.weights.in_flight == "between_groups")
+        self.lockstep = config.staleness.max_lag == 0 and config.generators == 1
+        self.schedule = Schedule(drain_first=config.weights.in_flight == "between_groups", lockstep=self.lockstep)
         self.tokenizer = load_tokenizer(config.model.path)
         self.task = get_task(config.task)
         self.rewards = RewardRunner(config, self.task)
@@ -202,8 +204,14 @@ class Generator:
             self.socket.send(frame)
 
     def want(self) -> None:
-        """Ask for as many samples as will find a free row soon; one request at a time, repeated when unanswered."""
+        """Ask for as many samples as will find a free row soon; one request at a time, repeated when unanswered.
+
+        In lockstep (synchronous, one generator) it asks for all there is, and only with empty hands and everything delivered:
+        what then shares the engine does not hang on when messages arrive, and runs repeat bitwise.
+        """
         now, free = time.monotonic(), self.engine.slots - self.engine.active - self.schedule.waiting()
+        if self.lockstep:
+            free = 0 if self.engine.active or self.schedule.waiting() or self.judged or self.outbox.fresh else EVERYTHING
         if self.outbox.full:
             self.waiting_for = "credit: the buffer has not acknowledged what was delivered"
             return

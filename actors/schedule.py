@@ -6,6 +6,8 @@
 2. A ticket with an exact version (evaluation, lag injection) starts, runs and ends with exactly these weights: while such a
    row is live, nothing is swapped.
 3. A newer epoch's weights end every unfinished sample of an older one.
+4. In lockstep, no training sample starts while an evaluation ticket is held: which answers share the engine's batch, and with
+   it the last bit of every logprob, is then a function of the tickets alone.
 """
 
 from __future__ import annotations
@@ -48,8 +50,9 @@ class Held:
 class Schedule:
     """The tickets one generator holds, in the order in which they are served: evaluation first, then by number."""
 
-    def __init__(self, *, drain_first: bool) -> None:
+    def __init__(self, *, drain_first: bool, lockstep: bool = False) -> None:
         self.drain_first = drain_first  # weights.in_flight = between_groups
+        self.lockstep = lockstep  # evaluation and training never share the engine
         self.held: dict[tuple[int, int], Held] = {}  # (ticket, attempt)
         self.newest_attempt = 0
         self.announced: Announcement | None = None
@@ -107,6 +110,8 @@ class Schedule:
         for h in self.order():
             if goal is not None and h.exact != loaded:
                 continue
+            if self.lockstep and h.ticket.kind == "train" and any(x.ticket.kind != "train" for x in self.held.values()):
+                break
             while h.waiting and len(out) < room and h.ready(loaded):
                 sample = h.waiting.pop(0)
                 h.live.add(sample)

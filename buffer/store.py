@@ -121,18 +121,24 @@ class Store:
         return Ticket(g.ticket, self.attempts, "train", self.prompt(g.ticket), todo, self.s.sampling, least, exact, self.s.seed)
 
     def renew(self, producer: str, session: int, progress: list[tuple[int, int, int]], now: float) -> None:
-        """Decode progress: a lease whose tokens grew lasts longer."""
+        """Decode progress: a lease whose tokens grew lasts longer, and with it those of the same generator that wait for a row."""
+        moved, queued = False, []
         for ticket, attempt, tokens in progress:
             if ticket >= EVAL_BASE:
                 self.evaluations.renew(ticket, attempt, now + self.s.lease_s)
+                moved = moved or tokens > 0
             elif (g := self.alive.get(ticket) or self.retained.get(ticket)) is not None and attempt in g.attempts:
                 count = g.attempts[attempt]
                 if tokens > count[0]:
-                    count[0] = tokens
+                    count[0], moved = tokens, True
                     if g.lease is not None and g.lease.attempt == attempt:
                         g.lease.expires = now + self.s.lease_s
+                elif tokens == 0 and g.lease is not None and g.lease.attempt == attempt:
+                    queued.append(g.lease)
             elif (ticket, attempt) in self.strays:
                 self._stray(ticket, attempt, max(tokens, self.strays[ticket, attempt][0]), 0)
+        for lease in queued if moved else ():
+            lease.expires = now + self.s.lease_s
 
     def _stray(self, ticket: int, attempt: int, reported: int, delivered: int) -> None:
         """A gone group's attempt reports or delivers: its tokens that were counted as lost are counted again."""

@@ -1,0 +1,133 @@
+"""Checkpoints: whole or absent, the last k kept, a damaged one passed over, another model's refused, epochs claimed once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from test_learner_step import batch, weights
+
+from asyncrl.config import Config
+from asyncrl.errors import AsyncrlError, Damaged
+from asyncrl.models import build_model
+from learner import checkpoint
+from learner.step import LearnerCore
+
+EXTRA: dict[str, Any] = {"next_ticket": 6, "ledger": {"trained": {"tokens": 5.0}}, "trained_above": [8], "parent": [1, 0]}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("checkpoint") / "m"
+    build_model(path, "abcdefgh", hidden=32, layers=1)
+    return path
+
+
+def core(model_dir: Path) -> LearnerCore:
+    raw = {"model": {"path": str(model_dir), "device": "cpu"}, "task": {"name": "sort"}, "learner": {"lr": 0.01, "steps": 100}}
+    return LearnerCore(msgspec.convert(raw, Config), model_dir)
+
+
+def claimed(root: Path) -> tuple[int, Path]:
+    epoch, _, directory = checkpoint.begin(root)
+    return epoch, checkpoint.claim(directory, 0)
+
+
+def test_a_restored_learner_goes_on_bitwise(model_dir: Path, tmp_path: Path) -> None:
+    whole, (_, directory) = core(model_dir), claimed(tmp_path)
+    for n in range(3):
+        whole.train(batch(n, seed=n))
+        if n == 1:
+            assert checkpoint.save(directory, whole, EXTRA, 2, {1: b"older"}) == 2
+    path = checkpoint.newest(directory)
+    assert path is not None and path.name == "number_2" and checkpoint.older(path) == {1: b"older"}
+    second = core(model_dir)
+    assert checkpoint.restore(second, path) == EXTRA
+    second.train(batch(2, seed=2))
+    assert torch.equal(weights(second), weights(whole)) and second.state == whole.state
+
+
+def test_the_last_k_are_kept_and_nothing_half_written_stays(model_dir: Path, tmp_path: Path) -> None:
+    c, (_, directory) = core(model_dir), claimed(tmp_path)
+    oldest = []
+    for n in range(5):
+        c.state.number = n
+        oldest.append(checkpoint.save(directory, c, EXTRA, 2))
+    assert oldest == [0, 0, 1, 2, 3]
+    assert sorted(p.name for p in directory.iterdir()) == ["number_3", "number_4"]
+
+
+@pytest.mark.parametrize("part", ["manifest", "state.pt", "model/model.safetensors"])
+@pytest.mark.parametrize("how", ["cut", "changed", "gone"])
+def test_a_damaged_checkpoint_is_passed_over_and_said(part: str, how: str, model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    c, (_, directory) = core(model_dir), claimed(tmp_path)
+    for n in (1, 2):
+        c.state.number = n
+        checkpoint.save(directory, c, EXTRA, 3)
+    victim = directory / "number_2" / part
+    data = victim.read_bytes()
+    victim.unlink()
+    if how != "gone":
+        victim.write_bytes(data[: len(data) // 2] if how == "cut" else bytes([data[0] ^ 1]) + data[1:])
+    path = checkpoint.newest(directory)
+    assert path is not None and path.name == "number_1"
+    said = capsys.readouterr().err
+    assert "number_2 is damaged" in said and "falling back" in said
+    assert checkpoint.numbers(directory) == [1]
+
+
+def test_no_whole_checkpoint_is_an_error(model_dir: Path, tmp_path: Path) -> None:
+    _, directory = claimed(tmp_path)
+    assert checkpoint.newest(directory) is None
+    checkpoint.save(directory, core(model_dir), EXTRA, 1)
+    (directory / "number_0" / "state.pt").unlink()
+    with pytest.raises(Damaged, match="no checkpoint in .* is whole"):
+        checkpoint.newest(directory)
+
+
+def test_another_models_checkpoint_is_refused(model_dir: Path, tmp_path: Path) -> None:
+    build_model(tmp_path / "other", "abcdefgh", hidden=64, layers=1)
+    _, directory = claimed(tmp_path / "c")
+    checkpoint.save(directory, core(tmp_path / "other"), EXTRA, 1)
+    mine = core(model_dir)
+    before = weights(mine)
+    with pytest.raises(Damaged, match="another model than model.path"):
+        checkpoint.restore(mine, directory / "number_0")
+    assert torch.equal(weights(mine), before)
+
+
+def test_a_full_disk_leaves_the_checkpoints_before_it(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full at the optimizer's state, after the model was written."""
+    c, (_, directory) = core(model_dir), claimed(tmp_path)
+    checkpoint.save(directory, c, EXTRA, 2)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    c.state.number = 1
+    with pytest.raises(AsyncrlError, match=r"number_1 could not be written: .*No space left on device.*free some space and resume"):
+        checkpoint.save(directory, c, EXTRA, 2)
+    assert [p.name for p in directory.iterdir()] == ["number_0"]
+    assert checkpoint.verify(directory / "number_0") == ""
+
+
+def test_a_new_life_links_its_origins_checkpoints_and_claims_once(model_dir: Path, tmp_path: Path) -> None:
+    first, directory = claimed(tmp_path)
+    c = core(model_dir)
+    for n in (2, 4):
+        c.state.number = n
+        checkpoint.save(directory, c, EXTRA, 3)
+    unwelcome, origin, abandoned = checkpoint.begin(tmp_path)
+    second, origin2, mine = checkpoint.begin(tmp_path)
+    assert (first, unwelcome, second) == (1, 2, 3) and origin == origin2 == 1
+    assert os.stat(mine / "number_4" / "state.pt").st_ino == os.stat(directory / "number_4" / "state.pt").st_ino
+    assert checkpoint.epochs(tmp_path, claimed=True) == [1], "nothing counts before the buffer's welcome"
+    final = checkpoint.claim(mine, 4)
+    assert checkpoint.numbers(final) == [4], "what the buffer has let go of cannot be resumed from"
+    assert [p.name for p in tmp_path.iterdir()] == ["epoch_3"] and not abandoned.exists()
+    assert checkpoint.verify(final / "number_4") == ""

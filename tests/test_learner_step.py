@@ -1,0 +1,153 @@
+"""One learner step: the gradient does not know how the batch was cut, the trust region can stop it, bad numbers are skipped."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.config import Config
+from asyncrl.errors import AsyncrlError
+from asyncrl.messages import Batch, Trajectory
+from asyncrl.models import build_model
+from learner.batch import micro_batches, pack
+from learner.step import LearnerCore
+
+GROUPS, SIZE = 6, 3
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("step") / "m"
+    build_model(path, "abcdefgh", hidden=32, layers=2)
+    return path
+
+
+def batch(number: int = 0, *, seed: int = 0, reward: float | None = None) -> Batch:
+    """Answers of 1 to 12 tokens; behaviour log-probabilities near uniform over the ten symbols."""
+    r = np.random.default_rng(seed)
+    samples = []
+    for t in range(GROUPS):
+        prompt = r.integers(2, 8, 2 + t % 3).astype("<i4").tobytes()
+        for s in range(SIZE):
+            n = int(r.integers(1, 13))
+            tokens, logprobs = r.integers(2, 8, n).astype("<i4"), (-2.3 + 0.3 * r.standard_normal(n)).astype("<f4")
+            value = float(r.random()) if reward is None else reward
+            samples.append(Trajectory(t, s, 0, prompt, tokens.tobytes(), logprobs.tobytes(), bytes([1] * n), [], value, {}, "stop", 1.0))
+    runs = [[(0, s.length, int(r.integers(0, 4)))] for s in samples]
+    return Batch(1, number, samples, [x[0][2] for x in runs], [0] * len(samples), runs, {}, GROUPS, {})
+
+
+def core(model_dir: Path, run_dir: Path | None = None, **sections: Any) -> LearnerCore:
+    learner = {"optimizer": "sgd", "lr": 0.1, "clip_norm": 0.0, "steps": 100, "groups": GROUPS, "group_size": SIZE} | sections.pop("learner", {})
+    raw = {"model": {"path": str(model_dir), "device": "cpu"}, "task": {"name": "sort"}, "learner": learner, **sections}
+    return LearnerCore(msgspec.convert(raw, Config), model_dir, run_dir)
+
+
+def weights(c: LearnerCore) -> torch.Tensor:
+    return torch.cat([p.detach().flatten().clone() for p in c.model.hf.parameters()])
+
+
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}},
+    {"correction": {"proximal": "interpolate", "preset": "tis"}},
+    {"correction": {"preset": "icepop"}},
+    {"loss": {"surrogate": "gspo"}},
+    {"kl": {"coefficient": 0.1, "placement": "loss", "estimator": "k3"}},
+    {"kl": {"coefficient": 0.1, "placement": "reward", "estimator": "k1"}},
+]
+
+
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_micro_batches_accumulate_the_big_batchs_gradient(model_dir: Path, variant: dict[str, Any]) -> None:
+    moved, metrics = [], []
+    for tokens in (100_000, 40, 1):
+        c = core(model_dir, learner={"micro_batch_tokens": tokens}, **variant)
+        before = weights(c)
+        metrics.append(c.train(batch()))
+        moved.append(weights(c) - before)
+    assert float(moved[0].norm()) > 1e-4
+    for other, seen in zip(moved[1:], metrics[1:], strict=True):
+        assert torch.allclose(other, moved[0], atol=1e-6 + 1e-4 * float(moved[0].abs().max()))
+        for name in ("loss/policy", "policy/entropy", "is/ess", "clip/share", "optim/grad_norm"):
+            assert seen[name] == pytest.approx(metrics[0][name], rel=1e-4, abs=1e-6), name
+
+
+def test_micro_batches_hold_every_sample_once_within_the_token_budget() -> None:
+    packed = pack(batch())
+    parts = micro_batches(packed, range(GROUPS * SIZE), 40)
+    assert sorted(i for p in parts for i in p) == list(range(GROUPS * SIZE))
+    longest = [max(len(packed.prompts[i]) + len(packed.responses[i]) for i in p) for p in parts]
+    assert all(len(p) * n <= 40 or len(p) == 1 for p, n in zip(parts, longest, strict=True))
+    assert longest == sorted(longest)
+
+
+def test_minibatches_are_whole_groups_and_repeat_by_seed(model_dir: Path) -> None:
+    c, packed = core(model_dir, learner={"minibatches": 3}), pack(batch())
+    first, again, other = c._minibatches(packed, 0), c._minibatches(packed, 0), c._minibatches(packed, 1)
+    assert first == again != other
+    assert sorted(i for p in first for i in p) == list(range(GROUPS * SIZE)) and len(first) == 3
+    groups = [{packed.groups[i] for i in p} for p in first]
+    assert all(len(g) == 2 for g in groups) and not groups[0] & groups[1]
+    assert c.train(batch())["optim/steps"] == 3
+
+
+def test_kl_early_stop_makes_no_further_step_and_leaves_no_gradient(model_dir: Path) -> None:
+    """With a bound that any step passes, epochs = 4 ends as epochs = 1 does, bitwise, moments included."""
+    one = core(model_dir, learner={"optimizer": "adamw", "lr": 0.01})
+    four = core(model_dir, learner={"optimizer": "adamw", "lr": 0.01, "epochs": 4}, stop={"kl_max": 1e-12})
+    one.train(batch())
+    metrics = four.train(batch())
+    assert metrics["optim/early_stops"] == 1 and metrics["optim/steps"] == 1 and metrics["optim/stop_kl"] > 1e-12
+    assert torch.equal(weights(one), weights(four))
+    for a, b in zip(one.model.hf.parameters(), four.model.hf.parameters(), strict=True):
+        assert torch.equal(one.optimizer.state[a]["exp_avg"], four.optimizer.state[b]["exp_avg"])
+    assert all(p.grad is None for p in four.model.hf.parameters())
+    generous = core(model_dir, learner={"optimizer": "adamw", "lr": 0.01, "epochs": 4}, stop={"kl_max": 1e9})
+    assert generous.train(batch())["optim/steps"] == 4
+
+
+def test_equal_rewards_teach_nothing(model_dir: Path) -> None:
+    c = core(model_dir)
+    before = weights(c)
+    metrics = c.train(batch(reward=1.0))
+    assert metrics["reward/no_spread_share"] == 1.0
+    assert torch.equal(weights(c), before)
+
+
+def test_bad_loss_is_skipped_and_the_third_in_a_row_saves_the_batch(model_dir: Path, tmp_path: Path) -> None:
+    c = core(model_dir, tmp_path)
+    before = weights(c)
+    for n in range(2):
+        assert c.train(batch(n, reward=math.nan))["optim/skipped"] == n + 1
+        assert torch.equal(weights(c), before)
+    c.train(batch(2))  # a good one between: the count starts again
+    assert not torch.equal(weights(c), before)
+    for n in range(3, 5):
+        c.train(batch(n, reward=math.nan))
+    with pytest.raises(AsyncrlError, match="3 times in a row, last in batch 5"):
+        c.train(batch(5, reward=math.nan))
+    rows = msgspec.msgpack.decode((tmp_path / "bad_batch.msgpack").read_bytes())
+    assert len(rows) == GROUPS * SIZE and rows[0]["tokens"] == np.frombuffer(batch(5).samples[0].tokens, "<i4").tolist()
+
+
+def test_same_batch_same_seed_bitwise(model_dir: Path) -> None:
+    runs = [core(model_dir, learner={"minibatches": 2, "epochs": 2, "optimizer": "adamw"}) for _ in range(2)]
+    for n in range(3):
+        assert runs[0].train(batch(n, seed=n)) == runs[1].train(batch(n, seed=n))
+    assert torch.equal(weights(runs[0]), weights(runs[1]))
+
+
+def test_schedule_is_a_function_of_the_batch_number(model_dir: Path) -> None:
+    c = core(model_dir, learner={"schedule": "linear", "warmup_steps": 4, "lr": 1.0, "steps": 10})
+    rates = []
+    for n in range(10):
+        c.state.number = n
+        rates.append(c._set_rate())
+    assert rates == pytest.approx([min(1, (n + 1) / 5) * (1 - n / 10) for n in range(10)])
