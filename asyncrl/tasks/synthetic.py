@@ -239,10 +239,12 @@ class Cancel(Synthetic):
         return out
 
     def draw(self, r: random.Random, split: str) -> str:
-        low, high, fewest, most = (7, 8, 3, 9) if split == "ood" else (4, 8, 1, 3)
+        low, high, fewest, most = (7, 8, 3, 4) if split == "ood" else (4, 8, 1, 3)
+        wanted = r.randint(1, 3) if split != "ood" else 0  # few random words have three pairs: each count gets its share
         while True:
             word = "".join(r.choices("abcABC", k=r.randint(low, high)))
-            if fewest <= len(self._steps(word)) <= most:
+            n = len(self._steps(word))
+            if n == wanted if wanted else fewest <= n <= most:
                 return word
 
     def solve(self, problem: str) -> str:
@@ -255,7 +257,8 @@ class Cancel(Synthetic):
     def spoil(self, problem: str, answer: str, r: random.Random) -> str:
         u = r.random()
         if u < 0.30:
-            return "#" + "".join(r.sample(problem, len(problem) - 2))
+            i = r.randrange(len(problem) - 1)
+            return "#" + problem[:i] + problem[i + 2 :]
         if u < 0.45:  # one wrong step: another two letters go; the rest follows from it
             words = [problem, *self._steps(problem)]
             at = r.randrange(len(words) - 1)
