@@ -85,7 +85,7 @@ def test_no_whole_checkpoint_is_an_error(model_dir: Path, tmp_path: Path) -> Non
     assert checkpoint.newest(directory) is None
     checkpoint.save(directory, core(model_dir), EXTRA, 1)
     (directory / "number_0" / "state.pt").unlink()
-    with pytest.raises(Damaged, match="no checkpoint in .* is whole"):
+    with pytest.raises(Damaged, match=r"no checkpoint in .* is whole"):
         checkpoint.newest(directory)
 
 
@@ -95,7 +95,7 @@ def test_another_models_checkpoint_is_refused(model_dir: Path, tmp_path: Path) -
     checkpoint.save(directory, core(tmp_path / "other"), EXTRA, 1)
     mine = core(model_dir)
     before = weights(mine)
-    with pytest.raises(Damaged, match="another model than model.path"):
+    with pytest.raises(Damaged, match=r"another model than model\.path"):
         checkpoint.restore(mine, directory / "number_0")
     assert torch.equal(weights(mine), before)
 

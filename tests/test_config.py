@@ -1,0 +1,115 @@
+"""Configs, typed as a user types them: every mistake is one line that says where, what and what to do, and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ENV, ROOT
+
+from asyncrl import config_load, metrics
+from asyncrl.errors import ConfigError
+
+CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
+BASE = 'model.path = "m"\ntask.name = "sort"\n'
+
+
+def written(tmp_path: Path, more: str) -> Path:
+    path = tmp_path / "c.toml"
+    path.write_text(BASE + more)
+    return path
+
+
+MISTAKES = [
+    ("[staleness]\nmax_lagg = 4\n", "c.toml:4: staleness.max_lagg: unknown key; did you mean staleness.max_lag?"),
+    ("[generator]\nmax_lag = 4\n", "c.toml:4: generator.max_lag: unknown key; did you mean staleness.max_lag?"),
+    ("[learner]\nlr = -1.0\n", "c.toml:4: learner.lr"),
+    ('[learner]\nlr = "fast"\n', "c.toml:4: learner.lr"),
+    ('[loss]\nsurrogate = "pppo"\n', "choose one of"),
+    ("staleness = 3\n", "c.toml:3: staleness: is a section, not a value"),
+    ("[staleness]\nmax_lag = 1.5\n", "staleness.max_lag: 1.5 is neither a whole number nor inf"),
+    ("[staleness]\nmax_lag = 2\ninject = 4\n", "staleness.inject: injects up to 4 versions, above staleness.max_lag = 2"),
+    ("[learner]\ngroups = 2\nminibatches = 3\n", "3 minibatches of 2 groups"),
+    ("[learner]\ngroup_size = 1\n", "leaves rloo nothing to compare with"),
+    ("[generator]\nmax_new_tokens = 64\ncontext = 64\n", "leave no room for a prompt"),
+    ("[reward]\ndeadline_s = 30.0\n", "not below the lease around it"),
+    ("[stop]\nkl_max = 0.1\n", "there is nothing to stop"),
+    ("[[[", "not TOML"),
+]
+
+
+@pytest.mark.parametrize(("more", "said"), MISTAKES, ids=[m[1][:40] for m in MISTAKES])
+def test_mistakes_in_a_file(more: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as e:
+        config_load.load(written(tmp_path, more))
+    assert said in str(e.value) and "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ("learner.lrr=1", "--set learner.lrr=1: learner.lrr: unknown key; did you mean learner.lr?"),
+        ("learner.lr", "write key.path=value"),
+        ("learner.steps=0", "--set learner.steps=0: learner.steps"),
+        ("seed.x=1", "seed: Expected `int`"),
+    ],
+)
+def test_mistakes_on_the_command_line(item: str, said: str, tmp_path: Path) -> None:
+    """The real command: one line on stderr, exit code 2, nothing written."""
+    argv = [sys.executable, "-m", "asyncrl.cli", "run", str(written(tmp_path, "")), "--set", f"runs={str(tmp_path / 'runs')!r}", "--set", item]
+    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2, done.stderr
+    assert said in done.stderr and "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_resolved_config_repeats_itself(path: Path, tmp_path: Path) -> None:
+    config = config_load.load(path)
+    again = tmp_path / "resolved.toml"
+    again.write_text(config_load.dump(config))
+    assert config_load.load(again) == config
+
+
+def test_every_key_says_what_it_means() -> None:
+    """The schema that editors show: every key is in it, with its default."""
+    schema = json.loads((ROOT / "configs" / "schema.json").read_text())
+    assert schema == json.loads(json.dumps(config_load.schema())), "stale: asyncrl config schema > configs/schema.json"
+    config_keys = config_load.keys()
+    named = {p for d in schema["$defs"].values() for p in d["properties"]}
+    assert {k.rsplit(".", 1)[-1] for k in config_keys} <= named
+
+
+def test_presets_fill_only_what_is_not_given(tmp_path: Path) -> None:
+    c = config_load.load(written(tmp_path, '[correction]\npreset = "tis"\nhi = 3.0\n')).correction
+    assert (c.level, c.bound, c.hi) == ("token", "truncate", 3.0)
+
+
+def test_the_table_of_metrics_is_the_documented_one() -> None:
+    assert (ROOT / "docs" / "metrics.md").read_text() == metrics.markdown(), "stale: asyncrl config metrics > docs/metrics.md"
+
+
+def test_an_unknown_metric_is_refused(tmp_path: Path) -> None:
+    writer = metrics.MetricsWriter(tmp_path)
+    with pytest.raises(Exception, match="no/such"):
+        writer.write(0, {"reward/mean": 1.0, "no/such": 2.0})
+    writer.write(1, {"reward/mean": 0.5}, histograms={"lag/samples": [0, 0, 2]})
+    writer.close()
+    (row,) = metrics.read(tmp_path)
+    assert row["reward/mean"] == 0.5 and row["lag/samples"] == {"0": 2, "2": 1}
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path / "tensorboard"))
+    board.Reload()
+    assert [e.value for e in board.Scalars("reward/mean")] == [0.5] and board.Histograms("lag/samples")
+
+
+def test_the_layers_hold() -> None:
+    """The import contracts of pyproject.toml: the mathematics knows no wire, the buffer no torch, the parts not each other."""
+    done = subprocess.run([sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"], cwd=ROOT, env=ENV,
+                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert "0 broken" in done.stdout
