@@ -109,7 +109,8 @@ def _timeline(spans: dict[str, list[tuple[str, float, float]]]) -> tuple[Any, fl
                     width.append(min(b, start + TIMELINE_S) - max(a, start))
                     lanes.append(process)
         figure.add_bar(x=width, base=base, y=lanes, orientation="h", name=name, marker={"color": COLOURS[i % len(COLOURS)], "line": {"width": 0}})
-    figure.update_layout(barmode="overlay", height=90 + 45 * len(spans), margin={"l": 100, "r": 15, "t": 10, "b": 40}, template="plotly_white", bargap=0.3)
+    figure.update_layout(barmode="overlay", height=120 + 45 * len(spans), margin={"l": 100, "r": 15, "t": 45, "b": 40}, template="plotly_white", bargap=0.3,
+                         legend={"orientation": "h", "y": 1.0, "x": 0, "xanchor": "left", "yanchor": "bottom"})  # fmt: skip
     figure.update_xaxes(title="seconds", range=[0, TIMELINE_S])
     return figure, TIMELINE_S
 
@@ -151,7 +152,7 @@ def write(run_dir: Path) -> Path:
     rows = metrics.read(run_dir)
 
     def draw(figure: Any) -> Markup:
-        return Markup(pio.to_html(figure, include_plotlyjs=False, full_html=False, config={"displaylogo": False}))
+        return Markup(pio.to_html(figure, include_plotlyjs=False, full_html=False, config={"displaylogo": False, "displayModeBar": False}))
 
     timeline, seconds = _timeline(trace.read(run_dir))
     path = run_dir / "samples.jsonl"
