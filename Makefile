@@ -31,7 +31,7 @@ demo: $(VENV)/.demo
 	$(PY) -m asyncrl.cli run configs/demo.toml
 
 test: env browser
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2 --dist worksteal
 
 check: env
 	$(VENV)/bin/ruff check .

@@ -54,6 +54,24 @@ def emit(value: dict[str, Any], as_json: bool) -> None:
                 print(f"{key:16} {x}")
 
 
+def outline(s: dict[str, Any]) -> dict[str, Any]:
+    """A run's summary for a reader; summary.json has all of it."""
+
+    def share(x: float | None) -> str:
+        return "-" if x is None else f"{x:.3f}"
+
+    lag, speed, total = s["lag"], s["speed"], max(s["ledger"]["generated"], 1)
+    idle, ends = speed["idle_share"], {k: v for k, v in s["ledger"].items() if k != "generated" and v}
+    return {
+        "held-out": f"{share(s['heldout_start'])} -> {share(s['heldout_end'])}   out of distribution {share(s['ood_end'])}",
+        "trained": f"{s['steps']} steps, {s['trajectories']:,} trajectories, {s['tokens']:,} tokens in {s['wall_s']:.1f} s",
+        "lag": f"mean {lag['mean']:.2f}, p95 {lag['p95']:g}, max {lag['max']:g} of {lag['limit']} versions",
+        "speed": f"generators {speed['generator_tokens_per_s']:,.0f} tokens/s ({idle['generator']:.0%} idle), "
+                 f"learner {speed['learner_tokens_per_s']:,.0f} tokens/s ({idle['learner']:.0%} idle)",
+        "ledger": f"{s['ledger']['generated']:,} tokens generated: " + ", ".join(f"{k} {v / total:.1%}" for k, v in ends.items()),
+    }  # fmt: skip
+
+
 @click.group(cls=Group, epilog="Exit codes: " + "; ".join(f"{k} {v}" for k, v in EXIT_CODES.items()))
 def main() -> None:
     """Asynchronous reinforcement learning of language models: run, tune, compare."""
@@ -80,7 +98,7 @@ def run(source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path |
         print(f"would start in {run_dir}: buffer, learner, {config.generators} generator(s)", file=sys.stderr)
         return
     code, summary = runner.run(config, run_dir, resume=resume is not None)
-    emit(summary, as_json)
+    emit(summary if as_json else outline(summary), as_json)
     sys.exit(code)
 
 

@@ -42,7 +42,8 @@ def preflight(config: Config) -> None:
     tokenizer = load_tokenizer(path)
     room = config.generator.context - config.generator.max_new_tokens
     for split in ("train", "heldout", "ood"):
-        for i in range(min(task.size(split) or 64, 2000)):
+        size = task.size(split)
+        for i in range(64 if size is None else min(size, 2000)):
             prompt = task.prompt(split, i, config.seed)
             if (n := len(encode_prompt(tokenizer, prompt))) > room:
                 raise ConfigError(f"generator.context: {split} prompt {prompt.id} has {n} tokens; context {config.generator.context} less "

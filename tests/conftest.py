@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -28,24 +29,46 @@ class Ended:
         return dict(json.loads(self.out.strip().splitlines()[-1]))
 
 
+def shared(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
+    """A directory that `make` fills once for all workers of a test session; the others wait for it."""
+    base = factory.getbasetemp()
+    base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    path, done = base / name, base / f"{name}.done"
+    with (base / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not done.exists():
+            path.mkdir()
+            make(path)
+            done.touch()
+    return path
+
+
 @pytest.fixture(scope="session")
 def sort_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The `sort` model after its warm start, built once a test session."""
-    path = tmp_path_factory.mktemp("model") / "sort"
+    return shared(tmp_path_factory, "model", _warm) / "sort"
+
+
+def _warm(directory: Path) -> None:
     code = (
         "import sys; from asyncrl.config_load import load; from asyncrl.tasks.warm_start import warm_start;"
         "c = load('configs/demo.toml', ['model.path=' + repr(sys.argv[1])]); warm_start(c, sys.argv[1])"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(path)], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code, str(directory / "sort")], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
-    return path
 
 
 @pytest.fixture(scope="session")
 def gain(tmp_path_factory: pytest.TempPathFactory, sort_model: Path) -> Ended:
     """An asynchronous run of 40 steps, made once a test session."""
-    argv = demo_command("run", tmp_path_factory.mktemp("gain"), sort_model, "learner.steps=40", "staleness.max_lag=4", "name='gain'")
-    return Ended(subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300))
+
+    def make(path: Path) -> None:
+        argv = demo_command("run", path, sort_model, "learner.steps=40", "staleness.max_lag=4", "name='gain'")
+        done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+        (path / "ended.json").write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
+
+    code, out, err = json.loads((shared(tmp_path_factory, "gain", make) / "ended.json").read_text())
+    return Ended(subprocess.CompletedProcess([], code, out, err))
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ENV, ROOT
 
 from asyncrl import weight_ring
@@ -44,6 +45,38 @@ def test_a_version_comes_out_as_it_went_in(tmp_path: Path) -> None:
     reader.close()
     r.close()
     assert not (tmp_path / "ring").exists()
+
+
+def test_a_reader_denied_shared_memory_gets_every_byte_over_the_socket(tmp_path: Path) -> None:
+    """As on another host: the directory is not there for it."""
+    import msgspec
+
+    from actors.weights import WeightsReceiver
+    from asyncrl import models
+    from asyncrl.config import Config
+    from asyncrl.messages import WeightsSource
+
+    model = models.build_model(tmp_path / "m", "abcdefgh", hidden=256, layers=3)
+    layout = models.manifest(model)
+    r = Ring(tmp_path / "ring", models.flat_bytes(layout), 2, layout, 1)
+    server = ChunkServer("tcp://127.0.0.1:0", layout, r.read_part)
+    config = msgspec.convert({"model": {"path": "m"}, "task": {"name": "sort"}}, Config)
+    receiver = WeightsReceiver(config, "generator-0")
+    denied = WeightsSource(1, "another-host", str(tmp_path / "not-there"), server.address)
+    for n in range(3):
+        with torch.no_grad():
+            next(model.hf.parameters()).add_(n)
+        digest = r.write(Label(1, n), lambda buffer: models.write_flat(model, buffer))
+        got = receiver.pull(denied, Label(1, n), digest)
+        assert got is not None and got[1] == digest and receiver.reader is None
+        for name, tensor in models.named_weights(model):
+            assert (got[0][name] == tensor).all(), name
+        whole = (n + 1) * models.flat_bytes(layout)
+        assert whole <= receiver.bytes_over_socket == server.bytes_sent < whole + 100_000
+    assert receiver.pull(denied, Label(1, 0), "gone") is None
+    receiver.close()
+    server.close()
+    r.close()
 
 
 def test_kept_versions_stay_and_a_full_ring_names_its_holder(tmp_path: Path) -> None:
