@@ -83,29 +83,52 @@ class Staleness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class Advantage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    name: Literal["reinforce", "rloo", "grpo", "dr_grpo"] = "rloo"
+    name: Literal["reinforce", "rloo", "grpo", "dr_grpo", "reinforce_pp", "opo", "gpg"] = "rloo"
     baseline: Annotated[Literal["none", "batch", "ema"], Meta(description="reinforce")] = "batch"
     ema_decay: Share = 0.9
     ddof: Annotated[Literal[0, 1], Meta(description="grpo")] = 1
     eps: Annotated[NonNegative, Meta(description="grpo")] = 1e-4
+    gamma: Annotated[Share, Meta(description="reinforce_pp: discount of a token")] = 1.0
+    group_baseline: Annotated[bool, Meta(description="reinforce_pp: subtract the group's mean reward first")] = False
+    rewards: Annotated[Literal["raw", "unit", "whiten"], Meta(description="scaled to [0, 1] or whitened over the batch")] = "raw"
     whiten: Annotated[bool, Meta(description="advantages over the batch")] = False
-    truncated: Annotated[Literal["keep", "penalty", "mask"], Meta(description="answers cut at max_new_tokens")] = "keep"
+    truncated: Annotated[
+        Literal["keep", "penalty", "mask", "soft"], Meta(description="answers cut at max_new_tokens; soft: a linear ramp before the limit")
+    ] = "keep"
     truncation_penalty: float = 0.0
+    truncation_ramp: Annotated[Positive, Meta(description="soft: tokens before max_new_tokens where the penalty starts")] = 16
     no_spread: Annotated[Literal["keep", "filter"], Meta(description="groups without reward spread")] = "keep"
 
 
 class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    preset: Annotated[Literal["", "none", "tis", "seq_tis", "icepop"], Meta(description="sets the keys below that are not given")] = ""
+    preset: Annotated[Literal["", "none", "tis", "seq_tis", "icepop", "mis", "m2po"], Meta(description="sets the keys below that are not given")] = ""
     proximal: Literal["recompute", "behavior", "interpolate"] = "recompute"
     level: Literal["none", "token", "sequence", "geometric"] = "token"
     bound: Literal["none", "truncate", "clip", "mask"] = "truncate"
     lo: Annotated[Annotated[float, Meta(ge=0)] | None, Meta(description="absent: the level's default")] = None
     hi: Annotated[Annotated[float, Meta(gt=0)] | None, Meta(description="absent: the level's default")] = None
-    self_normalize: bool = False
+    self_normalize: Annotated[bool, Meta(description="divide by the mean weight of the whole batch, after the bound")] = False
+    reject: Annotated[
+        Literal["none", "ratio", "k1", "k2", "k3"], Meta(description="drop what leaves [reject_lo, reject_hi] in this statistic of pi_prox / mu")
+    ] = "none"
+    reject_over: Annotated[Literal["token", "sum", "mean", "max"], Meta(description="token: drops tokens; sum, mean, max over the answer: drops answers")] = (
+        "token"
+    )
+    reject_lo: Annotated[float | None, Meta(description="absent: 0.5 (ratio; mean: 0.99), or none (k1, k2, k3)")] = None
+    reject_hi: Annotated[float | None, Meta(description="absent: 2 (ratio; mean: 1.01); k1, k2, k3 need one")] = None
+    veto: Annotated[Literal["none", "probability", "ratio"], Meta(description="drop answers with a token of pi_prox < 1e-6, or of pi_prox / mu < 1e-4")] = (
+        "none"
+    )
+    veto_below: Annotated[Annotated[float, Meta(gt=0)] | None, Meta(description="absent: the veto's own threshold")] = None
+    m2: Annotated[NonNegative, Meta(description="M2PO: the largest log-ratios go until the mean of their squares is this; 0: off")] = 0.0
+    denominator: Annotated[Literal["before", "after"], Meta(description="the loss counts tokens before or after rejection")] = "before"
+    function: Annotated[str, Meta(description="module:function of your own for the weights: (log_rho, mask, seq, n, correction) -> [N]")] = ""
 
 
 class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    surrogate: Literal["vanilla", "ppo", "decoupled_ppo", "gspo", "cispo", "dppo", "sapo"] = "decoupled_ppo"
+    surrogate: Literal[
+        "vanilla", "reinforce", "ppo", "decoupled_ppo", "gspo", "cispo", "dppo", "sapo", "topr", "dro", "kl_cov", "clip_cov", "gpg", "sft", "reshape"
+    ] = "decoupled_ppo"
     eps_low: Annotated[NonNegative | None, Meta(description="absent: the surrogate's default (0.2; gspo 3e-4)")] = None
     eps_high: Annotated[NonNegative | None, Meta(description="absent: the surrogate's default (0.2; gspo 4e-4)")] = None
     dual_clip: Annotated[float, Meta(ge=0, description="c of dual-clip PPO, above 1; 0: off")] = 0.0
@@ -115,6 +138,30 @@ class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     dppo_threshold: NonNegative = 0.2
     sapo_tau_pos: float = 1.0
     sapo_tau_neg: float = 1.05
+    cispo_absolute: Annotated[bool, Meta(description="cispo: the upper bound is eps_high itself, not 1 + eps_high")] = False
+    dro_beta: NonNegative = 0.05
+    cov_share: Annotated[Share, Meta(description="kl_cov, clip_cov: share of the tokens that are held back")] = 2e-4
+    cov_lo: Annotated[float, Meta(description="clip_cov: covariances to draw from")] = 1.0
+    cov_hi: float = 5.0
+    cov_coefficient: Annotated[NonNegative, Meta(description="kl_cov: weight of |log ratio| on the chosen tokens")] = 1.0
+
+
+class Reshape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """IS-reshape, with loss.surrogate = reshape and correction.proximal = behavior."""
+
+    form: Annotated[Literal["power", "box_cox"], Meta(description="gamma -> 0 is no gradient, or weighted log-likelihood")] = "power"
+    mode: Annotated[Literal["v3.1", "base", "constant"], Meta(description="where gamma comes from")] = "v3.1"
+    gamma: Annotated[Share, Meta(description="constant")] = 1.0
+    rho_min: Annotated[float, Meta(gt=0, lt=1, description="smallest effective sample size that gamma_base aims at")] = 0.3
+    tau: Annotated[float, Meta(gt=0)] = 1.0
+    temperature: Annotated[NonNegative, Meta(description="T of gamma_target")] = 5.0
+    gamma_min: Share = 0.05
+    weight_max: Annotated[NonNegative, Meta(description="bound of w^gamma (the report's clip_threshold: 10); 0: off")] = 0.0
+    clip: Annotated[NonNegative, Meta(description="repair B: no gradient where w has left 1 +- clip in A's direction; 0: off")] = 0.0
+    kl_penalty: Annotated[NonNegative, Meta(description="repair C: coefficient of KL(theta, mu); 0: off")] = 0.0
+    kl_estimator: Literal["k1", "k2", "k3", "abs", "low_var_kl", "k1+", "k2+", "k3+", "abs+", "low_var_kl+"] = "k2"
+    budget: Annotated[Literal["none", "tokens", "global"], Meta(description="repair D on gamma: of tokens that push away, or of the whole batch")] = "none"
+    kl_budget: Annotated[float, Meta(gt=0, description="repair D: nats a token")] = 0.05
 
 
 class KL(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -125,11 +172,20 @@ class KL(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     controller: Literal["fixed", "adaptive"] = "fixed"
     target: Annotated[NonNegative, Meta(description="adaptive")] = 6.0
     horizon: Annotated[Positive, Meta(description="adaptive: samples")] = 10000
+    off_policy: Annotated[
+        Literal["none", "ratio", "prefix"], Meta(description="the loss term on stale samples: ratio per token; prefix: the exact sequence-level gradient")
+    ] = "none"
+    discount: Annotated[Share, Meta(description="prefix: of later terms; 1: exact, 0: token level")] = 1.0
+    truncate: Annotated[float, Meta(gt=0, description="prefix: bound of the prefix weights; inf: exact")] = float("inf")
 
 
 class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     kl_max: Annotated[NonNegative, Meta(description="KL early stopping: budget of one batch; 0: off")] = 0.0
     against: Literal["proximal", "behavior"] = "proximal"
+    action: Annotated[Literal["skip", "slow"], Meta(description="past kl_max: skip the rest of the batch; or scale each step by what fits into kl_max")] = (
+        "skip"
+    )
+    ess_min: Annotated[Share, Meta(description="skip the rest of the batch below this ESS of pi_theta / mu; 0: off")] = 0.0
 
 
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -192,6 +248,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     advantage: Advantage = Advantage()
     correction: Correction = Correction()
     loss: Loss = Loss()
+    reshape: Reshape = Reshape()
     kl: KL = KL()
     stop: Stop = Stop()
     weights: Weights = Weights()

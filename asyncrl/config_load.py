@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import tomli_w
 
+from asyncrl import rules
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 
@@ -22,6 +23,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tis": {"level": "token", "bound": "truncate", "hi": 2.0},
     "seq_tis": {"level": "sequence", "bound": "truncate", "hi": 2.0},
     "icepop": {"level": "token", "bound": "mask", "lo": 0.5, "hi": 5.0},
+    "mis": {"level": "token", "bound": "truncate", "hi": 2.0, "reject": "ratio", "reject_over": "mean", "veto": "ratio"},
+    "m2po": {"level": "none", "bound": "none", "m2": 0.04},
 }
 KL_PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"placement": "loss", "estimator": "k3"},
@@ -177,21 +180,12 @@ def check(c: Config) -> list[str]:
         out.append("wires.weights_address: weights.transport = tcp needs an address, for instance tcp://127.0.0.1:0")
     if c.staleness.on_exceed in ("drop", "mask", "downweight") and math.isinf(lag):
         out.append(f"staleness.on_exceed: {c.staleness.on_exceed} never acts without a limit (staleness.max_lag = inf)")
-    return out
+    return out + rules.check(c)
 
 
 def warnings(c: Config) -> list[str]:
     """What a run is told once at its start."""
-    out = []
-    if c.kl.coefficient > 0 and c.kl.placement == "loss" and c.kl.estimator == "k1":
-        out.append("kl: k1 in the loss has no expected gradient on policy, and off policy pushes away from the data")
-    if c.kl.coefficient > 0 and c.kl.placement == "reward" and c.kl.estimator == "k3":
-        out.append("kl: k3 in the reward has a strongly biased gradient and is known to collapse")
-    if c.correction.level in ("sequence", "geometric") and not c.correction.self_normalize:
-        out.append(f"correction: at {c.correction.level} level without self_normalize the mean weight, an effective learning rate, wanders")
-    if c.generator.top_p < 1 or c.generator.top_k > 0:
-        out.append("generator: top_p/top_k cut the sampled distribution; ratios against the full one are biased")
-    return out
+    return rules.warnings(c)
 
 
 def dump(config: Config) -> str:

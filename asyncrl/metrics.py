@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from asyncrl.algorithms.metric_names import BY_LAG, METRIC_NAMES
 from asyncrl.errors import AsyncrlError
 
 
@@ -72,6 +73,7 @@ METRICS: dict[str, Metric] = {
     "eval/ood_length": Metric("tokens", "mean length of out-of-distribution answers"),
     "memory/learner_mb": Metric("MiB", "resident memory of the learner"),
 }
+METRICS |= {_name: Metric(*_entry) for _name, _entry in METRIC_NAMES.items()}
 BUCKETS = ("0", "1", "2", "3to4", "5to8", "9plus")
 for _b in BUCKETS:
     METRICS[f"by_lag/k3_{_b}"] = Metric("nats/token", f"kl/behavior_prox_k3 of tokens at lag {_b}")
@@ -87,7 +89,8 @@ def known(name: str) -> bool:
 def markdown() -> str:
     """docs/metrics.md."""
     rows = [f"| `{n}` | {m.unit} | {m.meaning} |" for n, m in METRICS.items() if not n.startswith("by_lag/")]
-    by_lag = (("k3", "nats/token", "kl/behavior_prox_k3"), ("weight", "-", "mean importance weight"), ("tokens", "tokens", "trained tokens"))
+    by_lag = (("k3", "nats/token", "kl/behavior_prox_k3"), ("weight", "-", "mean importance weight"), ("tokens", "tokens", "trained tokens"),
+              *((k, u, f"`{m}`") for k, (u, m) in BY_LAG.items()))  # fmt: skip
     rows += [f"| `by_lag/{kind}_B` | {unit} | {what} at lag B, one of {', '.join(BUCKETS)} |" for kind, unit, what in by_lag]
     rows.append("| `reward_part/NAME` | reward | mean of a named part of the reward |")
     head = "# Metrics\n\nGenerated from `asyncrl/metrics.py` by `asyncrl config metrics`.\n\n| name | unit | meaning |\n|---|---|---|\n"

@@ -79,13 +79,21 @@ class LearnerCore:
         done, stop_kl = 0, 0.0
         for epoch in range(self.config.learner.epochs):
             for samples in self._minibatches(packed, epoch):
-                sums, stop_kl = self._gradient(prep, packed, samples)
-                if self.config.stop.kl_max and done and stop_kl > self.config.stop.kl_max:
+                current = self._forward(self.model, packed, range(len(packed.responses))) if step_loss.needs_current(prep) else None
+                step = step_loss.begin_step(prep, torch.tensor(samples), current)
+                prep.metrics |= step.metrics
+                stopped = step.lr_scale == 0 and done > 0
+                sums: dict[str, torch.Tensor] = {}
+                if not stopped:
+                    sums, stop_kl = self._gradient(prep, step, packed, samples)
+                    over = self.config.stop.kl_max and self.config.stop.action == "skip" and stop_kl > self.config.stop.kl_max
+                    stopped = bool(over) and done > 0
+                if stopped:
                     self.state.early_stops += 1
                     self.optimizer.zero_grad(set_to_none=True)
                     return total, done, norms, stop_kl
                 step_loss.add_sums(total, sums)
-                norm = self._apply(packed, sums)
+                norm = self._apply(packed, sums, step.lr_scale)
                 if norm is not None:
                     norms.append(norm)
                     done += 1
@@ -101,16 +109,15 @@ class LearnerCore:
         place = {g: n * parts // groups for n, g in enumerate(order)}
         return [[i for i, g in enumerate(packed.groups) if place[g] == p] for p in range(parts)]
 
-    def _gradient(self, prep: step_loss.Prepared, packed: Packed, samples: Sequence[int]) -> tuple[dict[str, torch.Tensor], float]:
+    def _gradient(self, prep: step_loss.Prepared, step: step_loss.Step, packed: Packed, samples: Sequence[int]) -> tuple[dict[str, torch.Tensor], float]:
         """Accumulate the gradient of one optimizer step; returns its sums and the KL that early stopping looks at."""
-        norm = step_loss.norms(prep, torch.tensor(samples), self.config)
         sums: dict[str, torch.Tensor] = {}
         stop = [torch.zeros(()), torch.zeros(())]
         self.optimizer.zero_grad(set_to_none=True)
         for micro in micro_batches(packed, samples, self.config.learner.micro_batch_tokens):
             out = self._run(self.model, packed, micro, entropy=True)
             part = packed.part(micro)
-            loss, more = step_loss.micro_loss(prep, norm, part, out.logprobs.cpu() if out.logprobs.is_cuda else out.logprobs,
+            loss, more = step_loss.micro_loss(prep, step, part, out.logprobs.cpu() if out.logprobs.is_cuda else out.logprobs,
                                               out.entropy.cpu() if out.entropy is not None and out.entropy.is_cuda else out.entropy)  # fmt: skip
             loss.backward()  # type: ignore[no-untyped-call]
             step_loss.add_sums(sums, more)
@@ -123,11 +130,12 @@ class LearnerCore:
             arrived = float(torch.where(prep.valid, k, 0.0).sum() / prep.valid.sum().clamp(min=1))
         return sums, max(0.0, float(stop[0] / stop[1].clamp(min=1)) - arrived)
 
-    def _apply(self, packed: Packed, sums: dict[str, torch.Tensor]) -> float | None:
+    def _apply(self, packed: Packed, sums: dict[str, torch.Tensor], lr_scale: float = 1.0) -> float | None:
         """The optimizer step; None when the gradient is not finite: skipped, counted, and the third in a row ends the run."""
         limit = self.config.learner.clip_norm or math.inf
         norm = float(torch.nn.utils.clip_grad_norm_(self.model.hf.parameters(), limit))
         if math.isfinite(norm) and math.isfinite(float(sums["loss/policy"])):
+            self._set_rate(lr_scale)
             self.optimizer.step()
             self.state.bad_in_a_row = 0
             return norm
@@ -167,14 +175,14 @@ class LearnerCore:
         now = packed.loss.proximal if packed.loss.proximal is not None else self._forward(self.model, packed, samples)
         return a * packed.loss.behavior + (1 - a) * now
 
-    def _set_rate(self) -> float:
+    def _set_rate(self, scale: float = 1.0) -> float:
         """The learning rate of this batch: a function of its number, so that nothing of it needs saving."""
         c, n = self.config.learner, self.state.number
         left = 1.0 - n / c.steps
         shape = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left)))}[c.schedule]
         rate = c.lr * shape * min(1.0, (n + 1) / (c.warmup_steps + 1))
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * scale
         return rate
 
     def _carry(self, packed: Packed, metrics: dict[str, float]) -> None:

@@ -1,15 +1,20 @@
-"""KL estimators on sampled tokens.  x = lp - lp_ref [N]; k1 and k3 are unbiased values for samples of pi_theta, gradients differ.
+"""KL estimators on sampled tokens.  x = lp - lp_ref [N].  For samples of pi_theta k1 and k3 are unbiased VALUES; gradients differ.
 
-Schulman, "Approximating KL divergence" (2020).
+Where the term stands decides its gradient in expectation, on policy: k1 in the reward is the exact sequence-level reverse KL; k1 in
+the loss nothing; k2 in the loss the token-level reverse KL; k3 in the loss the token-level forward KL; k3 in the reward is biased.
+Schulman, "Approximating KL divergence" (2020); Tang and Munos 2025, arXiv 2506.09477.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
-from asyncrl.errors import ConfigError
+from asyncrl.algorithms.ratios import CLAMP, discounted_suffix, running_sum, unknown
+
+OFF_POLICY = ("none", "ratio", "prefix", "prefix_full")
 
 
 def k1(x: torch.Tensor) -> torch.Tensor:
@@ -36,13 +41,98 @@ ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"k1": k1, "k2":
 
 
 def estimate(name: str, x: torch.Tensor) -> torch.Tensor:
-    """The estimator `name`; with `+`: its value with the gradient of k2 (straight-through)."""
+    """The estimator `name`; with `+`: its value with the gradient of k2 (straight-through).  Raises ConfigError for another name."""
     if (base := name.removesuffix("+")) not in ESTIMATORS:
-        raise ConfigError(f"kl.estimator = {name}: choose one of {', '.join(ESTIMATORS)}, each also with +")
+        raise unknown("kl.estimator", name, [*ESTIMATORS, *(n + "+" for n in ESTIMATORS)])
     value = ESTIMATORS[base](x)
     return value if base == name else k2(x) - k2(x).detach() + value.detach()
+
+
+def forward_k3(x: torch.Tensor) -> torch.Tensor:
+    """Estimate of the forward KL(ref || theta) from samples of theta: r log r - (r - 1) with r = exp(-x); never negative."""
+    return -x * torch.exp(-x) - torch.expm1(-x)
+
+
+def ratio(name: str, x: torch.Tensor, lp: torch.Tensor, behavior: torch.Tensor) -> torch.Tensor:
+    """exp(lp - lp_behavior) times the estimator, gradient through the ratio too (DeepSeek-V3.2, arXiv 2512.02556).
+
+    Right on the behaviour policy's states only: the states' own distribution is not corrected.
+    """
+    return (lp - behavior).clamp(-CLAMP, CLAMP).exp() * estimate(name, x)
+
+
+def _straight_through(coefficient: torch.Tensor, lp: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Value `value`, gradient coefficient * grad lp."""
+    return coefficient.detach() * (lp - lp.detach()) + value.detach()
+
+
+def prefix_weights(lp: torch.Tensor, behavior: torch.Tensor, seq: torch.Tensor, truncate: float = torch.inf) -> torch.Tensor:
+    """W_{1:t} = prod_{u<=t} pi_theta / mu [N], detached; min(W, truncate)."""
+    log_w = (lp.detach() - behavior).clamp(-CLAMP, CLAMP)
+    return running_sum(log_w, seq).clamp(-CLAMP, CLAMP).exp().clamp(max=truncate)
+
+
+def prefix(lp: torch.Tensor, ref: torch.Tensor, behavior: torch.Tensor, seq: torch.Tensor, *, discount: float = 1.0,
+           truncate: float = torch.inf) -> torch.Tensor:  # fmt: skip
+    """Per token [N], summing to L = sum_k W_{1:k} k3_k with nothing detached: the exact sequence-level gradient of the reverse KL
+    for any mu with support.
+
+    Its gradient is sum_t grad lp_t [W_{1:t} k1_t + sum_{k>t} discount^(k-t) W_{1:k} k3_k], written here as a straight-through;
+    (discount, truncate) = (1, inf) is exact, discount 0 the token level.  Compare Tang and Munos 2025, arXiv 2506.09477.
+    """
+    x = (lp.detach() - ref).clamp(-CLAMP, CLAMP)
+    w = prefix_weights(lp, behavior, seq, truncate)
+    value = w * k3(x)
+    later = discounted_suffix(value, seq, discount) - value
+    return _straight_through(w * k1(x) + later, lp, value)
+
+
+def prefix_full(step_kl: torch.Tensor, lp: torch.Tensor, behavior: torch.Tensor, seq: torch.Tensor, *, discount: float = 1.0,
+                truncate: float = torch.inf) -> torch.Tensor:  # fmt: skip
+    """Per token [N], summing to L = sum_k W_{1:k-1} KL_k; step_kl [N]: the exact KL(theta || ref) over the vocabulary at each state,
+    with gradient.  Exact like `prefix` with less variance (Tang and Munos 2025, arXiv 2506.09477)."""
+    log_w = (lp.detach() - behavior).clamp(-CLAMP, CLAMP)
+    w = (running_sum(log_w, seq) - log_w).clamp(-CLAMP, CLAMP).exp().clamp(max=truncate)
+    value = w * step_kl.detach()
+    later = discounted_suffix(value, seq, discount) - value
+    return w * (step_kl - step_kl.detach()) + _straight_through(later, lp, value)
+
+
+def term(lp: torch.Tensor, ref: torch.Tensor, behavior: torch.Tensor, seq: torch.Tensor, *, estimator: str = "k3", off_policy: str = "none",
+         discount: float = 1.0, truncate: float = torch.inf, step_kl: torch.Tensor | None = None) -> torch.Tensor:  # fmt: skip
+    """The KL term of the loss per token [N], with gradient: any estimator, off-policy form of it or none."""
+    if off_policy == "prefix":
+        return prefix(lp, ref, behavior, seq, discount=discount, truncate=truncate)
+    if off_policy == "prefix_full":
+        if step_kl is None:
+            raise unknown("kl.off_policy", "prefix_full (needs the exact KL of each step over the vocabulary)", OFF_POLICY[:-1])
+        return prefix_full(step_kl, lp, behavior, seq, discount=discount, truncate=truncate)
+    x = (lp - ref).clamp(-CLAMP, CLAMP)
+    if off_policy == "ratio":
+        return ratio(estimator, x, lp, behavior)
+    if off_policy != "none":
+        raise unknown("kl.off_policy", off_policy, OFF_POLICY)
+    return estimate(estimator, x)
 
 
 def adaptive(beta: float, kl: float, target: float, samples: int, horizon: int) -> float:
     """The next beta (Ziegler et al. 2019, arXiv 1909.08593)."""
     return beta * (1 + min(max(kl / target - 1, -0.2), 0.2) * samples / horizon)
+
+
+@dataclass
+class Controller:
+    """beta over a run: `fixed`, or `adaptive` towards kl = target.  horizon in samples."""
+
+    beta: float
+    kind: str = "fixed"
+    target: float = 6.0
+    horizon: int = 10000
+
+    def update(self, kl: float, samples: int) -> float:
+        """The beta of the next batch, after `samples` samples with mean `kl`; a kl that is not finite changes nothing."""
+        if self.kind not in ("fixed", "adaptive"):
+            raise unknown("kl.controller", self.kind, ("fixed", "adaptive"))
+        if self.kind == "adaptive" and abs(kl) < torch.inf:
+            self.beta = adaptive(self.beta, kl, self.target, samples, self.horizon)
+        return self.beta

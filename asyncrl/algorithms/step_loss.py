@@ -1,275 +1,317 @@
-"""One batch's loss, as the learner uses it.
+"""One batch's loss: the single entry that the learner uses.
 
-    prep = prepare(batch, config)                  # once a batch: advantages, and weights if the proximal policy is known
-    norm = norms(prep, seqs, config)               # once an optimizer step: the reduction's factors over that step's samples
-    loss, sums = micro_loss(prep, norm, part, lp)  # per micro-batch; losses and sums add up to the step's
+    prep = prepare(batch, config)                      # once a batch: advantages, masks, weights where the proximal policy is known
+    step = begin_step(prep, samples, current)          # once an optimizer step: global factors and statistics
+    loss, sums = micro_loss(prep, step, part, lp)      # per micro-batch: backward `loss`; losses and sums add up to the step's
+    a, b = stop_statistic(prep, part, lp)              # early stop: KL = sum a / sum b over the step's micro-batches
+    add_sums(total, sums); metrics = finish(total)     # once a batch: one synchronisation with the device
 
-Everything is packed over response tokens, N in the batch, B samples.  A micro-batch holds whole samples, so sequence-level
-quantities need nothing outside it; what is a statistic of the batch is computed in `prepare`.
+Everything is packed over response tokens: N in the batch, B samples, tokens of a sample contiguous and in order.  A micro-batch holds
+whole samples, so what belongs to a sequence needs nothing outside it; what is a statistic of the batch is computed in `prepare`
+and `begin_step`.  `config` is read by section (staleness, advantage, correction, loss, reshape, kl, stop, value), whatever its type.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from asyncrl.algorithms import advantages, kl, ratios, surrogates
-from asyncrl.algorithms import weights as weighting
+from asyncrl.algorithms import diagnostics, kl, ratios, reduce, reshape, stopping, surrogates, values, weights
+from asyncrl.algorithms.prepass import LossBatch, advantage, fade, kept, section
+from asyncrl.errors import ConfigError
 
-BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 10**9))
-
-
-@dataclass
-class LossBatch:
-    """seq, token_lag int64 [N]; behavior fp32 [N]; mask bool [N]; rewards fp32 [B]; groups int64 [B]; truncated bool [B].
-
-    proximal, reference fp32 [N] or None.
-    """
-
-    seq: torch.Tensor
-    behavior: torch.Tensor
-    mask: torch.Tensor
-    token_lag: torch.Tensor
-    rewards: torch.Tensor
-    groups: torch.Tensor
-    truncated: torch.Tensor
-    proximal: torch.Tensor | None = None
-    reference: torch.Tensor | None = None
+add_sums = diagnostics.add
+finish = diagnostics.metrics
+__all__ = [
+    "LossBatch", "Prepared", "Step", "add_sums", "begin_step", "finish", "micro_loss", "needs_current", "needs_proximal_first", "prepare", "stop_statistic",
+]  # fmt: skip
+EPS = {"gspo": (3e-4, 4e-4)}  # clip ranges that are not 0.2
 
 
 @dataclass
 class Prepared:
+    """A batch after its pre-pass; nothing here carries a gradient."""
+
     batch: LossBatch
     config: Any
     advantage: torch.Tensor  # [N]
-    valid: torch.Tensor  # bool [N]: tokens in the loss
+    valid: torch.Tensor  # bool [N]: tokens in the loss, before rejection
     fade: torch.Tensor  # [N] factor of staleness.on_exceed = downweight
-    weight: torch.Tensor | None  # [N] importance weights, or None: taken from the forward of the only optimizer step
+    corrected: weights.Corrected | None  # None: taken from the forward of the only optimizer step
     beta: float
+    returns: torch.Tensor | None = None  # [N], with a value head
+    metrics: dict[str, float] = field(default_factory=dict)
+    budget: stopping.Budget | None = None  # over this batch's steps
+    steps: int = 0
+
+
+@dataclass
+class Step:
+    """One optimizer step: factor [N] of the reduction, and what must be known of the whole batch before any micro-batch."""
+
+    factor: torch.Tensor
+    stats: weights.Statistics
+    reshape: reshape.Statistics | None = None
+    chosen: torch.Tensor | None = None  # bool [N], kl_cov and clip_cov
+    lr_scale: float = 1.0  # of this step's learning rate; 0: the batch's remaining steps are skipped
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 def needs_proximal_first(config: Any) -> bool:
     """Must the proximal logprobs be known before the first optimizer step of a batch?"""
     several = config.learner.epochs * config.learner.minibatches > 1
-    return bool(several or config.correction.self_normalize or (config.kl.coefficient > 0 and config.kl.placement == "reward"))
+    in_reward = config.kl.coefficient > 0 and config.kl.placement == "reward"
+    after = getattr(config.correction, "denominator", "before") == "after"
+    return bool(several or weights.needs_statistics(config.correction) or in_reward or after)
 
 
+def needs_current(prep: Prepared) -> bool:
+    """Must `begin_step` be given the logprobs [N] of the policy as it is now?  (A forward without gradient over the batch.)"""
+    c, stop = prep.config, _stop(prep.config)
+    wanted = c.loss.surrogate in ("reshape", "kl_cov", "clip_cov") or stop.action == "slow" or stop.ess_min > 0
+    wanted = wanted or (c.loss.surrogate == "reinforce" and weights.needs_statistics(c.correction))
+    return bool(wanted and not _starts_at_proximal(prep))
+
+
+def _starts_at_proximal(prep: Prepared) -> bool:
+    """Before the first step the policy is pi_prox, where that was recomputed."""
+    return prep.steps == 0 and prep.batch.proximal is not None and prep.config.correction.proximal == "recompute"
+
+
+def _stop(config: Any) -> Any:
+    return section(config, "stop", kl_max=0.0, against="proximal", action="skip", ess_min=0.0)
+
+
+# ---- once a batch --------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
 def prepare(batch: LossBatch, config: Any, *, baseline: float = 0.0, beta: float | None = None) -> Prepared:
-    """The pre-pass over the whole batch.  baseline: of advantage.name = reinforce.  Nothing here carries a gradient."""
+    """The pre-pass over the whole batch.  baseline: of advantage.name = reinforce; beta: of the KL term, now."""
     beta = config.kl.coefficient if beta is None else beta
-    valid = batch.mask & _kept(batch, config)
-    fade = torch.ones_like(batch.behavior)
-    if config.staleness.on_exceed == "downweight":
-        excess = (batch.token_lag - config.staleness.max_lag).clamp(min=0).to(fade.dtype)
-        fade = torch.pow(0.5, excess / config.staleness.half_life)
-    rewards = _shaped(batch, config, beta)
-    adv = _advantages(rewards, batch, config, baseline)
-    weight = None
-    if batch.proximal is not None:
-        weight = importance(ratios.log_ratio(batch.proximal, batch.behavior), valid, batch.seq, len(batch.rewards), config)
-    metrics = {
-        "reward/mean": float(batch.rewards.mean()),
-        "reward/std": float(batch.rewards.std()) if len(batch.rewards) > 1 else 0.0,
-        "advantage/std": float(adv.std()) if len(adv) > 1 else 0.0,
-        "reward/no_spread_share": _no_spread(batch),
-        "answer/truncated_share": float(batch.truncated.float().mean()),
-    }
-    return Prepared(batch, config, adv[batch.seq], valid, fade, weight, beta, metrics)
+    valid = batch.mask & kept(batch, config)
+    adv, returns, numbers = advantage(batch, valid, config, baseline, beta)
+    corrected = None
+    if batch.proximal is not None and config.loss.surrogate != "reinforce":
+        corrected = _correct(batch, torch.arange(len(batch.seq), device=batch.seq.device), batch.proximal, valid, config, None)
+    inside = adv[valid]
+    numbers |= {
+        "adv/mean": inside.mean() if len(inside) else adv.new_zeros(()), "adv/abs_max": inside.abs().amax() if len(inside) else adv.new_zeros(()),
+        "answer/masked_share": 1 - valid.to(adv.dtype).mean(),
+    }  # fmt: skip
+    stop = _stop(config)
+    budget = stopping.Budget(stop.kl_max) if stop.action == "slow" and stop.kl_max > 0 else None
+    metrics = {name: x[0] for name, x in diagnostics.to_host(numbers).items()}
+    return Prepared(batch, config, adv, valid, fade(batch, config), corrected, beta, returns, metrics, budget)
 
 
-def _kept(batch: LossBatch, config: Any) -> torch.Tensor:
-    """Tokens that staleness.on_exceed = mask and advantage.truncated = mask leave in the loss."""
-    keep = torch.ones_like(batch.mask)
-    if config.staleness.on_exceed == "mask":
-        keep &= batch.token_lag <= config.staleness.max_lag
-    if config.advantage.truncated == "mask":
-        keep &= ~batch.truncated[batch.seq]
-    return keep
+def _correct(batch: LossBatch, part: torch.Tensor, anchor: torch.Tensor, valid: torch.Tensor, config: Any,
+             stats: weights.Statistics | None) -> weights.Corrected:  # fmt: skip
+    """Weights of the tokens `part`; anchor, valid [n]: pi_prox (or pi_theta for surrogate = reinforce) and its mask."""
+    log_rho = ratios.log_ratio(anchor, batch.behavior[part])
+    return weights.correct(log_rho, anchor, valid, batch.seq[part], len(batch.rewards), config.correction, stats)
 
 
-def _shaped(batch: LossBatch, config: Any, beta: float) -> torch.Tensor:
-    """Rewards after the truncation penalty and a KL term in the reward (k of pi_prox against pi_ref, summed over the answer)."""
-    rewards = batch.rewards.clone()
-    if config.advantage.truncated == "penalty":
-        rewards = rewards - config.advantage.truncation_penalty * batch.truncated
-    if beta > 0 and config.kl.placement == "reward":
-        assert batch.proximal is not None and batch.reference is not None
-        k = kl.estimate(config.kl.estimator, ratios.log_ratio(batch.proximal, batch.reference))
-        rewards = rewards - beta * ratios.seq_sum(torch.where(batch.mask, k, 0.0), batch.seq, len(rewards))
-    return rewards
+# ---- once an optimizer step ----------------------------------------------------------------------------------------
 
 
-def _advantages(rewards: torch.Tensor, batch: LossBatch, config: Any, baseline: float) -> torch.Tensor:
-    a = config.advantage
-    if a.name == "rloo":
-        adv = advantages.rloo(rewards, batch.groups)
-    elif a.name == "grpo":
-        adv = advantages.grpo(rewards, batch.groups, ddof=a.ddof, eps=a.eps)
-    elif a.name == "dr_grpo":
-        adv = advantages.dr_grpo(rewards, batch.groups)
-    else:
-        b = {"none": 0.0, "batch": float(rewards.mean()), "ema": baseline}[a.baseline]
-        adv = advantages.reinforce(rewards, b)
-    return advantages.whiten(adv) if a.whiten else adv
+@torch.no_grad()
+def begin_step(prep: Prepared, samples: torch.Tensor, current: torch.Tensor | None = None) -> Step:
+    """Factors over the samples (int64) of one optimizer step, from global counts, so that micro-batches and ranks add up.
+
+    current [N]: logprobs under the policy as it is now, where `needs_current` says so.  Raises ConfigError when it is missing.
+    """
+    batch, c = prep.batch, prep.config
+    if current is None and needs_current(prep):
+        raise ConfigError(f"loss.surrogate = {c.loss.surrogate}: begin_step needs the current logprobs of the whole batch")
+    if current is None:
+        current = batch.proximal
+    inside = torch.zeros(len(batch.rewards), dtype=torch.bool, device=batch.seq.device)
+    inside[samples] = True
+    counted = prep.valid & inside[batch.seq]
+    if prep.corrected is not None and getattr(c.correction, "denominator", "before") == "after":
+        counted &= prep.corrected.kept
+    length = float(c.loss.norm_length or c.generator.max_new_tokens) if c.loss.reduction == "seq-mean-token-sum-norm" else 1.0
+    factor = reduce.factors(counted, batch.seq, len(batch.rewards), c.loss.reduction, length)
+    step = Step(factor.to(batch.behavior.dtype), weights.Statistics())
+    _statistics(prep, step, current)
+    prep.steps += 1
+    return step
 
 
-def _no_spread(batch: LossBatch) -> float:
-    spread = (batch.rewards - advantages.group_mean(batch.rewards, batch.groups)).abs()
-    return float((advantages.group_mean(spread, batch.groups) < 1e-9).float().mean())
+def _statistics(prep: Prepared, step: Step, current: torch.Tensor | None) -> None:
+    """Fill in what the surrogate and the stop need of the whole batch."""
+    c, batch, stop = prep.config, prep.batch, _stop(prep.config)
+    name = c.loss.surrogate
+    if name == "reinforce" and current is not None and weights.needs_statistics(c.correction):
+        _correct(batch, torch.arange(len(batch.seq), device=batch.seq.device), current, prep.valid, c, step.stats)
+    if name in ("kl_cov", "clip_cov") and current is not None:
+        cov = surrogates.covariance(current, prep.advantage, prep.valid)
+        if name == "kl_cov":
+            step.chosen = surrogates.highest(cov, prep.valid, c.loss.cov_share)
+        else:
+            step.chosen = surrogates.drawn(cov, prep.valid, c.loss.cov_share, c.loss.cov_lo, c.loss.cov_hi, prep.steps)
+    if current is None or not (name == "reshape" or stop.action == "slow" or stop.ess_min > 0):
+        return
+    log_w = ratios.log_ratio(current, batch.behavior)
+    if stop.action == "slow" or stop.ess_min > 0:
+        k, ess = _stop_kl(prep, current, log_w, stop), weights.effective_sample_size(log_w[prep.valid].exp())
+        host = diagnostics.to_host({"k": k, "ess": ess})
+        step.lr_scale = stopping.scale(host["k"][0], host["ess"][0], kl_max=stop.kl_max if stop.action == "slow" else 0.0, ess_min=stop.ess_min,
+                                       budget=prep.budget)  # fmt: skip
+        step.metrics |= {"optim/stop_ess": host["ess"][0], "optim/lr_scale": step.lr_scale}
+    if name == "reshape":
+        step.reshape = reshape.statistics(log_w, prep.valid, c.reshape.rho_min)
+        host = diagnostics.to_host({"k": step.reshape.kl, "base": step.reshape.base, "sigma2": step.reshape.sigma2})
+        if c.reshape.budget == "tokens":
+            prep.budget = prep.budget or stopping.Budget(c.reshape.kl_budget)
+            step.reshape.share = prep.budget.next(host["k"][0])
+        step.metrics |= {"reshape/gamma_base": host["base"][0], "reshape/sigma2": host["sigma2"][0], "reshape/share": step.reshape.share}
 
 
-def importance(log_rho: torch.Tensor, valid: torch.Tensor, seq: torch.Tensor, n: int, config: Any) -> torch.Tensor:
-    """Bounded, perhaps self-normalised importance weights prox / behaviour [N]."""
-    c = config.correction
-    lo, hi = weighting.DEFAULT_BOUNDS[c.level]
-    w = weighting.bounded(weighting.weights(log_rho, valid, seq, n, c.level), c.bound, lo if c.lo is None else c.lo, hi if c.hi is None else c.hi)
-    return weighting.self_normalized(w, valid, seq, n, c.level) if c.self_normalize else w
+def _stop_kl(prep: Prepared, current: torch.Tensor, log_w: torch.Tensor, stop: Any) -> torch.Tensor:
+    """KL of the policy now against the stop's anchor, over the batch: a scalar.  Against `behavior` nothing is taken off."""
+    if stop.against == "behavior":
+        return ratios.masked_mean(torch.expm1(log_w) - log_w, prep.valid)
+    anchor = prep.batch.proximal if prep.batch.proximal is not None else current
+    a, b = stopping.kl_statistic(ratios.log_ratio(current, anchor), _stop_weight(prep, anchor, prep.batch.behavior), prep.valid)
+    return a / b.clamp(min=1e-12)
 
 
-def norms(prep: Prepared, seqs: torch.Tensor, config: Any) -> torch.Tensor:
-    """Factor [N] of each token in one optimizer step over the samples `seqs`: global counts, so micro-batches add up."""
-    n = len(prep.batch.rewards)
-    inside = torch.zeros(n, dtype=torch.bool)
-    inside[seqs] = True
-    mine = prep.valid & inside[prep.batch.seq]
-    tokens = ratios.seq_sum(mine.float(), prep.batch.seq, n)
-    samples = (tokens > 0).sum().clamp(min=1)
-    how = config.loss.reduction
-    if how == "token-mean":
-        factor = torch.full((n,), 1.0) / tokens.sum().clamp(min=1)
-    elif how == "seq-mean-token-sum":
-        factor = torch.full((n,), 1.0) / samples
-    elif how == "seq-mean-token-mean":
-        factor = 1.0 / (samples * tokens.clamp(min=1))
-    else:
-        factor = torch.full((n,), 1.0) / (samples * (config.loss.norm_length or config.generator.max_new_tokens))
-    return torch.where(mine, factor[prep.batch.seq], 0.0)
+# ---- per micro-batch -----------------------------------------------------------------------------------------------
 
 
-def _trust(log_r: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, valid: torch.Tensor, seq: torch.Tensor, n: int, loss: Any) -> surrogates.Pair:
-    def eps(default_low: float, default_high: float) -> dict[str, float]:
-        return {"low": default_low if loss.eps_low is None else loss.eps_low, "high": default_high if loss.eps_high is None else loss.eps_high}
-
-    if loss.surrogate == "vanilla":
+def _trust(prep: Prepared, step: Step, part: torch.Tensor, log_r: torch.Tensor, now: torch.Tensor, valid: torch.Tensor) -> surrogates.Trust:
+    """The surrogate named in the config, on the tokens `part`."""
+    loss, seq, n, adv = prep.config.loss, prep.batch.seq[part], len(prep.batch.rewards), prep.advantage[part]
+    name, (low, high) = loss.surrogate, EPS.get(loss.surrogate, (0.2, 0.2))
+    low, high = low if loss.eps_low is None else loss.eps_low, high if loss.eps_high is None else loss.eps_high
+    if name in ("ppo", "decoupled_ppo"):
+        return surrogates.ppo(log_r, adv, low=low, high=high, dual=loss.dual_clip)
+    if name == "vanilla":
         return surrogates.vanilla(log_r, adv)
-    if loss.surrogate in ("ppo", "decoupled_ppo"):
-        return surrogates.ppo(log_r, adv, dual=loss.dual_clip, **eps(0.2, 0.2))
-    if loss.surrogate == "cispo":
-        return surrogates.cispo(log_r, adv, high=eps(0.2, 0.2)["high"])
-    if loss.surrogate == "gspo":
-        return surrogates.gspo(log_r, adv, valid, seq, n, **eps(3e-4, 4e-4))
-    if loss.surrogate == "sapo":
+    if name in ("reinforce", "gpg", "sft"):
+        return surrogates.plain(now, adv)
+    if name == "gspo":
+        return surrogates.gspo(log_r, adv, valid, seq, n, low=low, high=high)
+    if name == "cispo":
+        bound = high if getattr(loss, "cispo_absolute", False) else 1 + high
+        return surrogates.cispo(log_r, adv, now, lo=0.0 if loss.eps_low is None else 1 - loss.eps_low, hi=bound)
+    if name == "sapo":
         return surrogates.sapo(log_r, adv, tau_pos=loss.sapo_tau_pos, tau_neg=loss.sapo_tau_neg)
-    return surrogates.dppo(log_r, adv, lp.exp(), threshold=loss.dppo_threshold)
+    if name == "dppo":
+        return surrogates.dppo(log_r, adv, now.exp(), threshold=loss.dppo_threshold)
+    if name == "topr":
+        return surrogates.topr(log_r, adv, now, valid, seq, n)
+    if name == "dro":
+        return surrogates.dro(log_r, adv, now, beta=loss.dro_beta)
+    if name in ("kl_cov", "clip_cov"):
+        assert step.chosen is not None
+        if name == "kl_cov":
+            return surrogates.kl_cov(log_r, adv, step.chosen[part], coefficient=loss.cov_coefficient)
+        return surrogates.clip_cov(log_r, adv, step.chosen[part], low=low, high=high)
+    raise ratios.unknown("loss.surrogate", name, surrogates.NAMES)
 
 
-def micro_loss(prep: Prepared, norm: torch.Tensor, part: torch.Tensor, lp: torch.Tensor,
-               entropy: torch.Tensor | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+def _reshaped(prep: Prepared, step: Step, part: torch.Tensor, log_w: torch.Tensor,
+              valid: torch.Tensor) -> tuple[surrogates.Trust, dict[str, torch.Tensor]]:  # fmt: skip
+    """IS-reshape on the tokens `part`, and its own sums."""
+    assert step.reshape is not None
+    adv, c = prep.advantage[part], prep.config.reshape
+    g = reshape.gamma(log_w, adv, step.reshape, c)
+    push, w = adv * log_w, (g * log_w).exp()
+    rows = [torch.ones_like(g), g, log_w.exp(), w, w * adv, (w * adv).square(), g * (push > 0), push > 0, g * (push < 0), push < 0]
+    sums = torch.stack([torch.where(valid, x.double(), 0.0).sum() for x in rows])
+    return reshape.reshape(log_w, adv, g, c), {"reshape": sums}
+
+
+def micro_loss(prep: Prepared, step: Step, part: torch.Tensor, lp: torch.Tensor, entropy: torch.Tensor | None = None,
+               values_now: torch.Tensor | None = None, step_kl: torch.Tensor | None = None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
     """Loss of one micro-batch (its share of the step's) and sums for the metrics.
 
-    part int64 [n]: its tokens' places among N, whole samples; lp [n] with gradient; entropy [n] or None.
+    part int64 [n]: its tokens' places among N, whole samples; lp [n] with gradient; entropy, values_now [n] with gradient, or None;
+    step_kl [n] with gradient: exact KL(theta || ref) of each step, for kl.off_policy = prefix_full.
     """
     b, c = prep.batch, prep.config
-    seq, beh, valid, adv, factor = b.seq[part], b.behavior[part], prep.valid[part], prep.advantage[part], norm[part]
-    n, now = len(b.rewards), lp.detach()
+    now = lp.detach()
+    valid, factor, behavior = prep.valid[part], step.factor[part], b.behavior[part]
     prox = now if b.proximal is None else b.proximal[part]
+    fixed = prep.corrected
+    if fixed is None:
+        fixed = _correct(b, part, now if c.loss.surrogate == "reinforce" else prox, valid, c, step.stats)
+    else:
+        fixed = weights.Corrected(fixed.weight[part], fixed.kept[part], fixed.vetoed[part])
     log_r = ratios.log_ratio(now, prox)
-    w = importance(ratios.log_ratio(prox, beh), valid, seq, n, c) if prep.weight is None else prep.weight[part]
-    if c.correction.proximal == "behavior":
-        w = torch.ones_like(w)
-    phi, value = _trust(log_r, adv, now, valid, seq, n, c.loss)
-    coefficient = torch.where(valid, adv * phi * w * prep.fade[part] * factor, 0.0)
-    lp_safe = torch.where(valid, lp, 0.0)
-    loss = -(coefficient * lp_safe).sum()
+    more: dict[str, torch.Tensor] = {}
+    if c.loss.surrogate == "reshape":
+        trust, more = _reshaped(prep, step, part, ratios.log_ratio(now, behavior), valid)
+    else:
+        trust = _trust(prep, step, part, log_r, now, valid)
+    live = valid & fixed.kept
+    scale = torch.where(live, fixed.weight * prep.fade[part] * factor, 0.0)
+    coefficient = torch.where(live, trust.coefficient * scale, 0.0)
+    safe = torch.where(live, lp, 0.0)
+    loss = -(coefficient * safe).sum()
+    sums = more | {"loss/policy": -torch.where(live, trust.objective * scale, 0.0).sum()}
+    extra, terms = _terms(prep, part, live, factor, lp, coefficient, entropy, values_now, step_kl)
+    view = diagnostics.View(
+        b.seq[part], b.token_lag[part], valid, fixed.kept, fixed.vetoed, behavior, prox, now, fixed.weight, trust.clipped, b.rewards,
+        None if b.reference is None else b.reference[part], None if entropy is None else entropy.detach(),
+    )  # fmt: skip
+    return loss + extra, diagnostics.sums(view) | sums | terms
+
+
+def _terms(prep: Prepared, part: torch.Tensor, live: torch.Tensor, factor: torch.Tensor, lp: torch.Tensor, coefficient: torch.Tensor,
+           entropy: torch.Tensor | None, values_now: torch.Tensor | None,
+           step_kl: torch.Tensor | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:  # fmt: skip
+    """What is added to the policy term: entropy, KL in the loss, reshape's KL penalty, value loss."""
+    b, c = prep.batch, prep.config
+    total, sums = lp.new_zeros(()), {}
+    seq, behavior = b.seq[part][live], b.behavior[part][live]
     if entropy is not None and c.loss.entropy:
-        loss = loss - c.loss.entropy * (torch.where(valid, entropy, 0.0) * factor).sum()
-    sums = _sums(prep, part, valid, now, prox, w, phi, entropy)
-    sums["loss/policy"] = -torch.where(valid, value * w * prep.fade[part] * factor, 0.0).sum()
-    if b.reference is not None:
-        x = torch.where(valid, torch.nan_to_num(lp_safe - b.reference[part]).clamp(-ratios.CLAMP, ratios.CLAMP), 0.0)
-        if prep.beta > 0 and c.kl.placement == "loss":
-            term = (kl.estimate(c.kl.estimator, x) * factor).sum()
-            loss = loss + prep.beta * term
-            sums["loss/kl"] = term.detach()
-        sums["sum/ref_k1"], sums["sum/ref_k3"] = x.detach().sum(), kl.k3(x.detach()).sum()
-    return loss, sums
+        sums["loss/entropy"] = (entropy[live] * factor[live]).sum()
+        total = total - c.loss.entropy * sums["loss/entropy"]
+    if b.reference is not None and prep.beta > 0 and c.kl.placement == "loss":
+        k = section(c, "kl", estimator="k3", off_policy="none", discount=1.0, truncate=math.inf)
+        term = kl.term(lp[live], b.reference[part][live], behavior, seq, estimator=k.estimator, off_policy=k.off_policy, discount=k.discount,
+                       truncate=k.truncate, step_kl=None if step_kl is None else step_kl[live])  # fmt: skip
+        sums["loss/kl"] = (term * factor[live]).sum()
+        total = total + prep.beta * sums["loss/kl"]
+        if lp.requires_grad:
+            slope = torch.autograd.grad(sums["loss/kl"], lp, retain_graph=True)[0]
+            sums |= {"sq/kl": (prep.beta * slope).square().sum(), "sq/policy": coefficient.square().sum()}
+    if c.loss.surrogate == "reshape" and c.reshape.kl_penalty > 0:
+        x = (lp[live] - behavior).clamp(-ratios.CLAMP, ratios.CLAMP)
+        sums["loss/kl_penalty"] = (kl.estimate(c.reshape.kl_estimator, x) * factor[live]).sum()
+        total = total + c.reshape.kl_penalty * sums["loss/kl_penalty"]
+    if values_now is not None and prep.returns is not None:
+        v = section(c, "value", coefficient=0.1, clip=0.0)
+        old = None if b.values is None else b.values[part][live]
+        each = values.value_loss(values_now[live], prep.returns[part][live], old, v.clip)
+        sums["loss/value"] = (each * factor[live]).sum()
+        total = total + v.coefficient * sums["loss/value"]
+    return total, {name: x.detach() for name, x in sums.items()}
 
 
-def _sums(prep: Prepared, part: torch.Tensor, valid: torch.Tensor, now: torch.Tensor, prox: torch.Tensor, w: torch.Tensor, phi: torch.Tensor,
-          entropy: torch.Tensor | None) -> dict[str, torch.Tensor]:  # fmt: skip
-    """Token sums over the valid tokens of a micro-batch."""
-    beh, lag = prep.batch.behavior[part][valid], prep.batch.token_lag[part][valid]
-    now, prox, w = now[valid], prox[valid], w[valid]
-    a, b, t = ratios.log_ratio(prox, beh), ratios.log_ratio(now, prox), ratios.log_ratio(now, beh)
-    k_ab, k_t = kl.k3(-a), kl.k3(-t)
-    out = {
-        "count": torch.tensor(float(len(now))), "sum/w": w.sum(), "sum/w2": w.square().sum(), "max/ratio": a.exp().amax() if len(a) else a.sum(),
-        "sum/beh_prox_k1": -a.sum(), "sum/beh_prox_k3": k_ab.sum(), "sum/prox_target_k3": kl.k3(-b).sum(), "sum/beh_target_k3": k_t.sum(),
-        "sum/staleness": -a.sum(), "sum/update": -b.sum(), "sum/behavior_nll": -beh.sum(), "sum/clipped": (phi[valid] == 0).sum().float(),
-        "sum/zero_w": (w == 0).sum().float(),
-    }  # fmt: skip
-    fresh = lag == 0
-    out["sum/fresh"], out["sum/fresh_k3"] = fresh.sum().float(), k_ab[fresh].sum()
-    for lo, hi in BUCKETS:
-        at = (lag >= lo) & (lag <= hi)
-        name = f"{lo}" if lo == hi else (f"{lo}plus" if hi > 10**6 else f"{lo}to{hi}")
-        out[f"bucket/{name}/n"], out[f"bucket/{name}/k3"], out[f"bucket/{name}/w"] = at.sum().float(), k_ab[at].sum(), w[at].sum()
-    if entropy is not None:
-        out["sum/entropy"] = entropy.detach()[valid].sum()
-    return out
-
-
-def add_sums(total: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> None:
-    """Accumulate in place: sums add, maxima take the larger."""
-    for name, x in more.items():
-        if name not in total:
-            total[name] = x
-        else:
-            total[name] = torch.maximum(total[name], x) if name.startswith("max/") else total[name] + x
-
-
-def finish(sums: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Metrics of a batch from its sums; one synchronisation with the device."""
-    names = list(sums)
-    v = dict(zip(names, torch.stack([sums[n].float() for n in names]).tolist(), strict=True)) if names else {}
-    n = max(v.get("count", 0.0), 1.0)
-    out = {
-        "is/mean_weight": v.get("sum/w", 0) / n, "is/ess": v.get("sum/w", 0) ** 2 / max(n * v.get("sum/w2", 0), 1e-30), "is/ratio_max": v.get("max/ratio", 1),
-        "is/zero_share": v.get("sum/zero_w", 0) / n, "kl/behavior_prox_k1": v.get("sum/beh_prox_k1", 0) / n,
-        "kl/behavior_prox_k3": v.get("sum/beh_prox_k3", 0) / n, "kl/prox_target_k3": v.get("sum/prox_target_k3", 0) / n,
-        "kl/behavior_target_k3": v.get("sum/beh_target_k3", 0) / n, "split/staleness_and_mismatch": v.get("sum/staleness", 0) / n,
-        "split/update": v.get("sum/update", 0) / n, "clip/share": v.get("sum/clipped", 0) / n, "loss/policy": v.get("loss/policy", 0),
-        "policy/behavior_nll": v.get("sum/behavior_nll", 0) / n,
-    }  # fmt: skip
-    if v.get("sum/fresh", 0) > 0:
-        out["mismatch/k3_at_lag_0"] = v["sum/fresh_k3"] / v["sum/fresh"]
-    if "sum/entropy" in v:
-        out["policy/entropy"] = v["sum/entropy"] / n
-    if "sum/ref_k1" in v:
-        out |= {"kl/target_ref_k1": v["sum/ref_k1"] / n, "kl/target_ref_k3": v["sum/ref_k3"] / n}
-    if "loss/kl" in v:
-        out["loss/kl"] = v["loss/kl"]
-    for name in [x.split("/")[1] for x in v if x.startswith("bucket/") and x.endswith("/n")]:
-        if (m := v[f"bucket/{name}/n"]) > 0:
-            out |= {f"by_lag/k3_{name}": v[f"bucket/{name}/k3"] / m, f"by_lag/weight_{name}": v[f"bucket/{name}/w"] / m, f"by_lag/tokens_{name}": m}
-    return out
+def _stop_weight(prep: Prepared, prox: torch.Tensor, behavior: torch.Tensor) -> torch.Tensor:
+    """The samples are mu's: prox / behaviour truncated at 2 where pi_prox was recomputed, else 1."""
+    if prep.config.correction.proximal != "recompute":
+        return torch.ones_like(prox)
+    return ratios.log_ratio(prox, behavior).exp().clamp(max=2.0)
 
 
 def stop_statistic(prep: Prepared, part: torch.Tensor, lp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weighted sum, weight) of r - 1 - log r over a micro-batch: their quotient estimates KL(prox || theta).
+    """(weighted sum, weight) of r - 1 - log r over a micro-batch: their quotient estimates KL(anchor || theta), r = exp(lp - anchor).
 
-    r = exp(lp - lp_prox); the weights are the truncated prox / behaviour ratios, because the samples are mu's.  With
-    stop.against = behavior the anchor is mu itself and what the batch arrived with is subtracted by the caller.
+    stop.against = proximal: weighted by the truncated prox / behaviour ratios.  behavior: the anchor is mu itself, and what the batch
+    arrived with is subtracted by the caller.  Every rank must decide on the same all-reduced sums.
     """
     b, valid = prep.batch, prep.valid[part]
     assert b.proximal is not None
-    anchor = b.behavior[part] if prep.config.stop.against == "behavior" else b.proximal[part]
-    log_r = ratios.log_ratio(lp.detach(), anchor)
-    w = torch.ones_like(log_r)
-    if prep.config.stop.against == "proximal" and prep.config.correction.proximal == "recompute":
-        w = ratios.log_ratio(b.proximal[part], b.behavior[part]).exp().clamp(max=2.0)
-    k = torch.expm1(log_r) - log_r
-    return torch.where(valid, w * k, 0.0).sum(), torch.where(valid, w, 0.0).sum()
+    behavior, prox = b.behavior[part], b.proximal[part]
+    if prep.config.stop.against == "behavior":
+        return stopping.kl_statistic(ratios.log_ratio(lp.detach(), behavior), torch.ones_like(prox), valid)
+    return stopping.kl_statistic(ratios.log_ratio(lp.detach(), prox), _stop_weight(prep, prox, behavior), valid)

@@ -1,0 +1,191 @@
+"""Sums over tokens and samples, by lag bucket, and the metrics they make.  Sums of micro-batches add up; `max/` takes the larger.
+
+Each micro-batch makes one matrix [statistics, 1 + buckets]: column 0 is all valid tokens, then one column a lag bucket.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from asyncrl.algorithms import kl
+from asyncrl.algorithms.ratios import log_ratio, seq_sum
+from asyncrl.algorithms.surrogates import DUAL, HIGH, LOW
+
+BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 10**9))
+BUCKET_NAMES = ("0", "1", "2", "3to4", "5to8", "9plus")
+TOKENS = ("n", "w", "w2", "rho", "rho2", "ab_k1", "ab_k3", "bt_k1", "bt_k3", "at_k3", "nll_mu", "nll_prox", "nll", "entropy", "low", "high", "dual",
+          "rejected", "vetoed", "masked", "ref_k1", "ref_k3", "ref_forward", "ref_nll")  # fmt: skip
+SAMPLES = ("n", "nll_mu", "nll_prox", "nll", "w", "w2", "rejected", "rejected_length", "rejected_reward")
+EDGES = 0.01 * 1.15 ** torch.arange(48)  # |log rho| histogram: from 0.01 to about 7
+
+
+@dataclass
+class View:
+    """What is looked at, [n] tokens of whole samples, detached.  valid bool [n]; reference, entropy may be None."""
+
+    seq: torch.Tensor
+    lag: torch.Tensor
+    valid: torch.Tensor
+    kept: torch.Tensor
+    vetoed: torch.Tensor
+    behavior: torch.Tensor
+    proximal: torch.Tensor
+    target: torch.Tensor
+    weight: torch.Tensor
+    clipped: torch.Tensor
+    rewards: torch.Tensor  # [B]
+    reference: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+
+
+def sums(v: View) -> dict[str, torch.Tensor]:
+    """`tokens` [TOKENS, 1 + buckets], `samples` [SAMPLES], `ratios` [bins], `max/ratio`: all float64, on the tokens' device."""
+    a, b, t = log_ratio(v.proximal, v.behavior), log_ratio(v.target, v.proximal), log_ratio(v.target, v.behavior)
+    zero, rho = torch.zeros_like(a), a.exp()
+    x = zero if v.reference is None else log_ratio(v.target, v.reference)
+    masked = v.kept & (v.weight == 0)
+    columns = {
+        "n": torch.ones_like(a), "w": v.weight, "w2": v.weight.square(), "rho": rho, "rho2": rho.square(), "ab_k1": -a, "ab_k3": kl.k3(-a),
+        "bt_k1": -b, "bt_k3": kl.k3(-b), "at_k3": kl.k3(-t), "nll_mu": -v.behavior, "nll_prox": -v.proximal, "nll": -v.target,
+        "entropy": zero if v.entropy is None else v.entropy, "low": v.clipped == LOW, "high": v.clipped == HIGH, "dual": v.clipped == DUAL,
+        "rejected": ~v.kept & ~v.vetoed, "vetoed": v.vetoed, "masked": masked, "ref_k1": x, "ref_k3": kl.k3(x), "ref_forward": kl.forward_k3(x),
+        "ref_nll": zero if v.reference is None else -v.reference,
+    }  # fmt: skip
+    table = torch.stack([torch.where(v.valid, columns[name].double(), 0.0) for name in TOKENS])
+    inside = torch.stack([v.valid] + [v.valid & (v.lag >= lo) & (v.lag <= hi) for lo, hi in BUCKETS], 1).double()
+    bins = torch.bucketize(a.abs().double(), EDGES.to(a.device, torch.float64))
+    out = {
+        "tokens": table @ inside, "samples": _samples(v), "max/ratio": torch.where(v.valid, rho, 0.0).amax().double() if len(a) else a.sum().double(),
+        "ratios": torch.zeros(len(EDGES) + 1, dtype=torch.float64, device=a.device).index_add_(0, bins, v.valid.double()),
+    }  # fmt: skip
+    return out
+
+
+def _samples(v: View) -> torch.Tensor:
+    """Sums over samples with a valid token of each one's mean over its tokens."""
+    n = len(v.rewards)
+
+    def per(x: torch.Tensor) -> torch.Tensor:
+        return seq_sum(torch.where(v.valid, x.double(), 0.0), v.seq, n)
+
+    length = per(torch.ones_like(v.target))
+    some, size = (length > 0).double(), length.clamp(min=1)
+    gone = (per(~v.kept) == length).double() * some
+    w = per(v.weight) / size
+    rows = {
+        "n": some, "nll_mu": per(-v.behavior) / size, "nll_prox": per(-v.proximal) / size, "nll": per(-v.target) / size, "w": w * some,
+        "w2": w.square() * some, "rejected": gone, "rejected_length": gone * length, "rejected_reward": gone * v.rewards.double(),
+    }  # fmt: skip
+    return torch.stack([rows[name].sum() for name in SAMPLES])
+
+
+def add(total: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> None:
+    """Accumulate in place: sums add, maxima take the larger."""
+    for name, x in more.items():
+        if name not in total:
+            total[name] = x
+        else:
+            total[name] = torch.maximum(total[name], x) if name.startswith("max/") else total[name] + x
+
+
+def to_host(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
+    """Every tensor as a flat list; one synchronisation with the device."""
+    if not tensors:
+        return {}
+    flat = torch.cat([x.detach().double().reshape(-1) for x in tensors.values()]).tolist()
+    out, at = {}, 0
+    for name, x in tensors.items():
+        out[name] = flat[at : at + x.numel()]
+        at += x.numel()
+    return out
+
+
+def metrics(total: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Metrics of a batch from its sums, as `metric_names` lists them."""
+    host = to_host(total)
+    if "tokens" not in host:
+        return {}
+    width = 1 + len(BUCKETS)
+    table = {name: host["tokens"][i * width : (i + 1) * width] for i, name in enumerate(TOKENS)}
+    out = _of_tokens({name: row[0] for name, row in table.items()}) | _of_samples(dict(zip(SAMPLES, host["samples"], strict=True)))
+    out |= {"is/ratio_max": host["max/ratio"][0], "is/log_ratio_p50": _quantile(host["ratios"], 0.5), "is/log_ratio_p99": _quantile(host["ratios"], 0.99)}
+    if table["n"][1] > 0:
+        out["mismatch/k3_at_lag_0"] = table["ab_k3"][1] / table["n"][1]
+    for i, bucket in enumerate(BUCKET_NAMES, 1):
+        if table["n"][i] > 0:
+            out |= _of_bucket({name: row[i] for name, row in table.items()}, bucket)
+    out |= {name: values[0] for name, values in host.items() if name.startswith("loss/")}
+    if "reshape" in host:
+        out |= _of_reshape(host["reshape"])
+    if "sq/kl" in host:
+        out["kl/gradient_share"] = math.sqrt(host["sq/kl"][0] / max(host["sq/policy"][0], 1e-30))
+    return out
+
+
+def _ess(w: float, w2: float, n: float) -> float:
+    return w * w / max(n * w2, 1e-30)
+
+
+def _of_tokens(s: dict[str, float]) -> dict[str, float]:
+    n = max(s["n"], 1.0)
+    m = {name: x / n for name, x in s.items()}
+    out = {
+        "is/mean_weight": m["w"], "is/ess": _ess(s["w"], s["w2"], n), "is/chi2": m["rho2"] - 1, "is/zero_share": m["masked"] + m["rejected"] + m["vetoed"],
+        "is/rejected_share": m["rejected"], "is/vetoed_share": m["vetoed"], "is/masked_share": m["masked"],
+        "kl/behavior_prox_k1": m["ab_k1"], "kl/behavior_prox_k3": m["ab_k3"], "kl/prox_target_k1": m["bt_k1"], "kl/prox_target_k3": m["bt_k3"],
+        "kl/behavior_target_k1": m["ab_k1"] + m["bt_k1"], "kl/behavior_target_k3": m["at_k3"],
+        "split/staleness_and_mismatch": m["ab_k1"], "split/update": m["bt_k1"], "clip/low": m["low"], "clip/high": m["high"], "clip/dual": m["dual"],
+        "clip/share": m["low"] + m["high"] + m["dual"], "policy/behavior_nll": m["nll_mu"], "perplexity/behavior": _exp(m["nll_mu"]),
+        "perplexity/proximal": _exp(m["nll_prox"]), "perplexity/target": _exp(m["nll"]),
+    }  # fmt: skip
+    if s["entropy"]:
+        out["policy/entropy"] = m["entropy"]
+    if s["ref_nll"]:
+        out |= {"kl/target_ref_k1": m["ref_k1"], "kl/target_ref_k3": m["ref_k3"], "kl/ref_target": m["ref_forward"], "perplexity/reference": _exp(m["ref_nll"])}
+    return out
+
+
+def _of_samples(s: dict[str, float]) -> dict[str, float]:
+    n = max(s["n"], 1.0)
+    out = {f"perplexity_by_answer/{who}": _exp(s[key] / n) for who, key in (("behavior", "nll_mu"), ("proximal", "nll_prox"), ("target", "nll"))}
+    out |= {"is/ess_by_answer": _ess(s["w"], s["w2"], n), "is/rejected_answers": s["rejected"] / n}
+    if s["rejected"]:
+        out |= {"is/rejected_length": s["rejected_length"] / s["rejected"], "is/rejected_reward": s["rejected_reward"] / s["rejected"]}
+    return out
+
+
+def _of_bucket(s: dict[str, float], bucket: str) -> dict[str, float]:
+    n = s["n"]
+    out = {
+        "k1": s["ab_k1"] / n, "k3": s["ab_k3"] / n, "target_k3": s["at_k3"] / n, "weight": s["w"] / n, "ess": _ess(s["w"], s["w2"], n), "tokens": n,
+        "clip": (s["low"] + s["high"] + s["dual"]) / n, "zero": (s["masked"] + s["rejected"] + s["vetoed"]) / n,
+    }  # fmt: skip
+    if s["entropy"]:
+        out["entropy"] = s["entropy"] / n
+    return {f"by_lag/{name}_{bucket}": x for name, x in out.items()}
+
+
+def _of_reshape(s: list[float]) -> dict[str, float]:
+    """From the sums that step_loss makes: n, gamma, w, w^gamma, w^gamma A and its square, gamma and count away, and back."""
+    n = max(s[0], 1.0)
+    return {
+        "reshape/gamma": s[1] / n, "reshape/ratio": s[2] / n, "reshape/used_ratio": s[3] / n, "reshape/objective_mean": s[4] / n,
+        "reshape/objective_var": s[5] / n - (s[4] / n) ** 2, "reshape/gamma_away": s[6] / max(s[7], 1.0), "reshape/gamma_back": s[8] / max(s[9], 1.0),
+    }  # fmt: skip
+
+
+def _exp(x: float) -> float:
+    return math.exp(min(x, 50.0))
+
+
+def _quantile(counts: list[float], q: float) -> float:
+    """Upper edge of the bin that holds the quantile, 0 for none."""
+    goal, seen = q * sum(counts), 0.0
+    for i, count in enumerate(counts):
+        seen += count
+        if count and seen >= goal:
+            return float(EDGES[min(i, len(EDGES) - 1)])
+    return 0.0

@@ -1,0 +1,124 @@
+"""Combinations of settings that cannot work (`check`) or deserve a word (`warnings`).  Pure: imports neither torch nor the config."""
+
+from __future__ import annotations
+
+from typing import Any
+
+OWN_RATIO = ("topr", "dro", "reshape")  # their ratio is pi_theta / mu as published
+
+
+def check(c: Any) -> list[str]:
+    """Problems of a config's mathematics; each begins with its key."""
+    return _correction(c) + _surrogate(c) + _kl(c) + _reshape(c) + _stop(c) + _advantage(c)
+
+
+def _correction(c: Any) -> list[str]:
+    k, out = c.correction, []
+    if k.lo is not None and k.hi is not None and k.lo > k.hi:
+        out.append(f"correction.lo: {k.lo:g} is above correction.hi = {k.hi:g}")
+    if k.bound == "truncate" and k.lo is not None:
+        out.append("correction.lo: truncate has no lower bound; use clip or mask, or leave it out")
+    if k.reject != "none" and k.reject != "ratio" and k.reject_hi is None:
+        out.append(f"correction.reject_hi: reject = {k.reject} has no default bound; give one")
+    if k.reject != "none" and k.reject_lo is not None and k.reject_hi is not None and k.reject_lo > k.reject_hi:
+        out.append(f"correction.reject_lo: {k.reject_lo:g} is above correction.reject_hi = {k.reject_hi:g}")
+    if k.reject in ("k2", "k3") and k.reject_hi is not None and k.reject_hi < 0:
+        out.append(f"correction.reject_hi: {k.reject} is never negative, {k.reject_hi:g} would reject everything")
+    acts = [n for n, on in (("reject", k.reject != "none"), ("veto", k.veto == "ratio"), ("m2", k.m2 > 0), ("function", bool(k.function))) if on]
+    if k.proximal == "behavior" and acts and c.loss.surrogate != "reinforce":
+        out.append(f"correction.{acts[0]}: acts on pi_prox / mu, which correction.proximal = behavior makes 1; use recompute")
+    if k.function and ":" not in k.function:
+        out.append(f"correction.function: {k.function} is not module:name")
+    if k.denominator == "after" and k.reject == "none" and k.veto == "none":
+        out.append("correction.denominator: after counts what rejection leaves, and nothing is rejected; set correction.reject or veto")
+    return out
+
+
+def _surrogate(c: Any) -> list[str]:
+    s, k, out = c.loss.surrogate, c.correction, []
+    if s in OWN_RATIO and k.proximal != "behavior":
+        out.append(f"loss.surrogate: {s} takes its ratio against the behaviour policy; set correction.proximal = behavior")
+    if s == "reinforce" and k.level == "none" and not k.function:
+        out.append("loss.surrogate: reinforce is importance sampling by correction.level, which is none; choose token, sequence or geometric")
+    if s == "reinforce" and k.denominator == "after":
+        out.append("correction.denominator: after is not known before the step for loss.surrogate = reinforce; use before")
+    if c.loss.dual_clip and not c.loss.dual_clip > 1:
+        out.append(f"loss.dual_clip: {c.loss.dual_clip:g} must be above 1 (0: off)")
+    if c.loss.dual_clip and s not in ("ppo", "decoupled_ppo"):
+        out.append(f"loss.dual_clip: belongs to ppo and decoupled_ppo, not to {s}")
+    if c.loss.cov_lo >= c.loss.cov_hi:
+        out.append(f"loss.cov_lo: {c.loss.cov_lo:g} is not below loss.cov_hi = {c.loss.cov_hi:g}")
+    return out
+
+
+def _kl(c: Any) -> list[str]:
+    k, out = c.kl, []
+    if k.off_policy != "none" and k.placement == "reward":
+        out.append(f"kl.off_policy: {k.off_policy} is a form of the loss term; set kl.placement = loss")
+    if k.off_policy == "prefix" and k.estimator != "k3":
+        out.append(f"kl.estimator: off_policy = prefix is built on k3, not {k.estimator}")
+    if k.controller == "adaptive" and not k.target > 0:
+        out.append("kl.target: the adaptive controller needs a target above 0")
+    if k.controller == "adaptive" and not k.coefficient > 0:
+        out.append("kl.coefficient: the adaptive controller multiplies it, so it must start above 0")
+    return out
+
+
+def _reshape(c: Any) -> list[str]:
+    r, out = c.reshape, []
+    if not 0 < r.rho_min < 1:
+        out.append(f"reshape.rho_min: {r.rho_min:g} must lie strictly between 0 and 1")
+    if c.loss.surrogate == "reshape":
+        if r.budget == "tokens" and c.stop.action == "slow":
+            out.append("reshape.budget: tokens and stop.action = slow would spend the same KL budget twice; choose one")
+        if r.budget != "none" and c.learner.epochs * c.learner.minibatches == 1:
+            out.append("reshape.budget: with one optimizer step a batch there is nothing to budget; raise learner.epochs or minibatches")
+    elif r.budget != "none" or r.kl_penalty > 0 or r.clip > 0:
+        out.append(f"loss.surrogate: the [reshape] section acts on surrogate = reshape only, not on {c.loss.surrogate}")
+    return out
+
+
+def _stop(c: Any) -> list[str]:
+    out = []
+    if c.stop.action == "slow" and not c.stop.kl_max > 0:
+        out.append("stop.kl_max: action = slow spreads a KL budget; give one above 0")
+    if c.stop.ess_min > 0 and c.learner.epochs * c.learner.minibatches == 1:
+        out.append("stop.ess_min: with one optimizer step a batch there is nothing to stop; raise learner.epochs or learner.minibatches")
+    return out
+
+
+def _advantage(c: Any) -> list[str]:
+    a, out = c.advantage, []
+    if a.truncated == "soft" and not 0 < a.truncation_ramp <= c.generator.max_new_tokens:
+        out.append(f"advantage.truncation_ramp: {a.truncation_ramp} tokens; soft needs 1 to generator.max_new_tokens = {c.generator.max_new_tokens}")
+    if a.name in ("opo", "gpg") and c.learner.group_size < 2:
+        out.append(f"learner.group_size: {c.learner.group_size} sample a prompt leaves {a.name} nothing to compare with; 2 or more")
+    if a.group_baseline and a.name != "reinforce_pp":
+        out.append(f"advantage.group_baseline: belongs to reinforce_pp, not to {a.name}")
+    return out
+
+
+def warnings(c: Any) -> list[str]:
+    """What a run is told once at its start."""
+    out, k, on = [], c.kl, c.kl.coefficient > 0
+    stale = c.staleness.max_lag > 0 or c.learner.epochs * c.learner.minibatches > 1
+    if on and k.placement == "loss" and k.estimator == "k1" and k.off_policy == "none":
+        tail = "; off policy, as here, it pushes away from the data (minus the gradient of KL(mu || pi))" if stale else ""
+        out.append("kl: k1 in the loss has no expected gradient on policy" + tail)
+    if on and k.placement == "reward" and k.estimator == "k3":
+        out.append("kl: k3 in the reward has a strongly biased gradient and is known to collapse")
+    if on and k.placement == "loss" and k.off_policy == "ratio":
+        out.append("kl: off_policy = ratio is right on the behaviour policy's states only; prefix is exact")
+    if c.correction.level in ("sequence", "geometric") and not c.correction.self_normalize and c.correction.proximal != "behavior":
+        out.append(f"correction: at {c.correction.level} level without self_normalize the mean weight, an effective learning rate, wanders")
+    if c.generator.top_p < 1 or c.generator.top_k > 0:
+        out.append("generator: top_p/top_k cut the sampled distribution; ratios against the full one are biased")
+    if c.loss.surrogate == "reshape" and c.reshape.form == "power" and c.reshape.mode == "constant" and c.reshape.gamma == 0:
+        out.append("reshape: gamma = 0 in the power form has no gradient at all; form = box_cox is weighted log-likelihood there")
+    if c.loss.surrogate == "reshape" and c.reshape.budget == "none" and not (c.stop.kl_max or c.reshape.clip or c.reshape.kl_penalty):
+        out.append("reshape: controls variance and not drift; without a repair (clip, kl_penalty, budget, stop.kl_max) the KL runs away")
+    if c.advantage.name == "dr_grpo" and c.loss.reduction != "seq-mean-token-sum-norm":
+        out.append("advantage: dr_grpo goes with loss.reduction = seq-mean-token-sum-norm; another reduction brings the length bias back")
+    if c.loss.surrogate == "gspo" and c.loss.reduction != "seq-mean-token-mean":
+        out.append("loss: gspo as published averages each answer over its tokens (loss.reduction = seq-mean-token-mean)")
+    return out
