@@ -98,7 +98,7 @@ def run(source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path |
         print(f"would start in {run_dir}: buffer, learner, {config.generators} generator(s)", file=sys.stderr)
         return
     code, summary = runner.run(config, run_dir, resume=resume is not None)
-    emit(summary if as_json else outline(summary), as_json)
+    emit(summary if as_json or not summary else outline(summary), as_json)
     sys.exit(code)
 
 

@@ -18,7 +18,10 @@ from pathlib import Path
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ProcessLost
+from asyncrl.messages import Status
+from asyncrl.watchdog import Watchdog, culprit
 
+SILENT_S = 5.0  # a process that sends nothing for this long, when the run is overdue, is the one to blame
 END_S = 30.0  # a process asked to end is killed after this long
 _PR_SET_PDEATHSIG = 1
 
@@ -57,6 +60,13 @@ class Supervisor:
     interrupts: int = 0
     first_death: str = ""
     alone_since: float = 0.0
+    status: Status | None = None
+    heard: float = 0.0
+    looked: float = 0.0
+
+    def __post_init__(self) -> None:
+        w = self.config.watchdog
+        self.watchdog = Watchdog(w.multiple, w.floor_s, w.startup_s)
 
     def start(self) -> None:
         attempt = 1 + sum(1 for _ in (self.run_dir / "logs").glob("attempt_*"))
@@ -70,6 +80,8 @@ class Supervisor:
         self.children += [Child(f"generator-{i}", [*base, "generator", *where, "--index", str(i)], c.generator.threads, True) for i in range(c.generators)]
         for child in self.children:
             self.spawn(child)
+        self.heard = time.monotonic()
+        self.watchdog.restart(self.heard)
 
     def spawn(self, child: Child) -> None:
         child.log = self.logs / f"{child.name}.log"
@@ -90,6 +102,7 @@ class Supervisor:
                 child.code = code
                 if code != 0 and not self.interrupts:
                     self.died(child, code)
+        self.look()
         if any(c.name == "learner" and c.code == 0 for c in self.children) and all(c.code == 0 for c in self.children):
             return True
         buffer = next(c for c in self.children if c.name == "buffer")
@@ -100,6 +113,34 @@ class Supervisor:
                 raise AsyncrlError(f"the buffer has ended and {left} has not: see the logs in {self.logs}")
         return False
 
+    def observe(self, status: Status) -> None:
+        """The buffer's newest status: what the watchdog knows of the run."""
+        self.status, self.heard = status, time.monotonic()
+        self.watchdog.observe(status.progress, status.committed, self.heard)
+
+    def look(self) -> None:
+        """End by rule what does not go on: the process that holds the run up is killed, and started again while it may be."""
+        now = time.monotonic()
+        asleep, self.looked = now - self.looked > SILENT_S, now
+        if asleep:  # this process was stopped (Ctrl-Z) or starved: what it has not seen, nobody is blamed for
+            self.heard = now
+            self.watchdog.restart(now)
+        alive = {c.name: c for c in self.children if c.process is not None and c.code is None}
+        if self.interrupts or "buffer" not in alive or not (why := self.watchdog.overdue(now)):
+            return
+        waits = self.status.waits if self.status else []
+        says = "; ".join(f"{who} waits {age:.0f} s for {what}" for who, what, _, age in waits) or "nobody says what it waits for"
+        patience = min(self.watchdog.deadline / 2, SILENT_S)
+        name = culprit([n for n in alive if n != "buffer"], waits, self.status.peers if self.status else {}, now - self.heard, patience)
+        if not name:
+            raise ProcessLost(f"the run stands still: {why}; {says}; logs: {self.logs} (watchdog.multiple, watchdog.floor_s)")
+        self.say(f"the run stands still: {why}; {says}; {name} holds it up and is ended")
+        child = alive[name]
+        assert child.process is not None
+        child.process.kill()
+        child.process.wait()
+        self.watchdog.restart(now)
+
     def died(self, child: Child, code: int) -> None:
         follows = f" (after {self.first_death} died)" if self.first_death else ""
         self.say(f"{child.name} died: {signal_name(code)}{follows}; its log: {child.log}")
@@ -109,7 +150,8 @@ class Supervisor:
         expected = 0 < code < 128  # one of our own clear errors: starting again would meet it again
         if not child.restartable or expected or child.restarts >= self.config.watchdog.restarts:
             self.first_death = self.first_death or child.name
-            message = last[-1] if expected and last else f"{child.name} died ({signal_name(code)}) and cannot be started again; log: {child.log}"
+            lost = f"{child.name} died ({signal_name(code)}) and cannot be started again; log: {child.log}"
+            message = last[-1].removeprefix("error: ") if expected and last else lost
             error = AsyncrlError(message) if expected else ProcessLost(message)
             error.exit_code = code if expected else 3
             raise error

@@ -62,7 +62,7 @@ def table(s: Status) -> Any:
     return t
 
 
-def follow(address: str, curve_dir: str, tick: Callable[[], bool]) -> None:
+def follow(address: str, curve_dir: str, tick: Callable[[], bool], observe: Callable[[Status], None] = lambda _: None) -> None:
     """Show the run until `tick` (called about 20 times a second) says that it is over."""
     socket = PeerSocket(address, curve_dir)
     fancy = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
@@ -81,7 +81,9 @@ def follow(address: str, curve_dir: str, tick: Callable[[], bool]) -> None:
                 asked = now
                 socket.send(Watch())
             reply = socket.recv(0.05)
-            newest = reply if isinstance(reply, Status) else newest
+            if isinstance(reply, Status):
+                newest = reply
+                observe(reply)
             if newest is None:
                 continue
             if live is not None and reply is not None:

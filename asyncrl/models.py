@@ -113,10 +113,28 @@ def load_policy(path: str | Path, dtype: str = "float32", device: str = "auto") 
     return PolicyModel(hf.to(where).eval(), str(path))
 
 
+def check_weights(path: str | Path) -> None:
+    """Look at the headers of a directory's weight files, without loading them.  Raises ConfigError for none, or for a damaged one."""
+    import safetensors
+
+    files = sorted(Path(path).glob("*.safetensors"))
+    if not files and not list(Path(path).glob("*.bin")):
+        raise ConfigError(f"model.path: {path} has no weights (no *.safetensors)")
+    for file in files:
+        try:
+            with safetensors.safe_open(str(file), framework="pt") as f:
+                f.keys()
+        except (OSError, safetensors.SafetensorError) as e:
+            raise ConfigError(f"model.path: {file} is damaged ({e}): copy or download it again") from e
+
+
 def load_tokenizer(path: str | Path) -> Any:
     """The tokenizer in a model directory.  Raises ConfigError when there is none."""
     import transformers
 
+    known = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "spiece.model")
+    if not any((Path(path) / name).is_file() for name in known):
+        raise ConfigError(f"model.path: {path} has no tokenizer (none of {', '.join(known)}); save the model's tokenizer there")
     try:
         return transformers.AutoTokenizer.from_pretrained(str(path))
     except (OSError, ValueError, KeyError, TypeError) as e:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -37,19 +38,26 @@ def preflight(config: Config) -> None:
         say(f"building and warm-starting a tiny model for `{config.task.name}` in {path}")
         done = warm_start(config, path)
         say(f"warm start: {done['steps']} steps in {done['seconds']} s, loss {done['loss']:.3f}")
-    from asyncrl.models import encode_prompt, load_tokenizer
+    from actors.reward_worker import resolve
+    from asyncrl.models import check_weights, encode_prompt, load_tokenizer
 
+    check_weights(path)
     tokenizer = load_tokenizer(path)
     room = config.generator.context - config.generator.max_new_tokens
     for split in ("train", "heldout", "ood"):
         size = task.size(split)
         for i in range(64 if size is None else min(size, 2000)):
             prompt = task.prompt(split, i, config.seed)
-            if (n := len(encode_prompt(tokenizer, prompt))) > room:
+            n = len(encode_prompt(tokenizer, prompt))
+            if not n:
+                raise ConfigError(f"task: {split} prompt {prompt.id} has no token under the tokenizer in {path}: it is empty, or of other symbols")
+            if n > room:
                 raise ConfigError(f"generator.context: {split} prompt {prompt.id} has {n} tokens; context {config.generator.context} less "
                                   f"max_new_tokens {config.generator.max_new_tokens} leaves {room}")  # fmt: skip
     if config.reward.function and ":" not in config.reward.function:
         raise ConfigError(f"reward.function: {config.reward.function} is not module:function")
+    if config.reward.function:
+        resolve(config.reward.function)
 
 
 def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
@@ -76,6 +84,7 @@ def supervise(config: Config, run_dir: Path) -> int:
     """Run all processes to their end; 130 when interrupted.  Raises what ended the run otherwise."""
     lock = rundir.Lock(run_dir)
     supervisor = Supervisor(config, run_dir, say)
+    sweeper = subprocess.Popen([sys.executable, "-m", "asyncrl.sweeper", str(run_dir)], stdin=subprocess.PIPE, start_new_session=True)
 
     def interrupt(number: int, _frame: Any) -> None:
         supervisor.interrupts += 1
@@ -84,7 +93,7 @@ def supervise(config: Config, run_dir: Path) -> int:
     previous = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         supervisor.start()
-        live.follow(rundir.buffer_address(config, run_dir), config.wires.curve_dir, lambda: supervisor.poll() or supervisor.interrupts > 0)
+        live.follow(rundir.buffer_address(config, run_dir), config.wires.curve_dir, lambda: supervisor.poll() or supervisor.interrupts > 0, supervisor.observe)
         supervisor.end(gently=supervisor.interrupts < 2)
         return 130 if supervisor.interrupts else 0
     finally:
@@ -93,6 +102,7 @@ def supervise(config: Config, run_dir: Path) -> int:
             signal.signal(number, handler)
         rundir.clean(run_dir)
         lock.close()
+        sweeper.communicate()
 
 
 def summarise(config: Config, run_dir: Path) -> dict[str, Any]:
@@ -136,6 +146,9 @@ def run(config: Config, run_dir: Path, *, resume: bool) -> tuple[int, dict[str, 
         code = supervise(config, run_dir)
     finally:
         trace.merge(run_dir)
+    if code and not (run_dir / "buffer_summary.json").exists():
+        say(f"stopped at once, without a summary; go on with: asyncrl run --resume {run_dir}")
+        return code, {}
     summary = summarise(config, run_dir)
     report.write(run_dir)
     say(f"{run_dir}: held-out {_show(summary['heldout_start'])} -> {_show(summary['heldout_end'])} in {summary['wall_s']:.0f} s of RL "

@@ -20,7 +20,7 @@ from asyncrl.metrics import MetricsWriter
 from asyncrl.rundir import Lock, buffer_address, run_id
 from asyncrl.tasks import Task, get_task
 from asyncrl.wires import BufferSocket
-from buffer.evaluation import Evaluations
+from buffer.evaluation import EVAL_BASE, Evaluations
 from buffer.groups import Settings
 from buffer.ledger import tokens_of
 from buffer.recorded import RecordedStore
@@ -89,6 +89,7 @@ class Service:
         self.generated = self.counted = 0.0
         self.trained = Trained(run_dir / "trained.jsonl")
         self.error, self.stop = "", False
+        self.progress = 0
         self.ended_at = time.monotonic() if self.store.finished else 0.0  # folded after the end: only generators are left to be told
         self.told_before = self.store.finished
         self.mismatch = 0.0
@@ -163,6 +164,7 @@ class Service:
         self.heard(message.producer, peer, max(message.session, self.generators.get(message.producer, {}).get("session", 0)))
         now = time.monotonic()
         acks = [(t.ticket, t.sample, t.attempt, self.store.deliver(t, now)) for t in message.samples]
+        self.progress += sum(t.ticket >= EVAL_BASE for t in message.samples)
         self.send(peer, m.Acks(message.session, acks, self.config.wires.credit_bytes, self.store.announcement()))
 
     def on_Renew(self, peer: bytes, message: m.Renew) -> None:
@@ -293,6 +295,7 @@ class Service:
     def committed(self, commit: m.Commit) -> None:
         """A batch is trained: its metrics, its lags, some of its samples."""
         now = time.monotonic()
+        self.progress += 1
         self.last_commit = now
         batch = self.leased.pop(commit.number, None)
         values = dict(commit.metrics)
@@ -368,7 +371,7 @@ class Service:
         if self.learner:
             peers["learner"] = now - self.learner["at"]
         s = self.store
-        return m.Status(self.run, s.committed, s.s.steps, s.epoch, dict(self.latest), s.ledger(), waits, peers, bool(self.ended_at), self.error)
+        return m.Status(self.run, s.committed, s.s.steps, s.epoch, dict(self.latest), s.ledger(), waits, peers, bool(self.ended_at), self.error, self.progress)
 
     def summary(self) -> dict[str, Any]:
         """What only the buffer knows of the run."""

@@ -1,0 +1,82 @@
+"""When is a run stuck, and who holds it up?  Pure: time is an argument.
+
+Progress means commits and evaluation answers, never heartbeats.  A run is overdue when none came for `multiple` medians of its own
+steps, at least `floor_s`; before the first commit, `startup_s`.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+KEPT = 50  # steps whose median counts
+
+
+@dataclass
+class Watchdog:
+    """observe(...) at every status; `overdue` says since when, and the arithmetic of the deadline.
+
+    >>> w = Watchdog(multiple=10, floor_s=1, startup_s=60)
+    >>> w.observe(0, 0, 0.0); w.overdue(59.0)
+    ''
+    >>> for n in range(1, 5): w.observe(n, n, 60.0 + 0.5 * n)
+    >>> w.overdue(66.0), w.overdue(68.0)
+    ('', 'no commit and no evaluation answer for 6.0 s (deadline 5.0 s: 10 medians of 0.50 s, at least 1 s)')
+    """
+
+    multiple: float
+    floor_s: float
+    startup_s: float
+    progress: int = -1
+    committed: int = 0
+    since: float = 0.0
+    last_commit: float | None = None
+    steps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+    def observe(self, progress: int, committed: int, now: float) -> None:
+        """progress: any number that changes with every commit and evaluation answer; committed: batches; now in seconds."""
+        if progress != self.progress:
+            self.progress, self.since = progress, now
+        if committed > self.committed:
+            if self.last_commit is not None:
+                self.steps.append((now - self.last_commit) / (committed - self.committed))
+            self.last_commit = now
+        self.committed = committed
+
+    def restart(self, now: float) -> None:
+        """A process is being started again: it gets the time of a start."""
+        self.since, self.last_commit = now, None
+        self.steps.clear()
+
+    @property
+    def deadline(self) -> float:
+        return max(self.floor_s, self.multiple * statistics.median(self.steps)) if self.steps else self.startup_s
+
+    def overdue(self, now: float) -> str:
+        """What is wrong, with the arithmetic; empty while nothing is."""
+        if (silent := now - self.since) <= self.deadline:
+            return ""
+        if not self.steps:
+            return f"no commit and no evaluation answer for {silent:.1f} s (grace of a start: watchdog.startup_s = {self.startup_s:g} s)"
+        median = statistics.median(self.steps)
+        return (f"no commit and no evaluation answer for {silent:.1f} s (deadline {self.deadline:.1f} s: {self.multiple:g} medians of {median:.2f} s, "
+                f"at least {self.floor_s:g} s)")  # fmt: skip
+
+
+def culprit(names: Sequence[str], waits: Sequence[tuple[str, str, str, float]], peers: Mapping[str, float], buffer_silent: float, patience: float) -> str:
+    """The process that holds the run up: a silent buffer; else the most silent peer; else one that waits for nobody; else none.
+
+    >>> culprit(["learner", "generator-0"], [("learner", "batch 3", "buffer", 9.0)], {"learner": 0.1, "generator-0": 9.0}, 0.1, 5.0)
+    'generator-0'
+    >>> culprit(["learner", "generator-0"], [("generator-0", "a ticket", "buffer", 9.0)], {"learner": 0.4, "generator-0": 0.1}, 0.1, 5.0)
+    'learner'
+    """
+    if buffer_silent > patience:
+        return "buffer"
+    silent = {name: peers.get(name, float("inf")) for name in names}
+    if silent and max(silent.values()) > patience:
+        return max(silent, key=lambda n: silent[n])
+    waiting = {who for who, *_ in waits}
+    return next((n for n in names if n not in waiting), "")

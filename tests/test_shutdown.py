@@ -1,0 +1,94 @@
+"""Whatever ends a run, nothing of it survives: no process, no socket, no shared memory.  And a run that stands still is ended by rule."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from test_run import check_summary, children, finish, start, steps_done, wait_until
+
+from asyncrl import rundir
+
+
+def of_run(run_dir: Path) -> dict[int, str]:
+    """pid -> command of every process whose command line names the run directory."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                words = (entry / "cmdline").read_bytes().decode(errors="replace").split("\0")
+                state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            except OSError:
+                continue
+            if str(run_dir) in words and state != "Z":
+                found[int(entry.name)] = " ".join(words)
+    return found
+
+
+def left(run_dir: Path) -> list[str]:
+    """Sockets and shared memory of the run."""
+    name = rundir.run_id(run_dir)
+    return [str(p) for base in ("/dev/shm", "/tmp") for p in Path(base).glob(f"asyncrl-*{name}*")] + [str(p) for p in Path("/tmp").glob(f"asyncrl-*/{name}")]
+
+
+def gone(run_dir: Path, seconds: float = 30) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and (of_run(run_dir) or left(run_dir)):
+        time.sleep(0.05)
+    assert of_run(run_dir) == {} and left(run_dir) == []
+
+
+def under_way(tmp_path: Path, model: Path, *words: str) -> tuple[subprocess.Popen[str], Path]:
+    process = start(tmp_path, model, "learner.steps=400", "name='end'", *words)
+    run_dir = tmp_path / "runs" / "end"
+    wait_until(lambda: steps_done(run_dir) >= 4, process)
+    assert len(of_run(run_dir)) >= 3 and left(run_dir), "the test looks at the wrong places"
+    return process, run_dir
+
+
+@pytest.mark.parametrize(("how", "code"), [("SIGINT", 130), ("SIGTERM", 130), ("SIGINT twice", 130), ("SIGKILL", -9)])
+def test_nothing_survives_the_end(how: str, code: int, tmp_path: Path, sort_model: Path) -> None:
+    process, run_dir = under_way(tmp_path, sort_model)
+    name, _, twice = how.partition(" ")
+    os.kill(process.pid, signal.Signals[name])
+    if twice:
+        time.sleep(0.05)
+        os.kill(process.pid, signal.Signals[name])
+    assert process.wait(timeout=60) == code, (tmp_path / "stderr").read_text()[-2000:]
+    gone(run_dir)
+    if how == "SIGKILL":  # and the run goes on from its checkpoint
+        process = start(tmp_path, sort_model, "--resume", str(run_dir), "learner.steps=8")
+        assert finish(process, tmp_path)["steps"] == 8
+        gone(run_dir)
+
+
+@pytest.mark.parametrize("victim", ["learner", "generator", "buffer"])
+def test_a_process_that_stands_still_is_ended_and_started_again(victim: str, tmp_path: Path, sort_model: Path) -> None:
+    """SIGSTOP, as a hanging device or file system looks from outside."""
+    words = ("learner.steps=24", "learner.checkpoint_every=5", "watchdog.floor_s=4.0", "watchdog.multiple=5.0", "durability.mode='process'", "name='still'")
+    process = start(tmp_path, sort_model, *words)
+    run_dir = tmp_path / "runs" / "still"
+    wait_until(lambda: steps_done(run_dir) >= 8, process)
+    os.kill(children(process.pid)[victim], signal.SIGSTOP)
+    summary = finish(process, tmp_path)
+    check_summary(summary, summary["lag"]["limit"])
+    assert summary["steps"] == 24
+    said = (tmp_path / "stderr").read_text()
+    assert "the run stands still: no commit and no evaluation answer for" in said and "holds it up and is ended" in said
+    assert f"{victim}" in said.split("holds it up")[0].rsplit(";", 1)[1], said
+
+
+def test_a_run_that_cannot_go_on_ends_and_says_who_was_waited_for(tmp_path: Path, sort_model: Path) -> None:
+    """No restarts left: exit code 3, the process, its deadline with the arithmetic, its log."""
+    process = start(tmp_path, sort_model, "learner.steps=400", "watchdog.floor_s=3.0", "watchdog.multiple=5.0", "watchdog.restarts=0", "name='still'")
+    run_dir = tmp_path / "runs" / "still"
+    wait_until(lambda: steps_done(run_dir) >= 8, process)
+    os.kill(children(process.pid)["generator"], signal.SIGSTOP)
+    assert process.wait(timeout=60) == 3
+    said = (tmp_path / "stderr").read_text()
+    assert "medians of" in said and "learner waits" in said and "generator-0.log" in said and "cannot be started again" in said
+    gone(run_dir)
