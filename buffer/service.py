@@ -30,7 +30,6 @@ from buffer.trained import Trained, mean, quantile
 POLL_S, TICK_S = 0.25, 0.25
 SYNC_POLL_S = 0.001  # while replies wait for the disk
 LINGER_S = 5.0  # how long the end of the run is told to generators that have not asked yet
-SHOWN = 4  # samples of a batch in samples.jsonl
 
 
 def settings(config: Config) -> Settings:
@@ -345,12 +344,14 @@ class Service:
         return {"throughput/generator_tokens_per_s": totals["tokens"] / max(span, 1e-9), "time/generator_idle_share": share, "time/swap": totals["swap_s"]}
 
     def show(self, batch: m.Batch) -> None:
-        every = self.config.record.samples_every
+        every, many = self.config.record.samples_every, self.config.record.samples or len(batch.samples)
         if not every or batch.number % every:
             return
-        for s, lag in list(zip(batch.samples, batch.lags, strict=True))[:: max(1, len(batch.samples) // SHOWN)][:SHOWN]:
+        for s, lag in list(zip(batch.samples, batch.lags, strict=True))[:: max(1, len(batch.samples) // many)][:many]:
             row = {"batch": batch.number, "ticket": s.ticket, "sample": s.sample, "prompt": s.prompt_text, "text": s.text, "reward": s.reward,
-                   "parts": s.reward_parts, "finish": s.finish, "lag": lag, "versions": [[str(x.label), x.start, x.end] for x in s.spans]}  # fmt: skip
+                   "parts": s.reward_parts, "finish": s.finish, "lag": lag, "versions": [[str(x.label), x.start, x.end] for x in s.spans],
+                   "digests": [x.digest for x in s.spans], "prompt_tokens": memoryview(s.prompt_tokens).cast("i").tolist(),
+                   "tokens": memoryview(s.tokens).cast("i").tolist(), "logprobs": memoryview(s.behavior_logprobs).cast("f").tolist()}  # fmt: skip
             self.samples.write(json.dumps(row) + "\n")
 
     def write_evaluations(self) -> None:
