@@ -7,7 +7,7 @@ from pathlib import Path
 
 from conftest import ROOT
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
 
 
 def test_killed_processes_cost_no_sample_and_train_none_twice(tmp_path: Path, sort_model: Path) -> None:

@@ -1,0 +1,172 @@
+"""The embedded engine against transformers' `generate` (dynamic and static cache) and a plain decode loop, on one core.
+
+    OMP_NUM_THREADS=1 python benchmarks/engine.py [--quick] [--json] [--sizes 84k 332k 2.6M]
+
+Proves: with answers of very different length (the longest three times the mean, ten or more a slot) at least twice the speed of
+`generate`; at equal lengths a static batch wins nothing (within 10 %).  Lengths are fixed beforehand and the same for all: the
+engine ends a row by its limit, `generate` by a stopping criterion for each row, so that it also stops as early as it can.
+`generate` gets the best of several batch sizes, found in a first round.  All sample at temperature 1 from the same random weights.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import rounds
+import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
+
+from actors.engine import Request
+from actors.engine_embedded import EmbeddedEngine
+from asyncrl import models
+from asyncrl.versions import Label
+
+SIZES: dict[str, tuple[dict[str, int], int]] = {  # build_model's arguments, slots
+    "84k": ({"hidden": 64, "layers": 2, "heads": 4}, 256),
+    "332k": ({"hidden": 128, "layers": 2, "heads": 4}, 64),
+    "2.6M": ({"hidden": 256, "layers": 4, "heads": 8}, 64),
+}
+PROMPT, MOST, GROUP, A_SLOT = 12, 48, 8, 10
+
+
+class Lengths(StoppingCriteria):  # type: ignore[misc]
+    """Row i is done after its own number of tokens."""
+
+    def __init__(self, lengths: torch.Tensor) -> None:
+        self.lengths = lengths
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        done: torch.Tensor = (input_ids.shape[1] - PROMPT) >= self.lengths
+        return done
+
+
+def lengths(n: int, spread: int, r: np.random.Generator) -> np.ndarray:
+    """n answer lengths whose longest is MOST and `spread` times the mean."""
+    if spread == 1:
+        return np.full(n, MOST)
+    mean = MOST / spread
+    out = np.clip(r.exponential(mean, n).round(), 1, MOST).astype(int)
+    out[:: n // 16] = MOST
+    while (excess := int(round(out.sum() - mean * n))) != 0:  # one token here and there, until the mean is exact
+        some = r.choice(np.flatnonzero((out > 1) & (out < MOST) if excess > 0 else out < MOST), min(abs(excess), n // 8), replace=False)
+        out[some] -= np.sign(excess)
+    return out
+
+
+def by_engine(model: models.PolicyModel, slots: int, prompts: torch.Tensor, lens: np.ndarray) -> Any:
+    engine = EmbeddedEngine(model, slots=slots, context=PROMPT + MOST, max_new_tokens=MOST)
+    engine.load(dict(models.named_weights(model)), Label(1, 0), "d")
+    rows = prompts.numpy().astype(np.int32)
+    requests = [Request((i // GROUP, i % GROUP, 1), rows[i], i // GROUP, int(n), 1.0, 1.0, 0, (), 7) for i, n in enumerate(lens)]
+
+    def run() -> int:
+        engine.add(requests)
+        tokens = 0
+        while engine.active:
+            tokens += sum(len(a.tokens) for a in engine.step())
+        assert tokens == lens.sum()
+        return tokens
+
+    return run
+
+
+def by_generate(model: models.PolicyModel, batch: int, prompts: torch.Tensor, lens: np.ndarray, cache: str) -> Any:
+    model.hf.generation_config.eos_token_id = None
+    how: dict[str, Any] = {"do_sample": True, "top_k": 0, "top_p": 1.0, "max_new_tokens": MOST, "pad_token_id": 0}
+    how |= {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
+
+    @torch.inference_mode()
+    def run() -> None:
+        for at in range(0, len(lens), batch):
+            piece = slice(at, at + batch)
+            stop = StoppingCriteriaList([Lengths(torch.from_numpy(lens[piece]))])
+            model.hf.generate(prompts[piece], attention_mask=torch.ones_like(prompts[piece]), stopping_criteria=stop, **how)
+
+    return run
+
+
+def by_loop(model: models.PolicyModel, batch: int, prompts: torch.Tensor, lens: np.ndarray) -> Any:
+    """A plain static batch: transformers' forward with its cache, and nothing else."""
+
+    @torch.inference_mode()
+    def run() -> None:
+        for at in range(0, len(lens), batch):
+            out = model.hf(prompts[at : at + batch], use_cache=True, logits_to_keep=1)
+            for n in range(int(lens[at : at + batch].max())):
+                logs = out.logits[:, -1].float().log_softmax(-1)
+                token = torch.multinomial(logs.exp(), 1)
+                logs.gather(1, token)
+                if n + 1 < lens[at : at + batch].max():
+                    out = model.hf(token, past_key_values=out.past_key_values, use_cache=True)
+
+    return run
+
+
+def best(make: Any, sizes: list[int]) -> tuple[int, Any]:
+    """The fastest of several batch sizes, by one run each after a warm-up."""
+    tried = []
+    for batch in sizes:
+        run = make(batch)
+        run()
+        began = time.process_time()
+        run()
+        tried.append((time.process_time() - began, batch, run))
+    return min(tried, key=lambda t: t[0])[1:]
+
+
+def measure(name: str, spread: int, n_rounds: int, work: str, *, quick: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    shape, slots = SIZES[name]
+    model = models.build_model(Path(work) / name, "0123456789abcdefghij", **shape)  # type: ignore[arg-type]
+    r = np.random.default_rng(0)
+    n = slots * (3 if quick else A_SLOT)
+    prompts = torch.from_numpy(np.repeat(r.integers(3, 23, (n // GROUP, PROMPT)), GROUP, 0))
+    lens = lengths(n, spread, r)
+    batches = [256] if quick else [64, 256, 512]
+    chosen = {"generate dynamic": best(lambda b: by_generate(model, b, prompts, lens, "dynamic"), batches),
+              "generate static": best(lambda b: by_generate(model, b, prompts, lens, "static"), batches),
+              "plain loop": best(lambda b: by_loop(model, b, prompts, lens), batches)}  # fmt: skip
+    runs = {"engine": by_engine(model, slots, prompts, lens)} | {k: v[1] for k, v in chosen.items()}
+    times = rounds.interleave(runs, n_rounds)
+    tokens = int(lens.sum())
+    rates = {k: round(tokens / rounds.median(times, k)) for k in times}
+    what = {"parameters": sum(p.numel() for p in model.hf.parameters()), "slots": slots, "answers": n, "tokens": tokens, "tokens_per_s": rates,
+            "tokens_per_cpu_s": {k: round(tokens / rounds.median(times, k, 1)) for k in times}, "batch": {k: v[0] for k, v in chosen.items()},
+            "times": times}  # fmt: skip
+    goals = []
+    if spread > 1:
+        rival = max(("generate dynamic", "generate static"), key=lambda k: rates[k])
+        value, cpu = rounds.speedup(times, "engine", rival), rounds.speedup(times, "engine", rival, 1)
+        goals.append(rounds.goal(f"{name}, spread {spread}: engine / {rival}", value, 2.0, at_least=True, by_cpu=round(cpu, 3), engine=rates["engine"]))
+    else:
+        rival = max((k for k in rates if k != "engine"), key=lambda k: rates[k])
+        value, cpu = rounds.speedup(times, "engine", rival), rounds.speedup(times, "engine", rival, 1)
+        goals.append(rounds.goal(f"{name}, equal lengths: engine / {rival}", value, 0.9, at_least=True, by_cpu=round(cpu, 3), engine=rates["engine"]))
+    return goals, what
+
+
+def main() -> None:
+    p = rounds.parser(__doc__)
+    p.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
+    p.add_argument("--rounds", type=int, default=5)
+    args = p.parse_args()
+    torch.set_num_threads(1)
+    rounds.one_core()
+    goals, details = [], {}
+    with tempfile.TemporaryDirectory() as work:
+        for name in args.sizes[:1] if args.quick else args.sizes:
+            for spread in (3, 1):
+                found, details[f"{name} spread {spread}"] = measure(name, spread, 2 if args.quick else args.rounds, work, quick=args.quick)
+                goals += found
+    rounds.report("engine", goals, {"what": "engine against generate, one core, wall time by turns", "runs": details}, args)
+
+
+if __name__ == "__main__":
+    main()

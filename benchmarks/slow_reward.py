@@ -1,0 +1,21 @@
+"""The `sort` task's reward by way of a subprocess that takes 0.2 s or more, with a long tail (Pareto, exponent 2.5, at most 4 s)."""
+
+from __future__ import annotations
+
+import subprocess
+
+import xxhash
+
+from asyncrl.config import Task
+from asyncrl.messages import Prompt
+from asyncrl.tasks import get_task
+
+LEAST_S, EXPONENT, MOST_S = 0.2, 2.5, 4.0
+TASK = get_task(Task(name="sort"))
+
+
+def reward(prompt: Prompt, text: str) -> float:
+    u = (xxhash.xxh3_64_intdigest(f"{prompt.id} {text}".encode()) + 1) / 2**64
+    subprocess.run(["sleep", f"{min(MOST_S, LEAST_S * u ** (-1 / EXPONENT)):.3f}"], check=True)
+    value = TASK.reward(prompt, text)
+    return float(value["reward"] if isinstance(value, dict) else value)
