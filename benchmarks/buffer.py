@@ -23,8 +23,6 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-sys.path[:1] = [str(HERE.parent)]  # this file must not hide the package of its name
-sys.path.append(str(HERE))
 
 import numpy as np
 import rounds

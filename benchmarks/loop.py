@@ -29,8 +29,6 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-sys.path[:1] = [str(ROOT)]
-sys.path.append(str(HERE))
 
 import rounds
 
@@ -74,7 +72,6 @@ def plain(model: Path, cores: list[int], steps: int, seed: int) -> dict[str, flo
 def bare(model_dir: str) -> None:
     """A process that runs an engine or a learner alone.  In: `WHAT SECONDS` a line.  Out: seconds a batch, for each batch."""
     import msgspec
-    import numpy as np
     import torch
 
     from actors.engine import Request

@@ -18,6 +18,8 @@ from typing import Any
 
 import results_file
 
+sys.path.insert(0, str(results_file.ROOT))  # first: benchmarks/learner.py and buffer.py must not hide the packages of their names
+
 Times = dict[str, list[tuple[float, float]]]  # alternative -> (wall, CPU) seconds of each round
 
 
