@@ -22,8 +22,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-
 import numpy as np
 import rounds
 
@@ -32,6 +30,7 @@ from asyncrl import messages as m
 from asyncrl.versions import Label
 from asyncrl.wires import PeerSocket
 
+HERE = Path(__file__).resolve().parent
 GROUPS, SIZE, TOKENS, LAG, EVERY, KEPT = 32, 8, 24, 2, 20, 2
 
 

@@ -22,7 +22,6 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-
 import numpy as np
 import rounds
 import torch

@@ -27,11 +27,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-
 import rounds
 
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
 BATCH, SKIP, PEER_S = 256, 4, 5.0
 SMALL = ["evaluation.every=0", "evaluation.prompts=1", "evaluation.final_prompts=1", "evaluation.ood_prompts=0", "learner.checkpoint_every=1000",
          "record.samples_every=0"]  # fmt: skip
