@@ -56,7 +56,7 @@ def committed(run_dir: Path) -> int:
 
 def run(work: Path, kills: int, seed: int, *, model: str = "", config: str = "configs/demo.toml", between: tuple[float, float] = (0.1, 4.0)) -> dict[str, Any]:
     """One run with `kills` kills; returns the summary, the kills by kind, and what was found wrong."""
-    r, run_dir, steps = random.Random(seed), work / "kills", 20 + 6 * kills
+    r, run_dir, steps = random.Random(seed), work / "kills", 40 + 14 * kills
     sets = [f"runs={str(work)!r}", "name='kills'", f"model.path={model or str(work / 'model')!r}",
             f"learner.steps={steps}", f"learner.groups={GROUPS}", f"learner.group_size={SIZE}", "learner.checkpoint_every=3", "staleness.max_lag=2",
             f"watchdog.restarts={kills + 1}", f"seed={seed}", "evaluation.every=0", "evaluation.prompts=64", "evaluation.final_prompts=64",
