@@ -174,6 +174,10 @@ def check(c: Config) -> list[str]:
         out.append("correction.self_normalize: there are no weights to normalise (correction.level = none)")
     if c.stop.kl_max > 0 and c.learner.epochs * c.learner.minibatches == 1:
         out.append("stop.kl_max: with one optimizer step a batch there is nothing to stop; raise learner.epochs or learner.minibatches")
+    if c.learner.backend == "torch" and c.learner.ranks > 1:
+        out.append(f"learner.ranks: {c.learner.ranks} ranks need learner.backend = deepspeed; torch is one process")
+    if c.learner.backend == "deepspeed" and c.learner.zero_stage == 0 and c.model.dtype == "bfloat16":
+        out.append("learner.zero_stage: 0 with model.dtype = bfloat16 keeps no fp32 copy of the weights and drifts from stages 1 to 3; use 1 or higher")
     if c.reward.deadline_s >= c.wires.lease_s:
         out.append(f"reward.deadline_s: {c.reward.deadline_s:g} s is not below the lease around it (wires.lease_s = {c.wires.lease_s:g} s)")
     if c.weights.transport == "tcp" and not c.wires.weights_address:

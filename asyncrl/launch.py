@@ -22,6 +22,7 @@ from asyncrl.messages import Status
 from asyncrl.watchdog import Watchdog, culprit
 
 SILENT_S = 5.0  # a process that sends nothing for this long, when the run is overdue, is the one to blame
+LATE_S = 5.0  # after the end of buffer and learner a generator has this long to hear of it
 END_S = 30.0  # a process asked to end is killed after this long
 _PR_SET_PDEATHSIG = 1
 
@@ -107,6 +108,13 @@ class Supervisor:
             return True
         buffer = next(c for c in self.children if c.name == "buffer")
         if buffer.code == 0 and not self.interrupts:
+            if all(c.code == 0 for c in self.children if c.name == "learner") and self.alone_since:
+                for c in self.children:  # started again too late to be told that the run is over: there is nothing left to write
+                    if c.code is None and c.process is not None and time.monotonic() - self.alone_since > LATE_S:
+                        c.process.kill()
+                        c.process.wait()
+                        c.code = 0
+                        self.say(f"{c.name} was still starting when the run ended")
             self.alone_since = self.alone_since or time.monotonic()
             if time.monotonic() - self.alone_since > END_S:
                 left = ", ".join(c.name for c in self.children if c.code is None)

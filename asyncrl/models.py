@@ -38,6 +38,7 @@ class PolicyModel:
 
     hf: Any
     tokenizer_dir: str
+    one_pass: bool = False  # plain path: one forward a call and nothing recomputed, as hooks on the modules may need
 
     def __post_init__(self) -> None:
         self.fast = fast_forward.Layout.of(self.hf)
@@ -60,6 +61,8 @@ class PolicyModel:
         """
         if self.fast is not None:
             return fast_forward.logprobs(self.fast, prompts, responses, temperature, groups, want_entropy, want_hidden)
+        if self.one_pass:
+            return ForwardOut(*_plain_rows(self.hf, prompts, responses, temperature, want_entropy, want_hidden))
         return plain_logprobs(self.hf, prompts, responses, temperature, want_entropy, want_hidden)
 
 

@@ -26,7 +26,7 @@ import torch
 import xxhash
 
 from asyncrl.errors import AsyncrlError, Damaged
-from asyncrl.models import export, load_policy, load_weights, named_weights
+from asyncrl.models import export, load_policy, load_weights, manifest, named_weights
 from learner.step import LearnerCore, State
 
 
@@ -79,8 +79,11 @@ def save(directory: Path, core: LearnerCore, extra: Mapping[str, Any], keep: int
     shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir()
-        export(core.model, part / "model")
-        torch.save({"optimizer": core.optimizer.state_dict(), "state": asdict(core.state), "extra": dict(extra)}, part / "state.pt")
+        core.backend.tell("save", str(part))
+        optimizer = core.backend.state(part)
+        with core.backend.whole():
+            export(core.model, part / "model")
+        torch.save({"optimizer": optimizer, "state": asdict(core.state), "extra": dict(extra)}, part / "state.pt")
         for n, data in (older or {}).items():
             (part / f"older_{n}.bin").write_bytes(data)
         files = {str(p.relative_to(part)): [p.stat().st_size, xxhash.xxh3_64_hexdigest(p.read_bytes())] for p in sorted(part.rglob("*")) if p.is_file()}
@@ -138,13 +141,15 @@ def newest(directory: Path) -> Path | None:
 
 def restore(core: LearnerCore, path: Path) -> dict[str, Any]:
     """Load weights, optimizer and state; returns what the loop keeps (`extra`).  Raises Damaged for another model's checkpoint."""
+    core.backend.tell("restore", str(path))
     saved = load_policy(path / "model", core.config.model.dtype, core.config.model.device)
-    theirs, ours = [(n, p.shape) for n, p in named_weights(saved)], [(n, p.shape) for n, p in named_weights(core.model)]
+    theirs, ours = [row[:3] for row in manifest(saved)], [row[:3] for row in core.layout]
     if theirs != ours:
         raise Damaged(f"checkpoint {path} is of another model than model.path = {core.config.model.path}: start a new run, or point model.path at its model")
-    load_weights(core.model, dict(named_weights(saved)))
+    with core.backend.whole():
+        load_weights(core.model, dict(named_weights(saved)))
     data = torch.load(path / "state.pt", weights_only=True)
-    core.optimizer.load_state_dict(data["optimizer"])
+    core.backend.load_state(data["optimizer"], path)
     core.state = State(**data["state"])
     return dict(data["extra"])
 

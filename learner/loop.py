@@ -45,7 +45,7 @@ class Learner:
             self.extra |= checkpoint.restore(self.core, path)
             older = checkpoint.older(path)
             print(f"learner: resumed from {path} at version {self.number}, {config.learner.steps - self.number} steps left", file=sys.stderr)
-        self.publisher = Publisher(config, run_dir, self.epoch, self.core.model)
+        self.publisher = Publisher(config, run_dir, self.epoch, self.core)
         for n, data in sorted(older.items()):
             self.publisher.publish_bytes(n, data)
         self.digest = self.publisher.publish(self.number)
@@ -89,6 +89,7 @@ class Learner:
         if self.checkpointed is not None and min(self.commits, default=self.number) >= self.checkpointed:
             self.socket.send(m.Checkpointed(self.epoch, self.checkpointed))  # never ahead of a commit that it would make void
             self.checkpointed = None
+        self.core.backend.keep_alive()
         now = time.monotonic()
         if now - self.sent.get("progress", 0.0) > PROGRESS_S and self.welcomed:
             self.sent["progress"] = now
@@ -159,8 +160,10 @@ class Learner:
                 self.pump(POLL_S)
         if not self.finished:
             return  # stopped: the checkpoint is what it leaves; run_dir/model is the finished run's
-        export(self.core.model, self.run_dir / "model")
-        (self.run_dir / "weights_digest").write_text(weights_digest(self.core.model))
+        self.core.backend.tell("export")
+        with self.core.backend.whole():
+            export(self.core.model, self.run_dir / "model")
+            (self.run_dir / "weights_digest").write_text(weights_digest(self.core.model))
 
     def next_batch(self) -> m.Batch | None:
         """The batch to train on; None when told to stop while waiting."""
@@ -209,6 +212,7 @@ class Learner:
         self.checkpointed = oldest
 
     def close(self) -> None:
+        self.core.backend.close()
         self.tracer.close()
         self.publisher.close()
         self.socket.close()
@@ -218,6 +222,13 @@ def main(config: Config, run_dir: Path) -> None:
     """Run the learner until its last batch is committed and evaluated, or SIGTERM: finish the batch, checkpoint, end."""
     asked: list[int] = []
     learner: Learner | None = None
+    if config.learner.backend == "deepspeed" and int(os.environ.get("RANK", "0")) > 0:
+        from learner.backend_deepspeed import follow
+
+        for s in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(s, signal.SIG_IGN)  # rank 0 tells when it is over
+        follow(LearnerCore(config, config.model.path, run_dir))
+        return
 
     def stop(number: int, _frame: object) -> None:
         asked.append(number)

@@ -15,6 +15,7 @@ from asyncrl.rundir import ring_dir
 from asyncrl.versions import Label
 from asyncrl.weight_ring import Ring
 from asyncrl.wires import ChunkServer
+from learner.step import LearnerCore
 
 
 def depth(config: Config) -> int:
@@ -26,10 +27,10 @@ def depth(config: Config) -> int:
 class Publisher:
     """One ring per epoch; earlier epochs' rings stay until the buffer has welcomed this one."""
 
-    def __init__(self, config: Config, run_dir: Path, epoch: int, model: models.PolicyModel) -> None:
-        self.epoch, self.model, self.depth = epoch, model, depth(config)
+    def __init__(self, config: Config, run_dir: Path, epoch: int, core: LearnerCore) -> None:
+        self.epoch, self.core, self.depth = epoch, core, depth(config)
         self.directory = ring_dir(run_dir, epoch)
-        layout = models.manifest(model)
+        layout = core.layout
         slots = config.weights.slots + self.depth
         self.ring = Ring(self.directory, models.flat_bytes(layout), slots, layout, epoch, most=slots + 4)
         self.keep: list[Label] = []
@@ -47,7 +48,8 @@ class Publisher:
 
     def publish(self, number: int) -> str:
         """Write the model's weights as version `number`; returns their digest."""
-        return self.ring.write(Label(self.epoch, number), lambda buffer: models.write_flat(self.model, buffer), self.keep)
+        self.core.backend.tell("publish")
+        return self.ring.write(Label(self.epoch, number), self.core.backend.write_flat, self.keep)
 
     def publish_bytes(self, number: int, data: bytes) -> str:
         """Write an earlier version, as a checkpoint kept it."""

@@ -15,7 +15,8 @@ from asyncrl.algorithms import kl, ratios, step_loss
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError
 from asyncrl.messages import Batch
-from asyncrl.models import PolicyModel, load_policy
+from asyncrl.models import PolicyModel, load_policy, manifest
+from learner.backend import make_backend
 from learner.batch import Packed, micro_batches, pack
 
 BAD_IN_A_ROW = 3
@@ -44,13 +45,15 @@ class LearnerCore:
         if config.kl.coefficient > 0:
             self.reference = load_policy(config.model.reference or config.model.path, config.model.dtype, config.model.device)
             self.reference.hf.requires_grad_(False)
-        self.optimizer = _optimizer(config, self.model)
+        self.layout = manifest(self.model)  # before a backend partitions the parameters
+        self.backend = make_backend(config, self.model)
         self.state = State(beta=config.kl.coefficient)
 
     # ---- one batch -------------------------------------------------------------------------------------------------
 
     def train(self, batch: Batch) -> dict[str, float]:
         """Train on one batch; returns its metrics.  Raises AsyncrlError after three batches whose loss is not finite."""
+        self.backend.tell("train", batch)
         c, packed = self.config, pack(batch)
         everyone = range(len(packed.responses))
         if step_loss.needs_proximal_first(c) and c.correction.proximal != "behavior":
@@ -62,7 +65,7 @@ class LearnerCore:
         if self.reference is not None:
             packed.loss.reference = self._forward(self.reference, packed, everyone)
         prep = step_loss.prepare(packed.loss, c, baseline=self.state.baseline, beta=self.state.beta)
-        rate = self._set_rate()
+        rate = self._rate()
         sums, steps, norms, stop_kl = self._epochs(prep, packed)
         metrics = prep.metrics | step_loss.finish(sums)
         self._carry(packed, metrics)
@@ -79,10 +82,14 @@ class LearnerCore:
         done, stop_kl = 0, 0.0
         for epoch in range(self.config.learner.epochs):
             for samples in self._minibatches(packed, epoch):
-                current = self._forward(self.model, packed, range(len(packed.responses))) if step_loss.needs_current(prep) else None
+                first = self.backend.stops_first and bool(self.config.stop.kl_max) and done > 0
+                current = self._forward(self.model, packed, range(len(packed.responses))) if first or step_loss.needs_current(prep) else None
                 step = step_loss.begin_step(prep, torch.tensor(samples), current)
                 prep.metrics |= step.metrics
                 stopped = step.lr_scale == 0 and done > 0
+                if first and current is not None and not stopped:
+                    stop_kl = self._stop_kl(prep, *step_loss.stop_statistic(prep, packed.part(samples), current[packed.part(samples)]))
+                    stopped = self.config.stop.action == "skip" and stop_kl > self.config.stop.kl_max
                 sums: dict[str, torch.Tensor] = {}
                 if not stopped:
                     sums, stop_kl = self._gradient(prep, step, packed, samples)
@@ -90,7 +97,7 @@ class LearnerCore:
                     stopped = bool(over) and done > 0
                 if stopped:
                     self.state.early_stops += 1
-                    self.optimizer.zero_grad(set_to_none=True)
+                    self.backend.zero_grad()
                     return total, done, norms, stop_kl
                 step_loss.add_sums(total, sums)
                 norm = self._apply(packed, sums, step.lr_scale)
@@ -113,33 +120,58 @@ class LearnerCore:
         """Accumulate the gradient of one optimizer step; returns its sums and the KL that early stopping looks at."""
         sums: dict[str, torch.Tensor] = {}
         stop = [torch.zeros(()), torch.zeros(())]
-        self.optimizer.zero_grad(set_to_none=True)
-        for micro in micro_batches(packed, samples, self.config.learner.micro_batch_tokens):
+        self.backend.zero_grad()
+        mine, rounds = self._mine(packed, samples)
+        for at in range(rounds):
+            micro, real = (mine[at], True) if at < len(mine) else ([samples[0]], False)
             out = self._run(self.model, packed, micro, entropy=True)
             part = packed.part(micro)
+            if not real:  # every rank makes as many passes as the busiest
+                self.backend.backward(out.logprobs.sum() * 0.0, last=at == rounds - 1)
+                continue
             loss, more = step_loss.micro_loss(prep, step, part, out.logprobs.cpu() if out.logprobs.is_cuda else out.logprobs,
                                               out.entropy.cpu() if out.entropy is not None and out.entropy.is_cuda else out.entropy)  # fmt: skip
-            loss.backward()  # type: ignore[no-untyped-call]
+            self.backend.backward(loss, last=at == rounds - 1)
             step_loss.add_sums(sums, more)
             if self.config.stop.kl_max and prep.batch.proximal is not None:
                 a, b = step_loss.stop_statistic(prep, part, out.logprobs.detach().cpu())
                 stop = [stop[0] + a, stop[1] + b]
+        if self.backend.ranks > 1:
+            sums = self._summed(sums, prep)
+            stop = [self.backend.total(x.clone()) for x in stop]
+        return sums, self._stop_kl(prep, stop[0], stop[1])
+
+    def _stop_kl(self, prep: step_loss.Prepared, total: torch.Tensor, weight: torch.Tensor) -> float:
+        """The KL that early stopping looks at: against the behaviour policy, less what the batch arrived with."""
         arrived = 0.0
         if self.config.stop.against == "behavior" and prep.batch.proximal is not None:
             k = kl.k3(ratios.log_ratio(prep.batch.behavior, prep.batch.proximal))
             arrived = float(torch.where(prep.valid, k, 0.0).sum() / prep.valid.sum().clamp(min=1))
-        return sums, max(0.0, float(stop[0] / stop[1].clamp(min=1)) - arrived)
+        return max(0.0, float(total / weight.clamp(min=1)) - arrived)
+
+    def _mine(self, packed: Packed, samples: Sequence[int]) -> tuple[list[list[int]], int]:
+        """This rank's micro-batches of `samples`, and how many the busiest rank has."""
+        lengths = [len(p) + len(r) for p, r in zip(packed.prompts, packed.responses, strict=True)]
+        each = [micro_batches(packed, s, self.config.learner.micro_batch_tokens) if s else [] for s in self.backend.share(samples, lengths)]
+        return each[self.backend.rank], max(map(len, each))
+
+    def _summed(self, sums: dict[str, torch.Tensor], prep: step_loss.Prepared) -> dict[str, torch.Tensor]:
+        """The sums of all ranks.  A rank without samples has none of its own: it takes the names from the others."""
+        shapes = self.backend.gather({k: (tuple(v.shape), str(v.dtype).removeprefix("torch.")) for k, v in sums.items()})
+        every = {k: v for s in shapes for k, v in s.items()}
+        out = {}
+        for name in sorted(every):
+            shape, dtype = every[name]
+            mine = sums.get(name, torch.zeros(shape, dtype=getattr(torch, dtype)))
+            out[name] = self.backend.total(mine.clone()) if not name.startswith("max/") else self.backend.largest(mine.clone())
+        return out
 
     def _apply(self, packed: Packed, sums: dict[str, torch.Tensor], lr_scale: float = 1.0) -> float | None:
         """The optimizer step; None when the gradient is not finite: skipped, counted, and the third in a row ends the run."""
-        limit = self.config.learner.clip_norm or math.inf
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.hf.parameters(), limit))
-        if math.isfinite(norm) and math.isfinite(float(sums["loss/policy"])):
-            self._set_rate(lr_scale)
-            self.optimizer.step()
+        norm = self.backend.step(self._rate() * lr_scale, math.isfinite(float(sums["loss/policy"])))
+        if norm is not None:
             self.state.bad_in_a_row = 0
             return norm
-        self.optimizer.zero_grad(set_to_none=True)
         self.state.skipped += 1
         self.state.bad_in_a_row += 1
         if self.state.bad_in_a_row >= BAD_IN_A_ROW:
@@ -164,10 +196,13 @@ class LearnerCore:
     @torch.no_grad()
     def _forward(self, model: PolicyModel, packed: Packed, samples: Sequence[int]) -> torch.Tensor:
         """Logprobs [N] under `model`, without gradient, by the micro-batches that training uses."""
-        out = torch.empty(int(packed.offsets[-1]))
-        for micro in micro_batches(packed, samples, self.config.learner.micro_batch_tokens):
+        out = torch.zeros(int(packed.offsets[-1]))
+        mine, rounds = self._mine(packed, samples) if model is self.model else (micro_batches(packed, samples, self.config.learner.micro_batch_tokens), 0)
+        for micro in mine:
             out[packed.part(micro)] = self._run(model, packed, micro, entropy=False).logprobs.float().cpu()
-        return out
+        for _ in range(rounds - len(mine)):  # with partitioned parameters every rank makes as many passes as the busiest
+            self._run(model, packed, [samples[0]], entropy=False)
+        return self.backend.total(out) if model is self.model else out
 
     def _interpolated(self, packed: Packed, samples: Sequence[int]) -> torch.Tensor:
         """a lp_behavior + (1 - a) lp_theta with a = 1 / (lag + 1), frozen at the batch's first pass (A-3PO; AReaL)."""
@@ -175,15 +210,12 @@ class LearnerCore:
         now = packed.loss.proximal if packed.loss.proximal is not None else self._forward(self.model, packed, samples)
         return a * packed.loss.behavior + (1 - a) * now
 
-    def _set_rate(self, scale: float = 1.0) -> float:
+    def _rate(self) -> float:
         """The learning rate of this batch: a function of its number, so that nothing of it needs saving."""
         c, n = self.config.learner, self.state.number
         left = 1.0 - n / c.steps
         shape = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left)))}[c.schedule]
-        rate = c.lr * shape * min(1.0, (n + 1) / (c.warmup_steps + 1))
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate * scale
-        return rate
+        return c.lr * shape * min(1.0, (n + 1) / (c.warmup_steps + 1))
 
     def _carry(self, packed: Packed, metrics: dict[str, float]) -> None:
         """Running mean of the rewards, and the adaptive KL coefficient."""
@@ -192,10 +224,3 @@ class LearnerCore:
         k = self.config.kl
         if k.controller == "adaptive" and "kl/target_ref_k1" in metrics:
             self.state.beta = kl.adaptive(self.state.beta, metrics["kl/target_ref_k1"], k.target, len(packed.groups), k.horizon)
-
-
-def _optimizer(config: Config, model: PolicyModel) -> torch.optim.Optimizer:
-    c, parameters = config.learner, list(model.hf.parameters())
-    if c.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=c.lr, weight_decay=c.weight_decay)
-    return torch.optim.AdamW(parameters, lr=c.lr, betas=(c.beta1, c.beta2), weight_decay=c.weight_decay, fused=True)

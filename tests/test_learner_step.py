@@ -107,7 +107,7 @@ def test_kl_early_stop_makes_no_further_step_and_leaves_no_gradient(model_dir: P
     assert metrics["optim/early_stops"] == 1 and metrics["optim/steps"] == 1 and metrics["optim/stop_kl"] > 1e-12
     assert torch.equal(weights(one), weights(four))
     for a, b in zip(one.model.hf.parameters(), four.model.hf.parameters(), strict=True):
-        assert torch.equal(one.optimizer.state[a]["exp_avg"], four.optimizer.state[b]["exp_avg"])
+        assert torch.equal(one.backend.optimizer.state[a]["exp_avg"], four.backend.optimizer.state[b]["exp_avg"])
     assert all(p.grad is None for p in four.model.hf.parameters())
     generous = core(model_dir, learner={"optimizer": "adamw", "lr": 0.01, "epochs": 4}, stop={"kl_max": 1e9})
     assert generous.train(batch())["optim/steps"] == 4
@@ -149,5 +149,5 @@ def test_schedule_is_a_function_of_the_batch_number(model_dir: Path) -> None:
     rates = []
     for n in range(10):
         c.state.number = n
-        rates.append(c._set_rate())
+        rates.append(c._rate())
     assert rates == pytest.approx([min(1, (n + 1) / 5) * (1 - n / 10) for n in range(10)])

@@ -1,0 +1,112 @@
+"""What turns gradients into new weights: torch on one process, or DeepSpeed over several ranks.
+
+The learner's mathematics (learner/step.py) is the same on every rank and sees the whole batch; a backend says which samples' forward
+and backward passes are this rank's, adds up what ranks computed, and makes the optimizer step.  Rank 0 alone talks to the buffer:
+it tells the others what to do (`tell`), they `hear` it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.config import Config
+from asyncrl.models import PolicyModel, write_flat
+
+
+def optimizer_for(config: Config, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    c = config.learner
+    if c.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=c.lr, weight_decay=c.weight_decay)
+    return torch.optim.AdamW(parameters, lr=c.lr, betas=(c.beta1, c.beta2), weight_decay=c.weight_decay, fused=True)
+
+
+class TorchBackend:
+    """One process, plain torch."""
+
+    rank, ranks = 0, 1
+    stops_first = False  # early stopping may look at the gradient's own forward pass: an unused gradient is simply dropped
+
+    def __init__(self, config: Config, model: PolicyModel) -> None:
+        self.config, self.model = config, model
+        self.optimizer = optimizer_for(config, list(model.hf.parameters()))
+
+    # ---- ranks -----------------------------------------------------------------------------------------------------
+
+    def tell(self, what: str, payload: Any = None) -> None:
+        """Rank 0: what the other ranks do now."""
+
+    def keep_alive(self) -> None:
+        """Rank 0, while it waits for a batch: the others are not left waiting past their own deadline."""
+
+    def share(self, samples: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+        """`samples` dealt to the ranks; lengths of all samples of the batch, in tokens."""
+        return [list(samples)]
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        """Sum of x over the ranks."""
+        return x
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        """Elementwise maximum over the ranks."""
+        return x
+
+    def gather(self, x: Any) -> list[Any]:
+        """Every rank's object."""
+        return [x]
+
+    # ---- one optimizer step ----------------------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        """Accumulate a micro-batch's gradient; `last`: of this optimizer step."""
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def step(self, rate: float, ok: bool) -> float | None:
+        """Clip and step with the learning rate `rate`; the gradient's norm, None where it (or the loss: not ok) is not finite."""
+        norm = float(torch.nn.utils.clip_grad_norm_(self.model.hf.parameters(), self.config.learner.clip_norm or math.inf))
+        if not (ok and math.isfinite(norm)):
+            self.zero_grad()
+            return None
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        return norm
+
+    # ---- weights and state -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, rank 0's model holds every parameter in full."""
+        yield
+
+    def write_flat(self, buffer: memoryview | None) -> None:
+        """The weights into `buffer`, on rank 0; the other ranks give their parts."""
+        assert buffer is not None
+        write_flat(self.model, buffer)
+
+    def state(self, directory: Path) -> dict[str, Any]:
+        """The optimizer's state: returned, or written below `directory` by every rank."""
+        return self.optimizer.state_dict()
+
+    def load_state(self, state: dict[str, Any], directory: Path) -> None:
+        self.optimizer.load_state_dict(state)
+
+    def close(self) -> None:
+        """End the other ranks."""
+
+
+def make_backend(config: Config, model: PolicyModel) -> TorchBackend:
+    """The backend that `learner.backend` names."""
+    if config.learner.backend == "deepspeed":
+        from learner.backend_deepspeed import DeepSpeedBackend
+
+        return DeepSpeedBackend(config, model)
+    return TorchBackend(config, model)

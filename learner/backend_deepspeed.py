@@ -1,0 +1,290 @@
+"""DeepSpeed ZeRO 0 to 3 over one or several ranks, gloo on a CPU and nccl on GPUs.
+
+Every rank holds the whole batch and the same state; forward and backward passes are dealt out by length, and the loss's global
+denominators make the ranks' gradients add up to the whole (DeepSpeed averages them, so each loss is multiplied by the ranks).
+Ranks must make the same number of passes: those with fewer micro-batches add empty ones.  Rajbhandari et al. 2020, arXiv 1910.02054.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import datetime
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from asyncrl.config import Config
+from asyncrl.errors import AsyncrlError, ConfigError, Damaged
+from asyncrl.models import PolicyModel, manifest, read_flat
+from learner.backend import TorchBackend, optimizer_for
+
+END_S = 20.0
+
+
+class RankLost(AsyncrlError):
+    """A rank has ended or does not answer."""
+
+    exit_code = 137  # as if killed: the supervisor starts the learner again from its checkpoint
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+def start_ranks(config: Config) -> list[subprocess.Popen[bytes]]:
+    """Make this process rank 0 and start the others as copies of it; nothing when a launcher (torchrun) has set the ranks."""
+    if "WORLD_SIZE" in os.environ:
+        if int(os.environ["WORLD_SIZE"]) != config.learner.ranks:
+            raise ConfigError(f"learner.ranks: {config.learner.ranks}, but the launcher started {os.environ['WORLD_SIZE']}")
+        return []
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = str(s.getsockname()[1])
+    common = {"WORLD_SIZE": str(config.learner.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update(common | {"RANK": "0", "LOCAL_RANK": "0"})
+    return [
+        subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=os.environ | {"RANK": str(r), "LOCAL_RANK": str(r)}, stdin=subprocess.DEVNULL,
+                         preexec_fn=_die_with_parent)
+        for r in range(1, config.learner.ranks)
+    ]  # fmt: skip
+
+
+class DeepSpeedBackend(TorchBackend):
+    """See `TorchBackend`."""
+
+    stops_first = True  # what ZeRO has reduced cannot be dropped: whether to stop is decided before the backward pass
+
+    def __init__(self, config: Config, model: PolicyModel) -> None:
+        os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
+        c = config.learner
+        self.config, self.model = config, model
+        self.own = "WORLD_SIZE" not in os.environ
+        self.others = start_ranks(config)
+        self.layout = manifest(model)
+        self.heard_at = time.monotonic()
+        self.inside, self.closed = 0.0, False
+        import deepspeed
+        from deepspeed.utils import logger
+
+        logger.setLevel("WARNING")
+        cuda = model.device.type == "cuda"
+        try:
+            deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=c.rank_timeout_s), auto_mpi_discovery=False,
+                                       verbose=False)  # fmt: skip
+        except (RuntimeError, ValueError) as e:
+            raise RankLost(f"the ranks of the learner did not come together within {c.rank_timeout_s:g} s (learner.rank_timeout_s): {_first_line(e)}") from e
+        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+        if c.zero_stage == 3:
+            model.fast, model.one_pass = None, True  # modules fetch their parameters by hooks, and reduce a gradient once a pass
+        bf16 = config.model.dtype == "bfloat16"
+        settings: dict[str, Any] = {
+            "train_batch_size": self.ranks, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": c.clip_norm,
+            "zero_optimization": {"stage": c.zero_stage, "stage3_param_persistence_threshold": 0, "overlap_comm": False, "contiguous_gradients": False},
+            "bf16": {"enabled": bf16}, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "wall_clock_breakdown": False,
+            "steps_per_print": 10**9,
+        }  # fmt: skip
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(model=model.hf, optimizer=optimizer_for(config, list(model.hf.parameters())), config=settings)
+        if self.ranks > 1:
+            threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
+        self.gathered = deepspeed.zero.GatheredParameters
+        self.engine.eval()
+
+    # ---- ranks -----------------------------------------------------------------------------------------------------
+
+    def tell(self, what: str, payload: Any = None) -> None:
+        if self.ranks > 1 and self.rank == 0:
+            self._collective(lambda: dist.broadcast_object_list([what, payload], src=0))
+            self.heard_at = time.monotonic()
+
+    def hear(self) -> tuple[str, Any]:
+        """A rank above 0: what rank 0 tells."""
+        box: list[Any] = [None, None]
+        self._collective(lambda: dist.broadcast_object_list(box, src=0))
+        return box[0], box[1]
+
+    def keep_alive(self) -> None:
+        for r, p in enumerate(self.others, 1):
+            if (code := p.poll()) is not None:
+                raise RankLost(f"rank {r} of the learner has ended ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})")
+        if time.monotonic() - self.heard_at > self.config.learner.rank_timeout_s / 4:
+            self.tell("wait")
+
+    def _watch(self) -> None:
+        """A thread: ends this process, and with it its ranks, when a collective lasts too long.  DeepSpeed's own groups have no deadline."""
+        limit = self.config.learner.rank_timeout_s
+        while not self.closed:
+            time.sleep(min(1.0, limit / 10))
+            since = self.inside
+            if since and time.monotonic() - since > limit:
+                ended = [r for r, p in enumerate(self.others, 1) if p.poll() is not None]
+                who = f"rank {ended[0]} of the learner has ended" if ended else "a rank of the learner does not answer"
+                print(
+                    f"error: RankLost: {who}: rank {self.rank} has waited {limit:g} s for it (learner.rank_timeout_s = {limit:g})", file=sys.stderr, flush=True
+                )
+                for p in self.others:
+                    p.kill()
+                os._exit(137)
+
+    def _collective(self, do: Any) -> Any:
+        self.inside = time.monotonic() if self.rank == 0 else 0.0  # the others may wait for rank 0 as long as it waits for a batch
+        try:
+            return do()
+        except RuntimeError as e:
+            ended = [r for r, p in enumerate(self.others, 1) if p.poll() is not None]
+            who = f"rank {ended[0]} of the learner has ended" if ended else "a rank of the learner has ended or did not answer"
+            raise RankLost(f"{who} (learner.rank_timeout_s = {self.config.learner.rank_timeout_s:g}): {_first_line(e)}") from e
+        finally:
+            self.inside = 0.0
+
+    def share(self, samples: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
+        order = sorted(samples, key=lambda i: (lengths[i], i))
+        return [order[r :: self.ranks] for r in range(self.ranks)] if self.ranks > 1 else [list(samples)]
+
+    def total(self, x: torch.Tensor) -> torch.Tensor:
+        if self.ranks > 1:
+            self._collective(lambda: dist.all_reduce(x))
+        return x
+
+    def largest(self, x: torch.Tensor) -> torch.Tensor:
+        if self.ranks > 1:
+            self._collective(lambda: dist.all_reduce(x, op=dist.ReduceOp.MAX))
+        return x
+
+    def gather(self, x: Any) -> list[Any]:
+        out: list[Any] = [x] * self.ranks
+        if self.ranks > 1:
+            self._collective(lambda: dist.all_gather_object(out, x))
+        return out
+
+    # ---- one optimizer step ----------------------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def backward(self, loss: torch.Tensor, *, last: bool) -> None:
+        if self.config.learner.zero_stage:
+            self.engine.optimizer.clear_backward_seen_flag()  # what engine.forward does: without it stage 3 overwrites instead of accumulating
+        self.engine.set_gradient_accumulation_boundary(last)
+        self._collective(lambda: self.engine.backward(loss * self.ranks))
+
+    def step(self, rate: float, ok: bool) -> float | None:
+        flag = self.total(torch.tensor([0.0 if ok else 1.0]))
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate if not flag.item() else 0.0
+        if flag.item():
+            self._drop()
+            return None
+        if self.config.learner.zero_stage == 0:  # its gradients are whole and summed on every rank, and it reports no norm
+            norm = float(torch.nn.utils.get_total_norm([p.grad for p in self.model.hf.parameters() if p.grad is not None]))
+            if not math.isfinite(norm):
+                self._drop()
+                return None
+            self._collective(self.engine.step)
+            return norm
+        self._collective(self.engine.step)
+        found = self.engine.get_global_grad_norm()
+        return float(found) if found is not None and math.isfinite(float(found)) else None
+
+    def _drop(self) -> None:
+        """Forget an accumulated gradient that must not be used."""
+        self.zero_grad()
+        for name in ("averaged_gradients", "_DeepSpeedZeroOptimizer_Stage3__param_reduce_events"):
+            kept = getattr(self.optimizer, name, None)
+            if isinstance(kept, dict):
+                kept.clear()
+
+    # ---- weights and state -----------------------------------------------------------------------------------------
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        with self.gathered(list(self.model.hf.parameters()), modifier_rank=0, enabled=self.config.learner.zero_stage == 3):
+            yield
+
+    def write_flat(self, buffer: memoryview | None) -> None:
+        """One parameter at a time: no second whole copy, also under ZeRO-3."""
+        views = read_flat(buffer, self.layout) if buffer is not None else {}
+        for name, p in self.model.hf.named_parameters(remove_duplicate=True):
+            with self.gathered([p], modifier_rank=None, enabled=self.config.learner.zero_stage == 3):
+                if views:
+                    views[name].copy_(p.detach())
+
+    def state(self, directory: Path) -> dict[str, Any]:
+        self.engine.save_checkpoint(str(directory / "deepspeed"), tag="state", save_latest=False)
+        if self.ranks > 1:
+            self._collective(dist.barrier)  # every rank's part is on the file system before rank 0 writes the manifest
+        return {"deepspeed": self.ranks, "zero_stage": self.config.learner.zero_stage}
+
+    def load_state(self, state: dict[str, Any], directory: Path) -> None:
+        if "deepspeed" not in state:
+            raise Damaged(f"checkpoint {directory} holds the optimizer of learner.backend = torch; resume it with that backend")
+        if state["deepspeed"] != self.ranks or state["zero_stage"] != self.config.learner.zero_stage:
+            raise Damaged(f"checkpoint {directory} is of {state['deepspeed']} ranks at ZeRO stage {state['zero_stage']}, this learner has {self.ranks} at "
+                          f"{self.config.learner.zero_stage}: resume with the same learner.ranks and learner.zero_stage")  # fmt: skip
+        self.engine.load_checkpoint(str(directory / "deepspeed"), tag="state", load_module_strict=True)
+
+    def close(self) -> None:
+        self.closed = True
+        if self.ranks > 1 and self.rank == 0:
+            try:
+                if all(p.poll() is None for p in self.others):
+                    self.tell("end")
+            except AsyncrlError:
+                pass
+            deadline = time.monotonic() + END_S
+            for p in self.others:
+                try:
+                    p.wait(max(0.1, deadline - time.monotonic()))
+                except subprocess.TimeoutExpired:
+                    p.kill()
+                    p.wait()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if self.own:
+            for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK"):
+                os.environ.pop(name, None)
+
+
+def _first_line(e: BaseException) -> str:
+    return str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
+
+
+def follow(core: Any) -> None:
+    """A rank above 0: do what rank 0 tells, until it tells the end."""
+    from asyncrl.models import load_policy, load_weights, named_weights  # the order of rank 0's own imports
+    from learner.step import State
+
+    backend: DeepSpeedBackend = core.backend
+    while True:
+        what, payload = backend.hear()
+        if what == "end":
+            backend.close()
+            return
+        if what == "train":
+            core.train(payload)
+        elif what == "publish":
+            backend.write_flat(None)
+        elif what in ("save", "export"):
+            if what == "save":
+                backend.state(Path(payload))
+            with backend.whole():
+                pass
+        elif what == "restore":
+            path = Path(payload)
+            saved = load_policy(path / "model", core.config.model.dtype, core.config.model.device)
+            with backend.whole():
+                load_weights(core.model, dict(named_weights(saved)))
+            data = torch.load(path / "state.pt", weights_only=True)
+            backend.load_state(data["optimizer"], path)
+            core.state = State(**data["state"])

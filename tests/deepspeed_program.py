@@ -1,0 +1,64 @@
+"""Rank program of test_deepspeed.py: `python deepspeed_program.py JSON` trains LearnerCore on a fixed stream of batches.
+
+JSON: model, config (sections), batches, and optionally save (after which batch, directory), restore (directory), stop_at.
+Rank 0 prints one JSON object: losses, norms, weights' digest, what each rank holds of the optimizer's state.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+from test_learner_step import batch
+
+from asyncrl.config import Config
+from asyncrl.models import digest, flat_bytes
+from learner import checkpoint
+from learner.step import LearnerCore
+
+
+def held(core: LearnerCore) -> int:
+    """Numbers in this rank's Adam moments."""
+    states = core.backend.optimizer.state if hasattr(core.backend.optimizer, "state") else core.backend.optimizer.optimizer.state
+    return sum(v["exp_avg"].numel() for v in states.values() if "exp_avg" in v)
+
+
+def main() -> None:
+    job: dict[str, Any] = json.loads(sys.argv[1])
+    config = msgspec.convert({"model": {"path": job["model"], "device": "cpu"}, "task": {"name": "sort"}, **job["config"]}, Config)
+    core = LearnerCore(config, job["model"])
+    if core.backend.rank > 0:
+        from learner import backend_deepspeed
+
+        backend_deepspeed.follow(core)
+        print(json.dumps({"rank": core.backend.rank, "held": held(core), "parameters": sum(p.numel() for p in core.model.hf.parameters())}), file=sys.stderr)
+        return
+    if "restore" in job:
+        checkpoint.restore(core, Path(job["restore"]))
+    losses, norms, steps = [], [], []
+    for n in range(core.state.number, job["batches"]):
+        metrics = core.train(batch(n, seed=n))
+        losses.append(metrics["loss/policy"])
+        norms.append(metrics["optim/grad_norm"])
+        steps.append([metrics["optim/steps"], metrics["is/ess"], metrics["policy/entropy"], metrics["clip/share"]])
+        if job.get("save") and n + 1 == job["save"][0]:
+            Path(job["save"][1]).mkdir(parents=True, exist_ok=True)
+            checkpoint.save(Path(job["save"][1]), core, {}, 3)
+    buffer = bytearray(flat_bytes(core.layout))
+    core.backend.tell("publish")
+    core.backend.write_flat(memoryview(buffer))
+    parameters = list(core.model.hf.parameters())
+    out = {"losses": losses, "norms": norms, "numbers": steps, "digest": digest(buffer), "held": held(core), "pid": os.getpid(),
+           "weights": torch.frombuffer(buffer, dtype=torch.float32)[:: max(1, len(buffer) // 2000)].tolist(),
+           "parameters": sum(p.numel() for p in parameters)}  # fmt: skip
+    core.backend.close()
+    print(json.dumps(out))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""The DeepSpeed learner against the torch one: same data, same seed, every ZeRO stage; stops, resumes, lost ranks, whole runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ENV, ROOT, Ended
+from test_run import check_summary, children, finish, steps_done, wait_until
+from test_run import start as start_run
+
+from asyncrl import config_load
+from asyncrl.errors import ConfigError
+from asyncrl.models import build_model
+
+LEARNER = {"lr": 0.003, "steps": 100, "groups": 6, "group_size": 3, "micro_batch_tokens": 60}
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("deepspeed") / "m"
+    build_model(path, "abcdefgh", hidden=32, layers=2)
+    return path
+
+
+def start(job: dict[str, Any]) -> subprocess.Popen[str]:
+    argv = [sys.executable, "tests/deepspeed_program.py", json.dumps(job)]
+    env = ENV | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    return subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def trained(model: Path, learner: dict[str, Any], batches: int = STEPS, **more: Any) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+    """(what rank 0 printed, rank -> what the others printed)."""
+    sections = more.pop("sections", {})
+    p = start({"model": str(model), "batches": batches, "config": {"learner": LEARNER | learner, **sections}, **more})
+    out, err = p.communicate(timeout=240)
+    assert p.returncode == 0, err[-4000:]
+    rows = [json.loads(x) for x in err.splitlines() if x.startswith('{"rank"')]
+    return json.loads(out.strip().splitlines()[-1]), {r["rank"]: r for r in rows}
+
+
+@pytest.fixture(scope="module")
+def plain(model_dir: Path) -> dict[str, Any]:
+    return trained(model_dir, {"backend": "torch"})[0]
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 1), (2, 2), (3, 2)])
+def test_every_stage_is_the_torch_learner(stage: int, ranks: int, model_dir: Path, plain: dict[str, Any]) -> None:
+    """Answers of 1 to 12 tokens, 18 a batch: uneven over ranks and micro-batches."""
+    mine, others = trained(model_dir, {"backend": "deepspeed", "zero_stage": stage, "ranks": ranks})
+    assert mine["losses"] == pytest.approx(plain["losses"], abs=1e-5)
+    assert mine["norms"] == pytest.approx(plain["norms"], rel=1e-4)
+    assert mine["weights"] == pytest.approx(plain["weights"], abs=1e-5)
+    for a, b in zip(mine["numbers"], plain["numbers"], strict=True):
+        assert a == pytest.approx(b, abs=1e-5)
+    whole = plain["parameters"]
+    part = whole if stage == 0 or ranks == 1 else whole / ranks
+    for r in (mine, *others.values()):  # the stage is really on: what each rank holds of Adam's moments, and of the parameters
+        assert part <= r["held"] <= part + 64
+        assert r["parameters"] == (0 if stage == 3 else whole)
+    assert len(others) == ranks - 1
+
+
+def test_an_early_stopped_step_leaves_weights_and_moments_untouched(model_dir: Path) -> None:
+    """With a bound that any step passes, four epochs end as one does: in this batch and, by the moments, in the next ones."""
+    two = {"backend": "deepspeed", "zero_stage": 2, "ranks": 2}
+    one, _ = trained(model_dir, two, batches=3)
+    four, _ = trained(model_dir, two | {"epochs": 4}, batches=3, sections={"stop": {"kl_max": 1e-12}})
+    assert [n[0] for n in four["numbers"]] == [1, 1, 1]
+    assert four["weights"] == pytest.approx(one["weights"], abs=1e-7)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(stage: int, model_dir: Path, tmp_path: Path) -> None:
+    two = {"backend": "deepspeed", "zero_stage": stage, "ranks": 2}
+    whole, _ = trained(model_dir, two, batches=6, save=[3, str(tmp_path)])
+    again, _ = trained(model_dir, two, batches=6, restore=str(tmp_path / "number_3"))
+    assert again["losses"] == pytest.approx(whole["losses"][3:], abs=1e-7) and len(again["losses"]) == 3
+    assert again["digest"] == whole["digest"]
+    p = start({"model": str(model_dir), "batches": 6, "restore": str(tmp_path / "number_3"), "config": {"learner": LEARNER | two | {"zero_stage": 1}}})
+    _, err = p.communicate(timeout=240)
+    assert p.returncode != 0 and f"is of 2 ranks at ZeRO stage {stage}" in err
+
+
+def ranks_of(pid: int, word: bytes = b"deepspeed_program") -> list[int]:
+    """Processes that rank 0 started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == pid and word in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_ends_the_step_with_a_clear_error(how: signal.Signals, model_dir: Path, tmp_path: Path) -> None:
+    learner = LEARNER | {"backend": "deepspeed", "zero_stage": 2, "ranks": 2, "rank_timeout_s": 25.0, "steps": 10**6}
+    p = start({"model": str(model_dir), "batches": 10**6, "save": [3, str(tmp_path)], "config": {"learner": learner}})
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "number_3" / "manifest").exists():
+            assert time.monotonic() < deadline and p.poll() is None
+            time.sleep(0.05)
+        (other,) = ranks_of(p.pid)
+        os.kill(other, how)
+        _, err = p.communicate(timeout=90)
+    finally:
+        if p.poll() is None:
+            p.kill()
+    assert p.returncode != 0 and "RankLost" in err and "learner.rank_timeout_s = 25" in err, err[-3000:]
+    assert not Path(f"/proc/{other}").exists() or (Path(f"/proc/{other}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z")
+
+
+def test_a_whole_run_on_two_ranks_stops_resumes_and_exports(asyncrl: Callable[..., Ended]) -> None:
+    words = ("learner.backend='deepspeed'", "learner.ranks=2", "learner.zero_stage=2", "learner.checkpoint_every=3", "name='two'")
+    done = asyncrl("run", "learner.steps=6", *words)
+    assert done.code == 0, done.err[-3000:]
+    check_summary(done.json, done.json["lag"]["limit"])
+    run_dir = done.json["run_dir"]
+    assert done.json["steps"] == 6 and done.json["mismatch_k3_max"] < 1e-9
+    more = asyncrl("run", "--resume", run_dir, "learner.steps=9")
+    assert more.code == 0 and more.json["steps"] == 9, more.err[-3000:]
+    import transformers
+
+    transformers.AutoModelForCausalLM.from_pretrained(Path(run_dir) / "model")
+
+
+def test_a_killed_rank_costs_the_run_only_its_time(tmp_path: Path, sort_model: Path) -> None:
+    words = ("learner.backend='deepspeed'", "learner.ranks=2", "learner.checkpoint_every=3", "learner.steps=10", "name='rank'")
+    process = start_run(tmp_path, sort_model, *words)
+    wait_until(lambda: steps_done(tmp_path / "runs" / "rank") >= 4, process)
+    (other,) = ranks_of(children(process.pid)["learner"], b"asyncrl.cli")
+    os.kill(other, signal.SIGKILL)
+    summary = finish(process, tmp_path)
+    check_summary(summary, summary["lag"]["limit"])
+    assert summary["steps"] == 10 and "of the learner has ended" in (tmp_path / "stderr").read_text()
+
+
+@pytest.mark.parametrize(
+    ("learner", "model", "said"),
+    [({"ranks": 2}, {}, "2 ranks need learner.backend = deepspeed"), ({"backend": "deepspeed", "zero_stage": 0}, {"dtype": "bfloat16"}, "use 1 or higher")],
+)  # fmt: skip
+def test_what_cannot_work_is_refused(learner: dict[str, Any], model: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config_load.convert({"model": {"path": "m", **model}, "task": {"name": "sort"}, "learner": learner}, "c.toml")
