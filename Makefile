@@ -1,5 +1,5 @@
 # make demo   from nothing: environment, then a real asynchronous run, then its report
-# make test   from nothing: environment, then every test (about 6 minutes on two cores after the installation)
+# make test   from nothing: environment, then every test (about 15 minutes on two cores after the installation)
 # make check  lint, types, import rules, fast tests (about 1 minute)
 # make bench  every benchmark, one table
 VENV ?= .venv
