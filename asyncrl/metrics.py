@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,12 +98,24 @@ def markdown() -> str:
     return head + "\n".join(rows) + "\n"
 
 
+def _summary_writer() -> Any:
+    """tensorboardX's writer, imported without torch where torch is not in use: it would cost the buffer 200 MB and seconds."""
+    absent = "torch" not in sys.modules
+    if absent:
+        sys.modules["torch"] = None  # type: ignore[assignment]  # `import torch` raises ImportError, which tensorboardX expects
+    try:
+        from tensorboardX import SummaryWriter
+    finally:
+        if absent:
+            del sys.modules["torch"]
+    return SummaryWriter
+
+
 class MetricsWriter:
     """RUN/metrics.jsonl, one row per call, and RUN/tensorboard.  Raises AsyncrlError for a name that the table lacks."""
 
     def __init__(self, run_dir: Path) -> None:
-        from tensorboardX import SummaryWriter
-
+        SummaryWriter = _summary_writer()
         self.file = (run_dir / "metrics.jsonl").open("a", buffering=1)
         self.board: Any = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=5)
 

@@ -297,7 +297,8 @@ def main() -> None:
         if "publication" in args.parts and not args.quick:
             found, result["publication"] = publication(work, 5)
             goals += found
-    rounds.report("loop", goals, result, args)
+    whole = len(args.parts) == 4
+    rounds.report("loop" if whole else "loop_" + "_".join(args.parts), goals, result, args)
 
 
 if __name__ == "__main__":
