@@ -73,9 +73,10 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         n, r, w = ctx.saved_tensors
         g = grads[0].float()
-        gw = (g * n).reshape(-1, n.shape[-1]).sum(0)
-        gn = g * w.float()
-        gx = (gn - n * (gn * n).mean(-1, keepdim=True)) * r
+        gn = g * n
+        gw = gn.reshape(-1, n.shape[-1]).sum(0)
+        mean = (gn @ w.float()).div_(-n.shape[-1])[..., None]  # of -g w n
+        gx = torch.addcmul(g * w.float(), n, mean).mul_(r)
         return gx.to(grads[0].dtype), gw.to(w.dtype), None
 
 
@@ -89,6 +90,33 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     half = x.shape[-1] // 2
     turned = torch.cat((-x[..., half:], x[..., :half]), -1)
     return x * cos + turned * sin
+
+
+class _Rotate(torch.autograd.Function):
+    """`rotate` whose backward turns back: no copies of turned halves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        ctx.save_for_backward(cos, sin)
+        out, s = x * cos, sin[..., half:]
+        out[..., :half].addcmul_(x[..., half:], s, value=-1)
+        out[..., half:].addcmul_(x[..., :half], s)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        g, half = grads[0], grads[0].shape[-1] // 2
+        gx, s = g * cos, sin[..., half:]
+        gx[..., :half].addcmul_(g[..., half:], s)
+        gx[..., half:].addcmul_(g[..., :half], s, value=-1)
+        return gx, None, None
+
+
+def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`rotate`, differentiable in x; cos and sin [n, 1, d] repeat their first half, as rotary embeddings do."""
+    return _Rotate.apply(x, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _PickedLogprobs(torch.autograd.Function):
@@ -198,7 +226,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor
     q = q.transpose(1, 2).reshape(b, k.shape[2], share * n, d).reshape(-1, share * n, d)
     k = k.permute(0, 2, 3, 1).reshape(-1, d, k.shape[1])
     v = v.transpose(1, 2).reshape(-1, v.shape[1], d)
-    scores = torch.bmm(q, k).view(b, -1, share, n, k.shape[2]) * d**-0.5
+    scores = torch.bmm(q * d**-0.5, k).view(b, -1, share, n, k.shape[2])
     p = torch.softmax(scores.float() + bias[:, None, None], -1).to(q.dtype)
     out = torch.bmm(p.view(-1, share * n, k.shape[2]), v)
     return out.view(b, h, n, d).transpose(1, 2)
@@ -225,7 +253,7 @@ def block(lay: Layout, layer: Any, x: torch.Tensor, cos: torch.Tensor, sin: torc
     v = att.v_proj(h).view(len(h), *heads)
     if hasattr(att, "q_norm"):
         q, k = rms_norm(q, att.q_norm.weight, lay.eps), rms_norm(k, att.k_norm.weight, lay.eps)
-    x = x + att.o_proj(_attention(lay, rotate(q, cos, sin), rotate(k, cos, sin), v, pl))
+    x = x + att.o_proj(_attention(lay, turn(q, cos, sin), turn(k, cos, sin), v, pl))
     h = rms_norm(x, layer.post_attention_layernorm.weight, lay.eps)
     return x + mlp.down_proj(F.silu(mlp.gate_proj(h)) * mlp.up_proj(h))  # type: ignore[no-any-return]
 
