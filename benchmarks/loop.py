@@ -175,7 +175,7 @@ def bare_round(left: Bare, right: Bare, seconds: float) -> dict[str, float]:
 # ---- the parts -----------------------------------------------------------------------------------------------------
 
 
-def speed(work: Path, model: Path, cores: list[int], n: int, steps: int, *, limit: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def speed(work: Path, model: Path, cores: list[int], n: int, steps: int, only: list[str], *, limit: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Each round: the plain loop, synchronous runs, asynchronous runs, the bare loops; ratios within the round."""
     two = ["generator.threads=2", "learner.threads=2"]
     rows: list[dict[str, Any]] = []
@@ -190,6 +190,7 @@ def speed(work: Path, model: Path, cores: list[int], n: int, steps: int, *, limi
             "sync": lambda r=r: asyncrl(work, f"sync{r}", model, cores, steps, "staleness.max_lag=0", f"seed={r}"),
             "async": lambda r=r: asyncrl(work, f"async{r}", model, cores, steps, f"seed={r}"),
         } | ({"bare": lambda: bare_round(*pair, PEER_S)} if limit else {})
+        kinds = {name: run for name, run in kinds.items() if not only or name in only or name == "bare"}
         row = {name: kinds[name]() for name in (list(kinds) if r % 2 == 0 else reversed(list(kinds)))}
         rows.append(row)
         print(f"round {r}: " + ", ".join(f"{k} {1e3 * v['step']:.0f} ms" for k, v in row.items() if "step" in v), file=sys.stderr)
@@ -202,7 +203,7 @@ def speed(work: Path, model: Path, cores: list[int], n: int, steps: int, *, limi
     ms = {k: round(1e3 * statistics.median(row[k]["step"] for row in rows)) for k in rows[0] if k != "bare"}
     goals = [rounds.goal("step, asynchronous / plain loop", ratio("async", "plain"), 0.65, at_least=False, ours_ms=ms["async"], plain_ms=ms["plain"])]
     result: dict[str, Any] = {"step_ms": ms, "async_over_plain": ratio("async", "plain"), "rounds": rows,
-                              "speedup": {k: ratio(k, "async") for k in ("sync", "sync one core", "sync both cores")}}  # fmt: skip
+                              "speedup": {k: ratio(k, "async") for k in ("sync", "sync one core", "sync both cores") if k in rows[0]}}  # fmt: skip
     if limit:
         shares = []
         for row in rows:
@@ -273,6 +274,7 @@ def main() -> None:
     p.add_argument("--parts", nargs="+", default=["limit", "speed", "reward", "publication"])
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--steps", type=int, default=40)
+    p.add_argument("--kinds", nargs="+", default=[], help="of `speed`: some of plain, 'sync one core', 'sync both cores', sync, async; absent: all")
     p.add_argument("--bare", default="", help="used by the program itself")
     args = p.parse_args()
     if args.bare:
@@ -289,7 +291,7 @@ def main() -> None:
                     "c = load('configs/demo.toml', ['model.path=' + repr(sys.argv[1])]); warm_start(c, sys.argv[1])")  # fmt: skip
             subprocess.run([sys.executable, "-c", code, str(model)], cwd=ROOT, check=True, env=env(2))
         if "speed" in args.parts:
-            found, result["speed"] = speed(work, model, cores, n, steps, limit="limit" in args.parts)
+            found, result["speed"] = speed(work, model, cores, n, steps, args.kinds, limit="limit" in args.parts)
             goals += found
         if "reward" in args.parts:
             found, result["reward"] = slow_rewards(work, model, cores, n, 8 if args.quick else 24)
