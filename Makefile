@@ -41,3 +41,7 @@ check: env
 
 bench: env
 	$(PY) benchmarks/demo_seeds.py
+	$(PY) benchmarks/engine.py
+	$(PY) benchmarks/learner.py
+	$(PY) benchmarks/buffer.py
+	$(PY) benchmarks/loop.py
