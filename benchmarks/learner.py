@@ -99,14 +99,18 @@ def peak(who: str, path: Path) -> None:
 def main() -> None:
     p = rounds.parser(__doc__)
     p.add_argument("--rounds", type=int, default=7)
+    p.add_argument("--sizes", nargs="+", default=list(SIZES), choices=list(SIZES))
+    p.add_argument("--float", action="store_true", help="one thread on any core: where all cores are taken, a fixed one stands still")
     p.add_argument("--peak", nargs=2, help=argparse.SUPPRESS)
     args = p.parse_args()
     if args.peak:
         return peak(args.peak[0], Path(args.peak[1]))
-    rounds.one_core()
+    if not args.float:
+        rounds.one_core()
     goals, details, b = [], {}, batch()
     tokens = sum(s.length for s in b.samples)
-    for name, shape in list(SIZES.items())[: 1 if args.quick else None]:
+    for name in args.sizes[: 1 if args.quick else None]:
+        shape = SIZES[name]
         with tempfile.TemporaryDirectory() as work:
             path = Path(work) / "m"
             build_model(path, "0123456789abcdefghij", **shape)  # type: ignore[arg-type]
