@@ -211,8 +211,8 @@ def export(run_dir: Path, path: Path, as_json: bool) -> None:
 @click.option("--dry-run", is_flag=True, help="print the arms and what would run")
 def compare(source: str, sets: tuple[str, ...], as_json: bool, arms: tuple[str, ...], seeds: int, out: Path | None, jobs: int, dry_run: bool) -> None:
     """Train CONFIG under several settings, fairly, and say whether they differ."""
-    from asyncrl.compare import comparison as comparing
     from asyncrl import config_load
+    from asyncrl.compare import comparison as comparing
     from asyncrl.compare import page as compare_report
     from asyncrl.run import preflight, say
 
@@ -238,9 +238,10 @@ def compare(source: str, sets: tuple[str, ...], as_json: bool, arms: tuple[str, 
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(*compare_report.HEAD, title=f"{where.name}: {seeds} seed(s)")
+    shown = [i for i, h in enumerate(compare_report.HEAD) if h not in ("each seed", "tokens trained", "max lag")]  # a terminal's width
+    table = Table(*[compare_report.HEAD[i] for i in shown], title=f"{where.name}: {seeds} seed(s)")
     for row in compare_report.rows(found):
-        table.add_row(*row)
+        table.add_row(*[row[i] for i in shown])
     Console().print(table)
     for v in found["verdicts"]:
         print(v["text"])
