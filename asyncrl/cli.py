@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from msgspec import to_builtins
 
 from asyncrl.errors import EXIT_CODES, AsyncrlError, ConfigError
 
@@ -199,6 +200,54 @@ def export(run_dir: Path, path: Path, as_json: bool) -> None:
         source = newest / "model"
     shutil.copytree(source, path)
     emit({"model": str(path), "from": str(source)}, as_json)
+
+
+@main.command()
+@options()
+@click.option("--arm", "arms", multiple=True, metavar="NAME:KEY=VALUE,...", help="an arm; the first is what the others are compared with; repeatable")
+@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="seeds of each arm, from the config's on")
+@click.option("--out", type=click.Path(path_type=Path), help="the comparison's directory; an unfinished one goes on")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="runs at a time; more than one disturbs the timings")
+@click.option("--dry-run", is_flag=True, help="print the arms and what would run")
+def compare(source: str, sets: tuple[str, ...], as_json: bool, arms: tuple[str, ...], seeds: int, out: Path | None, jobs: int, dry_run: bool) -> None:
+    """Train CONFIG under several settings, fairly, and say whether they differ."""
+    from asyncrl import config_load
+    from asyncrl.compare import comparison as comparing
+    from asyncrl.compare import page as compare_report
+    from asyncrl.run import preflight, say
+
+    base = config_load.load(source, sets)
+    chosen = [comparing.parse_arm(a) for a in arms] or comparing.default_arms(base)
+    if dry_run:
+        for name, c in comparing.resolve(source, sets, chosen).items():
+            differs = comparing.differences(json.loads(json.dumps(to_builtins(base))), json.loads(json.dumps(to_builtins(c))))
+            print(f"{name}: {'; '.join(differs) or 'as configured'}")
+        print(f"would make {len(chosen) * seeds} runs", file=sys.stderr)
+        return
+    where = out or Path(base.runs) / f"compare-{base.name or Path(source).stem}"
+    comparison = comparing.Comparison(where, source, sets, chosen, seeds, say)
+    for c in comparison.configs.values():
+        preflight(c)
+    cells = comparison.run(jobs)
+    found = comparing.analyse(cells, comparison.configs)
+    settings = [(a.name, ", ".join(comparison.sets_of(a)) or "as configured") for a in comparison.arms]
+    page = compare_report.write(where, where.name, cells, found, settings, base)
+    if as_json:
+        print(json.dumps(compare_report.clean(found)))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = [i for i, h in enumerate(compare_report.HEAD) if h not in ("each seed", "tokens trained", "max lag")]  # a terminal's width
+    table = Table(*[compare_report.HEAD[i] for i in shown], title=f"{where.name}: {seeds} seed(s)")
+    for row in compare_report.rows(found):
+        table.add_row(*[row[i] for i in shown])
+    Console().print(table)
+    for v in found["verdicts"]:
+        print(v["text"])
+    for t in found["trade"]:
+        print(t)
+    say(f"report: {page}")
 
 
 @main.group()

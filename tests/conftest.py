@@ -54,7 +54,7 @@ def _warm(directory: Path) -> None:
         "import sys; from asyncrl.config_load import load; from asyncrl.tasks.warm_start import warm_start;"
         "c = load('configs/demo.toml', ['model.path=' + repr(sys.argv[1])]); warm_start(c, sys.argv[1])"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(directory / "sort")], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([sys.executable, "-c", code, str(directory / "sort")], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -64,7 +64,7 @@ def gain(tmp_path_factory: pytest.TempPathFactory, sort_model: Path) -> Ended:
 
     def make(path: Path) -> None:
         argv = demo_command("run", path, sort_model, "learner.steps=40", "staleness.max_lag=4", "name='gain'")
-        done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=900)
         (path / "ended.json").write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
 
     code, out, err = json.loads((shared(tmp_path_factory, "gain", make) / "ended.json").read_text())
@@ -75,7 +75,7 @@ def gain(tmp_path_factory: pytest.TempPathFactory, sort_model: Path) -> Ended:
 def asyncrl(tmp_path: Path, sort_model: Path) -> Callable[..., Ended]:
     """`asyncrl("run", "a=1", ...)`: a command on configs/demo.toml with small settings; words with `=` become --set."""
 
-    def call(command: str, *words: str, timeout: float = 240.0) -> Ended:
+    def call(command: str, *words: str, timeout: float = 600.0) -> Ended:
         return Ended(subprocess.run(demo_command(command, tmp_path, sort_model, *words), cwd=ROOT, env=ENV,
                                     capture_output=True, text=True, timeout=timeout))  # fmt: skip
 

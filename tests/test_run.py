@@ -50,7 +50,7 @@ def steps_done(run_dir: Path) -> int:
     return max([int(r["step"]) for r in rows if "reward/mean" in r], default=-1) + 1
 
 
-def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 120) -> Any:
+def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 400) -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if result := condition():
@@ -67,7 +67,7 @@ def start(tmp_path: Path, model: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], tmp_path: Path) -> dict[str, Any]:
-    code = process.wait(timeout=240)
+    code = process.wait(timeout=600)
     assert code == 0, f"exit {code}: {(tmp_path / 'stderr').read_text()[-3000:]}"
     return dict(json.loads((tmp_path / "stdout").read_text().strip().splitlines()[-1]))
 

@@ -1,0 +1,283 @@
+"""`asyncrl compare`: the same training under several settings, fairly, and whether they differ.
+
+Every arm gets the same initial weights, prompts in the same order, number of groups and seeds.  Each cell (arm, seed) is a real run of
+its own processes in DIR/runs/ARM-seedN; a finished cell is never repeated, an interrupted one goes on or starts over.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl import config_load, metrics
+from asyncrl.compare import judgement
+from asyncrl.config import Config
+from asyncrl.errors import AsyncrlError, ConfigError
+
+INJECTED = 4  # lag of the default injected arm when the config's limit is 0 or inf
+SHARED = ("seed", "model", "task", "learner.steps", "learner.groups", "learner.group_size", "evaluation")  # what no arm may change
+
+
+@dataclass
+class Arm:
+    """A name and the `--set` items that make it differ."""
+
+    name: str
+    sets: list[str]
+    same_as: str = ""
+
+
+@dataclass
+class Cell:
+    """One finished run."""
+
+    arm: str
+    seed: int
+    summary: dict[str, Any]
+    steps: list[float] = field(default_factory=list)  # of the evaluations
+    accuracy: list[float] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    trouble: list[str] = field(default_factory=list)
+
+    @property
+    def final(self) -> float:
+        return float(self.summary["heldout_end"])
+
+    @property
+    def area(self) -> float:
+        return judgement.area(self.steps, self.accuracy)
+
+
+def parse_arm(text: str) -> Arm:
+    """`NAME:key=value,key=value`; `NAME:` changes nothing; `NAME:same-as=OTHER` repeats an arm.  Raises ConfigError."""
+    name, colon, rest = text.partition(":")
+    if not colon or not re.fullmatch(r"[\w.+-]+", name):
+        raise ConfigError(f"--arm {text}: write NAME:key=value,key=value; the name of letters, digits and . + -")
+    # A comma inside brackets or quotes belongs to the value.
+    items = [x for x in re.split(r",(?=\s*[\w.-]+\s*=)", rest) if x.strip()]
+    if len(items) == 1 and items[0].startswith("same-as="):
+        return Arm(name, [], items[0].removeprefix("same-as="))
+    return Arm(name, items)
+
+
+def default_arms(config: Config) -> list[Arm]:
+    """Synchronous; as configured; without correction; at an injected lag."""
+    limit = config.staleness.max_lag
+    lag = int(limit) if 0 < limit < math.inf else INJECTED
+    plain = ["correction.preset=none", "correction.proximal=recompute", "loss.surrogate=vanilla"]
+    on = [f"staleness.max_lag={lag}"] if limit == 0 else []
+    return [
+        Arm("sync", ["staleness.max_lag=0"]), Arm("async", on), Arm("async-uncorrected", [*on, *plain]),
+        Arm("injected", [f"staleness.max_lag={lag}", f"staleness.inject={lag}"]),
+    ]  # fmt: skip
+
+
+def resolve(source: str, sets: Sequence[str], arms: Sequence[Arm]) -> dict[str, Config]:
+    """name -> config, every mistake found before anything starts.  Raises ConfigError."""
+    if len({a.name for a in arms}) < len(arms):
+        raise ConfigError(f"--arm: the name {next(a.name for a in arms if [b.name for b in arms].count(a.name) > 1)} is given twice")
+    if len(arms) < 2:
+        raise ConfigError("--arm: one arm has nothing to be compared with; give two or more")
+    base = config_load.load(source, sets)
+    out: dict[str, Config] = {}
+    for a in arms:
+        if a.same_as:
+            if a.same_as not in out:
+                raise ConfigError(f"--arm {a.name}:same-as={a.same_as}: no arm of that name before it; arms: {', '.join(out) or 'none'}")
+            out[a.name] = out[a.same_as]
+            continue
+        for item in a.sets:
+            key = item.partition("=")[0].strip()
+            if any(key == k or key.startswith(k + ".") for k in SHARED):
+                raise ConfigError(f"--arm {a.name}: {key} must be the same in all arms; give it by --set")
+        try:
+            out[a.name] = config_load.load(source, [*sets, *a.sets])
+        except ConfigError as e:
+            raise ConfigError(f"--arm {a.name}: {e}") from e
+        if twin := next((n for n, c in out.items() if n != a.name and c == out[a.name]), None):
+            raise ConfigError(f"--arm {a.name}: resolves to the same config as {twin}; leave one out, or write {a.name}:same-as={twin} to mean it")
+    del base
+    return out
+
+
+def differences(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> list[str]:
+    """`key: x, now y` for every leaf that differs."""
+    out = []
+    for key in sorted({*a, *b}):
+        x, y = a.get(key), b.get(key)
+        if isinstance(x, dict) and isinstance(y, dict):
+            out += differences(x, y, f"{prefix}{key}.")
+        elif x != y:
+            out.append(f"{prefix}{key}: {x}, now {y}")
+    return out
+
+
+class Comparison:
+    """A comparison in its directory.  Raises ConfigError when the directory holds another one."""
+
+    def __init__(self, directory: Path, source: str, sets: Sequence[str], arms: Sequence[Arm], seeds: int, say: Callable[[str], None]) -> None:
+        self.directory, self.arms, self.say = directory, list(arms), say
+        self.configs = resolve(source, sets, arms)
+        first = next(iter(self.configs.values()))
+        self.seeds = [first.seed + i for i in range(seeds)]
+        self.source, self.sets = source, list(sets)
+        plan = {"arms": {n: json.loads(json.dumps(msgspec.to_builtins(c))) for n, c in self.configs.items()}}
+        path = directory / "compare.json"
+        if path.exists():
+            before = json.loads(path.read_text())
+            if found := differences(before["arms"], plan["arms"]):
+                raise ConfigError(f"{directory} holds a comparison with other settings ({'; '.join(found[:4])}{' ...' if len(found) > 4 else ''}); "
+                                  "choose another directory by --out")  # fmt: skip
+        else:
+            directory.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(plan, indent=1))
+
+    def run_dir(self, arm: str, seed: int) -> Path:
+        return self.directory / "runs" / f"{arm}-seed{seed}"
+
+    def finished(self, arm: str, seed: int) -> bool:
+        path = self.run_dir(arm, seed) / "summary.json"
+        return path.exists() and json.loads(path.read_text())["steps"] >= self.configs[arm].learner.steps
+
+    def run(self, jobs: int) -> list[Cell]:
+        """All cells, seed by seed with the arms in turn, `jobs` at a time."""
+        plan = []
+        for i, seed in enumerate(self.seeds):
+            names = list(self.configs)
+            plan += [(n, seed) for n in names[i % len(names) :] + names[: i % len(names)]]
+        todo = [x for x in plan if not self.finished(*x)]
+        if len(todo) < len(plan):
+            self.say(f"{len(plan) - len(todo)} of {len(plan)} runs are finished already")
+        self.say(self.design())
+        began = time.monotonic()
+        with ThreadPoolExecutor(jobs) as pool:
+            for n, _ in enumerate(pool.map(lambda x: self.one(*x), todo), 1):
+                left = (time.monotonic() - began) / n * (len(todo) - n)
+                self.say(f"{len(plan) - len(todo) + n} of {len(plan)} runs finished, about {left:.0f} s to go")
+        return [self.read(n, s) for n in self.configs for s in self.seeds]
+
+    def design(self) -> str:
+        """The power of the design, before a run is made."""
+        n = len(self.seeds)
+        if n < 2:
+            return "one seed: differences are shown, but no verdict is possible"
+        unit = judgement.detectable(1.0, n, judgement.LEVEL / max(1, len(self.configs) - 1))
+        return (f"{len(self.configs)} arms x {n} seeds: a difference of {unit:.1f} standard deviations between seeds is found with 80 % power "
+                f"(after correction for {len(self.configs) - 1} arms); at 0.02 between seeds that is {0.02 * unit:.3f} in accuracy")  # fmt: skip
+
+    def one(self, arm: str, seed: int) -> None:
+        """Make one run, from its last checkpoint when an earlier try left one."""
+        run_dir, base = self.run_dir(arm, seed), [sys.executable, "-m", "asyncrl.cli", "run"]
+        where = [x for a in self.arms if a.name == arm for x in self.sets_of(a)]
+        sets = [*self.sets, *where, f"seed={seed}", f"runs={str(self.directory / 'runs')!r}", f"name={run_dir.name!r}"]
+        fresh = [*base, self.source, *[x for s in sets for x in ("--set", s)], "--json"]
+        resumable = any(run_dir.glob("checkpoints/epoch_*/number_*/manifest")) and not (run_dir / "summary.json").exists()
+        if run_dir.exists() and not resumable:
+            shutil.rmtree(run_dir)
+        argv = [*base, "--resume", str(run_dir), "--json"] if resumable else fresh
+        log = self.directory / "logs" / f"{run_dir.name}.log"
+        log.parent.mkdir(exist_ok=True)
+        with log.open("a") as out:
+            code = subprocess.run(argv, stdout=out, stderr=out, stdin=subprocess.DEVNULL, check=False, env=os.environ | {"NO_COLOR": "1"}).returncode
+        if not self.finished(arm, seed):
+            last = [x for x in log.read_text().splitlines() if x.strip()][-1:]
+            raise AsyncrlError(f"run {run_dir.name} ended with exit code {code}: {' '.join(last)} (log: {log}); the same command goes on from here")
+
+    def sets_of(self, a: Arm) -> list[str]:
+        return self.sets_of(next(b for b in self.arms if b.name == a.same_as)) if a.same_as else a.sets
+
+    def read(self, arm: str, seed: int) -> Cell:
+        run_dir = self.run_dir(arm, seed)
+        cell = Cell(arm, seed, json.loads((run_dir / "summary.json").read_text()))
+        every = metrics.read(run_dir)
+        by_step = {r["step"]: r for r in every if "reward/mean" in r}  # after a resume the later row of a step wins
+        cell.rows = [by_step[s] for s in sorted(by_step)]
+        points = {r["step"]: r["eval/heldout"] for r in every if "eval/heldout" in r}
+        cell.steps, cell.accuracy = [float(s) for s in sorted(points)], [points[s] for s in sorted(points)]
+        cell.trouble = judgement.stability(cell.accuracy, cell.rows)
+        return cell
+
+
+# ---- what it says --------------------------------------------------------------------------------------------------
+
+
+def mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def cause(config: Config, trouble: Sequence[str]) -> str:
+    """The likely cause of an unstable arm, where its configuration is a known one."""
+    c = config
+    if not trouble:
+        return ""
+    if c.kl.coefficient > 0 and c.kl.placement == "reward" and c.kl.estimator == "k3":
+        return "k3 in the reward is known to collapse: use k1 in the reward or k3 in the loss"
+    lagged = c.staleness.max_lag > 0
+    if lagged and c.correction.level == "none" and c.loss.surrogate in ("vanilla", "decoupled_ppo") and c.correction.proximal == "recompute":
+        return "stale samples without correction: anchor PPO on the behaviour policy, or set correction.preset = tis"
+    if lagged and c.staleness.max_lag >= 8:
+        return "a large lag: lower staleness.max_lag or learner.lr"
+    return "lower learner.lr, or set stop.kl_max with more than one optimizer step a batch"
+
+
+def analyse(cells: Sequence[Cell], configs: dict[str, Config]) -> dict[str, Any]:
+    """Everything the report and `--json` say.  The first arm is what the others are compared with."""
+    names, seeds = list(configs), sorted({c.seed for c in cells})
+    of = {n: sorted((c for c in cells if c.arm == n), key=lambda c: c.seed) for n in names}
+    base, prompts = names[0], configs[names[0]].evaluation.final_prompts
+    arms = {n: about(of[n], configs[n]) for n in names}
+    verdicts: list[dict[str, Any]] = []
+
+    def judge(metric: str, what: str, value: Callable[[Cell], float], n_prompts: int) -> None:
+        found = {n: judgement.paired([value(c) for c in of[n]], [value(c) for c in of[base]], n_prompts) for n in names[1:]}
+        judgement.holm(found)
+        for n, d in found.items():
+            same = all(a.summary["weights_digest"] == b.summary["weights_digest"] for a, b in zip(of[n], of[base], strict=True))
+            word = "equal" if same else ("no difference visible" if not d.different else ("better" if d.mean > 0 else "worse"))
+            verdicts.append({
+                "arm": n, "against": base, "metric": metric, "difference": d.mean, "interval": [d.low, d.high], "verdict": word, "p": d.adjusted,
+                "interval_other_prompts": [d.prompt_low, d.prompt_high], "detectable": judgement.detectable(d.sd, d.seeds),
+                "text": f"{n} is bitwise equal to {base}" if same else judgement.verdict(n, base, d, what),
+            })  # fmt: skip
+
+    judge("heldout_end", "final accuracy", lambda c: c.final, prompts)
+    judge("area", "mean accuracy over training", lambda c: c.area, 0)
+    data = {n: [a.summary["trained_ids"] == b.summary["trained_ids"] for a, b in zip(of[n], of[base], strict=True)] for n in names[1:]}
+    trade = []
+    for n in names[1:]:
+        speed = arms[base]["wall_s"] / max(arms[n]["wall_s"], 1e-9)
+        trade.append(f"{n}: {speed:.2f} times the speed of {base}, accuracy {arms[n]['heldout_end'] - arms[base]['heldout_end']:+.3f}")
+    return {"arms": arms, "verdicts": verdicts, "seeds": seeds, "same_data": data, "trade": trade}
+
+
+def about(cells: Sequence[Cell], config: Config) -> dict[str, Any]:
+    """One arm over its seeds."""
+    goal = 0.8 * max((max(c.accuracy, default=0.0) for c in cells), default=0.0)
+
+    def seconds(c: Cell) -> float:
+        step = next((s for s, a in zip(c.steps, c.accuracy, strict=True) if a >= goal), math.nan)
+        return next((float(r["t"]) for r in c.rows if r["step"] >= step), math.nan) if step == step else math.nan
+
+    trouble = sorted({x.split(":")[0] for c in cells for x in c.trouble})
+    return {
+        "heldout_start": mean([float(c.summary["heldout_start"]) for c in cells]), "heldout_end": mean([c.final for c in cells]),
+        "each": [c.final for c in cells], "area": mean([c.area for c in cells]), "wall_s": mean([c.summary["wall_s"] for c in cells]),
+        "tokens": mean([c.summary["tokens"] for c in cells]), "generated": mean([c.summary["ledger"]["generated"] for c in cells]),
+        "tokens_per_s": mean([c.summary["tokens"] / max(c.summary["wall_s"], 1e-9) for c in cells]), "lag": mean([c.summary["lag"]["mean"] for c in cells]),
+        "lag_max": max(c.summary["lag"]["max"] for c in cells), "ess": mean([r["is/ess"] for c in cells for r in c.rows if "is/ess" in r]),
+        "seconds_to_80_percent_of_best": mean([s for s in map(seconds, cells) if s == s]), "unstable": sum(bool(c.trouble) for c in cells),
+        "trouble": trouble, "cause": cause(config, trouble), "weights_digests": [c.summary["weights_digest"] for c in cells],
+    }  # fmt: skip

@@ -1,0 +1,151 @@
+"""The page of a comparison: overlaid curves with bands, what each arm was, the verdicts, and the numbers as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.compare import judgement
+from asyncrl.compare.comparison import Cell, mean
+from asyncrl.report import COLOURS
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>asyncrl: {{ name }}</title>
+<style>
+ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px; padding: 0 1rem; color: #1f2937 }
+ h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem } .sub { color: #6b7280 }
+ .grid { display: grid; grid-template-columns: 1fr 1fr; gap: .5rem } li { margin: .3rem 0 }
+ table { border-collapse: collapse } td, th { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #e5e7eb }
+ td:first-child, th:first-child { text-align: left } code { background: #f3f4f6; padding: 0 .3rem } .bad { color: #b91c1c }
+</style>{{ library }}</head><body>
+<h1>{{ name }}</h1><div class="sub">{{ seeds }} seed(s), {{ steps }} steps of {{ groups }} x {{ size }};
+the first arm is what the others are compared with</div>
+<h2>What differs</h2>
+<table><tr><th>arm</th><th>settings</th></tr>{% for n, s in settings %}<tr><td>{{ n }}</td>
+<td style="text-align:left"><code>{{ s }}</code></td></tr>{% endfor %}</table>
+<h2>Verdict</h2><ul id="verdicts">{% for v in verdicts %}<li>{{ v }}</li>{% endfor %}</ul>
+<ul>{% for t in trade %}<li>{{ t }}</li>{% endfor %}</ul>
+<h2>Arms, mean over seeds</h2>
+<table id="arms"><tr>{% for h in head %}<th>{{ h }}</th>{% endfor %}</tr>
+{% for row in table %}<tr>{% for x in row %}<td>{{ x }}</td>{% endfor %}</tr>{% endfor %}</table>
+{% if trouble %}<h2 class="bad">Unstable runs</h2><ul>{% for t in trouble %}<li>{{ t }}</li>{% endfor %}</ul>{% endif %}
+<div class="grid">{% for plot in plots %}<div>{{ plot }}</div>{% endfor %}</div>
+<h2>How to read this</h2>
+<p>Verdicts are paired by seed (t intervals, Holm's correction over the arms) and speak of seeds nobody has run; the interval for other prompts
+alone is in the JSON. A run counts as unstable by these rules: {{ rules }}. Arms on the same data: {{ data }}.</p>
+<script type="application/json" id="comparison">{{ blob }}</script>
+</body></html>"""
+HEAD = ("arm", "start", "end", "each seed", "area", "seconds of RL", "tokens trained", "trained tok/s", "mean lag", "max lag", "ESS", "unstable")
+
+
+def clean(x: Any) -> Any:
+    """The same with None for what is not a finite number: JSON knows no NaN."""
+    if isinstance(x, dict):
+        return {k: clean(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [clean(v) for v in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def _curves(title: str, unit: str, arms: Sequence[str], cells: Sequence[Cell], points: Callable[[Cell], list[tuple[float, float]]]) -> Any:
+    """One line an arm, the mean over seeds at each step, in a band from the lowest to the highest seed."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    for i, name in enumerate(arms):
+        at: dict[float, list[float]] = {}
+        for c in cells:
+            if c.arm == name:
+                for x, y in points(c):
+                    at.setdefault(x, []).append(y)
+        xs, colour = sorted(at), COLOURS[i % len(COLOURS)]
+        if len({c.seed for c in cells}) > 1 and xs:
+            figure.add_scatter(x=[*xs, *xs[::-1]], y=[*(max(at[x]) for x in xs), *(min(at[x]) for x in xs[::-1])], fill="toself", fillcolor=colour,
+                               opacity=0.15, line={"width": 0}, hoverinfo="skip", showlegend=False)  # fmt: skip
+        figure.add_scatter(x=xs, y=[mean(at[x]) for x in xs], name=name, mode="lines", line={"color": colour})
+    figure.update_layout(title={"text": title, "font": {"size": 14}, "y": 0.97}, height=330, margin={"l": 55, "r": 15, "t": 62, "b": 40},
+                         template="plotly_white",
+                         legend={"orientation": "h", "y": 1.0, "x": 0, "xanchor": "left", "yanchor": "bottom"})  # fmt: skip
+    figure.update_xaxes(title="version")
+    figure.update_yaxes(title=unit, rangemode="tozero")
+    return figure
+
+
+def _metric(name: str) -> Callable[[Cell], list[tuple[float, float]]]:
+    return lambda c: [(float(r["step"]), float(r[name])) for r in c.rows if name in r]
+
+
+def rows(found: dict[str, Any]) -> list[list[str]]:
+    """The table of arms, as text."""
+
+    def show(x: float | None, form: str) -> str:
+        return "-" if x is None or not math.isfinite(x) else format(x, form)
+
+    return [
+        [n, show(a["heldout_start"], ".3f"), show(a["heldout_end"], ".3f"), " ".join(f"{x:.3f}" for x in a["each"]), show(a["area"], ".3f"),
+         show(a["wall_s"], ".1f"), show(a["tokens"], ",.0f"), show(a["tokens_per_s"], ",.0f"), show(a["lag"], ".2f"), str(a["lag_max"]),
+         show(a["ess"], ".3f"), f"{a['unstable']} of {len(a['each'])}"]
+        for n, a in found["arms"].items()
+    ]  # fmt: skip
+
+
+def write(directory: Path, name: str, cells: Sequence[Cell], found: dict[str, Any], settings: Sequence[tuple[str, str]], config: Any) -> Path:
+    """DIR/report.html, comparison.json and the TensorBoard view of all arms."""
+    import jinja2
+    import plotly.io as pio
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+
+    arms, b = list(found["arms"]), judgement.Bounds()
+    figures = [
+        _curves("Accuracy on held-out prompts", "accuracy", arms, cells, lambda c: list(zip(c.steps, c.accuracy, strict=True))),
+        _curves("Lag of trained tokens", "versions, mean", arms, cells, _metric("lag/mean")),
+        _curves("Effective sample size", "share", arms, cells, _metric("is/ess")),
+        _curves("KL from behaviour to target", "nats a token (k3)", arms, cells, _metric("kl/behavior_target_k3")),
+        _curves("Entropy", "nats a token", arms, cells, _metric("policy/entropy")),
+        _curves("Gradient norm", "before clipping", arms, cells, _metric("optim/grad_norm")),
+        _curves("Answer length", "tokens", arms, cells, _metric("answer/length")),
+        _curves("Reward of the training batch", "mean", arms, cells, _metric("reward/mean")),
+    ]
+    plots = [Markup(pio.to_html(f, include_plotlyjs=False, full_html=False, config={"displaylogo": False, "displayModeBar": False})) for f in figures]
+    blob = json.dumps(clean(found))
+    rules = (f"accuracy below half its best for {b.evaluations} evaluations; KL above {b.kl:g} nats a token; "
+             f"gradient norm above {b.gradient:g} times its start; entropy below {b.entropy:.0%} of its start; three swings above {b.swing:g}; "
+             f"more than {b.truncated:.0%} of answers cut")  # fmt: skip
+    trouble = [f"{c.arm}, seed {c.seed}: {x}" for c in cells for x in c.trouble]
+    trouble += [f"{n}: likely cause: {a['cause']}" for n, a in found["arms"].items() if a["cause"]]
+    same = "; ".join(f"{n} {sum(x)} of {len(x)} seeds" for n, x in found["same_data"].items())
+    page = jinja2.Environment(autoescape=True).from_string(PAGE).render(
+        name=name, seeds=len(found["seeds"]), steps=config.learner.steps, groups=config.learner.groups, size=config.learner.group_size, settings=settings,
+        data=same, verdicts=[v["text"] for v in found["verdicts"]], trade=found["trade"], head=HEAD, table=rows(found), trouble=trouble, plots=plots,
+        rules=rules,         library=Markup(f"<script>{get_plotlyjs()}</script>"), blob=Markup(blob.replace("</", "<\\/")),
+    )  # fmt: skip
+    for path, text in ((directory / "report.html", page), (directory / "comparison.json", blob)):
+        part = path.with_suffix(".part")
+        part.write_text(text)
+        os.replace(part, path)
+    _board(directory / "tensorboard", cells, settings)
+    return directory / "report.html"
+
+
+def _board(directory: Path, cells: Sequence[Cell], settings: Sequence[tuple[str, str]]) -> None:
+    """All arms side by side, with the hyperparameters view."""
+    import shutil
+
+    from tensorboardX import SummaryWriter
+
+    shutil.rmtree(directory, ignore_errors=True)
+    told = dict(settings)
+    for c in cells:
+        with SummaryWriter(str(directory / f"{c.arm}-seed{c.seed}")) as board:
+            for x, y in zip(c.steps, c.accuracy, strict=True):
+                board.add_scalar("eval/heldout", y, int(x))
+            for r in c.rows:
+                for name in ("lag/mean", "is/ess", "kl/behavior_target_k3", "policy/entropy", "reward/mean"):
+                    if name in r:
+                        board.add_scalar(name, r[name], int(r["step"]))
+            board.add_hparams({"arm": c.arm, "seed": c.seed, "settings": told[c.arm]}, {"final/heldout": c.final}, name=".")

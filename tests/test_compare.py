@@ -1,0 +1,73 @@
+"""`asyncrl compare` on real runs: the same data, bitwise twins, resuming, the page and its numbers, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ENV, ROOT, Ended
+
+SETS = ("learner.steps=5", "learner.groups=8", "learner.group_size=4", "evaluation.every=2", "evaluation.prompts=32", "evaluation.final_prompts=32",
+        "evaluation.ood_prompts=0")  # fmt: skip
+
+
+def compare(model: Path, out: Path, *words: str, timeout: float = 300) -> Ended:
+    argv = [sys.executable, "-m", "asyncrl.cli", "compare", "configs/demo.toml", "--out", str(out)]
+    argv += [x for s in (*SETS, f"model.path={str(model)!r}") for x in ("--set", s)] + list(words)
+    return Ended(subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=timeout))
+
+
+def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) -> None:
+    arms = ("--arm", "sync:staleness.max_lag=0", "--arm", "twin:same-as=sync", "--arm", "late:staleness.max_lag=2,staleness.inject=2", "--seeds", "2")
+    out = tmp_path / "c"
+    done = compare(sort_model, out, *arms, "--jobs", "2", "--json")
+    assert done.code == 0, done.err[-3000:]
+    found = done.json
+    assert list(found["arms"]) == ["sync", "twin", "late"] and found["seeds"] == [0, 1]
+    words = {(v["arm"], v["metric"]): v for v in found["verdicts"]}
+    assert words["twin", "heldout_end"]["verdict"] == "equal" and words["twin", "heldout_end"]["difference"] == 0
+    assert found["arms"]["sync"]["weights_digests"] == found["arms"]["twin"]["weights_digests"]
+    assert words["late", "heldout_end"]["verdict"] in ("no difference visible", "better", "worse")
+    assert found["same_data"] == {"twin": [True, True], "late": [True, True]}
+    assert found["arms"]["sync"]["lag"] == 0 and found["arms"]["late"]["lag_max"] == 2
+    assert "found with 80 % power" in done.err
+    page = (out / "report.html").read_text()
+    assert "late against sync" in page or "late is" in page
+    assert json.loads((out / "comparison.json").read_text()) == found and any((out / "tensorboard").rglob("events*"))
+
+    # Interrupted: what is finished is not made again.
+    kept = (out / "runs" / "sync-seed0" / "summary.json").stat().st_mtime_ns
+    for gone in (out / "runs" / "late-seed1" / "summary.json",):
+        gone.unlink()
+    again = compare(sort_model, out, *arms, "--json")
+    assert again.code == 0 and "5 of 6 runs are finished already" in again.err
+    assert (out / "runs" / "sync-seed0" / "summary.json").stat().st_mtime_ns == kept
+    assert again.json["arms"]["late"]["weights_digests"][0] == found["arms"]["late"]["weights_digests"][0]
+
+    # Other settings in the same directory.
+    other = compare(sort_model, out, *arms, "--set", "learner.lr=1e-3")
+    assert other.code == 2 and "learner.lr: 0.0003, now 0.001" in other.err and "--out" in other.err
+
+
+@pytest.mark.parametrize(
+    ("arms", "said"),
+    [
+        (("a:staleness.max_lagg=0", "b:"), "--arm a: --set staleness.max_lagg=0: staleness.max_lagg: unknown key; did you mean staleness.max_lag?"),
+        (("a:", "b:"), "--arm b: resolves to the same config as a; leave one out, or write b:same-as=a"), (("a:",), "one arm has nothing to be compared with"),
+        (("a:", "a:staleness.max_lag=0"), "the name a is given twice"), (("nonsense", "b:"), "write NAME:key=value"),
+        (("a:", "b:seed=4"), "seed must be the same in all arms"), (("a:", "b:same-as=z"), "no arm of that name before it"),
+    ],
+)  # fmt: skip
+def test_what_it_refuses(arms: tuple[str, ...], said: str, tmp_path: Path) -> None:
+    done = compare(tmp_path / "m", tmp_path / "c", *[x for a in arms for x in ("--arm", a)])
+    assert done.code == 2 and said in done.err and len(done.err.strip().splitlines()) == 1, done.err
+    assert not (tmp_path / "c").exists()
+
+
+def test_one_seed_runs_and_says_that_no_verdict_is_possible(sort_model: Path, tmp_path: Path) -> None:
+    done = compare(sort_model, tmp_path / "c", "--arm", "sync:staleness.max_lag=0", "--arm", "async:", "--seeds", "1", "--set", "learner.steps=3")
+    assert done.code == 0, done.err[-3000:]
+    assert "no verdict is possible" in done.err and "with one seed: no verdict is possible" in done.out

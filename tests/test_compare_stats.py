@@ -1,0 +1,96 @@
+"""The verdict is calibrated: equal arms are seldom called different, planted differences are found as often as theory says."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from asyncrl.compare import judgement as cs
+
+REPEATS = 200
+
+
+def arms(r: random.Random, seeds: int, effect: float, sd: float) -> tuple[list[float], list[float]]:
+    """Two arms whose seeds share a common part, so that pairing matters."""
+    common = [r.gauss(0.8, 0.05) for _ in range(seeds)]
+    noise = sd / math.sqrt(2)
+    return [c + effect + r.gauss(0, noise) for c in common], [c + r.gauss(0, noise) for c in common]
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 8])
+def test_equal_arms_are_called_different_in_at_most_a_tenth(seeds: int) -> None:
+    r, called = random.Random(seeds), 0
+    for _ in range(REPEATS):
+        found = {}
+        base = arms(r, seeds, 0.0, 0.02)
+        for name in ("a", "b", "c"):
+            found[name] = cs.paired(arms(r, seeds, 0.0, 0.02)[0], base[1])
+        cs.holm(found)
+        called += any(d.different for d in found.values())
+    assert called <= REPEATS / 10
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 8])
+def test_planted_differences_are_found_as_often_as_theory_says(seeds: int) -> None:
+    """Two standard errors of the mean difference."""
+    r, sd, called = random.Random(seeds), 0.02, 0
+    effect = 2 * sd / math.sqrt(seeds)
+    for _ in range(1000):
+        d = cs.paired(*arms(r, seeds, effect, sd))
+        cs.holm({"x": d})
+        called += d.different
+    expected = cs.power(effect, sd, seeds)
+    assert abs(called / 1000 - expected) < 4 * math.sqrt(expected * (1 - expected) / 1000)
+
+
+def test_intervals_cover_as_often_as_they_say() -> None:
+    r, inside = random.Random(0), 0
+    for _ in range(1000):
+        d = cs.paired(*arms(r, 4, 0.03, 0.02))
+        inside += d.low <= 0.03 <= d.high
+    assert 0.93 <= inside / 1000 <= 0.97
+
+
+def test_prompt_intervals_cover_for_fixed_policies() -> None:
+    """Two fixed policies of true accuracy .8 and .75 on independent prompts of n = 512."""
+    r, inside = random.Random(0), 0
+    for _ in range(500):
+        a, b = ([sum(r.random() < p for _ in range(512)) / 512 for _ in range(2)] for p in (0.8, 0.75))
+        d = cs.paired(a, b, prompts=512)
+        inside += d.prompt_low <= 0.05 <= d.prompt_high
+    assert 0.92 <= inside / 500 <= 0.98
+
+
+def test_paired_t_by_hand() -> None:
+    """Differences .1, .2, .3: mean .2, sd .1, t = 3.4641 with 2 degrees of freedom."""
+    d = cs.paired([0.6, 0.8, 1.0], [0.5, 0.6, 0.7])
+    assert d.mean == pytest.approx(0.2) and d.sd == pytest.approx(0.1) and d.p == pytest.approx(0.0742, abs=1e-4)
+    assert (d.low, d.high) == (pytest.approx(-0.0484, abs=1e-4), pytest.approx(0.4484, abs=1e-4))
+
+
+def test_holm_by_hand() -> None:
+    found = {n: cs.Difference(0.1, 0.1, 3, p, 0, 0) for n, p in (("a", 0.01), ("b", 0.04), ("c", 0.03))}
+    cs.holm(found)
+    assert [round(found[n].adjusted, 3) for n in "abc"] == [0.03, 0.06, 0.06]
+
+
+def test_power_and_what_it_is_for() -> None:
+    assert cs.power(cs.detectable(0.02, 5), 0.02, 5) == pytest.approx(0.8, abs=1e-3)
+    need = cs.seeds_needed(0.02, 0.02)
+    assert need is not None and cs.power(0.02, 0.02, need) >= 0.8 > cs.power(0.02, 0.02, need - 1)
+    assert "no verdict is possible" in cs.verdict("a", "b", cs.paired([0.5], [0.4]), "accuracy")
+
+
+def test_stability_by_rule() -> None:
+    flat = [{"kl/behavior_target_k3": 0.01, "optim/grad_norm": 1.0, "policy/entropy": 0.5, "answer/truncated_share": 0.0}] * 30
+    assert cs.stability([0.4, 0.6, 0.8], flat) == []
+    assert "collapse" in cs.stability([0.4, 0.8, 0.3, 0.2], flat)[0]
+    assert cs.stability([0.4, 0.8, 0.3, 0.7], flat) == []
+    assert "KL" in cs.stability([0.4], [*flat, flat[0] | {"kl/behavior_target_k3": 2.0}])[0]
+    assert "gradient norm" in cs.stability([0.4], [*flat, flat[0] | {"optim/grad_norm": 50.0}])[0]
+    assert "entropy" in cs.stability([0.4], [*flat, flat[0] | {"policy/entropy": 0.01}])[0]
+    assert "oscillation" in cs.stability([0.4, 0.7, 0.4, 0.7, 0.4], flat)[0]
+    assert "length" in cs.stability([0.4], [*flat, *[flat[0] | {"answer/truncated_share": 0.9}] * 3])[0]
+    assert cs.area([0, 10, 20], [0.0, 1.0, 1.0]) == pytest.approx(0.75)
