@@ -291,3 +291,21 @@ def test_the_prepass_reads_any_object_with_the_sections() -> None:
     plain = SimpleNamespace(**{k: getattr(c, k) for k in ("staleness", "advantage", "correction", "loss", "kl", "learner", "generator")})
     b = batch(9)
     assert torch.equal(gradient(b, plain, theta(b))[1], gradient(b, c, theta(b))[1])
+
+
+WARNED = [
+    ({"kl": {"coefficient": 0.1, "placement": "loss", "estimator": "k1"}}, "pushes away from the data"),
+    ({"kl": {"coefficient": 0.1, "placement": "loss", "estimator": "k1"}, "staleness": {"max_lag": 0}}, "no expected gradient on policy"),
+    ({"kl": {"coefficient": 0.1, "placement": "reward", "estimator": "k3"}}, "known to collapse"),
+    ({"kl": {"coefficient": 0.1, "placement": "loss", "estimator": "k3", "off_policy": "ratio"}}, "behaviour policy's states only"),
+    ({"kl": {"coefficient": 0.1, "placement": "loss", "estimator": "k3", "off_policy": "prefix"}, "correction": {"reject": "ratio"}}, "by token takes tokens"),
+    ({"correction": {"level": "sequence"}}, "mean weight, an effective learning rate, wanders"),
+    ({"loss": {"surrogate": "reshape"}, "correction": {"proximal": "behavior"}}, "the KL runs away"),
+    ({"advantage": {"name": "dr_grpo"}}, "length bias"),
+]
+
+
+@pytest.mark.parametrize(("sections", "said"), WARNED, ids=[w[1][:24] for w in WARNED])
+def test_what_a_run_is_told_once(sections: dict[str, Any], said: str) -> None:
+    assert any(said in line for line in config_load.warnings(config(**sections)))
+    assert not any(said in line for line in config_load.warnings(config()))
