@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from asyncrl import exact
 from asyncrl.fast_forward import Layout, rotate
 
 MASKED = -1e30
@@ -35,20 +36,8 @@ class FusedWeights:
         """Fuse `weights` (transformers' parameter names) into place."""
         lay = self.lay
         for i, store in enumerate(self.per_layer):
-            p = f"model.layers.{i}."
-            norm1, norm2 = weights[p + "input_layernorm.weight"], weights[p + "post_attention_layernorm.weight"]
-            qkv = torch.cat([weights[f"{p}self_attn.{n}_proj.weight"] for n in "qkv"]) * norm1
-            new = {"qkv": qkv.T, "o": weights[p + "self_attn.o_proj.weight"].T, "down": weights[p + "mlp.down_proj.weight"].T}
-            new["up"] = (torch.cat([weights[p + "mlp.gate_proj.weight"], weights[p + "mlp.up_proj.weight"]]) * norm2).T
-            if self.bias:
-                new["b"] = torch.cat([weights[f"{p}self_attn.{n}_proj.bias"] for n in "qkv"])
-            if self.qk_norm:
-                q, k = weights[p + "self_attn.q_norm.weight"], weights[p + "self_attn.k_norm.weight"]
-                new["norm"] = torch.cat([(q * lay.head_dim**-0.5).expand(lay.heads, -1), k.expand(lay.kv_heads, -1)])
-            _keep(store, new)
-        embed = weights["model.embed_tokens.weight"]
-        head = embed if self.tied else weights["lm_head.weight"]
-        _keep(self.top, {"embed": embed, "head": (head * weights["model.norm.weight"]).T})
+            _keep(store, exact.fuse_layer(lay, i, weights))
+        _keep(self.top, exact.fuse_top(weights, self.tied))
 
     def project(self, i: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q (scaled), k, v [n, heads, d] of layer i for the residual stream x [n, H]."""
@@ -178,3 +167,48 @@ def truncate(logs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> to
     kept = torch.zeros_like(out).scatter_(1, index, ~out)
     cut: torch.Tensor = torch.log_softmax(logs.masked_fill(~kept, -torch.inf), -1)
     return cut
+
+
+# ---- exact mode: column = position, operators of asyncrl.exact -----------------------------------------------------
+
+
+def decode_exact(w: FusedWeights, cache: ColumnCache, tokens: torch.Tensor, positions: torch.Tensor, longest: int) -> torch.Tensor:
+    """`decode` with each row's keys at the column of its own position; longest: largest position of a live row."""
+    n, lay = len(tokens), w.lay
+    share = lay.heads // lay.kv_heads
+    rows, columns = torch.arange(n, device=tokens.device), cache.bias.shape[2]
+    positions = positions.clamp(max=columns - 1)
+    seen = min(exact.up(longest + 1, exact.KEYS), columns)
+    cache.bias[rows, 0, positions] = 0.0
+    bias = cache.bias[:n, None, :, :seen]
+    at = exact.pad_rows(positions)
+    cos, sin = w.cos.index_select(0, at)[:, None], w.sin.index_select(0, at)[:, None]
+    x = w.top["embed"].index_select(0, exact.pad_rows(tokens))
+    repeat = exact.up(share, exact.QUERIES)
+    for i, layer in enumerate(w.per_layer):
+        q, k, v = exact.project(lay, layer, x, cos, sin)
+        cache.k[i, rows, :, positions], cache.v[i, rows, :, positions] = k[:n], v[:n]
+        keys, values = (t[i, :n].view(n * lay.kv_heads, columns, lay.head_dim)[:, :seen] for t in (cache.k, cache.v))
+        q = q[:n].reshape(n, lay.kv_heads, share, lay.head_dim)
+        if repeat > share:
+            q = torch.cat([q, q[:, :, :1].expand(-1, -1, repeat - share, -1)], 2)
+        out = exact.attend(q, keys, values, bias)[:, :, :share].reshape(n, lay.heads * lay.head_dim)
+        x = exact.finish(lay, layer, x, exact.pad_rows(out))
+    return (exact.unit(x, lay.eps) @ w.top["head"])[:n]  # type: ignore[no-any-return]
+
+
+def encode_exact(w: FusedWeights, ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """`encode` for rows padded to a multiple of `exact.KEYS`."""
+    b, n = ids.shape
+    lay, share = w.lay, w.lay.heads // w.lay.kv_heads
+    cos, sin = w.cos[:n].repeat(b, 1)[:, None], w.sin[:n].repeat(b, 1)[:, None]
+    bias = torch.full((n, n), MASKED, device=ids.device).triu_(1).repeat(share, 1)
+    x, out = w.top["embed"].index_select(0, ids.flatten()), []
+    for i, layer in enumerate(w.per_layer):
+        q, k, v = (t.view(b, n, -1, lay.head_dim).transpose(1, 2) for t in exact.project(lay, layer, x, cos, sin))
+        out.append((k, v))
+        if i + 1 < w.layers:
+            keys, values = (t.reshape(b * lay.kv_heads, n, lay.head_dim) for t in (k, v))
+            a = exact.attend(q.reshape(b, lay.kv_heads, share * n, lay.head_dim), keys, values, bias)
+            x = exact.finish(lay, layer, x, a.view(b, lay.heads, n, lay.head_dim).transpose(1, 2).reshape(b * n, -1))
+    return out

@@ -18,6 +18,7 @@ import torch
 
 from actors import decoder
 from actors.engine import Answer, Engine, Key, Request, uniforms
+from asyncrl import exact
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Span
@@ -38,13 +39,18 @@ class Row:
 
 
 class EmbeddedEngine:
-    """See `actors.engine.Engine`.  in_flight: what `load` does to live rows; `between_groups` means that none is live."""
+    """See `actors.engine.Engine`.  in_flight: what `load` does to live rows; `between_groups` means that none is live.
 
-    def __init__(self, model: PolicyModel, *, slots: int, context: int, in_flight: str = "keep_kv", max_new_tokens: int = 64) -> None:
+    fixed: by the operators of exact mode (asyncrl/exact.py), with every key at the column of its position.
+    """
+
+    def __init__(self, model: PolicyModel, *, slots: int, context: int, in_flight: str = "keep_kv", max_new_tokens: int = 64,
+                 fixed: bool = False) -> None:  # fmt: skip
         assert model.fast is not None
         self.slots, self.in_flight, self.lay = slots, in_flight, model.fast
         self.context = context
-        self.weights = decoder.FusedWeights(model.fast, context + 1)
+        self.weights = decoder.FusedWeights(model.fast, exact.up(context + 1, exact.KEYS))
+        self.fixed = fixed
         self.dtype, self.device = next(model.hf.parameters()).dtype, model.device
         self.cache: decoder.ColumnCache | None = None
         self.ring_needed, self.prompt_needed = max_new_tokens, 8
@@ -170,7 +176,7 @@ class EmbeddedEngine:
         self.position[index] = put([len(r.prompt) - 1 for r in requests], torch.long)
         self.count[index] = 0
         self.left[index] = put([r.max_new_tokens for r in requests], torch.long)
-        self.scale[index] = put([1.0 / r.temperature for r in requests], torch.float32)
+        self.scale[index] = 1.0 / put([r.temperature for r in requests], torch.float32)
         self.top_p[index] = put([r.top_p for r in requests], torch.float32)
         self.top_k[index] = put([r.top_k for r in requests], torch.long)
         width = self.stop.shape[1]
@@ -192,7 +198,7 @@ class EmbeddedEngine:
         old, old_prompt, old_ring = self.cache, self.prompt_needed, self.ring_needed
         self.prompt_needed, self.ring_needed = -(-prompt // 8) * 8, ring
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        self.cache = decoder.ColumnCache(self.lay, self.weights.layers, self.slots, self.prompt_needed, ring, like)
+        self.cache = decoder.ColumnCache(self.lay, self.weights.layers, self.slots, self.prompt_needed, self._ring_columns(), like)
         if ring > self.uniform.shape[1]:
             more = ring - self.uniform.shape[1]
             pad = torch.nn.functional.pad
@@ -200,10 +206,26 @@ class EmbeddedEngine:
         if old is not None:
             self._move(old, old_prompt, old_ring)
 
+    def _ring_columns(self) -> int:
+        """Columns beside the prompt's: in exact mode they are all one axis, padded."""
+        return exact.up(self.prompt_needed + self.ring_needed, exact.KEYS) - self.prompt_needed if self.fixed else self.ring_needed
+
+    def _encode(self, ids: np.ndarray) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Keys and values of padded rows, as wide as ids."""
+        if not self.fixed:
+            return decoder.encode(self.weights, torch.from_numpy(ids).to(self.device))
+        width = ids.shape[1]
+        ids = np.pad(ids, ((0, 0), (0, exact.up(width, exact.KEYS) - width)))
+        return [(k[:, :, :width], v[:, :, :width]) for k, v in decoder.encode_exact(self.weights, torch.from_numpy(ids).to(self.device))]
+
     def _move(self, old: decoder.ColumnCache, prompt: int, ring: int) -> None:
         """Copy a smaller cache into the new one, ring columns by their step."""
         assert self.cache is not None
         steps = np.arange(max(0, self.clock - ring), self.clock)
+        if self.fixed:
+            n = old.bias.shape[2]
+            self.cache.k[:, :, :, :n], self.cache.v[:, :, :, :n], self.cache.bias[:, :, :n] = old.k, old.v, old.bias
+            return
         source = torch.from_numpy(np.concatenate([np.arange(prompt), prompt + steps % ring])).to(self.device)
         target = torch.from_numpy(np.concatenate([np.arange(prompt), self.prompt_needed + steps % self.ring_needed])).to(self.device)
         for new, was in ((self.cache.k, old.k), (self.cache.v, old.v)):
@@ -225,7 +247,7 @@ class EmbeddedEngine:
         pairs = [(r, place[g]) for r, g in zip(rows, groups, strict=True) if g in place]
         row, owner = (torch.tensor(x, device=self.device) for x in zip(*pairs, strict=True))
         width = ids.shape[1]
-        for i, (k, v) in enumerate(decoder.encode(self.weights, torch.from_numpy(ids).to(self.device))):
+        for i, (k, v) in enumerate(self._encode(ids)):
             self.cache.k[i, row, :, :width] = k[owner]
             self.cache.v[i, row, :, :width] = v[owner]
         seen = torch.from_numpy(np.arange(width)[None] < lengths[:, None]).to(self.device)[owner]
@@ -241,10 +263,12 @@ class EmbeddedEngine:
             ids = np.zeros((len(part), max(1, *map(len, whole))), np.int64)
             for n, w in enumerate(whole):
                 ids[n, : len(w)] = w
-            layers = decoder.encode(self.weights, torch.from_numpy(ids).to(self.device))
+            layers = self._encode(ids)
             for n, (i, r) in enumerate(part):
                 known, prompt = len(whole[n]), len(r.request.prompt) - 1
                 columns = np.concatenate([np.arange(prompt), self.prompt_needed + np.arange(r.born, r.born + known - prompt) % self.ring_needed])
+                if self.fixed:
+                    columns = np.arange(known)
                 target = torch.from_numpy(columns).to(self.device)
                 for layer, (k, v) in enumerate(layers):
                     self.cache.k[layer, i, :, target], self.cache.v[layer, i, :, target] = k[n, :, :known], v[n, :, :known]
@@ -254,7 +278,11 @@ class EmbeddedEngine:
     def _decode(self) -> list[Answer]:
         assert self.cache is not None
         n, column = len(self.rows), self.clock % self.ring_needed
-        logits = decoder.decode(self.weights, self.cache, self.token[:n], self.position[:n], self.prompt_needed + column)
+        if self.fixed:
+            longest = max(len(r.request.prompt) - 1 + self.clock - r.born for r in self.rows if r is not None)
+            logits = decoder.decode_exact(self.weights, self.cache, self.token[:n], self.position[:n], longest)
+        else:
+            logits = decoder.decode(self.weights, self.cache, self.token[:n], self.position[:n], self.prompt_needed + column)
         # a row's own count picks its uniform: what is drawn does not depend on who is written beside it
         u = self.uniform[:n].gather(1, self.count[:n, None])[:, 0]
         if self.plain:
@@ -304,5 +332,6 @@ def make_engine(config: Config) -> Engine:
     from actors.engine_generic import GenericEngine
 
     kind: Any = GenericEngine if model.fast is None else EmbeddedEngine
-    made: Engine = kind(model, slots=g.slots, context=g.context, in_flight=config.weights.in_flight, max_new_tokens=g.max_new_tokens)
+    made: Engine = kind(model, slots=g.slots, context=g.context, in_flight=config.weights.in_flight, max_new_tokens=g.max_new_tokens,
+                       **({"fixed": True} if config.exact and kind is EmbeddedEngine else {}))  # fmt: skip
     return made

@@ -157,13 +157,18 @@ def report(run_dir: Path, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("run_dir", type=click.Path(path_type=Path), required=False)
+@click.option("--exact", "exact", is_flag=True, help="the self-test of exact mode instead: for a CONFIG, a RUN_DIR, or small models when none is given")
 @click.option("--json", "as_json", is_flag=True)
-def doctor(run_dir: Path, as_json: bool) -> None:
-    """Who waits for whom, since when."""
+def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
+    """Who waits for whom, since when; with --exact, which operators agree bitwise between engine and learner."""
     from asyncrl import config_load, live, rundir
     from asyncrl.errors import PeerUnreachable
 
+    if exact:
+        return doctor_exact(run_dir, as_json)
+    if run_dir is None:
+        raise ConfigError("give a RUN_DIR (or --exact for the self-test of exact mode)")
     if not (run_dir / "config.toml").exists():
         raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
     config = config_load.load(run_dir / "config.toml")
@@ -176,6 +181,24 @@ def doctor(run_dir: Path, as_json: bool) -> None:
         for name, age in status.peers.items():
             print(f"{name}: heard {age:.1f} s ago")
     emit({"waits": [dict(zip(("who", "what", "on", "seconds"), w, strict=True)) for w in status.waits], "committed": status.committed}, as_json)
+
+
+def doctor_exact(source: Path | None, as_json: bool) -> None:
+    """`doctor --exact`: the table by operator; exit code 1 when something differs."""
+    from dataclasses import asdict
+
+    from asyncrl import config_load, exact_check
+
+    if source is None:
+        rows = exact_check.small_models()
+    else:
+        rows = exact_check.check(config_load.load(source / "config.toml" if source.is_dir() else source))
+    wrong = exact_check.failure(rows)
+    print(exact_check.table(rows), file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(json.dumps({"equal": not wrong, "operators": [asdict(r) for r in rows]}))
+    if wrong:
+        raise AsyncrlError(f"exact mode does not hold on this machine: {wrong}")
 
 
 @main.command()

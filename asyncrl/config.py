@@ -242,7 +242,10 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     runs: Annotated[str, Meta(description="directory of run directories")] = "runs"
     seed: Count = 0
     generators: Annotated[Positive, Meta(description="generator processes that `asyncrl run` starts")] = 1
-    exact: Annotated[bool, Meta(description="bitwise equal logprobs in engine and learner; not built yet, refused")] = False
+    exact: Annotated[
+        bool | Literal["try"],
+        Meta(description="bitwise equal logprobs in engine and learner; a self-test decides, and its failure ends the run (true) or is only said (try)"),
+    ] = False
     model: Model
     task: Task
     reward: Reward = Reward()

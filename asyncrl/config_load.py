@@ -149,7 +149,7 @@ def _allowed(key: str) -> str:
 
 def check(c: Config) -> list[str]:
     """Rules that span several keys; each problem begins with its key and shows its arithmetic."""
-    out = ["exact: not built yet; leave it false"] if c.exact else []
+    out = _exact(c) if c.exact else []
     lag, inject = c.staleness.max_lag, c.staleness.inject
     if math.isnan(lag) or (not math.isinf(lag) and lag != int(lag)):
         out.append(f"staleness.max_lag: {lag:g} is neither a whole number nor inf")
@@ -185,6 +185,20 @@ def check(c: Config) -> list[str]:
     if c.staleness.on_exceed in ("drop", "mask", "downweight") and math.isinf(lag):
         out.append(f"staleness.on_exceed: {c.staleness.on_exceed} never acts without a limit (staleness.max_lag = inf)")
     return out + rules.check(c)
+
+
+def _exact(c: Config) -> list[str]:
+    """What bitwise equal logprobs rule out."""
+    out, g = [], c.generator
+    if c.model.dtype != "float32" or g.dtype not in ("same", "float32"):
+        out.append("exact: needs model.dtype = float32 and generator.dtype = same")
+    if c.learner.backend != "torch":
+        out.append(f"exact: needs learner.backend = torch, not {c.learner.backend}")
+    if g.top_p < 1 or g.top_k > 0:
+        out.append("exact: generator.top_p and top_k renormalise what is sampled from, which the learner does not; set top_p = 1 and top_k = 0")
+    if c.weights.in_flight == "keep_kv" and c.staleness.max_lag > 0 and c.staleness.inject is None:
+        out.append("exact: weights.in_flight = keep_kv mixes keys of several versions in an answer; use recompute_kv or between_groups")
+    return out
 
 
 def warnings(c: Config) -> list[str]:

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from asyncrl import exact
+
 FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
 LOGIT_CHUNK = 1 << 24  # elements of logits held at once (64 MB in fp32)
 
@@ -125,7 +127,7 @@ class _PickedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, scale: torch.Tensor,
                 want_entropy: bool) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-        n, step = hidden.shape[0], max(1, LOGIT_CHUNK // weight.shape[0])
+        n, step = hidden.shape[0], exact.up(LOGIT_CHUNK // weight.shape[0], exact.ROWS)
         lp, ent, kept = hidden.new_empty(n, dtype=torch.float32), hidden.new_zeros(n if want_entropy else 0, dtype=torch.float32), None
         for at in range(0, n, step):
             s = slice(at, at + step)
@@ -178,17 +180,18 @@ class Plan:
     sample: torch.Tensor  # [N] sample of each response token
 
 
-def _rows(lengths: np.ndarray, start: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Padded index table [B, max] of consecutive segments, its validity, and flat positions of the valid entries."""
-    width = max(int(lengths.max(initial=0)), 1)
+def _rows(lengths: np.ndarray, start: int, to: int = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Padded index table [B, max up to a multiple of `to`] of consecutive segments, its validity, flat positions of the valid entries."""
+    width = exact.up(int(lengths.max(initial=0)), to)
     begin = start + np.concatenate([[0], np.cumsum(lengths)[:-1]])
     valid = np.arange(width)[None] < lengths[:, None]
     table = np.where(valid, begin[:, None] + np.arange(width)[None], 0)
     return table, valid, np.flatnonzero(valid)
 
 
-def plan(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], groups: Sequence[int] | None, device: torch.device) -> Plan:
-    """Index plan for one micro-batch."""
+def plan(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], groups: Sequence[int] | None, device: torch.device,
+         fixed: bool = False) -> Plan:  # fmt: skip
+    """Index plan for one micro-batch.  fixed: as exact mode wants it (asyncrl/exact.py): padded tokens, keys at their positions."""
     keys = list(range(len(prompts))) if groups is None else list(groups)
     order = {g: i for i, g in enumerate(dict.fromkeys(keys))}
     unique = [prompts[keys.index(g)] for g in order]
@@ -196,14 +199,23 @@ def plan(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], groups:
     plen, rlen = np.array([len(p) for p in unique]), np.array([len(r) for r in responses])
     inner = rlen - 1
     n_prompt = int(plen.sum())
-    ptab, pval, pflat = _rows(plen, 0)
-    rtab, rval, rflat = _rows(inner, n_prompt)
+    ptab, pval, pflat = _rows(plen, 0, exact.KEYS if fixed else 1)
+    rtab, rval, rflat = _rows(inner, n_prompt, exact.QUERIES if fixed else 1)
     ids = np.concatenate([*unique, *[r[:-1] for r in responses]])
     own = plen[owner]
     pos = np.concatenate([np.nonzero(pval)[1], (own[:, None] + np.arange(rtab.shape[1])[None])[rval]])
     causal_p = pval[:, None, :] & np.tril(np.ones((ptab.shape[1],) * 2, bool))[None]
     causal_r = rval[:, None, :] & np.tril(np.ones((rtab.shape[1],) * 2, bool))[None]
     seen = np.concatenate([np.broadcast_to(pval[owner][:, None, :], (len(owner), rtab.shape[1], ptab.shape[1])), causal_r], 2)
+    keys_at = np.concatenate([ptab[owner], rtab], 1)
+    if fixed:
+        column = np.arange(exact.up(int((own + inner).max()), exact.KEYS))[None]
+        begins = (np.cumsum(plen) - plen)[owner][:, None], (n_prompt + np.cumsum(inner) - inner)[:, None]
+        inside = column < (own + inner)[:, None]
+        keys_at = np.where(inside, np.where(column < own[:, None], begins[0] + column, begins[1] + column - own[:, None]), 0)
+        seen = rval[:, :, None] & (column[:, None] <= own[:, None, None] + np.arange(rtab.shape[1])[None, :, None])
+        extra = exact.up(len(ids), exact.ROWS) - len(ids)
+        ids, pos = np.pad(ids, (0, extra)), np.pad(pos, (0, extra))
     last = (np.cumsum(plen) - 1)[owner]
     begin = n_prompt + np.concatenate([[0], np.cumsum(inner)[:-1]])
     within = np.arange(int(rlen.sum())) - np.repeat(np.cumsum(rlen) - rlen, rlen)
@@ -215,7 +227,7 @@ def plan(prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], groups:
     def bias(ok: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.where(ok, np.float32(0), np.float32(-1e30))).to(device)
 
-    return Plan(put(ids), put(pos), put(ptab), bias(causal_p), put(pflat), put(rtab), put(np.concatenate([ptab[owner], rtab], 1)), bias(seen),
+    return Plan(put(ids), put(pos), put(ptab), bias(causal_p), put(pflat), put(rtab), put(keys_at), bias(seen),
                 put(rflat), put(picks), put(np.concatenate(responses)), put(np.repeat(np.arange(len(responses)), rlen)))  # fmt: skip
 
 
@@ -259,9 +271,11 @@ def block(lay: Layout, layer: Any, x: torch.Tensor, cos: torch.Tensor, sin: torc
 
 
 def logprobs(lay: Layout, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], temperature: torch.Tensor,
-             groups: Sequence[int] | None, want_entropy: bool, want_hidden: bool) -> ForwardOut:  # fmt: skip
-    """See `PolicyModel.logprobs`."""
+             groups: Sequence[int] | None, want_entropy: bool, want_hidden: bool, fixed: bool = False) -> ForwardOut:  # fmt: skip
+    """See `PolicyModel.logprobs`.  fixed: by the operators of exact mode."""
     model, weight = lay.hf.model, lay.hf.get_output_embeddings().weight
+    if fixed:
+        return _fixed_logprobs(lay, plan(prompts, responses, groups, weight.device, True), temperature, want_entropy, want_hidden)
     pl = plan(prompts, responses, groups, weight.device)
     x = F.embedding(pl.ids, model.embed_tokens.weight)
     cos, sin = lay.rope(pl.positions)
@@ -271,3 +285,36 @@ def logprobs(lay: Layout, prompts: Sequence[np.ndarray], responses: Sequence[np.
     scale = (1.0 / temperature.to(weight.device, torch.float32))[pl.sample]
     lp, ent = _PickedLogprobs.apply(hidden, weight, pl.targets, scale, want_entropy)  # type: ignore[no-untyped-call]
     return ForwardOut(lp, ent if want_entropy else None, hidden if want_hidden else None)
+
+
+def _fixed_logprobs(lay: Layout, pl: Plan, temperature: torch.Tensor, want_entropy: bool, want_hidden: bool) -> ForwardOut:
+    """`logprobs` by the operators that the engine uses in exact mode."""
+    hf = lay.hf
+    weights = dict(hf.named_parameters())
+    top = exact.fuse_top(weights, hf.get_output_embeddings().weight is hf.get_input_embeddings().weight)
+    x = F.embedding(pl.ids, top["embed"])
+    cos, sin = lay.rope(pl.positions)
+    for i in range(len(hf.model.layers)):
+        w = {name: t.contiguous() for name, t in exact.fuse_layer(lay, i, weights).items()}
+        q, k, v = exact.project(lay, w, x, cos, sin)
+        prompt = _fixed_attention(lay, q, k, v, pl.prompt_rows, pl.prompt_rows, pl.prompt_bias).index_select(0, pl.prompt_flat)
+        answer = _fixed_attention(lay, q, k, v, pl.response_rows, pl.keys, pl.response_bias).index_select(0, pl.response_flat)
+        x = exact.finish(lay, w, x, exact.pad_rows(torch.cat([prompt, answer])))
+    n = len(pl.picks)
+    hidden = exact.unit(exact.pad_rows(x.index_select(0, pl.picks)), lay.eps)
+    scale = exact.pad_rows((1.0 / temperature.to(x.device, torch.float32))[pl.sample])
+    head = top["head"].contiguous()
+    lp, ent = _PickedLogprobs.apply(hidden, head.T, exact.pad_rows(pl.targets), scale, want_entropy)  # type: ignore[no-untyped-call]
+    normed = hidden[:n] * hf.model.norm.weight if want_hidden else None
+    return ForwardOut(lp[:n], ent[:n] if want_entropy else None, normed)
+
+
+def _fixed_attention(lay: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: torch.Tensor, keys: torch.Tensor,
+                     bias: torch.Tensor) -> torch.Tensor:  # fmt: skip
+    """Attention of the queries at `rows` [B, Q] over the keys at `keys` [B, W], bias [B, Q, W]; returns [B * Q, heads * d]."""
+    b, n, width, share = len(rows), rows.shape[1], keys.shape[1], lay.heads // lay.kv_heads
+    qs = q.index_select(0, rows.flatten()).view(b, n, lay.kv_heads, share, lay.head_dim).permute(0, 2, 3, 1, 4).reshape(b, lay.kv_heads, -1, lay.head_dim)
+    ks, vs = (t.index_select(0, keys.flatten()).view(b, width, lay.kv_heads, -1).transpose(1, 2).reshape(-1, width, lay.head_dim) for t in (k, v))
+    wide = bias[:, None, None].expand(b, 1, share, n, width).reshape(b, 1, share * n, width)
+    out = exact.attend(qs, ks, vs, wide).view(b, lay.kv_heads, share, n, lay.head_dim)
+    return out.permute(0, 3, 1, 2, 4).reshape(b * n, lay.heads * lay.head_dim)

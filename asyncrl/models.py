@@ -39,6 +39,7 @@ class PolicyModel:
     hf: Any
     tokenizer_dir: str
     one_pass: bool = False  # plain path: one forward a call and nothing recomputed, as hooks on the modules may need
+    exact: bool = False  # by the operators of exact mode (asyncrl/exact.py)
 
     def __post_init__(self) -> None:
         self.fast = fast_forward.Layout.of(self.hf)
@@ -60,7 +61,7 @@ class PolicyModel:
         logprobs [N] fp32, entropy [N] or None (nats), hidden [N, H] or None (the state that predicts each token).
         """
         if self.fast is not None:
-            return fast_forward.logprobs(self.fast, prompts, responses, temperature, groups, want_entropy, want_hidden)
+            return fast_forward.logprobs(self.fast, prompts, responses, temperature, groups, want_entropy, want_hidden, self.exact)
         if self.one_pass:
             return ForwardOut(*_plain_rows(self.hf, prompts, responses, temperature, want_entropy, want_hidden))
         return plain_logprobs(self.hf, prompts, responses, temperature, want_entropy, want_hidden)

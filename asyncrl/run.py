@@ -58,6 +58,13 @@ def preflight(config: Config) -> None:
         raise ConfigError(f"reward.function: {config.reward.function} is not module:function")
     if config.reward.function:
         resolve(config.reward.function)
+    if config.exact:
+        from asyncrl import exact_check
+
+        wrong = exact_check.failure(exact_check.check(config))
+        if wrong and config.exact is True:
+            raise ConfigError(f'exact: {wrong}; `asyncrl doctor --exact CONFIG` shows the table, exact = "try" goes on')
+        say(f'exact: {wrong}; going on, as exact = "try" asks' if wrong else "exact: engine and learner agree bitwise in the self-test")
 
 
 def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:

@@ -41,6 +41,7 @@ class LearnerCore:
         torch.set_num_threads(config.learner.threads)
         self.config, self.run_dir = config, run_dir
         self.model = load_policy(model_dir, config.model.dtype, config.model.device)
+        self.model.exact = bool(config.exact)
         self.reference: PolicyModel | None = None
         if config.kl.coefficient > 0:
             self.reference = load_policy(config.model.reference or config.model.path, config.model.dtype, config.model.device)
@@ -68,6 +69,10 @@ class LearnerCore:
         rate = self._rate()
         sums, steps, norms, stop_kl = self._epochs(prep, packed)
         metrics = prep.metrics | step_loss.finish(sums)
+        if c.exact is True and (off := metrics.get("mismatch/k3_at_lag_0", 0.0)) != 0:
+            raise AsyncrlError(
+                f'exact: engine and learner differ at lag 0 in batch {batch.number} (k3 {off:.2e}); see `asyncrl doctor --exact`, or exact = "try"'
+            )
         self._carry(packed, metrics)
         self.state.number = batch.number + 1
         return metrics | {

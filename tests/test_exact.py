@@ -1,0 +1,93 @@
+"""Exact mode: engine and learner give the same bits, whatever the batch around an answer; and a whole run at lag 0 shows it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import Ended
+
+from asyncrl import config_load, exact, exact_check, models
+from asyncrl.errors import ConfigError
+
+FAMILIES = [("qwen3", 4, True), ("qwen3", 2, False), ("llama", 1, True), ("qwen2", 2, False), ("mistral", 2, True)]
+
+
+@pytest.mark.parametrize("family,kv,tied", FAMILIES)
+def test_answers_entering_and_leaving_the_engine_have_the_learners_logprobs_bitwise(tmp_path: Path, family: str, kv: int, tied: bool) -> None:
+    model = models.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied, seed=3)
+    for slots, micro in ((24, 1), (7, 5), (40, 40)):
+        row = exact_check.whole(model, slots=slots, micro=micro, seed=micro)
+        assert row.values > 150 and row.differ == 0, row
+
+
+@pytest.mark.parametrize("family,kv,tied", FAMILIES)
+def test_operators_do_not_see_their_neighbours(tmp_path: Path, family: str, kv: int, tied: bool) -> None:
+    rows = exact_check.operators(models.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied))
+    assert len(rows) == 9 and exact_check.failure(rows) == ""
+
+
+@pytest.mark.parametrize("family,kv,tied", FAMILIES)
+def test_the_exact_forward_is_the_model_in_value_and_gradient(tmp_path: Path, family: str, kv: int, tied: bool) -> None:
+    model = models.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied)
+    r = np.random.default_rng(0)
+    whose = [r.integers(3, 11, n).astype(np.int32) for n in (5, 1, 7)]
+    owner = [0, 0, 1, 2, 0, 2]
+    responses = [r.integers(1, 11, n).astype(np.int32) for n in (4, 1, 9, 2, 6, 1)]
+    temperature, found = torch.tensor([1.0, 0.7, 1.3, 1.0, 2.0, 0.5]), []
+    for way in (True, False):
+        model.exact = way
+        model.hf.zero_grad()
+        args = [whose[i] for i in owner], responses, temperature
+        out = model.logprobs(*args, groups=owner, want_entropy=True, want_hidden=True) if way else models.plain_logprobs(model.hf, *args, True, True)
+        assert out.entropy is not None and out.hidden is not None
+        ((out.logprobs * torch.linspace(-1, 1, 23)).sum() + 0.3 * (out.entropy * torch.linspace(1, 2, 23)).sum()).backward()
+        found.append((out, {n: p.grad.clone() for n, p in model.hf.named_parameters()}))
+    (a, ga), (b, gb) = found
+    for x, y in ((a.logprobs, b.logprobs), (a.entropy, b.entropy), (a.hidden, b.hidden)):
+        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
+    for name in ga:
+        torch.testing.assert_close(ga[name], gb[name], atol=3e-5, rtol=1e-3, msg=name)
+
+
+def test_the_self_test_says_which_operator_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.build_model(tmp_path, "abcdefgh")
+    plain = exact.unit
+    monkeypatch.setattr(exact, "unit", lambda x, eps: plain(x, eps) * (1 + 1e-6 * (len(x) % 32 != 0)))
+    wrong = exact_check.failure(exact_check.operators(model))
+    assert wrong.startswith("norm (") and "qkv" not in wrong
+    assert exact_check.whole(model).differ > 0
+
+
+def test_a_whole_run_at_lag_0_has_a_mismatch_of_exactly_0(asyncrl: Callable[..., Ended]) -> None:
+    words = ("learner.steps=5", "learner.groups=6", "learner.group_size=4", "staleness.max_lag=0", "correction.proximal='recompute'",
+             "loss.surrogate='decoupled_ppo'", "evaluation.every=0", "generators=2", "generator.slots=9")  # fmt: skip
+    found = {}
+    for name in ("true", "false"):
+        done = asyncrl("run", *words, f"exact={name}", f"name='e{name}'")
+        assert done.code == 0, done.err[-3000:]
+        rows = [json.loads(x) for x in (Path(done.json["run_dir"]) / "metrics.jsonl").read_text().splitlines()]
+        found[name] = [r["mismatch/k3_at_lag_0"] for r in rows if "mismatch/k3_at_lag_0" in r]
+        assert len(found[name]) == 5
+        assert ("agree bitwise in the self-test" in done.err) == (name == "true")
+    assert found["true"] == [0.0] * 5
+    assert max(found["false"]) > 0, "the plain engine agrees too, so that this test means nothing here"
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    (["generator.top_p=0.9", "staleness.max_lag=0"], "top_p"), (["model.dtype='bfloat16'", "staleness.max_lag=0"], "float32"),
+    (["learner.backend='deepspeed'", "staleness.max_lag=0"], "learner.backend"), (["staleness.max_lag=2"], "keep_kv"),
+])  # fmt: skip
+def test_what_exact_rules_out_is_said(words: list[str], says: str) -> None:
+    with pytest.raises(ConfigError, match=rf"exact: .*{says}"):
+        config_load.load("configs/demo.toml", ["exact=true", *words])
+
+
+def test_exact_takes_true_try_and_false_only() -> None:
+    assert config_load.load("configs/demo.toml", ["exact=try", "staleness.max_lag=0"]).exact == "try"
+    with pytest.raises(ConfigError, match="exact"):
+        config_load.load("configs/demo.toml", ["exact=maybe"])
