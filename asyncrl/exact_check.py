@@ -160,7 +160,7 @@ def table(rows: Sequence[Row]) -> str:
 
 def small_models() -> list[Row]:
     """The self-test without a config: small models of several shapes, built for it."""
-    out = []
+    out: list[Row] = []
     for family, kv, tied in (("qwen3", 4, True), ("qwen3", 2, False), ("llama", 1, True), ("qwen2", 2, False)):
         with tempfile.TemporaryDirectory() as place:
             model = models.build_model(place, "abcdefgh", family=family, kv_heads=kv, tied=tied, seed=3)
