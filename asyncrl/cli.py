@@ -273,6 +273,22 @@ def compare(source: str, sets: tuple[str, ...], as_json: bool, arms: tuple[str, 
     say(f"report: {page}")
 
 
+@main.command()
+@click.argument("run_a", type=click.Path(path_type=Path))
+@click.argument("run_b", type=click.Path(path_type=Path))
+@click.option("--html", type=click.Path(path_type=Path), help="also write a page with both runs' curves")
+@click.option("--json", "as_json", is_flag=True)
+def diff(run_a: Path, run_b: Path, html: Path | None, as_json: bool) -> None:
+    """Two runs side by side: settings, the first step that differs and by how much; exit code 0 when bitwise equal, else 1."""
+    from asyncrl import diff as differ
+
+    found = differ.diff(run_a, run_b)
+    if html is not None:
+        differ.write(run_a, run_b, html)
+    print(json.dumps(found) if as_json else differ.text(found))
+    sys.exit(0 if found["equal"] else 1)
+
+
 @main.group()
 def config() -> None:
     """Show, check or describe configs."""

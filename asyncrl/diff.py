@@ -1,0 +1,99 @@
+"""`asyncrl diff`: two runs side by side: which settings differ, the first step where anything differs and by how much, and the curves."""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl import metrics
+from asyncrl.compare.comparison import Cell, differences
+from asyncrl.errors import ConfigError
+
+MACHINE = ("time/", "throughput/", "memory/", "buffer/")  # says how fast a run was, not what it computed
+NAMES = ("name", "runs")  # settings that only say where a run lies
+CURVES = (("eval/heldout", "Accuracy on held-out prompts", "accuracy"), ("reward/mean", "Reward of the training batch", "mean"),
+          ("lag/mean", "Lag of trained tokens", "versions, mean"), ("is/ess", "Effective sample size", "share"),
+          ("kl/behavior_target_k3", "KL from behaviour to target", "nats a token (k3)"), ("policy/entropy", "Entropy", "nats a token"),
+          ("optim/grad_norm", "Gradient norm", "before clipping"), ("answer/length", "Answer length", "tokens"))  # fmt: skip
+
+
+def read(run_dir: Path) -> tuple[dict[str, Any], dict[int, dict[str, float]], str | None]:
+    """(config, step -> metrics, digest of the final weights).  Raises ConfigError for what is no run directory."""
+    if not (run_dir / "config.toml").is_file():
+        raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
+    by_step: dict[int, dict[str, float]] = {}
+    for row in metrics.read(run_dir):  # a row of training and one of evaluation may share a step; after a resume the later one wins
+        values = {k: v for k, v in row.items() if k not in ("step", "t") and isinstance(v, int | float)}
+        by_step.setdefault(int(row["step"]), {}).update(values)
+    if not by_step:
+        raise ConfigError(f"{run_dir}: no metrics in it yet; wait until the run has made a step")
+    digest = run_dir / "weights_digest"
+    return tomllib.loads((run_dir / "config.toml").read_text()), by_step, digest.read_text() if digest.exists() else None
+
+
+def first_difference(a: dict[int, dict[str, float]], b: dict[int, dict[str, float]]) -> dict[str, Any] | None:
+    """The first step where a number that is not of the machine differs: all that differ there, the relatively largest first."""
+    for step in sorted(a.keys() & b.keys()):
+        found = []
+        for name in sorted(a[step].keys() & b[step].keys()):
+            x, y = a[step][name], b[step][name]
+            if not name.startswith(MACHINE) and x != y and not (math.isnan(x) and math.isnan(y)):
+                found.append((abs(x - y) / max(abs(x), abs(y), 1e-12), name, x, y))
+        if found:
+            found.sort(reverse=True)
+            return {"step": step, "metrics": [{"name": n, "a": x, "b": y, "relative": r} for r, n, x, y in found]}
+    return None
+
+
+def diff(one: Path, two: Path) -> dict[str, Any]:
+    """What differs between two runs; `equal` means bitwise equal final weights and every metric the same."""
+    (ca, ra, da), (cb, rb, db) = read(one), read(two)
+    for c in (ca, cb):
+        for name in NAMES:
+            c.pop(name, None)
+    first = first_difference(ra, rb)
+    return {
+        "a": str(one), "b": str(two), "config": [x.replace(", now ", " | ") for x in differences(ca, cb)], "steps": [max(ra), max(rb)],
+        "first_difference": first, "weights_digests": [da, db], "equal": first is None and da is not None and da == db,
+    }  # fmt: skip
+
+
+def text(found: dict[str, Any], most: int = 6) -> str:
+    """The same for a reader."""
+    lines = [f"A {found['a']}", f"B {found['b']}"]
+    lines += [f"  {x}" for x in found["config"]] or ["  configs are the same"]
+    first = found["first_difference"]
+    if found["equal"]:
+        return "\n".join([*lines, "bitwise equal: final weights and every metric at every step"])
+    if first is None:
+        known = all(found["weights_digests"])
+        lines.append(f"no metric differs in the {min(found['steps'])} steps both have" + ("; the final weights do" if known else "; not both have ended"))
+    else:
+        lines.append(f"first difference at step {first['step']}, in {len(first['metrics'])} metrics:")
+        lines += [f"  {m['name']}: {m['a']:.9g} | {m['b']:.9g} (relative {m['relative']:.2g})" for m in first["metrics"][:most]]
+    return "\n".join(lines)
+
+
+def write(one: Path, two: Path, path: Path) -> None:
+    """A page with both runs' curves overlaid."""
+    import plotly.io as pio
+
+    from asyncrl.compare.page import _curves
+
+    cells: Sequence[Cell] = [Cell(n, 0, {}, rows=[{"step": s} | v for s, v in sorted(read(d)[1].items())]) for n, d in (("A", one), ("B", two))]
+    body = ""
+    for i, (name, title, unit) in enumerate(CURVES):
+        figure = _curves(title, unit, ("A", "B"), cells, lambda c, name=name: [(float(r["step"]), float(r[name])) for r in c.rows if name in r])  # type: ignore[misc]
+        body += pio.to_html(figure, include_plotlyjs=i == 0, full_html=False, config={"displaylogo": False, "displayModeBar": False})
+    found = diff(one, two)
+    shown = text(found).replace("&", "&amp;").replace("<", "&lt;")
+    page = (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>asyncrl diff</title><style>body {{ font: 15px/1.5 system-ui, sans-serif; '
+            f'margin: 2rem auto; max-width: 900px }}</style></head><body><h1>Two runs</h1><pre>{shown}</pre>{body}'
+            f'<script type="application/json" id="diff">{json.dumps(found).replace("</", "<" + chr(92) + "/")}</script></body></html>')  # fmt: skip
+    part = path.with_suffix(".part")
+    part.write_text(page)
+    part.replace(path)
