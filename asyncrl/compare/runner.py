@@ -1,0 +1,197 @@
+"""One run of an arm in one process: the same Store, EmbeddedEngine, Schedule and LearnerCore as `asyncrl run`, by turns.
+
+    grant --> engine: a few decode steps --> deliver --> ask --> train --> (the update's time in decode steps) --> commit
+
+Time is counted in decode steps, so a run repeats whatever the machine does: while an update "runs" (`update_steps`), the engine
+goes on writing with the older weights, as far as the staleness limit lets it.  That is the natural lag of two sides of that speed.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from actors.engine import Engine, Request
+from actors.engine_embedded import make_engine
+from actors.generator import stop_tokens, trajectory
+from actors.rewards import RewardRunner
+from actors.schedule import Schedule
+from asyncrl.config import Config
+from asyncrl.errors import AsyncrlError
+from asyncrl.messages import LearnerHello, WeightsSource
+from asyncrl.models import encode_prompt, load_tokenizer, named_weights, weights_digest
+from asyncrl.tasks import get_task
+from asyncrl.versions import Label
+from buffer.evaluation import EVAL_BASE, OOD_BASE
+from buffer.service import evaluations, settings
+from buffer.store import Store
+from learner.step import LearnerCore
+
+EPOCH, SLICE = 1, 4  # decode steps between two looks at the buffer
+KEPT = ("reward/mean", "is/ess", "is/mean_weight", "kl/behavior_prox_k3", "kl/behavior_target_k3", "optim/grad_norm", "policy/entropy", "answer/length",
+        "clip/share", "optim/early_stops")  # fmt: skip
+_engines: dict[str, Engine] = {}  # a warm process keeps its engine from run to run
+
+
+def update_steps(config: Config) -> int:
+    """Decode steps that an update takes when learner and generators are equally fast: those in which the engine writes one batch."""
+    samples = config.learner.groups * config.learner.group_size
+    return max(1, round(samples * config.generator.max_new_tokens * 0.75 / min(config.generator.slots, samples)))
+
+
+def _engine(config: Config) -> Engine:
+    key = repr((config.model, config.generator, config.weights.in_flight))
+    if key not in _engines:
+        _engines[key] = make_engine(config)
+    engine = _engines[key]
+    engine.abort(list(engine.progress()))
+    return engine
+
+
+class Run:
+    """One arm, one seed, from the initial weights to the last evaluation."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.task, self.tokenizer = get_task(config.task), load_tokenizer(config.model.path)
+        self.store = Store(settings(config), lambda i: self.task.prompt("train", i, config.seed), evaluations(config, self.task))
+        self.core = LearnerCore(config, config.model.path)
+        self.engine, self.rewards = _engine(config), RewardRunner(config, self.task)
+        synchronous = config.staleness.max_lag == 0
+        self.schedule = Schedule(drain_first=config.weights.in_flight == "between_groups", lockstep=synchronous)
+        self.stops = stop_tokens(self.tokenizer)
+        self.loaded: Label | None = None
+        self.ring: dict[Label, tuple[dict[str, torch.Tensor], str]] = {}
+        self.prompts: dict[int, np.ndarray] = {}
+        self.clock, self.busy_until, self.update = 0, -1, update_steps(config)
+        self.pending: tuple[int, Label, str] | None = None
+        self.tokens, self.decoding, self.learning = 0, 0.0, 0.0
+        self.curve: list[dict[str, float]] = []
+        self.evals: dict[tuple[str, int], dict[int, float]] = {}
+        self.lags: dict[int, int] = {}
+        self.ids: list[str] = []
+
+    def publish(self) -> tuple[Label, str]:
+        label, digest = Label(EPOCH, self.core.state.number), weights_digest(self.core.model)
+        self.ring[label] = ({k: v.detach().clone() for k, v in named_weights(self.core.model)}, digest)
+        return label, digest
+
+    def generate(self) -> None:
+        """Tickets, weights, and a few decode steps; what ended is delivered."""
+        held = self.schedule.held
+        free = self.engine.slots - self.engine.active - self.schedule.waiting()
+        if self.schedule.lockstep:
+            free = 0 if held else 1 << 30
+        self.schedule.announce(self.store.announcement())
+        if free > 0:
+            for t in self.schedule.take(self.store.grant("one", 1, free, 0.0)):
+                self.prompts[t.ticket] = encode_prompt(self.tokenizer, t.prompt)
+        goal = self.schedule.wanted(self.loaded)
+        if goal is not None:
+            weights, digest = self.ring[goal]
+            self.engine.load(weights, goal, digest)
+            self.loaded = goal
+        requests = []
+        for h, sample in self.schedule.admit(self.loaded, self.engine.slots - self.engine.active):
+            t, prompt = h.ticket, self.prompts[h.ticket.ticket]
+            s, most = t.sampling, min(t.sampling.max_new_tokens, self.config.generator.context - len(prompt))
+            key = (t.ticket, sample, t.attempt)
+            requests.append(Request(key, prompt, t.ticket, most, s.temperature, s.top_p, s.top_k, self.stops, t.seed))
+        self.engine.add(requests)
+        began = time.monotonic()
+        for answer in self.engine.step(SLICE) if self.engine.active else []:
+            ticket = held[answer.key[0], answer.key[2]].ticket
+            self.schedule.done(answer.key, len(answer.tokens))
+            self.tokens += len(answer.tokens)
+            text = self.tokenizer.decode([int(x) for x in answer.tokens if int(x) not in self.stops], skip_special_tokens=True)
+            self.rewards.submit(answer.key, ticket.prompt, text, answer.tokens)
+            for _, reward, parts, token_rewards, failed in self._rewards():
+                self.deliver(trajectory(ticket, answer, text, float(reward), parts, token_rewards, failed))
+        self.decoding += time.monotonic() - began
+
+    def _rewards(self) -> list[Any]:
+        """The reward of the answer just handed in; workers are waited for."""
+        while not (got := list(self.rewards.poll())):
+            time.sleep(0.001)
+        return got
+
+    def deliver(self, t: Any) -> None:
+        if t.failed:
+            raise AsyncrlError(f"the reward function failed on ticket {t.ticket}: {t.failed}; a comparison needs every reward")
+        if t.ticket >= EVAL_BASE:
+            split, base = ("ood", OOD_BASE) if t.ticket >= OOD_BASE else ("heldout", EVAL_BASE)
+            self.evals.setdefault((split, t.spans[0].label.number), {})[t.ticket - base] = t.reward
+        self.store.deliver(t, 0.0)
+
+    def learn(self) -> bool:
+        """End an update whose time is over, begin one whose batch is ready.  False: nothing moved."""
+        if self.pending is not None:
+            if self.clock < self.busy_until:
+                return False
+            number, label, digest = self.pending
+            self.pending = None
+            self.store.commit(number, label, digest)
+            self.store.checkpointed(number + 1)
+            keep = {*self.store.keep(), label, self.loaded}
+            self.ring = {k: v for k, v in self.ring.items() if k in keep}
+            return True
+        number = self.core.state.number
+        groups = self.store.ask(EPOCH, number)[0] if number < self.config.learner.steps else []
+        if not groups:
+            return False
+        batch = self.store.batch(groups, EPOCH, number)
+        self.ids += [f"{s.ticket}.{s.sample}" for s in batch.samples]
+        for runs in batch.token_lags:
+            for start, end, lag in runs:
+                self.lags[lag] = self.lags.get(lag, 0) + end - start
+        began = time.monotonic()
+        metrics = self.core.train(batch)
+        self.learning += time.monotonic() - began
+        self.curve.append({"version": number + 1, "lag": sum(batch.lags) / len(batch.lags)} | {k: metrics[k] for k in KEPT if k in metrics})
+        self.pending, self.busy_until = (number, *self.publish()), self.clock + self.update
+        return True
+
+    def go(self) -> dict[str, Any]:
+        """The whole run; returns its record.  Raises AsyncrlError when nothing can move."""
+        began = time.monotonic()
+        label, digest = self.publish()
+        limit = self.config.staleness.max_lag
+        self.store.hello(LearnerHello(1, "", EPOCH, label, None, digest, 0, 0, limit, WeightsSource(EPOCH, "", "", ""), []))
+        try:
+            while self.store.committed < self.config.learner.steps or self.store.evaluations.pending:
+                self.generate()
+                active = bool(self.engine.active)
+                self.clock += SLICE if active else 0
+                while self.learn():
+                    pass
+                if not active and not self.engine.active and self.pending is not None:
+                    self.clock = max(self.clock, self.busy_until)
+        finally:
+            self.rewards.close()
+        return self.record(time.monotonic() - began)
+
+    def record(self, wall: float) -> dict[str, Any]:
+        evals = {split: {str(n): [by[i] for i in sorted(by)] for (s, n), by in sorted(self.evals.items()) if s == split} for split in ("heldout", "ood")}
+        return {
+            "seed": self.config.seed, "steps": self.store.committed, "tokens": self.tokens, "wall_s": wall, "decode_s": self.decoding, "learn_s": self.learning,
+            "clock": self.clock, "weights_digest": weights_digest(self.core.model), "trained_ids": xxhash.xxh3_64_hexdigest(";".join(self.ids).encode()),
+            "lag_histogram": {str(k): v for k, v in sorted(self.lags.items())}, "curve": self.curve, "evals": evals,
+        }  # fmt: skip
+
+
+def one(config: Config, seed: int) -> dict[str, Any]:
+    """Run `config` with `seed`.  An update that stays not finite ends the run and is recorded as a failure, not raised."""
+    import msgspec
+
+    whole = msgspec.structs.replace(config, seed=seed)
+    run = Run(whole)
+    try:
+        return run.go()
+    except AsyncrlError as e:
+        if "not finite" not in str(e):
+            raise
+        return run.record(0.0) | {"failed": str(e)}
