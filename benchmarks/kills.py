@@ -4,8 +4,12 @@
 
 Proves: the run ends well; every planned sample was trained on once and in order (the digest of each batch's sample ids is computed
 again here from the plan: tickets in order, none left out, none twice); no token past the limit; the ledger sums.
-Among the instants: the middle of a checkpoint (its half-written directory is on disk when the signal is sent), of an optimizer step,
-of a delivery, and a start.  --quick: four kills.
+
+The instants, by turns (KINDS), each with the evidence it is counted by: `checkpoint`, its half-written directory is on disk when the
+signal is sent; `copy`, the dead generator's pin on a weight slot is left; `publish`, the dead learner's slot is left odd, in mid-write;
+`step`, the learner held its batch and waited for nothing; `start`, the process had begun moments ago; `work`, any time.  An awaited
+instant that does not come in time is counted as `work`.  Half-delivered groups are counted afterwards: trained groups whose samples
+were written under more than one attempt.  --quick: four kills.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import json
 import os
 import random
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
@@ -26,7 +31,12 @@ from typing import Any
 import results_file
 import xxhash
 
+from asyncrl import config_load, live, rundir
+
 GROUPS, SIZE = 8, 8
+KINDS = [("learner", "checkpoint"), ("generator", "copy"), ("learner", "step"), ("generator", "work"),
+         ("learner", "publish"), ("generator", "start"), ("learner", "work"), ("learner", "start")]  # fmt: skip
+AWAIT_S = 20.0
 
 
 def processes(parent: int) -> dict[str, int]:
@@ -54,41 +64,95 @@ def committed(run_dir: Path) -> int:
     return int(top)
 
 
+def status_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return ""
+
+
+def reached_instant(kind: str, run_dir: Path) -> bool:
+    """Is the run in the middle of what `kind` names?  Read from outside, as files and the buffer's status show it."""
+    if kind == "checkpoint":
+        return bool(list(run_dir.glob("checkpoints/epoch_*/.number_*.part")))
+    if kind == "step":
+        status = live.ask(rundir.buffer_address(config_load.load(run_dir / "config.toml"), run_dir), "", 0.5)
+        return status is not None and "learner" in status.peers and all(who != "learner" for who, *_ in status.waits)
+    name = "pin_generator-0" if kind == "copy" else "slot_*"
+    rings = sorted(rundir.shm_dir(run_dir).glob("epoch_*"), key=lambda d: int(d.name.removeprefix("epoch_")))
+    for path in rings[-1].glob(name) if rings else ():
+        try:
+            with path.open("rb") as f:
+                (value,) = struct.unpack("<q", f.read(8))  # a pin's slot, -1 when none; a slot's sequence, odd while it is written
+        except (OSError, struct.error):
+            continue
+        if (kind == "copy" and value >= 0) or (kind == "publish" and value & 1):
+            return True
+    return False
+
+
 def run(work: Path, kills: int, seed: int, *, model: str = "", config: str = "configs/demo.toml", between: tuple[float, float] = (0.1, 4.0)) -> dict[str, Any]:
     """One run with `kills` kills; returns the summary, the kills by kind, and what was found wrong."""
     r, run_dir, steps = random.Random(seed), work / "kills", 40 + 14 * kills
     sets = [f"runs={str(work)!r}", "name='kills'", f"model.path={model or str(work / 'model')!r}",
             f"learner.steps={steps}", f"learner.groups={GROUPS}", f"learner.group_size={SIZE}", "learner.checkpoint_every=3", "staleness.max_lag=2",
-            f"watchdog.restarts={kills + 1}", f"seed={seed}", "evaluation.every=0", "evaluation.prompts=64", "evaluation.final_prompts=64",
+            f"watchdog.restarts={kills + 1}", f"seed={seed}", "evaluation.every=0", "record.samples_every=1", "record.samples=0",
+            "evaluation.prompts=64", "evaluation.final_prompts=64",
             "evaluation.ood_prompts=0"]  # fmt: skip
     argv = [sys.executable, "-m", "asyncrl.cli", "run", config, "--json", *[x for s in sets for x in ("--set", s)]]
     errors = (work / "stderr").open("w")
     p = subprocess.Popen(argv, cwd=results_file.ROOT, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     done: collections.Counter[str] = collections.Counter()
-    reached = 0
+    reached, dead = 0, 0
     for n in range(kills):
-        victim, checkpoint = ("learner", "generator")[n % 2], n % 4 == 0
-        reached = max(reached, committed(run_dir)) + r.randint(1, 4)
-        while p.poll() is None and committed(run_dir) < min(reached, steps - 2):
-            time.sleep(0.02)
-        if n % 6 != 5:
-            time.sleep(r.uniform(*between) if not checkpoint else 0.0)
-        kind = "start" if n % 6 == 5 else "work"
-        deadline = time.monotonic() + 20
-        while checkpoint and p.poll() is None and time.monotonic() < deadline and not list(run_dir.glob("checkpoints/epoch_*/.number_*.part")):
-            pass  # the half-written directory is there for some milliseconds only
-        if checkpoint and list(run_dir.glob("checkpoints/epoch_*/.number_*.part")):
-            kind = "checkpoint"
+        victim, kind = KINDS[n % len(KINDS)]
+        if kind == "start":  # whoever died last, a moment after it comes back
+            victim = KINDS[(n - 1) % len(KINDS)][0]
+            while (pid := processes(p.pid).get(victim, dead)) == dead and p.poll() is None:
+                time.sleep(0.01)
+            time.sleep(r.uniform(0.0, between[1]))
+        else:
+            reached = max(reached, committed(run_dir)) + r.randint(1, 4)
+            while p.poll() is None and committed(run_dir) < min(reached, steps - 2):
+                time.sleep(0.02)
+            if kind == "work":
+                time.sleep(r.uniform(*between))
         while (pid := processes(p.pid).get(victim)) is None and p.poll() is None:
             time.sleep(0.01)  # it is between its death and its start
-        if pid is not None and p.poll() is None:
+        deadline, came = time.monotonic() + AWAIT_S, kind in ("work", "start")
+        while not came and p.poll() is None and time.monotonic() < deadline:
+            came = reached_instant(kind, run_dir)
+        if pid is None or p.poll() is not None:
+            break
+        try:
             os.kill(pid, signal.SIGKILL)
-            done[f"{victim}: {kind}"] += 1
+        except ProcessLookupError:
+            continue
+        dead = pid
+        if kind in ("copy", "publish"):  # what it left is the evidence
+            while Path(f"/proc/{pid}").exists() and processes(p.pid).get(victim) == pid and "State:\tZ" not in status_of(pid):
+                time.sleep(0.001)
+            came = reached_instant(kind, run_dir)
+        done[f"{victim}: {kind if came else 'work'}"] += 1
     out, _ = p.communicate(timeout=600)
     errors.close()
     if p.returncode:
         return {"kills": dict(done), "wrong": [f"exit {p.returncode}: {(work / 'stderr').read_text()[-2000:]}"]}
-    return {"kills": dict(done), "steps": steps, "wrong": wrong(run_dir, json.loads(out.strip().splitlines()[-1]), steps)}
+    return {
+        "kills": dict(done),
+        "half_delivered": half_delivered(run_dir),
+        "steps": steps,
+        "wrong": wrong(run_dir, json.loads(out.strip().splitlines()[-1]), steps),
+    }
+
+
+def half_delivered(run_dir: Path) -> int:
+    """Trained groups whose samples come from more than one attempt: a part was delivered before a lease ended, the rest after."""
+    attempts: dict[tuple[int, int], set[int]] = {}
+    for line in (run_dir / "samples.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        attempts.setdefault((row["batch"], row["ticket"]), set()).add(row["attempt"])
+    return sum(len(x) > 1 for x in attempts.values())
 
 
 def wrong(run_dir: Path, s: dict[str, Any], steps: int) -> list[str]:

@@ -348,8 +348,8 @@ class Service:
         if not every or batch.number % every:
             return
         for s, lag in list(zip(batch.samples, batch.lags, strict=True))[:: max(1, len(batch.samples) // many)][:many]:
-            row = {"batch": batch.number, "ticket": s.ticket, "sample": s.sample, "prompt": s.prompt_text, "text": s.text, "reward": s.reward,
-                   "parts": s.reward_parts, "finish": s.finish, "lag": lag, "versions": [[str(x.label), x.start, x.end] for x in s.spans],
+            row = {"batch": batch.number, "ticket": s.ticket, "sample": s.sample, "attempt": s.attempt, "prompt": s.prompt_text, "text": s.text,
+                   "reward": s.reward, "parts": s.reward_parts, "finish": s.finish, "lag": lag, "versions": [[str(x.label), x.start, x.end] for x in s.spans],
                    "digests": [x.digest for x in s.spans], "prompt_tokens": memoryview(s.prompt_tokens).cast("i").tolist(),
                    "tokens": memoryview(s.tokens).cast("i").tolist(), "logprobs": memoryview(s.behavior_logprobs).cast("f").tolist()}  # fmt: skip
             self.samples.write(json.dumps(row) + "\n")
