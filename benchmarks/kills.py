@@ -34,8 +34,8 @@ import xxhash
 from asyncrl import config_load, live, rundir
 
 GROUPS, SIZE = 8, 8
-KINDS = [("learner", "checkpoint"), ("generator", "copy"), ("learner", "step"), ("generator", "work"),
-         ("learner", "publish"), ("generator", "start"), ("learner", "work"), ("learner", "start")]  # fmt: skip
+KINDS = [("learner", "checkpoint"), ("generator", "copy"), ("generator", "start"), ("learner", "step"),
+         ("learner", "start"), ("generator", "work"), ("learner", "publish"), ("generator", "work")]  # fmt: skip
 AWAIT_S = 20.0
 
 
@@ -106,8 +106,7 @@ def run(work: Path, kills: int, seed: int, *, model: str = "", config: str = "co
     reached, dead = 0, 0
     for n in range(kills):
         victim, kind = KINDS[n % len(KINDS)]
-        if kind == "start":  # whoever died last, a moment after it comes back
-            victim = KINDS[(n - 1) % len(KINDS)][0]
+        if kind == "start":  # the one that died last, a moment after it comes back
             while (pid := processes(p.pid).get(victim, dead)) == dead and p.poll() is None:
                 time.sleep(0.01)
             time.sleep(r.uniform(0.0, between[1]))
