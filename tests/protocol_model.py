@@ -1,0 +1,628 @@
+"""The staleness protocol as a small pure model, searched exhaustively; each of its rules can be switched off.
+
+    python tests/protocol_model.py                 the runs of RUNS: states, and that every invariant holds
+    python tests/protocol_model.py table           each rule off: which invariant breaks, and the shortest trace
+    python tests/protocol_model.py large           more runs, some minutes
+
+A state is a `World`; `steps` lists every action enabled in it.  A policy is a node of a tree of updates, its label (epoch, number)
+is what travels.  Samples travel through a network that reorders them; faults come out of a budget: a sample lost or doubled, a
+generator or learner killed, a lease that ends under a slow generator, a second learner beside the first.  Requests of a learner are
+answered at once: their loss and repetition are the business of tests/test_service.py, durability of tests/test_journal.py.
+tests/test_protocol_model.py runs the model and the real store side by side, action by action.
+
+Invariants: I1 no token is trained past the limit.  I2 no sample is trained twice in the surviving history.  I4 a batch that comes
+again is the same, orphans excepted.  I5 the end stays reachable without further faults.  I6 what was written has one ledger line, or is
+still on its way.  I7 what a checkpoint kept may need is not retired.  I8 batches are trained in order, none left out.  I9 a label names
+one policy, and the buffer knows it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+Label = tuple[int, int]  # (epoch, number)
+Version = tuple[Label, int]  # (label, policy)
+Key = tuple[int, int, int]  # (ticket, sample, attempt)
+
+PARENT, DEPTH = [0], [0]  # policy 0 is the initial one
+NODES: dict[Any, int] = {}
+
+
+def grow(policy: int, update: Any) -> int:
+    """The policy that `update` makes of `policy`; the same update of the same policy is the same node."""
+    if (policy, update) not in NODES:
+        NODES[policy, update] = len(PARENT)
+        PARENT.append(policy)
+        DEPTH.append(DEPTH[policy] + 1)
+    return NODES[policy, update]
+
+
+def ancestor(policy: int, depth: int) -> int:
+    while DEPTH[policy] > depth:
+        policy = PARENT[policy]
+    return policy
+
+
+def distance(token: int, train: int, number: int) -> int:
+    """Updates between `token` and the descendant of `train` at depth `number`."""
+    a, b = token, train
+    while a != b:
+        a, b = (PARENT[a], b) if DEPTH[a] >= DEPTH[b] else (a, PARENT[b])
+    return DEPTH[token] - DEPTH[a] + number - DEPTH[a]
+
+
+class Bounds(NamedTuple):
+    batch: int = 1  # groups
+    group: int = 1  # samples
+    k: tuple[int, ...] = (1,)  # limits: the first learner has the first, a later one any
+    steps: int = 2
+    gens: int = 1
+    slots: int = 1  # tickets that a generator holds
+    faults: int = 1
+    kinds: str = "lose double gen learner slow second older"
+    prefetch: int = 0
+    keep: int = 1  # checkpoints
+    same: bool = False  # an update computed again from the same samples is the same
+    filtered: tuple[int, ...] = ()  # tickets whose group has no reward spread
+    refiltered: tuple[int, ...] = ()  # tickets whose group has none when written again
+    off: frozenset[str] = frozenset()
+
+
+class Group(NamedTuple):
+    ticket: int
+    lease: tuple[Any, ...]  # () or (attempt, generator, session, samples to come)
+    samples: tuple[Any, ...]  # per sample () or (attempt, versions)
+    ghost: bool = False  # filtered, and yet counted: only with `filter_leaves` off
+
+
+class Buffer(NamedTuple):
+    epoch: int = 0
+    k: int = 0
+    cursor: int = 0
+    attempts: int = 0
+    committed: int = 0
+    base: int = 0  # behind it nothing is kept
+    policy: int = 0
+    groups: tuple[Group, ...] = ()
+    comps: tuple[tuple[int, ...], ...] = ()  # tickets of batch base, base + 1, ...
+    known: frozenset[Version] = frozenset()
+    lines: frozenset[tuple[Key, str]] = frozenset()
+
+
+class Generator(NamedTuple):
+    session: int = 0
+    weights: tuple[Any, ...] = ()  # () or a version
+    held: tuple[Any, ...] = ()  # (ticket, attempt, samples to do, min_version, () or the version of the first token)
+    out: frozenset[Any] = frozenset()  # sent, not acknowledged
+
+
+class Learner(NamedTuple):
+    epoch: int
+    k: int
+    policy: int
+    queue: tuple[Any, ...] = ()  # leased batches: (number, ((key, versions), ...))
+    told: int = 0  # commits answered
+
+
+class World(NamedTuple):
+    buffer: Buffer
+    gens: tuple[Generator, ...]
+    learners: tuple[Learner, ...]
+    kept: tuple[int, tuple[int, ...]]  # (epoch that claimed its directory, policies checkpointed there)
+    net: frozenset[Any]  # samples: (generator, session, key, versions)
+    faults: int
+    epochs: int = 1
+    leased: tuple[Any, ...] = ()  # ghost: (number, ((ticket, sample), ...)) of every batch handed out
+
+
+class Broken(Exception):
+    """An invariant does not hold."""
+
+
+def need(ok: bool, invariant: str, why: str) -> None:
+    if not ok:
+        raise Broken(f"{invariant}: {why}")
+
+
+# ---- the buffer -----------------------------------------------------------------------------------------------------
+
+
+def label(c: Bounds, epoch: int, number: int) -> Label:
+    return (0 if "lineage" in c.off else epoch, number)
+
+
+def alive(b: Buffer) -> list[Group]:
+    """Groups of no committed batch, in ticket order."""
+    gone = {t for comp in b.comps[: b.committed - b.base] for t in comp}
+    return [g for g in b.groups if g.ticket not in gone]
+
+
+def swap(groups: tuple[Group, ...], new: Group) -> tuple[Group, ...]:
+    return tuple(new if g.ticket == new.ticket else g for g in groups)
+
+
+def relabel(lines: frozenset[tuple[Key, str]], keys: list[Key], what: str) -> frozenset[tuple[Key, str]]:
+    return frozenset(x for x in lines if x[0] not in keys) | {(k, what) for k in keys}
+
+
+def grantable(c: Bounds, b: Buffer) -> Group | None:
+    """The group whose ticket may go out now, again or for the first time: fewer than (k + 1) * batch alive come before it."""
+    line, room = alive(b), (b.k + 1) * c.batch
+    for place, g in enumerate(line):
+        if place >= room and "reissue_paced" not in c.off:
+            break
+        if not g.lease and not all(g.samples):
+            return g
+    composed = {t for comp in b.comps for t in comp}
+    counted = len(line) - (sum(g.ticket in composed for g in line) if "count_leased" in c.off else 0)
+    if counted >= room or b.committed + sum(not g.ghost for g in line) // c.batch >= c.steps:
+        return None
+    return Group(b.cursor, (), ((),) * c.group)
+
+
+def on_grant(b: Buffer, g: Group, i: int, session: int) -> tuple[Buffer, tuple[Any, ...]]:
+    a, todo = b.attempts + 1, tuple(s for s, got in enumerate(g.samples) if not got)
+    new = g._replace(lease=(a, i, session, todo))
+    groups = swap(b.groups, new) if g.ticket < b.cursor else (*b.groups, new)
+    return b._replace(attempts=a, cursor=max(b.cursor, g.ticket + 1), groups=groups), (g.ticket, a, todo, (b.epoch, b.committed), ())
+
+
+def on_sample(c: Bounds, b: Buffer, key: Key, versions: tuple[Version, ...]) -> Buffer:
+    t, s, a = key
+    need(all(v in b.known for v in versions), "I9", f"{key}: weights {versions} that no learner registered")
+    if any(k == key for k, _ in b.lines) and "dedupe" not in c.off:
+        return b
+    g = next((g for g in b.groups if g.ticket == t), None)
+    if g is not None and g.lease and g.lease[0] == a:
+        todo = tuple(x for x in g.lease[3] if x != s)
+        g = g._replace(lease=(*g.lease[:3], todo) if todo else ())
+        b = b._replace(groups=swap(b.groups, g))
+    if g is None or g.ghost or (g.samples[s] and "dedupe" not in c.off):
+        return b._replace(lines=relabel(b.lines, [key], "duplicate"))
+    need(not g.samples[s], "I6", f"sample {t}.{s} is stored twice")
+    g = g._replace(samples=(*g.samples[:s], (a, versions), *g.samples[s + 1 :]))
+    if all(g.samples):
+        g = g._replace(lease=())
+    b = b._replace(groups=swap(b.groups, g), lines=relabel(b.lines, [key], "accepted"))
+    inside = any(t in comp for comp in b.comps)
+    spread = t in c.filtered or (inside and t in c.refiltered)
+    if all(g.samples) and spread and (not inside or "filter_once" in c.off):
+        b = b._replace(lines=relabel(b.lines, [(t, n, x[0]) for n, x in enumerate(g.samples)], "filtered"))
+        if "filter_leaves" in c.off:
+            return b._replace(groups=swap(b.groups, g._replace(ghost=True)))
+        return b._replace(groups=tuple(x for x in b.groups if x.ticket != t),
+                          comps=tuple(comp for comp in b.comps if t not in comp) if inside else b.comps)  # fmt: skip
+    return b
+
+
+def end_leases(b: Buffer, which: Any) -> Buffer:
+    return b._replace(groups=tuple(g._replace(lease=()) if g.lease and which(g) else g for g in b.groups))
+
+
+def on_ask(c: Bounds, b: Buffer, number: int) -> list[tuple[Buffer, tuple[Any, ...]]]:
+    """The ways to answer: (state, the batch or ()).  Composes, and judges the lag of what was written by an earlier epoch."""
+    if number < b.committed:
+        return []
+    need(number >= b.base, "I7", f"batch {number} is asked for and retired")
+    at = number - b.base
+    if at > len(b.comps):
+        return []
+    ways: list[tuple[Buffer, tuple[int, ...]]] = []
+    if at < len(b.comps):
+        ways = [(b, b.comps[at])]
+    else:
+        composed = {t for comp in b.comps for t in comp}
+        line = [g for g in alive(b) if g.ticket not in composed and not g.ghost]
+        picks = [tuple(line[: c.batch])] if len(line) >= c.batch else []
+        if "ticket_order" in c.off:
+            picks = list(itertools.combinations([g for g in line if all(g.samples)], c.batch))
+        ways = [(b._replace(comps=(*b.comps, tuple(g.ticket for g in p))), tuple(g.ticket for g in p)) for p in picks if all(all(g.samples) for g in p)]
+    return [judge(c, b2, comp, number) for b2, comp in ways]
+
+
+def judge(c: Bounds, b: Buffer, comp: tuple[int, ...], number: int) -> tuple[Buffer, tuple[Any, ...]]:
+    by_ticket = {g.ticket: g for g in b.groups}
+    need(all(t in by_ticket for t in comp), "I7", f"a group of batch {number} is gone")
+    late: list[Key] = []
+    for g in (by_ticket[t] for t in comp):
+        for s, got in enumerate(g.samples):
+            if got and max(distance(v[1], b.policy, number) for v in got[1]) > b.k and "orphans" not in c.off:
+                need(got[1][0][0][0] < b.epoch or "lineage" in c.off, "I1", f"sample {g.ticket}.{s} of this epoch would train past {b.k} in batch {number}")
+                late.append((g.ticket, s, got[0]))
+                g = g._replace(samples=(*g.samples[:s], (), *g.samples[s + 1 :]))
+                b = b._replace(groups=swap(b.groups, g))
+    b = b._replace(lines=relabel(b.lines, late, "orphaned"))
+    groups = [next(g for g in b.groups if g.ticket == t) for t in comp]
+    if not all(all(g.samples) for g in groups):
+        return b, ()
+    return b, (number, tuple(((g.ticket, s, got[0]), got[1]) for g in groups for s, got in enumerate(g.samples)))
+
+
+def on_hello(c: Bounds, b: Buffer, epoch: int, policy: int, k: int) -> Buffer | None:
+    number = DEPTH[policy]
+    if number < b.base or epoch <= b.epoch:
+        return None
+    b = register(b, (label(c, epoch, number), policy))
+    if "hello_leases" not in c.off:
+        b = end_leases(b, lambda g: True)
+    b = b._replace(epoch=epoch, k=k)
+    if "hello_truth" not in c.off:
+        b = b._replace(committed=number, policy=policy)
+    return b._replace(comps=b.comps[: number - b.base]) if "composition" in c.off else b
+
+
+def register(b: Buffer, version: Version) -> Buffer:
+    need(all(x[0] != version[0] or x[1] == version[1] for x in b.known), "I9", f"two policies under the label {version[0]}")
+    return b._replace(known=b.known | {version})
+
+
+def on_commit(c: Bounds, b: Buffer, epoch: int, number: int, policy: int) -> Buffer:
+    if number < b.committed and "hello_truth" not in c.off:
+        return b
+    need(number == b.committed, "I8", f"batch {number} is committed, {b.committed} is next")
+    b = register(b, (label(c, epoch, number + 1), policy))
+    return b._replace(committed=number + 1, policy=policy)
+
+
+def retire(b: Buffer, oldest: int) -> Buffer:
+    cut = max(0, min(oldest, b.committed) - b.base)
+    gone = {t for comp in b.comps[:cut] for t in comp}
+    return b._replace(base=b.base + cut, comps=b.comps[cut:], groups=tuple(g for g in b.groups if g.ticket not in gone))
+
+
+# ---- actions: (bounds, world, ...) -> world ----------------------------------------------------------------------------
+
+
+def with_gen(w: World, i: int, **fields: Any) -> World:
+    return w._replace(gens=(*w.gens[:i], w.gens[i]._replace(**fields), *w.gens[i + 1 :]))
+
+
+def with_learner(w: World, x: Learner, **fields: Any) -> World:
+    return w._replace(learners=tuple(y._replace(**fields) if y is x else y for y in w.learners))
+
+
+def grant(c: Bounds, w: World, i: int) -> World:
+    g = grantable(c, w.buffer)
+    assert g is not None
+    b, held = on_grant(w.buffer, g, i, w.gens[i].session)
+    if "attempts" in c.off:
+        held = (held[0], 0, *held[2:])
+    return with_gen(w._replace(buffer=b), i, held=(*w.gens[i].held, held))
+
+
+def newest(c: Bounds, w: World) -> Version:
+    """What a generator may load: the last commit or hello; with `announce` off, whatever the newest learner has published."""
+    b = w.buffer
+    if "announce" in c.off:
+        x = w.learners[-1]
+        return label(c, x.epoch, DEPTH[x.policy]), x.policy
+    return label(c, b.epoch, b.committed), b.policy
+
+
+def load(c: Bounds, w: World, i: int) -> World:
+    """Newer weights; those of a newer epoch end what an older epoch's ticket asked for."""
+    new = newest(c, w)
+    held = tuple(h for h in w.gens[i].held if h[3][0] >= w.buffer.epoch or "epoch_tickets" in c.off)
+    return with_gen(w, i, weights=new, held=held)
+
+
+def may_begin(c: Bounds, g: Generator, h: tuple[Any, ...]) -> bool:
+    if not g.weights or h[4]:
+        return False
+    now, least = g.weights[0], h[3]
+    if "lineage" in c.off:
+        return bool(now[1] >= least[1])
+    return (now[0] == least[0] or "epoch_tickets" in c.off) and (now >= least or "min_version" in c.off)
+
+
+def begin(c: Bounds, w: World, i: int, h: tuple[Any, ...]) -> World:
+    g = w.gens[i]
+    return with_gen(w, i, held=tuple((*x[:4], g.weights) if x is h else x for x in g.held))
+
+
+def finish(c: Bounds, w: World, i: int, h: tuple[Any, ...]) -> World:
+    """The last token of a sample, by the weights of now."""
+    (t, a, todo, least, first), g = h, w.gens[i]
+    key, versions = (t, todo[0], a), tuple(sorted({first, g.weights}))
+    need(all(k != key for k, _ in w.buffer.lines) and all(m[2] != key for x in w.gens for m in x.out), "I6", f"{key} is written twice and counted once")
+    m = (i, g.session, key, versions)
+    rest = ((t, a, todo[1:], least, ()),) if todo[1:] else ()
+    out = g.out if "redelivery" in c.off else g.out | {m}
+    return with_gen(w._replace(net=w.net | {m}), i, held=tuple(x for x in g.held if x is not h) + rest, out=out)
+
+
+def deliver(c: Bounds, w: World, m: tuple[Any, ...], keep: bool) -> World:
+    i, session, key, versions = m
+    w = w._replace(buffer=on_sample(c, w.buffer, key, versions), net=w.net if keep else w.net - {m}, faults=w.faults - keep)
+    return with_gen(w, i, out=w.gens[i].out - {m}) if w.gens[i].session == session else w
+
+
+def lose(c: Bounds, w: World, m: tuple[Any, ...]) -> World:
+    i, session, key, _ = m
+    alive_still = w.gens[i].session == session
+    need(not alive_still or m in w.gens[i].out or any(k == key for k, _ in w.buffer.lines), "I6", f"{key} is lost without a line, its writer lives")
+    return w._replace(net=w.net - {m}, faults=w.faults - 1)
+
+
+def resend(c: Bounds, w: World, m: tuple[Any, ...]) -> World:
+    return w._replace(net=w.net | {m})
+
+
+def ask(c: Bounds, w: World, x: Learner, way: int) -> World:
+    number = DEPTH[x.policy] + len(x.queue)
+    b, batch = on_ask(c, w.buffer, number)[way]
+    w = w._replace(buffer=b)
+    if not batch:
+        return w
+    mine, before = tuple(k[:2] for k, _ in batch[1]), dict(w.leased)
+    need(before.get(number, mine) == mine, "I4", f"batch {number} came again as {mine}, not {before.get(number)}")
+    return with_learner(w._replace(leased=tuple(sorted((before | {number: mine}).items()))), x, queue=(*x.queue, batch))
+
+
+def train(c: Bounds, w: World, x: Learner) -> World:
+    (number, samples), depth = x.queue[0], DEPTH[x.policy]
+    need(number == depth, "I8", f"batch {number} is trained on version {depth}")
+    before = {k[:2] for p in path(x.policy) for k in p[1]}
+    for key, versions in samples:
+        far = max(distance(v[1], x.policy, depth) for v in versions)
+        need(far <= x.k, "I1", f"{key} is trained {far} versions late in batch {number}, limit {x.k}")
+        need(key[:2] not in before, "I2", f"sample {key[:2]} is trained twice")
+    update = (0 if c.same else x.epoch, tuple(k for k, _ in samples))
+    return with_learner(w, x, policy=grow(x.policy, update), queue=x.queue[1:])
+
+
+def path(policy: int) -> list[Any]:
+    """The updates that made a policy."""
+    out = []
+    while policy:
+        out.append(UPDATE_OF[policy])
+        policy = PARENT[policy]
+    return out
+
+
+class _Updates(dict[int, Any]):
+    def __missing__(self, policy: int) -> Any:
+        for (_, update), node in NODES.items():
+            self[node] = update
+        return self[policy]
+
+
+UPDATE_OF = _Updates()
+
+
+def commit(c: Bounds, w: World, x: Learner) -> World:
+    if x.epoch < w.buffer.epoch and "fencing" not in c.off:
+        return fenced(w, x)
+    b = on_commit(c, w.buffer, x.epoch, x.told, ancestor(x.policy, x.told + 1))
+    return with_learner(w._replace(buffer=b), x, told=x.told + 1)
+
+
+def fenced(w: World, x: Learner) -> World:
+    return w._replace(learners=tuple(y for y in w.learners if y is not x))
+
+
+def checkpoint(c: Bounds, w: World, x: Learner) -> World:
+    """Into its own epoch's directory; then the buffer hears of the oldest kept."""
+    policies = (*w.kept[1], x.policy)[-c.keep :]
+    oldest = DEPTH[policies[0]] if "retire_kept" not in c.off else DEPTH[x.policy]
+    return w._replace(kept=(x.epoch, policies), buffer=retire(w.buffer, oldest))
+
+
+def start(c: Bounds, w: World, policy: int, k: int, others: tuple[Learner, ...], fault: bool) -> World:
+    """A learner's new life from a checkpoint: hello, welcome, and the directory is its own."""
+    epoch = w.epochs + 1
+    w = w._replace(epochs=epoch, faults=w.faults - fault)
+    b = on_hello(c, w.buffer, epoch, policy, k)
+    need(b is not None, "I5", f"a learner that resumes from version {DEPTH[policy]} is fenced for good")
+    assert b is not None
+    kept = tuple(p for p in w.kept[1] if w.buffer.base <= DEPTH[p] <= DEPTH[policy])
+    return w._replace(buffer=b, learners=(*others, Learner(epoch, k, policy, (), DEPTH[policy])), kept=(epoch, kept or (policy,)))
+
+
+def kill_generator(c: Bounds, w: World, i: int) -> World:
+    """It comes back empty; its new session ends its leases."""
+    w = w._replace(faults=w.faults - 1)
+    if "reissue" not in c.off:
+        w = w._replace(buffer=end_leases(w.buffer, lambda g: g.lease[1] == i))
+    return with_gen(w, i, session=w.gens[i].session + 1, weights=(), held=(), out=frozenset())
+
+
+def expire(c: Bounds, w: World, ticket: int, fault: bool) -> World:
+    return w._replace(buffer=end_leases(w.buffer, lambda g: g.ticket == ticket), faults=w.faults - fault)
+
+
+def idle_lease(w: World, g: Group) -> bool:
+    """Nobody works on it any more: it ends by itself, without a fault."""
+    attempt, i, session, _ = g.lease
+    mine = w.gens[i]
+    busy = any(h[:2] == (g.ticket, attempt) for h in mine.held) or any((m[2][0], m[2][2]) == (g.ticket, attempt) for m in mine.out | w.net)
+    return mine.session != session or not busy
+
+
+def steps(c: Bounds, w: World) -> Iterator[tuple[tuple[Any, ...], bool]]:
+    """(action and arguments, is it a fault?) of everything that may happen now."""
+    b, free = w.buffer, grantable(c, w.buffer)
+    for i, g in enumerate(w.gens):
+        if free is not None and len(g.held) < c.slots:
+            yield (grant, i), False
+        if g.weights != newest(c, w) and (not g.weights or newest(c, w)[0] >= g.weights[0] or "lineage" in c.off):
+            yield (load, i), False
+        for h in g.held:
+            if may_begin(c, g, h):
+                yield (begin, i, h), False
+            elif h[4]:
+                yield (finish, i, h), False
+        for m in g.out - w.net:
+            yield (resend, m), False
+    for m in w.net:
+        yield (deliver, m, False), False
+        if w.faults and "double" in c.kinds:
+            yield (deliver, m, True), True
+        if w.faults and "lose" in c.kinds:
+            yield (lose, m), True
+    for x in w.learners:
+        yield from learner_steps(c, w, x)
+    for g2 in b.groups:
+        if g2.lease and "reissue" not in c.off and idle_lease(w, g2):
+            yield (expire, g2.ticket, False), False
+        elif g2.lease and w.faults and "slow" in c.kinds:
+            yield (expire, g2.ticket, True), True
+    if w.faults:
+        for i in range(c.gens):
+            if "gen" in c.kinds:
+                yield (kill_generator, i), True
+        for p, k in itertools.product(w.kept[1] if "older" in c.kinds else w.kept[1][-1:], c.k):
+            if "learner" in c.kinds:
+                yield (start, p, k, (), True), True
+            if "second" in c.kinds and len(w.learners) == 1:
+                yield (start, p, k, w.learners, True), True
+    if not w.learners:
+        yield (start, w.kept[1][-1], c.k[0], (), False), False
+
+
+def learner_steps(c: Bounds, w: World, x: Learner) -> Iterator[tuple[tuple[Any, ...], bool]]:
+    old = x.epoch < w.buffer.epoch and "fencing" not in c.off
+    number = DEPTH[x.policy] + len(x.queue)
+    if number < c.steps and len(x.queue) <= c.prefetch:
+        if old:
+            yield (lambda c, w, x: fenced(w, x), x), False
+        else:
+            for way, (b, batch) in enumerate(on_ask(c, w.buffer, number)):
+                if batch or b != w.buffer:
+                    yield (ask, x, way), False
+    if x.queue:
+        yield (train, x), False
+    if x.told < DEPTH[x.policy]:
+        yield (commit, x), False
+    elif x.epoch == w.kept[0] and not old and DEPTH[x.policy] > DEPTH[w.kept[1][-1]]:
+        yield (checkpoint, x), False
+
+
+# ---- the search -----------------------------------------------------------------------------------------------------
+
+
+def initial(c: Bounds) -> World:
+    b = on_hello(c, Buffer(), 1, 0, c.k[0])
+    assert b is not None
+    return World(b, (Generator(),) * c.gens, (Learner(1, c.k[0], 0),), (1, (0,)), frozenset(), c.faults)
+
+
+def apply(c: Bounds, w: World, action: tuple[Any, ...]) -> World:
+    return action[0](c, w, *action[1:])  # type: ignore[no-any-return]
+
+
+def over(c: Bounds, w: World) -> bool:
+    return w.buffer.committed == c.steps and any(x.told == c.steps for x in w.learners)
+
+
+class Violation(NamedTuple):
+    what: str
+    trace: list[str]
+
+
+def search(c: Bounds, most: int = 1_000_000) -> tuple[int, Violation | None]:
+    """All states within the bounds, breadth first: (how many, the first violation with its shortest trace)."""
+    first = initial(c)
+    index, worlds, came = {first: 0}, [first], [(-1, "")]
+    back: list[list[int]] = [[]]  # edges that are no faults, backwards
+    todo, ends = deque([0]), []
+    while todo:
+        at = todo.popleft()
+        w = worlds[at]
+        if over(c, w):
+            ends.append(at)
+            continue
+        action: tuple[Any, ...] = (steps,)
+        try:
+            after = []
+            for action, fault in steps(c, w):
+                after.append((action, fault, apply(c, w, action)))
+        except Broken as e:
+            return len(worlds), Violation(str(e), [*trace(came, at), name(action)])
+        for action, fault, new in after:
+            to = index.get(new)
+            if to is None:
+                to = index[new] = len(worlds)
+                worlds.append(new)
+                came.append((at, name(action)))
+                back.append([])
+                todo.append(to)
+                if to >= most:
+                    raise RuntimeError(f"more than {most} states")
+            if not fault:
+                back[to].append(at)
+    good, front = set(ends), list(ends)
+    while front:
+        for at in back[front.pop()]:
+            if at not in good:
+                good.add(at)
+                front.append(at)
+    stuck = next((n for n in range(len(worlds)) if n not in good), None)
+    return len(worlds), None if stuck is None else Violation("I5: from here the end cannot be reached", trace(came, stuck))
+
+
+def name(action: tuple[Any, ...]) -> str:
+    return " ".join([action[0].__name__.replace("<lambda>", "fenced"), *(str(x) for x in action[1:] if not isinstance(x, Learner))])
+
+
+def trace(came: list[tuple[int, str]], at: int) -> list[str]:
+    out: list[str] = []
+    while at > 0:
+        at, what = came[at]
+        out.insert(0, what)
+    return out
+
+
+RUNS: tuple[dict[str, Any], ...] = (
+    {"k": (0,)}, {"k": (1,)}, {"k": (0,), "gens": 2}, {"k": (0,), "batch": 2}, {"k": (0,), "group": 2, "filtered": (0,)},
+    {"k": (1, 0), "kinds": "learner older", "keep": 2}, {"k": (1,), "prefetch": 1, "kinds": "gen second"}, {"k": (0, 1), "same": True, "kinds": "learner"},
+)  # fmt: skip
+LARGE: tuple[dict[str, Any], ...] = (
+    {"k": (0,), "faults": 2}, {"k": (1,), "group": 2}, {"k": (1, 0), "kinds": "learner older second", "keep": 2, "steps": 3},
+    {"k": (1, 0), "kinds": "learner", "steps": 3, "refiltered": (1,)}, {"k": (1,), "slots": 2, "kinds": "gen slow"}, {"k": (2,), "steps": 4, "kinds": "gen"},
+)  # fmt: skip
+OFF: dict[str, tuple[str, dict[str, Any]]] = {  # rule -> (invariant that breaks without it, bounds that show it)
+    "ticket_order": ("I1", {"faults": 0, "gens": 2, "slots": 2, "steps": 4}),
+    "count_leased": ("I1", {"k": (0,), "faults": 0}),
+    "reissue_paced": ("I1", {"k": (1, 0), "kinds": "learner", "steps": 3, "slots": 2}),
+    "min_version": ("I1", {"k": (0,), "faults": 0}),
+    "epoch_tickets": ("I1", {"k": (0,), "kinds": "learner"}),
+    "orphans": ("I1", {"k": (1, 0), "kinds": "learner", "steps": 3}),
+    "filter_leaves": ("I5", {"k": (0,), "faults": 0, "group": 2, "filtered": (0,)}),
+    "filter_once": ("I4", {"k": (1, 0), "kinds": "learner", "steps": 3, "refiltered": (1,)}),
+    "lineage": ("I9", {"k": (0,), "kinds": "learner"}),
+    "announce": ("I9", {"faults": 0}),
+    "dedupe": ("I6", {"k": (0,), "kinds": "double"}),
+    "attempts": ("I6", {"k": (0,), "kinds": "slow"}),
+    "redelivery": ("I6", {"k": (0,), "kinds": "lose"}),
+    "reissue": ("I5", {"k": (0,), "kinds": "gen"}),
+    "hello_truth": ("I9", {"k": (0,), "kinds": "learner"}),
+    "fencing": ("I9", {"kinds": "second"}),
+    "retire_kept": ("I5", {"kinds": "learner older", "steps": 3, "keep": 2}),
+}
+
+
+def main(words: list[str]) -> int:
+    bad = 0
+    if words[:1] == ["table"]:
+        for rule, (invariant, more) in OFF.items():
+            _, found = search(Bounds(off=frozenset([rule]), **more))
+            bad += found is None or not found.what.startswith(invariant)
+            print(f"{rule:14} {found.what if found else 'nothing breaks'} ({len(found.trace) if found else 0} steps)")
+            print("".join(f"    {x}\n" for x in found.trace if found) if words[1:] == [rule] and found else "", end="")
+        return bad
+    for more in RUNS if words[:1] != ["large"] else LARGE:
+        began = time.monotonic()
+        states, found = search(Bounds(**more), 5_000_000)
+        bad += found is not None
+        print(f"{states:9,} states {time.monotonic() - began:6.1f} s  {found or 'all invariants hold'}  {more}", flush=True)
+    return bad
+
+
+if __name__ == "__main__":
+    sys.exit(1 if main(sys.argv[1:]) else 0)
