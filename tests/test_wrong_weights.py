@@ -1,0 +1,57 @@
+"""Samples of weights that are not what their label says, planted into real runs: the run stops and names both sides."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+from test_run import start, steps_done, wait_until
+from test_shutdown import gone
+
+from asyncrl import rundir
+from asyncrl.config_load import load
+from asyncrl.messages import PROTOCOL, Deliver, GeneratorHello, Refused, Span, Trajectory
+from asyncrl.versions import Label
+from asyncrl.wires import PeerSocket
+
+WRONG = "feedfacefeedface"
+
+
+def plant(run_dir: Path, label: Label) -> str:
+    """Speak to the run's buffer as a generator that runs other weights; returns the reason it is refused for."""
+    socket = PeerSocket(rundir.buffer_address(load(run_dir / "config.toml"), run_dir), "")
+    try:
+        socket.send(GeneratorHello(PROTOCOL, rundir.run_id(run_dir), "generator-7", 1, 8, "elsewhere", os.getpid()))
+        span = Span(label, WRONG, 0, 3, label)
+        planted = Trajectory(0, 0, 1, b"", b"\0" * 12, b"\0" * 12, b"\1" * 3, [span], 1.0, {}, "stop", 1.0)
+        socket.send(Deliver("generator-7", 1, 1, [planted]))
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            reply = socket.recv(1.0)
+            if isinstance(reply, Refused):
+                return reply.reason
+        raise AssertionError("the buffer took it")
+    finally:
+        socket.close()
+
+
+@pytest.mark.parametrize("label", [Label(1, 1), Label(1, 999)], ids=["another digest", "a version nobody announced"])
+def test_weights_that_are_not_the_learners_stop_the_run_with_both_names(label: Label, tmp_path: Path, sort_model: Path) -> None:
+    words = ("learner.steps=400", "learner.groups=4", "learner.group_size=4", "evaluation.every=0", "record.samples_every=1", "record.samples=0", "name='w'")
+    process = start(tmp_path, sort_model, *words)
+    run_dir = tmp_path / "runs" / "w"
+    wait_until(lambda: steps_done(run_dir) >= 4, process)
+    reason = plant(run_dir, label)
+    assert process.wait(timeout=90) == 1
+    errors = [x for x in (tmp_path / "stderr").read_text().splitlines() if x.startswith("error: ")]
+    assert errors == [f"error: {reason}"] and str(label) in reason and WRONG in reason
+    if label.number == 1:
+        rows = [json.loads(x) for x in (run_dir / "samples.jsonl").read_text().splitlines()]
+        digests = {d for r in rows for (name, _, _), d in zip(r["versions"], r["digests"], strict=True) if name == str(label)}
+        assert len(digests) == 1 and f"{WRONG} at the generator and {digests.pop()} at the learner" in reason
+    else:
+        assert "no learner has announced them; known are up to 1." in reason
+    gone(run_dir)
