@@ -31,6 +31,9 @@ PAGE = """<!doctype html>
 <h2>Ledger: where every generated token ended</h2>
 <table><tr><th>line</th><th>tokens</th><th>share</th><th>samples</th><th>mean length</th><th>mean reward</th></tr>
 {% for row in ledger %}<tr><td>{{ row[0] }}</td>{% for x in row[1:] %}<td>{{ x }}</td>{% endfor %}</tr>{% endfor %}</table>
+<h2>By answer length: what the staleness rule took</h2>
+<table id="by-length"><tr>{% for x in by_length[0] %}<th>{{ x }}</th>{% endfor %}</tr>
+{% for row in by_length[1:] %}<tr>{% for x in row %}<td>{{ x }}</td>{% endfor %}</tr>{% endfor %}</table>
 <h2>Some samples</h2>
 <table><tr><th>prompt and answer</th><th>batch</th><th>reward</th><th>lag</th><th>versions</th></tr>
 {% for s in samples %}<tr><td><code>{{ s.prompt }}{{ s.text }}</code></td><td>{{ s.batch }}</td><td>{{ s.reward }}</td><td>{{ s.lag }}</td>
@@ -139,6 +142,24 @@ def _ledger(s: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
+def by_length(s: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A head, then a row for each length of answers: its tokens, and the share of them that ended in each line that is not empty.
+
+    `faded` is what `downweight` took of the trained ones: tokens times (1 - weight).
+    """
+    lines: dict[str, dict[int, float]] = {}
+    for name, x in s["ledger_lines"].items():
+        lines[name] = {int(k.removeprefix("upto_")): v for k, v in x.items() if k.startswith("upto_")}
+        lines["faded"] = lines.get("faded", {}) | {int(k.removeprefix("faded_upto_")): v for k, v in x.items() if k.startswith("faded_upto_")}
+    faded = lines.pop("faded", {})
+    shown = {n: x for n, x in lines.items() if x} | ({"faded": faded} if faded else {})
+    rows: list[tuple[str, ...]] = [("answer length", "tokens", *shown)]
+    for upto in sorted({k for x in lines.values() for k in x}):
+        total = sum(x.get(upto, 0) for x in lines.values())
+        rows.append((f"{upto // 2 + 1} to {upto}" if upto > 1 else "1", f"{total:,.0f}", *(f"{x.get(upto, 0) / max(total, 1):.2%}" for x in shown.values())))
+    return rows
+
+
 def write(run_dir: Path) -> Path:
     """Write RUN/report.html (by rename, so a reader never sees half of it).  Raises ConfigError for a run without a summary."""
     import jinja2
@@ -161,6 +182,7 @@ def write(run_dir: Path) -> Path:
     page = jinja2.Environment(autoescape=True).from_string(PAGE).render(
         name=run_dir.name, subtitle=f"commit {commit} · {(run_dir / 'command').read_text().strip()}", library=Markup(f"<script>{get_plotlyjs()}</script>"),
         cards=_cards(summary), plots=[draw(f) for f in _plots(rows, summary)], timeline=draw(timeline), seconds=f"{seconds:g}", ledger=_ledger(summary),
+        by_length=by_length(summary),
         samples=[*samples[:4], *samples[-8:]], config=(run_dir / "config.toml").read_text(),
         summary_json=Markup(json.dumps(summary).replace("</", "<\\/")),
     )  # fmt: skip

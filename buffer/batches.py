@@ -70,6 +70,8 @@ def judge(store: Store, groups: list[Group], number: int) -> None:
             masked = sum(e - b for b, e, lag in runs if lag > store.max_lag) if store.s.on_exceed == "mask" else 0
             store.changes += masked != s.masked
             s.masked = masked
+            if store.s.on_exceed == "downweight":
+                s.faded = sum((e - b) * (1 - 0.5 ** (max(0.0, lag - store.max_lag) / store.s.half_life)) for b, e, lag in runs)
             if not hard or admission.sample_lag(runs) <= store.max_lag:
                 continue
             if min(x.label.epoch for x in s.trajectory.spans) >= store.epoch:

@@ -23,6 +23,7 @@ class Settings:
     on_exceed: str = "pace"
     inject: int | list[float] | None = None
     filter_no_spread: bool = False
+    half_life: float = 2.0
     lease_s: float = 20.0
     error_budget: float = 1.0
     byte_limit: int = 1 << 30
@@ -44,6 +45,7 @@ class Stored:
     trajectory: Trajectory
     in_flight: int  # lag at delivery
     masked: int = 0  # tokens past the limit (mask)
+    faded: float = 0.0  # tokens times (1 - weight) past the limit (downweight)
 
 
 @dataclass
@@ -76,7 +78,7 @@ class Group:
         for s in self.stored():
             t = s.trajectory
             if trained:
-                into.add("trained", t.length - s.masked, 1, t.length, t.reward)
+                into.add("trained", t.length - s.masked, 1, t.length, t.reward, s.faded)
                 into.add("masked_stale", s.masked, int(s.masked > 0), t.length if s.masked else 0, t.reward if s.masked else 0)
             else:
                 into.add(rest, t.length, 1, t.length, t.reward)

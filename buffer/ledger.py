@@ -16,8 +16,15 @@ class Line:
     samples: int = 0
     length_sum: float = 0.0
     reward_sum: float = 0.0
+    by_length: dict[int, int] = field(default_factory=dict)  # tokens of answers up to 1, 2, 4, 8, ... long
+    faded: dict[int, float] = field(default_factory=dict)  # of these, what `downweight` took: tokens times (1 - weight)
 
-    def add(self, tokens: int, samples: int = 0, length: float = 0.0, reward: float = 0.0) -> None:
+    def add(self, tokens: int, samples: int = 0, length: float = 0.0, reward: float = 0.0, faded: float = 0.0) -> None:
+        if samples and tokens:
+            upto = 1 << max(0, int(length) - 1).bit_length()
+            self.by_length[upto] = self.by_length.get(upto, 0) + tokens
+            if faded:
+                self.faded[upto] = self.faded.get(upto, 0.0) + faded
         self.tokens += tokens
         self.samples += samples
         self.length_sum += length
@@ -25,7 +32,8 @@ class Line:
 
     def as_dict(self) -> dict[str, float]:
         n = max(self.samples, 1)
-        return {"tokens": self.tokens, "samples": self.samples, "mean_length": self.length_sum / n, "mean_reward": self.reward_sum / n}
+        means = {"tokens": self.tokens, "samples": self.samples, "mean_length": self.length_sum / n, "mean_reward": self.reward_sum / n}
+        return means | {f"upto_{k}": v for k, v in sorted(self.by_length.items())} | {f"faded_upto_{k}": v for k, v in sorted(self.faded.items())}
 
 
 @dataclass
@@ -35,10 +43,10 @@ class Ledger:
     lines: dict[str, Line] = field(default_factory=lambda: {name: Line() for name in DISPOSITIONS})
 
     def copy(self) -> Ledger:
-        return Ledger({name: Line(**vars(line)) for name, line in self.lines.items()})
+        return Ledger({name: Line(**vars(x) | {"by_length": dict(x.by_length), "faded": dict(x.faded)}) for name, x in self.lines.items()})
 
-    def add(self, what: str, tokens: int, samples: int = 0, length: float = 0.0, reward: float = 0.0) -> None:
-        self.lines[what].add(tokens, samples, length, reward)
+    def add(self, what: str, tokens: int, samples: int = 0, length: float = 0.0, reward: float = 0.0, faded: float = 0.0) -> None:
+        self.lines[what].add(tokens, samples, length, reward, faded)
 
     def totals(self) -> dict[str, dict[str, float]]:
         return {name: line.as_dict() for name, line in self.lines.items()}
@@ -49,8 +57,18 @@ class Ledger:
         out = cls()
         for name, t in totals.items():
             n = t["samples"]
-            out.lines[name] = Line(int(t["tokens"]), int(n), t["mean_length"] * n, t["mean_reward"] * n)
+            out.lines[name] = Line(int(t["tokens"]), int(n), t["mean_length"] * n, t["mean_reward"] * n,
+                                   {k: int(x) for k, x in binned(t, "upto_").items()}, binned(t, "faded_upto_"))  # fmt: skip
         return out
+
+
+def binned(line: dict[str, float], prefix: str) -> dict[int, float]:
+    """upper bound of the answers' length -> value, from one line of `totals`.
+
+    >>> binned({"tokens": 9, "upto_8": 6, "upto_16": 3, "faded_upto_16": 1.5}, "upto_")
+    {8: 6, 16: 3}
+    """
+    return {int(k.removeprefix(prefix)): x for k, x in line.items() if k.startswith(prefix)}
 
 
 def tokens_of(totals: dict[str, dict[str, float]], names: Iterable[str] = DISPOSITIONS) -> int:

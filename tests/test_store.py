@@ -170,7 +170,7 @@ def test_a_group_without_spread_leaves_and_frees_its_place() -> None:
     assert write(store, t) == ["accepted", "accepted"]
     (t,) = store.grant("g", 1, 2, 0.0)
     assert t.ticket == 1 and not store.grant("g", 1, 2, 0.0)
-    assert store.ledger()["filtered"] == {"tokens": 8, "samples": 2, "mean_length": 4.0, "mean_reward": 1.0}
+    assert store.ledger()["filtered"] == {"tokens": 8, "samples": 2, "mean_length": 4.0, "mean_reward": 1.0, "upto_4": 8}
     store.deliver(sample(t, 0, reward=0.0), 0.0)
     store.deliver(sample(t, 1, reward=1.0), 0.0)
     assert [g.ticket for g in store.ask(1, 0)[0]] == [1]
@@ -339,7 +339,7 @@ def test_drop_sends_a_stale_group_again_and_abandons_it_the_third_time() -> None
             attempts.append(again.attempt)
             store.deliver(sample(again, 0, (Label(1, 0), 4)), 0.0)  # still too old, as an answer that is always late
     assert 0 not in store.alive and attempts == sorted(set(attempts))
-    assert store.ledger()["dropped_stale"]["tokens"] == 8 and store.ledger()["abandoned"] == {"tokens": 4, "samples": 1, "mean_length": 4.0, "mean_reward": 1.0}
+    assert store.ledger()["dropped_stale"]["tokens"] == 8 and store.ledger()["abandoned"]["tokens"] == 4 and store.ledger()["abandoned"]["upto_4"] == 4
 
 
 def test_drop_trains_what_is_fresh_enough_in_completion_order() -> None:
