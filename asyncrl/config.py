@@ -38,7 +38,8 @@ class Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     deadline_s: Annotated[float, Meta(gt=0, description="seconds for one call")] = 10.0
     workers: Annotated[Count, Meta(description="reward processes per generator; 0: built-in rewards run in place")] = 0
     on_error: Annotated[Literal["drop", "stop"], Meta(description="a failed reward: the sample is written again, or the run stops")] = "drop"
-    error_budget: Annotated[Share, Meta(description="share of a batch's samples that may fail before the run stops")] = 0.1
+    error_budget: Annotated[Share, Meta(description="share of a batch's samples whose reward may raise, hang or be no number before the run stops")] = 0.1
+    machinery_budget: Annotated[Share, Meta(description="the same for samples that fail because a reward process died")] = 0.1
 
 
 class Generator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

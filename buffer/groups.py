@@ -26,6 +26,7 @@ class Settings:
     half_life: float = 2.0
     lease_s: float = 20.0
     error_budget: float = 1.0
+    machinery_budget: float = 1.0
     byte_limit: int = 1 << 30
     off: frozenset[str] = frozenset()
 

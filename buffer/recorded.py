@@ -113,7 +113,7 @@ class Snapshot(msgspec.Struct, tag="snapshot"):
 
 
 Record = Granted | Renewed | Expired | Ended | Delivered | Greeted | Asked | Committed | Retired | Finished
-PLAIN = ("epoch", "active", "cursor", "attempts", "committed", "base", "completions", "failed_samples", "stored_bytes")
+PLAIN = ("epoch", "active", "cursor", "attempts", "committed", "base", "completions", "failed_samples", "failed_machinery", "stored_bytes")
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
 
@@ -134,7 +134,7 @@ def snapshot(s: Store) -> bytes:
 def _restore(s: Store, x: Snapshot) -> None:
     """Put a snapshot's state into the fresh store `s`."""
     for name in PLAIN:
-        setattr(s, name, x.plain[name])
+        setattr(s, name, x.plain.get(name, 0))  # a key that an older journal lacks
     s.s, s.finished, s.max_lag, s.policy, s.source = x.settings, bool(x.plain["finished"]), float("inf") if x.max_lag is None else x.max_lag, x.policy, x.source
     s.alive, s.retained = {g.ticket: g for g in x.alive}, {g.ticket: g for g in x.retained}
     s.comps, s.composed, s.past = x.comps, {t for comp in x.comps for t in comp}, x.past

@@ -48,7 +48,7 @@ class Store:
         self.skip: set[int] = set()  # tickets at or above the cursor that a checkpoint had trained already (completion order)
         self.changes = 0  # counts what `ask` changed: the journal records an ask only when it did something
         self.evaluations = evaluations or Evaluations()
-        self.completions = self.failed_samples = self.stored_bytes = 0
+        self.completions = self.failed_samples = self.failed_machinery = self.stored_bytes = 0
         self.failures: dict[str, int] = {}
         self.finished = False
         self.in_order = settings.on_exceed == "pace" and "ticket_order" not in settings.off
@@ -225,14 +225,18 @@ class Store:
     def _fail(self, g: Group, t: Trajectory) -> str:
         g.failures += 1
         g.other.append(("failed", t.length, 0.0))
-        self.failed_samples += 1
         kind = t.failed.partition(":")[0]
         self.failures[kind] = self.failures.get(kind, 0) + 1
-        allowed = self.s.error_budget * self.s.batch * self.s.group
-        if self.failed_samples > max(allowed, 0.0):
+        if kind == "machinery":
+            self.failed_machinery += 1
+            failed, key, budget = self.failed_machinery, "reward.machinery_budget", self.s.machinery_budget
+        else:
+            self.failed_samples += 1
+            failed, key, budget = self.failed_samples, "reward.error_budget", self.s.error_budget
+        if failed > budget * self.s.batch * self.s.group:
             raise AsyncrlError(
-                f"{self.failed_samples} samples failed since the last batch, more than reward.error_budget allows "
-                f"({self.s.error_budget:g} of {self.s.batch * self.s.group}); the last one: ticket {g.ticket}, {t.failed}"
+                f"{failed} samples failed since the last batch, more than {key} allows "
+                f"({budget:g} of {self.s.batch * self.s.group}); the last one: ticket {g.ticket}, {t.failed}"
             )
         return "failed"
 
@@ -348,7 +352,7 @@ class Store:
         self.tree.register(label, self.policy, digest)
         for t in self.comps[number - self.base]:
             self.retained[t] = self.alive.pop(t)
-        self.committed, self.policy, self.failed_samples = number + 1, label, 0
+        self.committed, self.policy, self.failed_samples, self.failed_machinery = number + 1, label, 0, 0
         self.evaluations.committed(label, self.s.steps)
         return True
 

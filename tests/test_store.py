@@ -298,19 +298,25 @@ def test_tokens_of_an_attempt_that_never_delivers_are_lost_and_counted_once() ->
     assert store.ledger()["lost_with_process"]["tokens"] == 0 and store.ledger()["duplicate"]["tokens"] == 6 and total(store) == 10
 
 
-def test_failed_samples_are_written_again_within_the_budget() -> None:
-    store = make(0, 1, 4, error_budget=0.5)
-    (t,) = store.grant("g", 1, 9, 0.0)
-    assert store.deliver(sample(t, 0, failed="machinery: deadline"), 0.0) == "failed"
-    for s in (1, 2, 3):
-        store.deliver(sample(t, s), 0.0)
-    (t,) = store.grant("g", 1, 9, 0.0)
-    assert t.samples == [0]
-    store.deliver(sample(t, 0, failed="data: nan"), 0.0)
-    (t,) = store.grant("g", 1, 9, 0.0)
-    with pytest.raises(AsyncrlError, match=r"3 samples failed .*0\.5 of 4.*data: nan"):
-        store.deliver(sample(t, 0, failed="data: nan"), 0.0)
-    assert store.failures == {"machinery": 1, "data": 2}
+def test_failed_samples_are_written_again_within_the_budget_of_their_kind() -> None:
+    """Half of 4 samples may fail by their data, a quarter by the machinery; a batch begins both counts anew."""
+    for kind, allowed, key in (("data: nan", 2, "error_budget"), ("machinery: died", 1, "machinery_budget")):
+        store = make(0, 1, 4, error_budget=0.5, machinery_budget=0.25)
+        other = "machinery: died" if kind.startswith("data") else "data: nan"
+        (t,) = store.grant("g", 1, 9, 0.0)
+        assert store.deliver(sample(t, 0, failed=other), 0.0) == "failed"  # the other kind leaves this one's budget whole
+        for s in (1, 2, 3):
+            store.deliver(sample(t, s), 0.0)
+        (t,) = store.grant("g", 1, 9, 0.0)
+        assert t.samples == [0]
+        write(store, t)
+        train(store, 0)
+        (t,) = store.grant("g", 1, 9, 0.0)
+        for s in range(allowed):
+            assert store.deliver(sample(t, s, failed=kind), 0.0) == "failed"
+        with pytest.raises(AsyncrlError, match=rf"{allowed + 1} samples failed .*reward.{key} allows .* of 4.*{kind}"):
+            store.deliver(sample(t, allowed, failed=kind), 0.0)
+        assert store.failures == {kind.partition(":")[0]: allowed + 1, other.partition(":")[0]: 1}
 
 
 # ---- on_exceed: drop, mask, downweight, inf -------------------------------------------------------------------------
