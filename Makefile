@@ -2,12 +2,13 @@
 # make test   from nothing: environment, then every test (about 15 minutes on two cores after the installation)
 # make check  lint, types, import rules, fast tests (about 1 minute)
 # make bench  every benchmark, one table
+# make requirements  compile requirements/cpu.txt and gpu.txt anew
 VENV ?= .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env demo test check bench browser
+.PHONY: env demo test check bench browser requirements
 
 $(VENV)/.demo: pyproject.toml
 	test -x $(PY) || python3 -m venv $(VENV)
@@ -15,9 +16,22 @@ $(VENV)/.demo: pyproject.toml
 	$(PIP) -e .
 	touch $@
 
-$(VENV)/.env: $(VENV)/.demo
-	$(PIP) -e ".[dev]"
+# Everything for development and both engines, at the versions of one compiled file; --no-deps keeps out what requirements/overrides.txt names.
+# TARGET=gpu installs the same for a CUDA machine.
+TARGET ?= cpu
+$(VENV)/.env: $(VENV)/.demo requirements/$(TARGET).txt
+	$(PIP) --no-deps -r requirements/$(TARGET).txt
+	$(PIP) --no-deps -e .
 	touch $@
+
+# Compile requirements/*.txt anew from pyproject.toml (needs uv).  PIP_FIND_LINKS: a directory with a CPU wheel of torch, if there is one.
+COMPILE := uv pip compile -q --no-annotate --no-header --python-version 3.11 --python-platform x86_64-manylinux_2_28 --override requirements/overrides.txt
+CPU_TORCH := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backend cpu)
+requirements:
+	$(COMPILE) $(CPU_TORCH) --extra dev --extra engines-cpu pyproject.toml | sed 's/^\(torch==[^+]*\)+cpu/\1/' > requirements/cpu.txt.part
+	$(COMPILE) --extra dev --extra engines-gpu pyproject.toml > requirements/gpu.txt.part
+	mv requirements/cpu.txt.part requirements/cpu.txt
+	mv requirements/gpu.txt.part requirements/gpu.txt
 
 env: $(VENV)/.env
 

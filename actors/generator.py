@@ -268,6 +268,10 @@ def stop_tokens(tokenizer: Any) -> tuple[int, ...]:
 
 def engine_for(config: Config) -> Engine:
     """The engine that `generator.engine` names."""
+    if config.generator.engine == "vllm":
+        from actors.engine_vllm import make_engine as make_vllm
+
+        return make_vllm(config)
     from actors.engine_embedded import make_engine
 
     return make_engine(config)

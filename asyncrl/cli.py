@@ -289,6 +289,21 @@ def diff(run_a: Path, run_b: Path, html: Path | None, as_json: bool) -> None:
     sys.exit(0 if found["equal"] else 1)
 
 
+@main.command()
+@click.option("--json", "as_json", is_flag=True)
+def engines(as_json: bool) -> None:
+    """Which engines and learner backends work on this machine; for the others, why and what to install."""
+    from asyncrl import engines as known
+
+    rows, device = known.look(), known.device()
+    if as_json:
+        print(json.dumps({"device": device, "engines": rows}))
+        return
+    print(f"device: {device}")
+    for r in rows:
+        print(f"{r['setting']:32} {r['version'] or '-':10} {'works' if r['works'] else 'no: ' + r['why']}")
+
+
 @main.group()
 def config() -> None:
     """Show, check or describe configs."""

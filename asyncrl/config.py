@@ -43,7 +43,7 @@ class Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Generator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    engine: Literal["embedded"] = "embedded"
+    engine: Annotated[Literal["embedded", "vllm"], Meta(description="`asyncrl engines` says which work here")] = "embedded"
     dtype: Annotated[Literal["same", "float32", "bfloat16"], Meta(description="same: the model's")] = "same"
     slots: Annotated[Positive, Meta(description="answers written at once")] = 256
     max_new_tokens: Positive = 64
@@ -51,6 +51,7 @@ class Generator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     temperature: Annotated[float, Meta(gt=0)] = 1.0
     top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
     top_k: Annotated[Count, Meta(description="0: all")] = 0
+    kv_cache_mib: Annotated[Count, Meta(description="vllm: memory for keys and values; 0: what slots x context need")] = 0
     threads: Annotated[Positive, Meta(description="OMP threads of each generator process")] = 1
 
 

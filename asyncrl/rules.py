@@ -9,7 +9,7 @@ OWN_RATIO = ("topr", "dro", "reshape")  # their ratio is pi_theta / mu as publis
 
 def check(c: Any) -> list[str]:
     """Problems of a config's mathematics; each begins with its key."""
-    return _correction(c) + _surrogate(c) + _kl(c) + _reshape(c) + _stop(c) + _advantage(c)
+    return _correction(c) + _surrogate(c) + _kl(c) + _reshape(c) + _stop(c) + _advantage(c) + _engine(c)
 
 
 def _correction(c: Any) -> list[str]:
@@ -95,6 +95,16 @@ def _advantage(c: Any) -> list[str]:
         out.append(f"learner.group_size: {c.learner.group_size} sample a prompt leaves {a.name} nothing to compare with; 2 or more")
     if a.group_baseline and a.name != "reinforce_pp":
         out.append(f"advantage.group_baseline: belongs to reinforce_pp, not to {a.name}")
+    return out
+
+
+def _engine(c: Any) -> list[str]:
+    out = []
+    for key, t in (("generator.temperature", c.generator.temperature), ("evaluation.temperature", c.evaluation.temperature)):
+        if c.generator.engine == "vllm" and t < 0.01:
+            out.append(f"{key}: {t:g}; vLLM raises temperatures below 0.01 to 0.01, and the recorded one would be wrong")
+    if c.generator.engine != "vllm" and c.generator.kv_cache_mib:
+        out.append(f"generator.kv_cache_mib: belongs to generator.engine = vllm, not to {c.generator.engine}")
     return out
 
 

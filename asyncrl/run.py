@@ -26,8 +26,11 @@ def say(text: str) -> None:
 
 def preflight(config: Config) -> None:
     """What can be known before anything starts: model directory, tokenizer, task, room for the prompts, reward function."""
+    from asyncrl.engines import missing_vllm
     from asyncrl.tasks import get_task
 
+    if config.generator.engine == "vllm" and (why := missing_vllm()):
+        raise ConfigError(f"generator.engine = vllm: {why}")
     task = get_task(config.task)
     path = Path(config.model.path)
     if not (path / "config.json").is_file():

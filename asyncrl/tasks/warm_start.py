@@ -33,7 +33,8 @@ def warm_start(config: Config, path: str | Path, *, steps: int | None = None, th
     before, began = torch.get_num_threads(), time.monotonic()
     torch.set_num_threads(threads)
     try:
-        model = models.build_model(part, task.symbols, seed=config.seed)
+        # vLLM on a CPU has kernels for 32 dimensions a head and more
+        model = models.build_model(part, task.symbols, seed=config.seed, heads=2 if config.generator.engine == "vllm" else 4)
         count = task.steps if steps is None else steps
         loss = _fit(model, task.demonstrations(count * BATCH, config.seed), count)
         models.export(model, part)

@@ -1,0 +1,264 @@
+"""vLLM behind the engine protocol: the scheduler and the kernels are vLLM's, tickets, versions and weights are ours.
+
+The engine core lives in this process (no worker, no socket), so a swap happens between two of its steps and needs no pause.
+A swap hands the tensors that view the pulled bytes to vLLM's layerwise reload, repacks what that leaves stale, and sets the version
+label; vLLM then reports per answer which tokens each version drew.  The reload can go wrong without an error, so every swap is
+probed: the log-probabilities of a few fixed tokens, from the engine, against a plain transformers forward of the published bytes.
+No answer leaves the engine between a swap and its probe.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from actors.engine import Answer, Key, Request, uniforms
+from asyncrl.config import Config
+from asyncrl.engines import missing_vllm
+from asyncrl.errors import ConfigError, ProtocolError
+from asyncrl.messages import Span
+from asyncrl.models import load_policy
+from asyncrl.versions import Label
+
+PROBE = "probe"
+PROBE_TOKENS = 8
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # nats; seen: 3e-6 and 1e-2
+BLOCK = 32  # tokens in a block of keys and values; its CPU kernels want multiples of 32
+SETTINGS = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the core in this process
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+CPU_SETTINGS = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # by default every generator would be bound to the same cores
+    "TORCHDYNAMO_DISABLE": "1",  # one small function is compiled even in eager mode: seconds at the start
+}
+
+
+class SwapExtension:
+    """Methods that vLLM mixes into its worker (`worker_extension_cls`)."""
+
+    def asyncrl_load(self, weights: Mapping[str, torch.Tensor]) -> None:
+        """Load `weights` (transformers' names; they need not outlive the call) into the model, in its own layout."""
+        worker: Any = self
+        worker.model_runner.reload_weights(weights_iterator=iter(weights.items()))
+        repack(worker.model_runner.get_model())
+
+
+def repack(model: torch.nn.Module) -> None:
+    """Pack again what the reload leaves packed from the old weights: CPU linears that also keep their plain weight (tied heads)."""
+    stale = [m for m in model.modules() if hasattr(m, "cpu_linear") and getattr(m, "weight", None) is not None and m.weight.numel()]
+    if stale:
+        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+
+        for module in stale:
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+class Reference:
+    """The published weights under plain transformers.  Its parameters view the published bytes: it holds no copy of its own."""
+
+    def __init__(self, path: str, dtype: str) -> None:
+        self.hf: Any = load_policy(path, dtype, "cpu").hf
+        for p in self.hf.parameters():
+            p.data = torch.empty(0, dtype=p.dtype)
+        vocabulary = int(self.hf.config.get_text_config().vocab_size)
+        self.ids = [(7 * i * i + 3 * i + 1) % vocabulary for i in range(PROBE_TOKENS)]
+
+    @torch.inference_mode()
+    def logprobs(self, weights: Mapping[str, torch.Tensor]) -> np.ndarray:
+        """float32 [PROBE_TOKENS - 1]: log-probabilities of the probe's tokens after the first."""
+        for name, p in self.hf.named_parameters():
+            p.data = weights[name]
+        ids = torch.tensor([self.ids])
+        logs = torch.log_softmax(self.hf(input_ids=ids, use_cache=False).logits[0, :-1].float(), -1)
+        out: np.ndarray = logs.gather(1, ids[0, 1:, None])[:, 0].numpy()
+        for p in self.hf.parameters():
+            p.data = torch.empty(0, dtype=p.dtype)
+        return out
+
+
+class VllmEngine:
+    """See `actors.engine.Engine`.  path: a Hugging Face directory.  kv_bytes: memory for keys and values, 0 for what slots x context need.
+
+    in_flight: keep_kv leaves the keys of live answers as they are; recompute_kv has vLLM preempt them, forget all keys and encode them
+    anew with the weights just loaded.  Raises ConfigError when vLLM is not installed or refuses the model.
+    """
+
+    def __init__(self, path: str, *, slots: int, context: int, in_flight: str = "keep_kv", dtype: str = "float32", published: str = "",
+                 device: str = "auto", kv_bytes: int = 0, seed: int = 0) -> None:  # fmt: skip
+        if why := missing_vllm():
+            raise ConfigError(f"generator.engine = vllm: {why}")
+        self.slots, self.context, self.in_flight = slots, context, in_flight
+        self.dtype = getattr(torch, dtype)
+        self.reference = Reference(path, published or dtype)
+        self.llm = start(path, self.reference.hf.config.get_text_config(), slots=slots, context=context, dtype=dtype, device=device, kv_bytes=kv_bytes,
+                         seed=seed)  # fmt: skip
+        self.requests: dict[str, tuple[Request, Label]] = {}  # id -> (request, label when it was added)
+        self.expected: np.ndarray | None = None  # of the probe that is under way
+        self.kept: deque[Answer] = deque()  # answers that wait for the probe
+        self.label, self.digest, self.loads, self.probes = Label(0, 0), "", 0, 0
+
+    # ---- the protocol ----------------------------------------------------------------------------------------------
+
+    @property
+    def active(self) -> int:
+        return len(self.requests) + len(self.kept)
+
+    def load(self, weights: Mapping[str, Any], label: Label, digest: str) -> None:
+        expected = self.reference.logprobs(weights)
+        self.llm.collective_rpc("asyncrl_load", args=(weights,))
+        if self.expected is not None:  # the last swap's probe has not run yet: this one's takes its place
+            self._drop([self._id(PROBE, self.loads)])
+        if self.in_flight == "recompute_kv":
+            self.llm.reset_prefix_cache(reset_running_requests=True)
+        self.label, self.digest, self.loads = label, digest, self.loads + 1
+        self.llm.set_weight_version(f"{label.epoch}.{label.number}.{digest}")
+        self.expected = expected
+        ask = params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        self.llm.add_request(self._id(PROBE, self.loads), self._prompt(self.reference.ids), ask, priority=-1)
+
+    def add(self, requests: Iterable[Request]) -> None:
+        for r in requests:
+            if len(r.prompt) + r.max_new_tokens > self.context:
+                raise ConfigError(f"prompt of {len(r.prompt)} and {r.max_new_tokens} new tokens do not fit generator.context = {self.context}")
+            name = self._id(*r.key)
+            how = params(max_tokens=r.max_new_tokens, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, stop_token_ids=list(r.stop),
+                         logprobs=0, flat_logprobs=True, seed=request_seed(r))  # fmt: skip
+            self.requests[name] = (r, self.label)
+            self.llm.add_request(name, self._prompt(r.prompt.tolist()), how)
+
+    def step(self, n: int = 8) -> list[Answer]:
+        out: list[Answer] = []
+        for _ in range(n):
+            if not self.llm.has_unfinished_requests():
+                break
+            for done in self.llm.step():
+                if not done.finished:
+                    continue
+                if done.request_id.startswith(PROBE):
+                    self._check(done)
+                elif done.request_id in self.requests:
+                    self.kept.append(self._answer(done))
+            if self.expected is None:
+                out += self.kept
+                self.kept.clear()
+        return out
+
+    def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
+        gone, tokens, live = set(keys), {}, self.progress()
+        for a in [a for a in self.kept if a.key in gone]:
+            tokens[a.key] = len(a.tokens)
+            self.kept.remove(a)
+        names = [name for name, (r, _) in self.requests.items() if r.key in gone]
+        for name in names:
+            key = self.requests.pop(name)[0].key
+            tokens[key] = live.get(key, 0)
+        self._drop(names)
+        return tokens
+
+    def progress(self) -> dict[Key, int]:
+        states = self.llm.output_processor.request_states
+        count = {s.external_req_id: s.detokenizer.num_output_tokens() for s in states.values() if s.detokenizer is not None}
+        return {r.key: count.get(name, 0) for name, (r, _) in self.requests.items()}
+
+    def close(self) -> None:
+        """Give back memory and vLLM's process group, so that another engine can be made in this process."""
+        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+        self.llm.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+
+    # ---- inside ----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _id(*parts: Any) -> str:
+        return "-".join(map(str, parts))
+
+    def _prompt(self, ids: list[int]) -> dict[str, Any]:
+        """Keys of a prompt are shared between requests added under the same load, never with those of another version."""
+        return {"prompt_token_ids": ids, "cache_salt": str(self.loads)}
+
+    def _drop(self, names: list[str]) -> None:
+        self.llm.abort_request(names)
+
+    def _check(self, done: Any) -> None:
+        """Compare a finished probe.  Raises ProtocolError, which stops the run, when the engine computes with other weights."""
+        assert self.expected is not None
+        got = np.array([next(iter(x.values())).logprob for x in done.prompt_logprobs[1:]], np.float32)
+        off, limit = float(np.abs(got - self.expected).max()), TOLERANCE[self.dtype]
+        if not off <= limit:  # also when it is not a number
+            raise ProtocolError(f"vLLM does not compute with the weights it was given: after loading {self.label} (digest {self.digest}) the "
+                                f"log-probabilities of the probe are {off:.2g} nats off a plain forward of the published weights (limit {limit:g}); "
+                                "its swap does not work for this model: use generator.engine = embedded")  # fmt: skip
+        self.expected, self.probes = None, self.probes + 1
+
+    def _answer(self, done: Any) -> Answer:
+        r, born = self.requests.pop(done.request_id)
+        o = done.outputs[0]
+        spans = [self._span(v.version, v.start, v.end, born) for v in o.weight_versions if v.end > v.start]
+        finish: Literal["stop", "length"] = "stop" if o.token_ids[-1] in r.stop else "length"
+        return Answer(r.key, r.prompt, np.array(o.token_ids, np.int32), np.array(o.logprobs.logprobs, np.float32), spans, finish)
+
+    def _span(self, version: str, start: int, end: int, born: Label) -> Span:
+        epoch, number, digest = version.split(".")
+        label = Label(int(epoch), int(number))
+        return Span(label, digest, start, end, label if self.in_flight == "recompute_kv" else born)
+
+
+def params(**settings: Any) -> Any:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(**settings, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+
+
+def request_seed(r: Request) -> int:
+    """A seed of its own for every answer, so that what is drawn does not depend on its neighbours."""
+    return int(float(uniforms(r.seed, r.key[0], r.key[1], 1)[0]) * 2**31)
+
+
+def start(path: str, shape: Any, *, slots: int, context: int, dtype: str, device: str, kv_bytes: int, seed: int) -> Any:
+    """vLLM's engine on the Hugging Face directory `path`, its core in this process."""
+    cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
+    for name, value in (SETTINGS | (CPU_SETTINGS if cpu else {})).items():
+        os.environ.setdefault(name, value)
+    from vllm import EngineArgs
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
+    head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
+    token = 2 * shape.num_hidden_layers * heads * head * (4 if dtype == "float32" else 2)
+    if cpu:
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        if head not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
+            raise ConfigError(f"model.path: {path} has {head} dimensions a head; vLLM on a CPU has kernels for {', '.join(map(str, sizes))}: "
+                              "use generator.engine = embedded")  # fmt: skip
+    blocks = (slots + 1) * -(-context // BLOCK) + 16
+    try:
+        return LLMEngine.from_engine_args(EngineArgs(
+            model=str(path), tokenizer=str(path), skip_tokenizer_init=True, dtype=dtype, seed=seed, max_model_len=context, max_num_seqs=slots + 1,
+            max_num_batched_tokens=max(2048, context), block_size=BLOCK, kv_cache_memory_bytes=kv_bytes or blocks * BLOCK * token,
+            enable_prefix_caching=True, async_scheduling=False, scheduling_policy="priority", logprobs_mode="processed_logprobs", max_logprobs=1,
+            generation_config="vllm", enforce_eager=cpu, disable_log_stats=True, use_tqdm_on_load=False,
+            worker_extension_cls="actors.engine_vllm.SwapExtension",
+        ))  # fmt: skip
+    except (ValueError, RuntimeError, NotImplementedError, AssertionError) as e:
+        raise ConfigError(f"model.path: vLLM refuses {Path(path)}: {str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__}") from e
+
+
+def make_engine(config: Config) -> VllmEngine:
+    """The engine that `generator.engine = "vllm"` names."""
+    g = config.generator
+    torch.set_num_threads(g.threads)
+    dtype = config.model.dtype if g.dtype == "same" else g.dtype
+    return VllmEngine(config.model.path, slots=g.slots, context=g.context, in_flight=config.weights.in_flight, dtype=dtype,
+                      published=config.model.dtype, device=config.model.device, kv_bytes=g.kv_cache_mib << 20, seed=config.seed)  # fmt: skip
