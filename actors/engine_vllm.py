@@ -54,7 +54,7 @@ class SwapExtension:
 
 def repack(model: torch.nn.Module) -> None:
     """Pack again what the reload leaves packed from the old weights: CPU linears that also keep their plain weight (tied heads)."""
-    stale = [m for m in model.modules() if hasattr(m, "cpu_linear") and getattr(m, "weight", None) is not None and m.weight.numel()]
+    stale = [m for m in model.modules() if hasattr(m, "cpu_linear") and isinstance(w := getattr(m, "weight", None), torch.Tensor) and w.numel()]
     if stale:
         from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 

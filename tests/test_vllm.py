@@ -147,6 +147,7 @@ def test_a_swap_that_did_not_take_stops_the_run(case: Case) -> None:
         case.engine.llm.collective_rpc = true
     case.load(case.new)
     case.finish()
+    case.engine.step(3)
     assert case.engine.probes == before + 2
 
 
