@@ -192,6 +192,8 @@ def _exact(c: Config) -> list[str]:
     out, g = [], c.generator
     if c.model.dtype != "float32" or g.dtype not in ("same", "float32"):
         out.append("exact: needs model.dtype = float32 and generator.dtype = same")
+    if c.generator.engine != "embedded":
+        out.append(f"exact: needs generator.engine = embedded, not {c.generator.engine}")
     if c.learner.backend != "torch":
         out.append(f"exact: needs learner.backend = torch, not {c.learner.backend}")
     if g.top_p < 1 or g.top_k > 0:

@@ -189,6 +189,8 @@ def test_a_head_that_vllm_has_no_kernel_for(tmp_path: Path) -> None:
         make_engine(config)
     with pytest.raises(ConfigError, match=r"generator\.temperature: 0\.001; vLLM raises"):
         config_load.load("configs/vllm.toml", ["generator.temperature=0.001"])
+    with pytest.raises(ConfigError, match=r"exact: needs generator\.engine = embedded"):
+        config_load.load("configs/vllm.toml", ["exact=true"])
 
 
 def test_a_whole_run(tmp_path: Path) -> None:
