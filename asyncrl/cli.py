@@ -162,8 +162,9 @@ def report(run_dir: Path, as_json: bool) -> None:
 @click.option("--json", "as_json", is_flag=True)
 def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
     """Who waits for whom, since when; with --exact, which operators agree bitwise between engine and learner."""
-    from asyncrl import config_load, live, rundir
+    from asyncrl import config_load, live, metrics, rundir
     from asyncrl.errors import PeerUnreachable
+    from asyncrl.watchdog import Watchdog
 
     if exact:
         return doctor_exact(run_dir, as_json)
@@ -178,9 +179,18 @@ def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
         raise PeerUnreachable(f"the buffer of {run_dir} does not answer: the run is not running; logs: {logs[-1] if logs else run_dir / 'logs'}")
     if not as_json:
         print(live.line(status))
+        for who, what, on, age in status.waits:
+            print(f"{who} waits {age:.1f} s for {what} (on {on})")
         for name, age in status.peers.items():
             print(f"{name}: heard {age:.1f} s ago")
-    emit({"waits": [dict(zip(("who", "what", "on", "seconds"), w, strict=True)) for w in status.waits], "committed": status.committed}, as_json)
+    w, times = config.watchdog, [r["t"] for r in metrics.read(run_dir) if "reward/mean" in r]
+    dog = Watchdog(w.multiple, w.floor_s, w.startup_s)
+    for n, t in enumerate(times, 1):
+        dog.observe(n, n, t)
+    if not as_json:
+        print(f"a step is overdue after {dog.deadline:.1f} s without a commit ({w.multiple:g} medians of the run's own steps, at least {w.floor_s:g} s)")
+    emit({"waits": [dict(zip(("who", "what", "on", "seconds"), w, strict=True)) for w in status.waits], "committed": status.committed,
+          "deadline_s": dog.deadline}, as_json)  # fmt: skip
 
 
 def doctor_exact(source: Path | None, as_json: bool) -> None:

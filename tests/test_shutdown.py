@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from conftest import ENV, ROOT
 from test_run import check_summary, children, finish, start, steps_done, wait_until
 
 from asyncrl import rundir
@@ -64,6 +68,31 @@ def test_nothing_survives_the_end(how: str, code: int, tmp_path: Path, sort_mode
         process = start(tmp_path, sort_model, "--resume", str(run_dir), "learner.steps=8")
         assert finish(process, tmp_path)["steps"] == 8
         gone(run_dir)
+
+
+def test_doctor_says_who_waits_for_whom_and_until_when(tmp_path: Path, sort_model: Path) -> None:
+    """A generator stands still: the learner waits for it by name; the deadline is a multiple of the run's own median."""
+    process, run_dir = under_way(tmp_path, sort_model, "watchdog.floor_s=40.0", "wires.lease_s=600.0")
+    generator = children(process.pid)["generator"]
+    os.kill(generator, signal.SIGSTOP)
+    try:
+
+        def doctor(*flags: str) -> str:
+            argv = [sys.executable, "-m", "asyncrl.cli", "doctor", str(run_dir), *flags]
+            return subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=60, check=True).stdout
+
+        def held_up() -> dict[str, Any] | None:
+            seen: dict[str, Any] = json.loads(doctor("--json").splitlines()[-1])
+            return seen if any(w["who"] == "learner" and w["on"] == "generator-0" and w["seconds"] > 1 for w in seen["waits"]) else None
+
+        seen = wait_until(held_up, process, 30)
+        assert seen["deadline_s"] >= 40.0
+        assert "learner waits" in (said := doctor()) and "generator-0: heard" in said and "a step is overdue after" in said
+    finally:
+        os.kill(generator, signal.SIGCONT)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 130
+    gone(run_dir)
 
 
 @pytest.mark.parametrize("victim", ["learner", "generator", "buffer"])
