@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,10 @@ class TorchBackend:
 
     def keep_alive(self) -> None:
         """Rank 0, while it waits for a batch: the others are not left waiting past their own deadline."""
+
+    def guard(self) -> AbstractContextManager[None]:
+        """Around whatever may wait for another rank, such as a forward pass over partitioned parameters."""
+        return nullcontext()
 
     def share(self, samples: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         """`samples` dealt to the ranks; lengths of all samples of the batch, in tokens."""

@@ -22,15 +22,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError, Damaged
+from asyncrl.messages import Batch
 from asyncrl.models import PolicyModel, manifest, read_flat
 from learner.backend import TorchBackend, optimizer_for
 
 END_S = 20.0
+TRANSPORT = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe")
 
 
 class RankLost(AsyncrlError):
@@ -79,6 +82,8 @@ class DeepSpeedBackend(TorchBackend):
         from deepspeed.utils import logger
 
         logger.setLevel("WARNING")
+        # an operator that only inference uses: its compiler takes a lock file which a killed process leaves, and all later ones wait for it, for ever
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         cuda = model.device.type == "cuda"
         try:
             deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=c.rank_timeout_s), auto_mpi_discovery=False,
@@ -88,11 +93,11 @@ class DeepSpeedBackend(TorchBackend):
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         if c.zero_stage == 3:
             model.fast, model.one_pass = None, True  # modules fetch their parameters by hooks, and reduce a gradient once a pass
-        bf16 = config.model.dtype == "bfloat16"
         settings: dict[str, Any] = {
             "train_batch_size": self.ranks, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": c.clip_norm,
             "zero_optimization": {"stage": c.zero_stage, "stage3_param_persistence_threshold": 0, "overlap_comm": False, "contiguous_gradients": False},
-            "bf16": {"enabled": bf16}, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "wall_clock_breakdown": False,
+            "bf16": {"enabled": config.model.dtype == "bfloat16", "check_grad_overflow": True},
+            "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "wall_clock_breakdown": False,
             "steps_per_print": 10**9,
         }  # fmt: skip
         self.engine, self.optimizer, _, _ = deepspeed.initialize(model=model.hf, optimizer=optimizer_for(config, list(model.hf.parameters())), config=settings)
@@ -105,14 +110,21 @@ class DeepSpeedBackend(TorchBackend):
 
     def tell(self, what: str, payload: Any = None) -> None:
         if self.ranks > 1 and self.rank == 0:
-            self._collective(lambda: dist.broadcast_object_list([what, payload], src=0))
+            data = msgspec.msgpack.encode((what, msgspec.Raw(msgspec.msgpack.encode(payload))))
+            with self.guard():
+                dist.broadcast(torch.tensor([len(data)]), src=0)
+                dist.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8), src=0)
             self.heard_at = time.monotonic()
 
     def hear(self) -> tuple[str, Any]:
         """A rank above 0: what rank 0 tells."""
-        box: list[Any] = [None, None]
-        self._collective(lambda: dist.broadcast_object_list(box, src=0))
-        return box[0], box[1]
+        size = torch.zeros(1, dtype=torch.int64)
+        with self.guard():
+            dist.broadcast(size, src=0)
+            data = torch.zeros(int(size), dtype=torch.uint8)
+            dist.broadcast(data, src=0)
+        what, payload = msgspec.msgpack.decode(data.numpy().tobytes(), type=tuple[str, msgspec.Raw])
+        return what, msgspec.msgpack.decode(payload, type=Batch if what == "train" else str | None)
 
     def keep_alive(self) -> None:
         for r, p in enumerate(self.others, 1):
@@ -137,16 +149,24 @@ class DeepSpeedBackend(TorchBackend):
                     p.kill()
                 os._exit(137)
 
-    def _collective(self, do: Any) -> Any:
-        self.inside = time.monotonic() if self.rank == 0 else 0.0  # the others may wait for rank 0 as long as it waits for a batch
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around whatever may wait for another rank: a deadline for rank 0, and the error of a lost rank instead of the transport's.
+
+        The other ranks have no deadline: they may wait for rank 0 as long as it waits for a batch, and end with it.  Guards nest.
+        """
+        outer, self.inside = self.inside, self.inside or (time.monotonic() if self.rank == 0 else 0.0)
         try:
-            return do()
+            yield
         except RuntimeError as e:
+            if not isinstance(e, dist.DistError) and not any(word in str(e).lower() for word in TRANSPORT):
+                raise  # an error of this rank's own
+            time.sleep(0.2)  # its end is seen a little after its connection's
             ended = [r for r, p in enumerate(self.others, 1) if p.poll() is not None]
             who = f"rank {ended[0]} of the learner has ended" if ended else "a rank of the learner has ended or did not answer"
             raise RankLost(f"{who} (learner.rank_timeout_s = {self.config.learner.rank_timeout_s:g}): {_first_line(e)}") from e
         finally:
-            self.inside = 0.0
+            self.inside = outer
 
     def share(self, samples: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         order = sorted(samples, key=lambda i: (lengths[i], i))
@@ -154,19 +174,28 @@ class DeepSpeedBackend(TorchBackend):
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         if self.ranks > 1:
-            self._collective(lambda: dist.all_reduce(x))
+            with self.guard():
+                dist.all_reduce(x)
         return x
 
     def largest(self, x: torch.Tensor) -> torch.Tensor:
         if self.ranks > 1:
-            self._collective(lambda: dist.all_reduce(x, op=dist.ReduceOp.MAX))
+            with self.guard():
+                dist.all_reduce(x, op=dist.ReduceOp.MAX)
         return x
 
     def gather(self, x: Any) -> list[Any]:
-        out: list[Any] = [x] * self.ranks
-        if self.ranks > 1:
-            self._collective(lambda: dist.all_gather_object(out, x))
-        return out
+        if self.ranks == 1:
+            return [x]
+        mine = msgspec.msgpack.encode(x)
+        size = int(self.largest(torch.tensor([len(mine)])))
+        padded = torch.zeros(size, dtype=torch.uint8)
+        padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
+        every, sizes = [torch.zeros_like(padded) for _ in range(self.ranks)], [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
+        with self.guard():
+            dist.all_gather(sizes, torch.tensor([len(mine)]))
+            dist.all_gather(every, padded)
+        return [msgspec.msgpack.decode(t.numpy()[: int(n)].tobytes()) for t, n in zip(every, sizes, strict=True)]
 
     # ---- one optimizer step ----------------------------------------------------------------------------------------
 
@@ -177,7 +206,8 @@ class DeepSpeedBackend(TorchBackend):
         if self.config.learner.zero_stage:
             self.engine.optimizer.clear_backward_seen_flag()  # what engine.forward does: without it stage 3 overwrites instead of accumulating
         self.engine.set_gradient_accumulation_boundary(last)
-        self._collective(lambda: self.engine.backward(loss * self.ranks))
+        with self.guard():
+            self.engine.backward(loss * self.ranks)
 
     def step(self, rate: float, ok: bool) -> float | None:
         flag = self.total(torch.tensor([0.0 if ok else 1.0]))
@@ -191,9 +221,11 @@ class DeepSpeedBackend(TorchBackend):
             if not math.isfinite(norm):
                 self._drop()
                 return None
-            self._collective(self.engine.step)
+            with self.guard():
+                self.engine.step()
             return norm
-        self._collective(self.engine.step)
+        with self.guard():
+            self.engine.step()
         found = self.engine.get_global_grad_norm()
         return float(found) if found is not None and math.isfinite(float(found)) else None
 
@@ -209,21 +241,23 @@ class DeepSpeedBackend(TorchBackend):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        with self.gathered(list(self.model.hf.parameters()), modifier_rank=0, enabled=self.config.learner.zero_stage == 3):
+        with self.guard(), self.gathered(list(self.model.hf.parameters()), modifier_rank=0, enabled=self.config.learner.zero_stage == 3):
+            began, self.inside = self.inside, 0.0  # what is done with the weights takes its time
             yield
+            self.inside = time.monotonic() if began else 0.0
 
     def write_flat(self, buffer: memoryview | None) -> None:
         """One parameter at a time: no second whole copy, also under ZeRO-3."""
         views = read_flat(buffer, self.layout) if buffer is not None else {}
         for name, p in self.model.hf.named_parameters(remove_duplicate=True):
-            with self.gathered([p], modifier_rank=None, enabled=self.config.learner.zero_stage == 3):
+            with self.guard(), self.gathered([p], modifier_rank=None, enabled=self.config.learner.zero_stage == 3):
                 if views:
                     views[name].copy_(p.detach())
 
     def state(self, directory: Path) -> dict[str, Any]:
-        self.engine.save_checkpoint(str(directory / "deepspeed"), tag="state", save_latest=False)
-        if self.ranks > 1:
-            self._collective(dist.barrier)  # every rank's part is on the file system before rank 0 writes the manifest
+        with self.guard():
+            self.engine.save_checkpoint(str(directory / "deepspeed"), tag="state", save_latest=False)
+            dist.barrier()  # every rank's part is on the file system before rank 0 writes the manifest
         return {"deepspeed": self.ranks, "zero_stage": self.config.learner.zero_stage}
 
     def load_state(self, state: dict[str, Any], directory: Path) -> None:
@@ -232,13 +266,17 @@ class DeepSpeedBackend(TorchBackend):
         if state["deepspeed"] != self.ranks or state["zero_stage"] != self.config.learner.zero_stage:
             raise Damaged(f"checkpoint {directory} is of {state['deepspeed']} ranks at ZeRO stage {state['zero_stage']}, this learner has {self.ranks} at "
                           f"{self.config.learner.zero_stage}: resume with the same learner.ranks and learner.zero_stage")  # fmt: skip
-        self.engine.load_checkpoint(str(directory / "deepspeed"), tag="state", load_module_strict=True)
+        with self.guard():
+            self.engine.load_checkpoint(str(directory / "deepspeed"), tag="state", load_module_strict=True)
 
     def close(self) -> None:
         self.closed = True
         if self.ranks > 1 and self.rank == 0:
+            if sys.exc_info()[0] is not None:  # this rank failed, where the others are nobody knows: they would not hear it
+                for p in self.others:
+                    p.kill()
             try:
-                if all(p.poll() is None for p in self.others):
+                if sys.exc_info()[0] is None and all(p.poll() is None for p in self.others):
                     self.tell("end")
             except AsyncrlError:
                 pass

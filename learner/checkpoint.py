@@ -93,6 +93,9 @@ def save(directory: Path, core: LearnerCore, extra: Mapping[str, Any], keep: int
         shutil.rmtree(final, ignore_errors=True)
         os.rename(part, final)
         _sync(directory)
+    except AsyncrlError:  # a lost rank: not the disk's fault
+        shutil.rmtree(part, ignore_errors=True)
+        raise
     except Exception as e:  # torch and safetensors each have error classes of their own for a full disk
         shutil.rmtree(part, ignore_errors=True)
         raise AsyncrlError(f"checkpoint {final} could not be written: {e}; the ones before it are whole: free some space and resume") from e

@@ -195,8 +195,9 @@ class LearnerCore:
     # ---- pieces ----------------------------------------------------------------------------------------------------
 
     def _run(self, model: PolicyModel, packed: Packed, samples: Sequence[int], *, entropy: bool) -> Any:
-        return model.logprobs([packed.prompts[i] for i in samples], [packed.responses[i] for i in samples], packed.temperature[list(samples)],
-                              groups=[packed.groups[i] for i in samples], want_entropy=entropy)  # fmt: skip
+        with self.backend.guard():
+            return model.logprobs([packed.prompts[i] for i in samples], [packed.responses[i] for i in samples], packed.temperature[list(samples)],
+                                  groups=[packed.groups[i] for i in samples], want_entropy=entropy)  # fmt: skip
 
     @torch.no_grad()
     def _forward(self, model: PolicyModel, packed: Packed, samples: Sequence[int]) -> torch.Tensor:

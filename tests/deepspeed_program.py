@@ -1,12 +1,13 @@
 """Rank program of test_deepspeed.py: `python deepspeed_program.py JSON` trains LearnerCore on a fixed stream of batches.
 
-JSON: model, config (sections), batches, and optionally save (after which batch, directory), restore (directory), stop_at.
+JSON: model, config (sections), batches, and optionally dtype, bad (a batch without finite rewards), save (after which batch, directory), restore (directory).
 Rank 0 prints one JSON object: losses, norms, weights' digest, what each rank holds of the optimizer's state.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -30,7 +31,9 @@ def held(core: LearnerCore) -> int:
 
 def main() -> None:
     job: dict[str, Any] = json.loads(sys.argv[1])
-    config = msgspec.convert({"model": {"path": job["model"], "device": "cpu"}, "task": {"name": "sort"}, **job["config"]}, Config)
+    config = msgspec.convert(
+        {"model": {"path": job["model"], "device": "cpu", "dtype": job.get("dtype", "float32")}, "task": {"name": "sort"}, **job["config"]}, Config
+    )
     core = LearnerCore(config, job["model"])
     if core.backend.rank > 0:
         from learner import backend_deepspeed
@@ -42,7 +45,7 @@ def main() -> None:
         checkpoint.restore(core, Path(job["restore"]))
     losses, norms, steps = [], [], []
     for n in range(core.state.number, job["batches"]):
-        metrics = core.train(batch(n, seed=n))
+        metrics = core.train(batch(n, seed=n, reward=math.nan if n == job.get("bad") else None))
         losses.append(metrics["loss/policy"])
         norms.append(metrics["optim/grad_norm"])
         steps.append([metrics["optim/steps"], metrics["is/ess"], metrics["policy/entropy"], metrics["clip/share"]])
@@ -54,7 +57,7 @@ def main() -> None:
     core.backend.write_flat(memoryview(buffer))
     parameters = list(core.model.hf.parameters())
     out = {"losses": losses, "norms": norms, "numbers": steps, "digest": digest(buffer), "held": held(core), "pid": os.getpid(),
-           "weights": torch.frombuffer(buffer, dtype=torch.float32)[:: max(1, len(buffer) // 2000)].tolist(),
+           "weights": torch.frombuffer(buffer, dtype=getattr(torch, job.get("dtype", "float32"))).float()[:: max(1, len(buffer) // 2000)].tolist(),
            "parameters": sum(p.numel() for p in parameters)}  # fmt: skip
     core.backend.close()
     print(json.dumps(out))

@@ -91,6 +91,30 @@ def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(stage: int, model_
     assert p.returncode != 0 and f"is of 2 ranks at ZeRO stage {stage}" in err
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_batch_without_a_finite_loss_is_skipped_on_every_rank(stage: int, model_dir: Path) -> None:
+    """Weights and moments stay as they were: the batches after it go as they go with torch."""
+    bad, _ = trained(model_dir, {"backend": "torch"}, batches=4, bad=1)
+    mine, _ = trained(model_dir, {"backend": "deepspeed", "zero_stage": stage, "ranks": 2}, batches=4, bad=1)
+    assert [n[0] for n in mine["numbers"]] == [1, 0, 1, 1]
+    assert mine["losses"] == pytest.approx(bad["losses"], abs=1e-5, nan_ok=True)
+    assert mine["weights"] == pytest.approx(bad["weights"], abs=1e-5)
+
+
+def test_bfloat16_stages_agree_and_a_lock_left_behind_holds_nobody_up(model_dir: Path, tmp_path: Path) -> None:
+    """A process killed while DeepSpeed compiled an operator leaves a lock file, for which later ones wait without end."""
+    (tmp_path / "deepspeed_shm_comm").mkdir()
+    (tmp_path / "deepspeed_shm_comm" / "lock").touch()
+    ENV["TORCH_EXTENSIONS_DIR"] = str(tmp_path)
+    try:
+        one, two = [trained(model_dir, {"backend": "deepspeed", "zero_stage": s, "ranks": r}, batches=4, dtype="bfloat16")[0] for s, r in ((1, 1), (2, 2))]
+    finally:
+        del ENV["TORCH_EXTENSIONS_DIR"]
+    assert two["losses"] == pytest.approx(one["losses"], abs=2e-3)
+    assert two["norms"] == pytest.approx(one["norms"], rel=0.03)
+    assert max(abs(a - b) for a, b in zip(two["weights"], one["weights"], strict=True)) < 0.02
+
+
 def ranks_of(pid: int, word: bytes = b"deepspeed_program") -> list[int]:
     """Processes that rank 0 started."""
     found = []
@@ -104,9 +128,10 @@ def ranks_of(pid: int, word: bytes = b"deepspeed_program") -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rank_ends_the_step_with_a_clear_error(how: signal.Signals, model_dir: Path, tmp_path: Path) -> None:
-    learner = LEARNER | {"backend": "deepspeed", "zero_stage": 2, "ranks": 2, "rank_timeout_s": 25.0, "steps": 10**6}
+@pytest.mark.parametrize(("how", "stage"), [(signal.SIGKILL, 2), (signal.SIGSTOP, 3)])
+def test_a_lost_rank_ends_the_step_with_a_clear_error(how: signal.Signals, stage: int, model_dir: Path, tmp_path: Path) -> None:
+    """At stage 3 the forward pass waits for the others too."""
+    learner = LEARNER | {"backend": "deepspeed", "zero_stage": stage, "ranks": 2, "rank_timeout_s": 25.0, "steps": 10**6}
     p = start({"model": str(model_dir), "batches": 10**6, "save": [3, str(tmp_path)], "config": {"learner": learner}})
     try:
         deadline = time.monotonic() + 120
