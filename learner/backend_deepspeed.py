@@ -32,7 +32,7 @@ from asyncrl.messages import Batch
 from asyncrl.models import PolicyModel, manifest, read_flat
 from learner.backend import TorchBackend, optimizer_for
 
-END_S = 20.0
+START_S, END_S = 60.0, 20.0  # more than learner.rank_timeout_s to come together, imports and all; to end
 TRANSPORT = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe")
 
 
@@ -86,10 +86,10 @@ class DeepSpeedBackend(TorchBackend):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         cuda = model.device.type == "cuda"
         try:
-            deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=c.rank_timeout_s), auto_mpi_discovery=False,
-                                       verbose=False)  # fmt: skip
+            deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=c.rank_timeout_s + START_S),
+                                       auto_mpi_discovery=False, verbose=False)  # fmt: skip
         except (RuntimeError, ValueError) as e:
-            raise RankLost(f"the ranks of the learner did not come together within {c.rank_timeout_s:g} s (learner.rank_timeout_s): {_first_line(e)}") from e
+            raise RankLost(f"the ranks of the learner did not come together within {c.rank_timeout_s + START_S:g} s: {_first_line(e)}") from e
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         if c.zero_stage == 3:
             model.fast, model.one_pass = None, True  # modules fetch their parameters by hooks, and reduce a gradient once a pass
