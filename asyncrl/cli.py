@@ -12,6 +12,7 @@ import click
 from msgspec import to_builtins
 
 from asyncrl.errors import EXIT_CODES, AsyncrlError, ConfigError
+from asyncrl.lab.command import lab
 
 
 class Group(click.Group):
@@ -369,6 +370,8 @@ def try_task(source: str, sets: tuple[str, ...], as_json: bool, n: int) -> None:
         row = {"prompt": p.text, "answer": p.answer, "reward_of_answer": call(function, p, p.answer, 1)[0], "reward_of_nothing": call(function, p, "", 0)[0]}
         print(json.dumps(row))
 
+
+main.add_command(lab)
 
 if __name__ == "__main__":
     main()

@@ -1,0 +1,67 @@
+"""`asyncrl lab`: one click command an experiment."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from asyncrl.errors import AsyncrlError
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def finish(found: Any, out: Path, as_json: bool) -> None:
+    """Print, write, and end with an error where a claim does not hold."""
+    from asyncrl.lab import page
+
+    print(found.text(), file=sys.stderr if as_json else sys.stdout)
+    html, data = page.write(out, found)
+    say(f"plots: {html}   numbers: {data}")
+    if as_json:
+        print(json.dumps(found.json()))
+    if wrong := [c.text for c in found.claims if c.holds is False]:
+        raise AsyncrlError(f"lab {found.name}: {len(wrong)} claim(s) do not hold: {wrong[0]}")
+
+
+def common(name: str, vocabulary: int, length: int, seeds: int) -> Callable[[Any], Any]:
+    """Options that every experiment has."""
+
+    def add(f: Any) -> Any:
+        for option in (
+            click.option("--json", "as_json", is_flag=True, help="the last line of stdout is one JSON object"),
+            click.option(
+                "--out", type=click.Path(path_type=Path), default=Path("runs/lab"), show_default=True, help=f"directory of {name}.html and {name}.json"
+            ),
+            click.option("--seeds", type=click.IntRange(1), default=seeds, show_default=True, help="random policies"),
+            click.option("--length", type=click.IntRange(1), default=length, show_default=True, help="tokens in an answer"),
+            click.option("--vocabulary", type=click.IntRange(2), default=vocabulary, show_default=True, help="symbols"),
+        ):
+            f = option(f)
+        return f
+
+    return add
+
+
+@click.group()
+def lab() -> None:
+    """Small exact experiments: estimators against the gradient that summing over every answer gives."""
+
+
+@lab.command()
+@common("bias", 3, 4, 5)
+@click.option("--distance", type=click.FloatRange(0), default=0.05, show_default=True, help="KL(mu || theta) of the off-policy table, nats a token")
+@click.option("--ref-kl", type=click.FloatRange(1e-4), default=0.1, show_default=True, help="KL(ref || theta), nats a token")
+@click.option("--draws", type=click.IntRange(10), default=200, show_default=True, help="batches for the sampled errors")
+def bias(vocabulary: int, length: int, seeds: int, out: Path, as_json: bool, distance: float, ref_kl: float, draws: int) -> None:
+    """Bias and variance of every KL configuration, on and off policy, against the exact gradient."""
+    from asyncrl.lab import bias as experiment
+    from asyncrl.lab import bias_page
+
+    finish(bias_page.findings(experiment.measure(vocabulary, length, seeds, distance, ref_kl, draws, say)), out, as_json)

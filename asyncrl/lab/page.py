@@ -1,0 +1,133 @@
+"""What every experiment of the lab leaves: tables on the terminal, a page with plots, a JSON, a verdict."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from asyncrl.report import COLOURS
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>asyncrl lab {{ name }}</title>
+<style>
+ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px; padding: 0 1rem; color: #1f2937 }
+ h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem } .sub { color: #6b7280 }
+ .grid { display: grid; grid-template-columns: 1fr 1fr; gap: .5rem } .bad { color: #b91c1c } .good { color: #15803d }
+ table { border-collapse: collapse } td, th { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #e5e7eb }
+ td:first-child, th:first-child { text-align: left }
+</style>{{ library }}</head><body>
+<h1>lab {{ name }}</h1><div class="sub">{{ setting }}</div>
+<h2>Verdict</h2><ul id="verdict">{% for c in claims %}<li class="{{ c.style }}">{{ c.line }}</li>{% endfor %}</ul>
+<div class="grid">{% for plot in plots %}<div>{{ plot }}</div>{% endfor %}</div>
+{% for t in tables %}<h2>{{ t.title }}</h2><table><tr>{% for h in t.head %}<th>{{ h }}</th>{% endfor %}</tr>
+{% for row in t.rows %}<tr>{% for x in row %}<td>{{ x }}</td>{% endfor %}</tr>{% endfor %}</table>{% endfor %}
+<script type="application/json" id="result">{{ blob }}</script>
+</body></html>"""
+
+
+Lines = dict[str, tuple[Sequence[float], Sequence[float]]]  # xs and ys by name
+
+
+@dataclass
+class Claim:
+    """A sentence of the verdict; holds: True, False, or None where nothing was claimed beforehand and this is what was found."""
+
+    text: str
+    holds: bool | None = None
+
+    @property
+    def line(self) -> str:
+        return {True: "holds: ", False: "DOES NOT HOLD: ", None: "found: "}[self.holds] + self.text
+
+    @property
+    def style(self) -> str:
+        return {True: "good", False: "bad", None: ""}[self.holds]
+
+
+@dataclass
+class Table:
+    title: str
+    head: Sequence[str]
+    rows: list[list[str]]
+
+    def text(self) -> str:
+        """Columns aligned, the first one to the left."""
+        every = [list(self.head), *self.rows]
+        width = [max(len(r[i]) for r in every) for i in range(len(self.head))]
+        lines = ["  ".join(x.ljust(w) if i == 0 else x.rjust(w) for i, (x, w) in enumerate(zip(r, width, strict=True))) for r in every]
+        return "\n".join([self.title, *lines])
+
+
+@dataclass
+class Findings:
+    """One experiment's result and how it is shown.  figures: plotly figures."""
+
+    name: str
+    setting: str
+    result: dict[str, Any]
+    claims: list[Claim]
+    tables: list[Table]
+    figures: list[Any] = field(default_factory=list)
+
+    def text(self) -> str:
+        return "\n\n".join([self.setting, *(t.text() for t in self.tables), "Verdict\n" + "\n".join("  " + c.line for c in self.claims)])
+
+    def json(self) -> dict[str, Any]:
+        found: dict[str, Any] = plain(self.result | {"verdict": [{"text": c.text, "holds": c.holds} for c in self.claims]})
+        return found
+
+
+def plain(x: Any) -> Any:
+    """JSON's own types: None for what is not a finite number, and numbers of 6 digits."""
+    if isinstance(x, dict):
+        return {str(k): plain(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [plain(v) for v in x]
+    return (float(f"{x:.6g}") if math.isfinite(x) else None) if isinstance(x, float) else x
+
+
+def number(x: float) -> str:
+    """Three digits; what is rounding error of a sum in float64 says so."""
+    return "0 (1e-9)" if abs(x) < 1e-9 else f"{x:.3g}"
+
+
+def curves(title: str, lines: Lines, x: str, y: str, *, log_x: bool = False, log_y: bool = False) -> Any:
+    """A figure with one line a name."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    for i, (name, (xs, ys)) in enumerate(lines.items()):
+        dash = ("solid", "dash", "dot")[i // len(COLOURS) % 3]
+        figure.add_scatter(x=list(xs), y=list(ys), name=name, mode="lines+markers", marker={"size": 4}, line={"color": COLOURS[i % len(COLOURS)], "dash": dash})
+    figure.update_layout(title={"text": title, "font": {"size": 14}}, height=400, margin={"l": 60, "r": 15, "t": 45, "b": 40}, template="plotly_white",
+                         legend={"font": {"size": 10}})  # fmt: skip
+    figure.update_xaxes(title=x, type="log" if log_x else "linear", exponentformat="power")
+    figure.update_yaxes(title=y, type="log" if log_y else "linear", exponentformat="power")
+    return figure
+
+
+def write(directory: Path, found: Findings) -> tuple[Path, Path]:
+    """DIR/NAME.html and DIR/NAME.json; returns both paths."""
+    import jinja2
+    import plotly.io as pio
+    from markupsafe import Markup
+    from plotly.offline import get_plotlyjs
+
+    directory.mkdir(parents=True, exist_ok=True)
+    blob = json.dumps(found.json())
+    plots = [Markup(pio.to_html(f, include_plotlyjs=False, full_html=False, config={"displaylogo": False})) for f in found.figures]
+    page = jinja2.Environment(autoescape=True).from_string(PAGE).render(
+        name=found.name, setting=found.setting, claims=found.claims, plots=plots, tables=found.tables,
+        library=Markup(f"<script>{get_plotlyjs()}</script>"), blob=Markup(blob.replace("</", "<\\/")),
+    )  # fmt: skip
+    paths = directory / f"{found.name}.html", directory / f"{found.name}.json"
+    for path, text in zip(paths, (page, blob), strict=True):
+        part = path.with_suffix(".part")
+        part.write_text(text)
+        os.replace(part, path)
+    return paths

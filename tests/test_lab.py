@@ -1,0 +1,101 @@
+"""The lab's own claims on a smaller model (2 symbols, 3 tokens), its gradients against autograd, and the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from asyncrl.cli import main
+from asyncrl.errors import ConfigError
+from asyncrl.lab import bias, bias_page
+from asyncrl.lab.policy import Space, coefficients, exact_gradient
+
+
+@pytest.fixture(scope="module")
+def space() -> Space:
+    return Space(3, 3)
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict:
+    return bias.measure(2, 3, 2, 0.05, 0.1, 100, lambda _: None)
+
+
+def test_every_answer_is_there_once_and_probabilities_sum_to_one(space: Space) -> None:
+    assert len({tuple(a) for a in space.answers.tolist()}) == 27 and space.prefixes == 1 + 3 + 9
+    assert float(space.probability(space.table(0)).sum()) == pytest.approx(1)
+    rows = {}
+    for answer, places in zip(space.answers.tolist(), space.place.reshape(27, 3).tolist(), strict=True):
+        for t, place in enumerate(places):
+            assert rows.setdefault(place, answer[:t]) == answer[:t], "one row, one prefix"
+    assert len(rows) == space.prefixes
+
+
+def test_rows_are_the_gradients_that_autograd_finds(space: Space) -> None:
+    """A loss of one answer's tokens with coefficients c and step KLs with coefficients d."""
+    theta, ref = space.table(0), space.table(1)
+    c, d = torch.randn(len(space.seq), dtype=torch.float64), torch.randn(len(space.seq), dtype=torch.float64)
+    own = space.seq == 7
+    exact = exact_gradient(lambda t: (c * space.logprobs(t) + d * space.step_kl(t, ref))[own].sum(), theta)
+    one = torch.zeros(space.n, dtype=torch.float64)
+    one[7] = 1
+    assert torch.allclose(space.mean(space.rows(theta, c, d, ref), one), exact, atol=1e-12)
+
+
+def test_moments_by_hand() -> None:
+    """One symbol of two, p = (1/2, 1/2), coefficients 1 and 3: g = (1/2, -1/2) and 3 (-1/2, 1/2); mean (-1/2, 1/2), E|g|^2 = (0.5 + 4.5)/2."""
+    s = Space(2, 1)
+    mean, variance = s.moments(s.rows(torch.zeros(1, 2, dtype=torch.float64), torch.tensor([1.0, 3.0], dtype=torch.float64)), torch.full((2,), 0.5).double())
+    assert mean.tolist() == [[-0.5, 0.5]] and variance == pytest.approx(2.5 - 0.5)
+
+
+def test_a_policy_at_a_given_distance(space: Space) -> None:
+    theta = space.table(0)
+    mu = space.at_distance(theta, 0.03, 5)
+    assert float(space.kl(mu, theta)) / 3 == pytest.approx(0.03, abs=1e-9)
+    assert torch.equal(space.at_distance(theta, 0.0, 5), theta)
+
+
+def test_no_gradient_is_zero_coefficients() -> None:
+    x = torch.ones(3, dtype=torch.float64)
+    assert torch.equal(coefficients(lambda lp: lp.detach() * 2, x)[0], torch.zeros_like(x))
+
+
+def test_bias_keeps_the_published_order_and_its_identities(measured: dict) -> None:
+    on, off = measured["estimators"]["on_policy"], measured["estimators"]["off_policy"]
+    assert max(measured["identities"].values()) < 1e-9
+    assert on["k1_in_reward"]["relative_bias_max"] < 1e-9 and on["k1_in_loss"]["relative_bias"] == pytest.approx(1, abs=1e-9)
+    assert on["k1_in_reward"]["relative_bias"] < on["k2_in_loss"]["relative_bias"] < on["k3_in_loss"]["relative_bias"] < on["k3_in_reward"]["relative_bias"]
+    for name in bias_page.UNBIASED:
+        assert off[name]["relative_bias_max"] < 1e-9
+    assert off["prefix_full"]["variance"] == min(off[n]["variance"] for n in bias_page.UNBIASED)
+    assert off["ratio"]["relative_bias"] > 0.01 and off["k1_in_reward"]["relative_bias"] > 0.1
+
+
+def test_bias_truncation_and_discount_trade(measured: dict) -> None:
+    """(1, inf) is exact, discount 0 on mu's samples the token level; a lower cut never has more variance."""
+    for which, curve in measured["curve"].items():
+        assert curve["1"]["inf"]["relative_bias"] < 1e-9
+        assert curve["0"]["inf"]["relative_bias"] == pytest.approx(measured["estimators"]["on_policy"]["k2_in_loss"]["relative_bias"], rel=1e-9)
+        noise = [curve["1"][f"{c:g}"]["variance"] for c in bias.CUTS]
+        assert noise == sorted(noise) and noise[0] < noise[-1], which
+
+
+def test_bias_as_json_and_a_page(tmp_path: Path) -> None:
+    args = ["lab", "bias", "--vocabulary", "2", "--length", "3", "--seeds", "2", "--draws", "60", "--json", "--out", str(tmp_path)]
+    done = CliRunner().invoke(main, args)
+    assert done.exit_code == 0, done.stderr.splitlines()[-1]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert set(found["estimators"]) == {"on_policy", "off_policy"} and {"relative_bias", "variance"} <= set(found["estimators"]["off_policy"]["prefix_full"])
+    assert all(c["holds"] is not False for c in found["verdict"])
+    assert json.loads((tmp_path / "bias.json").read_text()) == found
+    assert "plotly" in (tmp_path / "bias.html").read_text()
+
+
+def test_too_many_answers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"--vocabulary 50 --length 9: .* at most"):
+        Space(50, 9)
