@@ -49,6 +49,9 @@ class Generator:
         self.task = get_task(config.task)
         self.rewards = RewardRunner(config, self.task)
         self.tracer = Tracer(run_dir, self.producer)
+        self.reward_tracer = Tracer(run_dir, f"{self.producer}-rewards") if self.rewards.processes else None
+        if self.reward_tracer is not None:
+            self.rewards.timed = self.reward_tracer.add
         self.outbox = Outbox(config.wires, self.producer, self.session)
         self.weights = WeightsReceiver(config, self.producer)
         self.socket = PeerSocket(buffer_address(config, run_dir))
@@ -152,7 +155,7 @@ class Generator:
                         top_k=s.top_k, stop=stop_tokens(self.tokenizer), seed=ticket.seed)
             )  # fmt: skip
         if requests:
-            with self.tracer.span("prefill"):
+            with self.tracer.span("prefill", len(requests)):
                 self.engine.add(requests)
 
     def decode(self) -> None:
@@ -161,7 +164,7 @@ class Generator:
             self.stats["generator/idle_s"] += now - self.idle_since
             self.idle_since = now
             return
-        with self.tracer.span("decode"):
+        with self.tracer.span("decode", self.engine.active):
             answers = self.engine.step(DECODE_STEPS)
         for answer in answers:
             self.stats["generator/tokens"] += len(answer.tokens)
@@ -292,6 +295,8 @@ def main(config: Config, run_dir: Path, index: int) -> None:
     finally:
         generator.rewards.close()
         generator.tracer.close()
+        if generator.reward_tracer is not None:
+            generator.reward_tracer.close()
         generator.weights.close()
         generator.socket.close()
     print(f"{generator.producer}: ended after {generator.stats['generator/tokens']:.0f} tokens", file=sys.stderr)

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -47,6 +48,7 @@ class _Process:
             self.process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
         self.pipe = Connection(ours.detach())
         self.key: Key | None = None
+        self.began = 0.0  # of the call
         self.ready, self.deadline = False, time.monotonic() + GRACE_S
         self.send(setup)
 
@@ -77,6 +79,7 @@ class RewardRunner:
         self.queue: deque[tuple[Key, Call]] = deque()
         self.processes = [_Process(self.setup) for _ in range(config.reward.workers or (1 if self.path else 0))]
         self.hangs = self.unborn = 0
+        self.timed: Callable[[str, float, float], None] | None = None  # told of each call to a process: name, began, ended
 
     def submit(self, key: Key, prompt: Prompt, text: str, tokens: Any) -> None:
         """Judge `text`, whose tokens are `tokens` (only their count is used)."""
@@ -110,7 +113,8 @@ class RewardRunner:
         for p in self.processes:
             if p.ready and p.key is None and self.queue:
                 p.key, job = self.queue.popleft()
-                p.deadline = time.monotonic() + self.deadline_s
+                p.began = time.monotonic()
+                p.deadline = p.began + self.deadline_s
                 p.send(msgspec.msgpack.encode(job))
 
     def _receive(self) -> None:
@@ -127,6 +131,8 @@ class RewardRunner:
     def _on_reply(self, p: _Process, reply: Reply) -> None:
         if reply.kind == "broken":
             raise ConfigError(reply.why)
+        if p.key is not None and self.timed is not None:
+            self.timed("reward", p.began, time.monotonic())
         if reply.kind == "ready":
             p.ready, self.unborn = True, 0
         elif p.key is not None and reply.kind == "ok":

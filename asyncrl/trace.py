@@ -21,26 +21,36 @@ class Tracer:
         self.left = MOST_EVENTS
 
     @contextmanager
-    def span(self, name: str) -> Iterator[None]:
+    def span(self, name: str, size: int | None = None) -> Iterator[None]:
+        """`size`: what the work was done on (answers, tokens); `asyncrl simulate` fits its times by it."""
         began = time.monotonic()
         try:
             yield
         finally:
-            if self.left > 0:
-                self.left -= 1
-                self.file.write(f'["{name}",{began:.6f},{time.monotonic():.6f}]\n')
+            self.add(name, began, time.monotonic(), size)
+
+    def add(self, name: str, began: float, ended: float, size: int | None = None) -> None:
+        """A span that was timed elsewhere."""
+        if self.left > 0:
+            self.left -= 1
+            self.file.write(f'["{name}",{began:.6f},{ended:.6f}{"" if size is None else f",{size}"}]\n')
 
     def close(self) -> None:
         self.file.close()
 
 
-def read(run_dir: Path) -> dict[str, list[tuple[str, float, float]]]:
-    """process -> (name, start, end) in CLOCK_MONOTONIC seconds; a last line cut by a crash is left out."""
-    out = {}
+def sized(run_dir: Path) -> dict[str, list[tuple[str, float, float, int | None]]]:
+    """process -> (name, start, end, size) in CLOCK_MONOTONIC seconds; a last line cut by a crash is left out."""
+    out: dict[str, list[tuple[str, float, float, int | None]]] = {}
     for path in sorted((run_dir / "trace").glob("*.jsonl")):
-        lines = path.read_text().splitlines()
-        out[path.stem] = [tuple(json.loads(line)) for line in lines if line.endswith("]")]
+        rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("]")]
+        out[path.stem] = [(r[0], r[1], r[2], r[3] if len(r) > 3 else None) for r in rows]
     return out
+
+
+def read(run_dir: Path) -> dict[str, list[tuple[str, float, float]]]:
+    """The same without sizes: (name, start, end)."""
+    return {process: [s[:3] for s in spans] for process, spans in sized(run_dir).items()}
 
 
 def merge(run_dir: Path) -> Path:

@@ -182,7 +182,7 @@ class Learner:
 
     def step(self, batch: m.Batch) -> None:
         began = time.monotonic()
-        with self.tracer.span("train"):
+        with self.tracer.span("train", sum(s.length for s in batch.samples)):
             metrics = self.core.train(batch)
         trained = time.monotonic()
         with self.tracer.span("publish"):
