@@ -9,9 +9,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from asyncrl.algorithms import weights
 from asyncrl.cli import main
+from asyncrl.config import Correction
 from asyncrl.errors import ConfigError
-from asyncrl.lab import bias, bias_page
+from asyncrl.lab import bias, bias_page, corrections
 from asyncrl.lab.policy import Space, coefficients, exact_gradient
 
 
@@ -99,3 +101,47 @@ def test_bias_as_json_and_a_page(tmp_path: Path) -> None:
 def test_too_many_answers_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"--vocabulary 50 --length 9: .* at most"):
         Space(50, 9)
+
+
+@pytest.fixture(scope="module")
+def corrected() -> dict:
+    return corrections.measure(2, 4, 2, lambda _: None)["estimators"]
+
+
+def test_corrections_only_whole_answers_are_unbiased(corrected: dict) -> None:
+    for length, at in corrected.items():
+        for d, found in at.items():
+            assert found["sequence none"]["relative_bias_max"] < 1e-9
+            if d == "0":
+                assert all(j["relative_bias"] < 1e-9 and j["left"] == pytest.approx(1) and j["ess"] == pytest.approx(1) for j in found.values())
+            else:
+                assert 1e-6 < found["token none"]["relative_bias"] < found["none"]["relative_bias"], (length, d)
+
+
+def test_self_normalised_weights_have_mean_one(corrected: dict) -> None:
+    for name in ("token truncate", "sequence mask", "sequence clip"):
+        assert corrected["4"]["0.1"][name]["mean_weight"] != pytest.approx(1, abs=1e-3)
+        assert corrected["4"]["0.1"][f"{name} normalised"]["mean_weight"] == pytest.approx(1, abs=1e-9)
+
+
+def test_the_endless_batch_is_the_limit_of_sampled_ones() -> None:
+    """Weights of one big sample, by the learner's own path, average to the exact expectation: the third decimal at 40,000 answers."""
+    s = Space(2, 3)
+    theta = s.table(0)
+    mu = s.at_distance(theta, 0.1, 1)
+    case = corrections.Stale(s, theta, mu, corrections.rewards(s, 2), 0)
+    c = Correction(level="sequence", bound="mask", self_normalize=True)
+    exact = case.corrected(c).weight.reshape(s.n, -1)[:, 0]
+    drawn = s.draw(mu, 40_000, 3)
+    log_rho = case.log_rho.reshape(s.n, -1)[drawn].reshape(-1)
+    seq = torch.arange(40_000).repeat_interleave(3)
+    got = weights.correct(log_rho, log_rho, torch.ones_like(seq, dtype=torch.bool), seq, 40_000, c).weight.reshape(-1, 3)[:, 0]
+    assert float((got - exact[drawn]).abs().max()) < 0.02 and float(exact.max()) > 1.05
+
+
+def test_corrections_as_json(tmp_path: Path) -> None:
+    done = CliRunner().invoke(main, ["lab", "corrections", "--vocabulary", "2", "--length", "4", "--seeds", "2", "--json", "--out", str(tmp_path)])
+    assert done.exit_code == 0, done.stderr.splitlines()[-1]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert list(found["estimators"]) == ["2", "4"] and "preset mis" in found["estimators"]["4"]["0.01"]
+    assert (tmp_path / "corrections.html").exists()

@@ -65,3 +65,13 @@ def bias(vocabulary: int, length: int, seeds: int, out: Path, as_json: bool, dis
     from asyncrl.lab import bias_page
 
     finish(bias_page.findings(experiment.measure(vocabulary, length, seeds, distance, ref_kl, draws, say)), out, as_json)
+
+
+@lab.command()
+@common("corrections", 3, 8, 5)
+def corrections(vocabulary: int, length: int, seeds: int, out: Path, as_json: bool) -> None:
+    """Bias and variance of the policy gradient under every correction, by distance and answer length (--length: the longest)."""
+    from asyncrl.lab import corrections as experiment
+    from asyncrl.lab import corrections_page
+
+    finish(corrections_page.findings(experiment.measure(vocabulary, length, seeds, say)), out, as_json)
