@@ -9,6 +9,7 @@ goes on writing with the older weights, as far as the staleness limit lets it.  
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,7 @@ from actors.generator import stop_tokens, trajectory
 from actors.rewards import RewardRunner
 from actors.schedule import Schedule
 from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError
+from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.messages import LearnerHello, WeightsSource
 from asyncrl.models import encode_prompt, load_tokenizer, named_weights, weights_digest
 from asyncrl.tasks import get_task
@@ -34,7 +35,17 @@ from learner.step import LearnerCore
 EPOCH, SLICE = 1, 4  # decode steps between two looks at the buffer
 KEPT = ("reward/mean", "is/ess", "is/mean_weight", "kl/behavior_prox_k3", "kl/behavior_target_k3", "optim/grad_norm", "policy/entropy", "answer/length",
         "clip/share", "optim/early_stops")  # fmt: skip
+Watch = Callable[[list[float], list[float]], str]
 _engines: dict[str, Engine] = {}  # a warm process keeps its engine from run to run
+
+
+def cold(config: Config) -> str:
+    """Why `config` cannot run in a warm process; empty: it can."""
+    if config.generator.engine != "embedded":
+        return f"generator.engine: {config.generator.engine} does not run in a warm process; use embedded"
+    if config.learner.backend != "torch":
+        return f"learner.backend: {config.learner.backend} does not run in a warm process; use torch"
+    return ""
 
 
 def update_steps(config: Config) -> int:
@@ -53,10 +64,15 @@ def _engine(config: Config) -> Engine:
 
 
 class Run:
-    """One arm, one seed, from the initial weights to the last evaluation."""
+    """One arm, one seed, from the initial weights to the last evaluation.
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
+    watch: called after every evaluation on held-out prompts with the steps and accuracies so far; a reason that it returns ends the run.
+    """
+
+    def __init__(self, config: Config, watch: Watch | None = None) -> None:
+        if why := cold(config):
+            raise ConfigError(why)
+        self.config, self.watch, self.abandoned = config, watch, ""
         self.task, self.tokenizer = get_task(config.task), load_tokenizer(config.model.path)
         self.store = Store(settings(config), lambda i: self.task.prompt("train", i, config.seed), evaluations(config, self.task))
         self.core = LearnerCore(config, config.model.path)
@@ -145,9 +161,13 @@ class Run:
             return False
         batch = self.store.batch(groups, EPOCH, number)
         self.ids += [f"{s.ticket}.{s.sample}" for s in batch.samples]
+        counted: dict[int, int] = {}
         for runs in batch.token_lags:
             for start, end, lag in runs:
-                self.lags[lag] = self.lags.get(lag, 0) + end - start
+                counted[lag] = counted.get(lag, 0) + end - start
+        audit(number, batch.samples, counted)
+        for lag, n in counted.items():
+            self.lags[lag] = self.lags.get(lag, 0) + n
         began = time.monotonic()
         metrics = self.core.train(batch)
         self.learning += time.monotonic() - began
@@ -170,25 +190,52 @@ class Run:
                     pass
                 if not active and not self.engine.active and self.pending is not None:
                     self.clock = max(self.clock, self.busy_until)
+                if self.store.evaluations.fresh and self.looked():
+                    break
         finally:
             self.rewards.close()
         return self.record(time.monotonic() - began)
 
+    def heldout(self) -> tuple[list[float], list[float]]:
+        """Steps and accuracies of the finished evaluations."""
+        found = {n: x["eval/heldout"] for (split, n), x in self.store.evaluations.results.items() if split == "heldout"}
+        return [float(n) for n in sorted(found)], [found[n] for n in sorted(found)]
+
+    def looked(self) -> bool:
+        """After an evaluation: does `watch` end the run here?"""
+        fresh, self.store.evaluations.fresh = self.store.evaluations.fresh, []
+        if self.watch is not None and any("eval/heldout" in x for _, x in fresh):
+            self.abandoned = self.watch(*self.heldout())
+        return bool(self.abandoned)
+
     def record(self, wall: float) -> dict[str, Any]:
+        steps, accuracy = self.heldout()
         evals = {split: {str(n): [by[i] for i in sorted(by)] for (s, n), by in sorted(self.evals.items()) if s == split} for split in ("heldout", "ood")}
         return {
             "seed": self.config.seed, "steps": self.store.committed, "tokens": self.tokens, "wall_s": wall, "decode_s": self.decoding, "learn_s": self.learning,
             "clock": self.clock, "weights_digest": weights_digest(self.core.model), "trained_ids": xxhash.xxh3_64_hexdigest(";".join(self.ids).encode()),
             "lag_histogram": {str(k): v for k, v in sorted(self.lags.items())}, "curve": self.curve, "evals": evals,
+            "accuracy": [steps, accuracy], "abandoned": self.abandoned, "ledger_lines": self.store.ledger(),
         }  # fmt: skip
 
 
-def one(config: Config, seed: int) -> dict[str, Any]:
+def audit(number: int, samples: list[Any], counted: dict[int, int]) -> None:
+    """Count the lag of batch `number` again, from the versions in its spans alone.  Raises AsyncrlError when the buffer's count differs."""
+    again: dict[int, int] = {}
+    for s in samples:
+        for span in s.spans:
+            lag = number - span.label.number
+            again[lag] = again.get(lag, 0) + span.end - span.start
+    if again != counted:
+        raise AsyncrlError(f"batch {number}: the buffer counted tokens by lag {counted}, its spans say {again}: a bug of ours; please report it")
+
+
+def one(config: Config, seed: int, watch: Watch | None = None) -> dict[str, Any]:
     """Run `config` with `seed`.  An update that stays not finite ends the run and is recorded as a failure, not raised."""
     import msgspec
 
     whole = msgspec.structs.replace(config, seed=seed)
-    run = Run(whole)
+    run = Run(whole, watch)
     try:
         return run.go()
     except AsyncrlError as e:

@@ -1,0 +1,161 @@
+"""Warm workers: processes that make run after run, with imports, engine and CPU caches kept; one file a finished cell.
+
+DIR/cells/NAME.toml is the cell's whole config (`asyncrl run` takes it too), DIR/cells/NAME.json its record, written when it is
+finished: an interrupted grid goes on cell by cell.  A worker is `python -m asyncrl.compare.pool DIR`: names come in on stdin, one a line;
+events go out on stdout, one JSON object a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl import config_load
+from asyncrl.compare import judgement
+from asyncrl.config import Config
+from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.launch import _die_with_parent, signal_name
+
+Tell = Callable[[str, dict[str, Any]], None]  # (cell, {"step", "accuracy"} along the way or {"done": True})
+
+
+def collapsed(_steps: list[float], accuracy: list[float]) -> str:
+    """The rule of early abandonment: accuracy below half its best for as many evaluations in a row as `judgement.Bounds` says."""
+    return next((x for x in judgement.stability(accuracy, []) if x.startswith("collapse")), "")
+
+
+def _write(path: Path, text: str) -> None:
+    part = path.with_suffix(path.suffix + ".part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
+@dataclass
+class Cells:
+    """The cells of one directory.  Raises ConfigError when a cell is there with other settings."""
+
+    directory: Path
+    configs: dict[str, Config] = field(default_factory=dict)
+
+    def add(self, name: str, config: Config, seed: int) -> None:
+        whole = msgspec.structs.replace(config, seed=seed)
+        path, text = self.path(name).with_suffix(".toml"), config_load.dump(whole)
+        if path.exists() and path.read_text() != text:
+            raise ConfigError(f"{path} holds a run with other settings; choose another directory by --out")
+        self.configs[name] = whole
+
+    def path(self, name: str) -> Path:
+        return self.directory / "cells" / f"{name}.json"
+
+    def read(self, name: str) -> dict[str, Any]:
+        return dict(json.loads(self.path(name).read_text()))
+
+    def todo(self) -> list[str]:
+        return [n for n in self.configs if not self.path(n).exists()]
+
+    def run(self, workers: int, tell: Tell, *, abandon: bool = True) -> None:
+        """Make what is missing, in the order of `add`.  Raises AsyncrlError when a run fails; what others finish by then is kept."""
+        (self.directory / "cells").mkdir(parents=True, exist_ok=True)
+        for name, config in self.configs.items():
+            if not self.path(name).with_suffix(".toml").exists():
+                _write(self.path(name).with_suffix(".toml"), config_load.dump(config))
+        queue = deque(self.todo())
+        team = [Worker(self.directory, n, queue, tell, abandon) for n in range(min(workers, len(queue)))]
+        try:
+            for w in team:
+                w.thread.start()
+            for w in team:
+                while w.thread.is_alive():
+                    w.thread.join(0.2)  # a timeout lets Ctrl-C through
+        except BaseException:
+            queue.clear()
+            for w in team:
+                w.process.kill()
+            raise
+        if failed := [w.failed for w in team if w.failed]:
+            raise AsyncrlError(f"{failed[0]}; the same command goes on from here")
+
+
+class Worker:
+    """One process and the thread that feeds it.  It dies with this process."""
+
+    def __init__(self, directory: Path, number: int, queue: deque[str], tell: Tell, abandon: bool) -> None:
+        self.queue, self.tell, self.failed = queue, tell, ""
+        self.log = directory / "logs" / f"worker_{number}.log"
+        self.log.parent.mkdir(exist_ok=True)
+        argv = [sys.executable, "-m", "asyncrl.compare.pool", str(directory), *(["--abandon"] if abandon else [])]
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
+                                            env=os.environ | {"OMP_NUM_THREADS": "1"}, preexec_fn=_die_with_parent)  # fmt: skip
+        self.thread = threading.Thread(target=self._feed, daemon=True)
+
+    def _feed(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        while self.queue and not self.failed:
+            try:
+                name = self.queue.popleft()
+            except IndexError:
+                break
+            try:
+                self.process.stdin.write(name + "\n")
+                self.process.stdin.flush()
+            except BrokenPipeError:
+                pass  # its death shows below, as the end of its stdout
+            done = False
+            while not done and not self.failed:
+                line = self.process.stdout.readline()
+                if not line:
+                    last = [x for x in self.log.read_text().splitlines() if x.strip()][-1:]
+                    self.failed = f"run {name}: its process ended ({signal_name(self.process.wait())}) {' '.join(last)} (log: {self.log})"
+                    break
+                event = json.loads(line)
+                self.failed = f"run {name}: {event['error']}" if "error" in event else ""
+                done = "done" in event
+                if not self.failed:
+                    self.tell(name, event)
+        if self.failed:
+            self.queue.clear()
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def main(directory: Path, abandon: bool) -> None:
+    """A worker: until stdin ends."""
+    from asyncrl.compare import runner
+
+    events = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library or a reward function prints goes to the log
+
+    def say(**event: Any) -> None:
+        events.write(json.dumps(event) + "\n")
+        events.flush()
+
+    for line in sys.stdin:
+        path = directory / "cells" / f"{line.strip()}.toml"
+        config = config_load.load(path)
+
+        def watch(steps: list[float], accuracy: list[float]) -> str:
+            say(step=int(steps[-1]), accuracy=accuracy[-1])
+            return collapsed(steps, accuracy) if abandon else ""
+
+        try:
+            record = runner.one(config, config.seed, watch)
+        except AsyncrlError as e:
+            say(error=str(e))
+            continue
+        _write(path.with_suffix(".json"), json.dumps(record))
+        say(done=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), "--abandon" in sys.argv[2:])
