@@ -19,8 +19,8 @@ import results_file
 
 sys.path.insert(0, str(results_file.ROOT))
 
-from asyncrl.compare import sweep  # noqa: E402
-from asyncrl.run import preflight, say  # noqa: E402
+from asyncrl.compare import sweep
+from asyncrl.run import preflight, say
 
 TASKS = {"rle-5e-4": ("rle", "5e-4"), "rle-1e-3": ("rle", "1e-3"), "sort-2e-4": ("demo", "2e-4")}
 CORRECTIONS = ("none", "ppo", "tis", "mis", "reshape", "reshape-stop", "k3")

@@ -231,6 +231,8 @@ def test_diagnostics_by_hand() -> None:
     m = sl.finish(diagnostics.sums(v))
     assert m["is/mean_weight"] == pytest.approx(2.5 / 3) and m["is/ess"] == pytest.approx(2.5**2 / (3 * 4.25))
     assert m["is/chi2"] == pytest.approx((4 + 0.25 + 16) / 3 - 1) and m["is/ratio_max"] == pytest.approx(4)
+    w = (v.target - mu)[:3].exp()
+    assert m["is/target_ess"] == pytest.approx(float(w.sum() ** 2 / (3 * w.square().sum())))
     assert m["kl/behavior_prox_k1"] == pytest.approx(-math.log(4) / 3)
     assert m["kl/behavior_prox_k3"] == pytest.approx(((2 + 0.5 + 4) - 3 - math.log(4)) / 3)
     assert m["split/staleness_and_mismatch"] + m["split/update"] == pytest.approx(m["kl/behavior_target_k1"], abs=1e-15)

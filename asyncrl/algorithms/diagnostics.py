@@ -17,7 +17,7 @@ from asyncrl.algorithms.surrogates import DUAL, HIGH, LOW
 BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 10**9))
 BUCKET_NAMES = ("0", "1", "2", "3to4", "5to8", "9plus")
 TOKENS = ("n", "w", "w2", "rho", "rho2", "ab_k1", "ab_k3", "bt_k1", "bt_k3", "at_k3", "nll_mu", "nll_prox", "nll", "entropy", "low", "high", "dual",
-          "rejected", "vetoed", "masked", "ref_k1", "ref_k3", "ref_forward", "ref_nll")  # fmt: skip
+          "rejected", "vetoed", "masked", "ref_k1", "ref_k3", "ref_forward", "ref_nll", "t", "t2")  # fmt: skip
 SAMPLES = ("n", "nll_mu", "nll_prox", "nll", "w", "w2", "rejected", "rejected_length", "rejected_reward")
 EDGES = 0.01 * 1.15 ** torch.arange(48)  # |log rho| histogram: from 0.01 to about 7
 
@@ -52,7 +52,7 @@ def sums(v: View) -> dict[str, torch.Tensor]:
         "bt_k1": -b, "bt_k3": kl.k3(-b), "at_k3": kl.k3(-t), "nll_mu": -v.behavior, "nll_prox": -v.proximal, "nll": -v.target,
         "entropy": zero if v.entropy is None else v.entropy, "low": v.clipped == LOW, "high": v.clipped == HIGH, "dual": v.clipped == DUAL,
         "rejected": ~v.kept & ~v.vetoed, "vetoed": v.vetoed, "masked": masked, "ref_k1": x, "ref_k3": kl.k3(x), "ref_forward": kl.forward_k3(x),
-        "ref_nll": zero if v.reference is None else -v.reference,
+        "ref_nll": zero if v.reference is None else -v.reference, "t": t.exp(), "t2": (2 * t).exp(),
     }  # fmt: skip
     table = torch.stack([torch.where(v.valid, columns[name].double(), 0.0) for name in TOKENS])
     inside = torch.stack([v.valid] + [v.valid & (v.lag >= lo) & (v.lag <= hi) for lo, hi in BUCKETS], 1).double()
@@ -133,7 +133,8 @@ def _of_tokens(s: dict[str, float]) -> dict[str, float]:
     n = max(s["n"], 1.0)
     m = {name: x / n for name, x in s.items()}
     out = {
-        "is/mean_weight": m["w"], "is/ess": _ess(s["w"], s["w2"], n), "is/chi2": m["rho2"] - 1, "is/zero_share": m["masked"] + m["rejected"] + m["vetoed"],
+        "is/mean_weight": m["w"], "is/ess": _ess(s["w"], s["w2"], n), "is/target_ess": _ess(s["t"], s["t2"], n), "is/chi2": m["rho2"] - 1,
+        "is/zero_share": m["masked"] + m["rejected"] + m["vetoed"],
         "is/rejected_share": m["rejected"], "is/vetoed_share": m["vetoed"], "is/masked_share": m["masked"],
         "kl/behavior_prox_k1": m["ab_k1"], "kl/behavior_prox_k3": m["ab_k3"], "kl/prox_target_k1": m["bt_k1"], "kl/prox_target_k3": m["bt_k3"],
         "kl/behavior_target_k1": m["ab_k1"] + m["bt_k1"], "kl/behavior_target_k3": m["at_k3"],

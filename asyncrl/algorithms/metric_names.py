@@ -9,6 +9,7 @@ METRIC_NAMES: dict[str, tuple[str, str]] = {
     "adv/abs_max": ("-", "largest |advantage| of a valid token"),
     "answer/masked_share": ("share", "response tokens outside the loss: loss mask, staleness.on_exceed = mask, truncated answers"),
     "is/chi2": ("-", "mean of the squared proximal/behaviour ratio, minus 1"),
+    "is/target_ess": ("share", "effective sample size of the raw ratios target/behaviour, whatever weights the loss uses"),
     "is/ess_by_answer": ("share", "effective sample size of the answers' mean weights"),
     "is/log_ratio_p50": ("nats", "median of |log proximal/behaviour| of a token (upper edge of its bin; bins grow by 15 %)"),
     "is/log_ratio_p99": ("nats", "99th percentile of |log proximal/behaviour| of a token (upper edge of its bin)"),

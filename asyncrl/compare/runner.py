@@ -33,8 +33,8 @@ from buffer.store import Store
 from learner.step import LearnerCore
 
 EPOCH, SLICE = 1, 4  # decode steps between two looks at the buffer
-KEPT = ("reward/mean", "is/ess", "is/mean_weight", "kl/behavior_prox_k3", "kl/behavior_target_k3", "optim/grad_norm", "policy/entropy", "answer/length",
-        "clip/share", "optim/early_stops")  # fmt: skip
+KEPT = ("reward/mean", "is/ess", "is/target_ess", "is/mean_weight", "kl/behavior_prox_k3", "kl/behavior_target_k3", "optim/grad_norm", "policy/entropy",
+        "answer/length", "answer/truncated_share", "clip/share", "optim/early_stops")  # fmt: skip
 Watch = Callable[[list[float], list[float]], str]
 _engines: dict[str, Engine] = {}  # a warm process keeps its engine from run to run
 
