@@ -34,6 +34,7 @@ from asyncrl.wires import PeerSocket
 DECODE_STEPS = 8  # between two looks at the socket
 EVERYTHING = 1 << 30  # samples
 IDLE_POLL_S = 0.02
+GONE_S = 10.0  # announced weights may be gone this long: the learner has ended, or a newer life took over and the buffer will say so
 
 
 class Generator:
@@ -59,7 +60,7 @@ class Generator:
         self.prompts: dict[int, np.ndarray] = {}  # held ticket -> tokens
         self.judged: dict[Key, tuple[m.Ticket, Answer, str]] = {}  # waiting for their reward
         self.want_sequence = 0
-        self.want_sent = 0.0
+        self.want_sent = self.gone_since = 0.0
         self.asked = 0
         self.ending = False
         self.heard = time.monotonic()
@@ -126,7 +127,7 @@ class Generator:
             return
         began = time.monotonic()
         with self.tracer.span("weights"):
-            got = self.weights.pull(said.source, goal, said.digest if goal == said.label else None)
+            got = self.pull(said, goal)
             if got is None:  # its slot was reused or is being written: the next announcement, or a retry, brings one
                 self.waiting_for = f"weights {goal}"
                 time.sleep(0.001)
@@ -136,6 +137,18 @@ class Generator:
         self.loaded = (goal, digest)
         self.stats["generator/swap_s"] += time.monotonic() - began
         self.stats["generator/swaps"] += 1
+
+    def pull(self, said: m.Announcement, goal: Label) -> tuple[dict[str, Any], str] | None:
+        """Weights `goal` from where they were announced to be; None: not now.  Raises PeerUnreachable when that place stays gone."""
+        try:
+            got = self.weights.pull(said.source, goal, said.digest if goal == said.label else None)
+        except (PeerUnreachable, FileNotFoundError):
+            self.gone_since = self.gone_since or time.monotonic()
+            if time.monotonic() - self.gone_since > GONE_S:
+                raise
+            return None
+        self.gone_since = 0.0
+        return got
 
     def admit(self) -> None:
         room = self.engine.slots - self.engine.active

@@ -149,6 +149,8 @@ class Service:
     def on_GeneratorHello(self, peer: bytes, hello: m.GeneratorHello) -> None:
         if not self.refuse(peer, hello.protocol, hello.run):
             self.store.end_sessions(hello.producer, hello.session)
+            if hello.producer in self.wants and self.wants[hello.producer][1].session != hello.session:
+                del self.wants[hello.producer]  # what a dead session asked for would be granted to nobody, and held until its lease ends
             self.heard(hello.producer, peer, hello.session) | {"slots": hello.slots}
 
     def current(self, producer: str, session: int) -> bool:

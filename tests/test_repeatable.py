@@ -1,0 +1,118 @@
+"""Exact mode repeats bitwise, whoever wrote the answers: one to three generators, slow ones, killed ones; and lag 0 is the plain loop."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import plain_exact_loop
+import pytest
+import torch
+from conftest import ENV, ROOT
+from safetensors.torch import load_file
+from shared_reward import reward
+
+from asyncrl import config_load, metrics, models
+from asyncrl.config import Task
+from asyncrl.tasks import get_task
+
+STEPS, GROUPS, SIZE, MOST, LR = 6, 4, 4, 12, 3e-3
+SORT = get_task(Task(name="sort"))
+SETS = (f"learner.steps={STEPS}", f"learner.groups={GROUPS}", f"learner.group_size={SIZE}", f"learner.lr={LR}", "learner.checkpoint_every=2",
+        f"generator.max_new_tokens={MOST}", "generator.slots=7", "evaluation.every=3", "evaluation.prompts=3", "evaluation.final_prompts=5",
+        "evaluation.ood_prompts=2", "exact=true", "reward.function='shared_reward:reward'")  # fmt: skip
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("repeatable") / "model"
+    models.build_model(path, SORT.symbols, hidden=32, kv_heads=2, seed=1)
+    return path
+
+
+@pytest.fixture(scope="module")
+def run(model: Path) -> Iterator[Run]:
+    """`run("name", "key=value", ..., die={...}, slow={...})`: a real run, its parts forked from one warm process."""
+    argv, env = [sys.executable, str(ROOT / "tests" / "forked.py"), str(model)], ENV | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    forge = subprocess.Popen(argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    assert forge.stdin is not None and forge.stdout is not None
+
+    def order(name: str, *sets: str, **more: Any) -> dict[str, Any]:
+        config = config_load.load(ROOT / "configs" / "demo.toml", [f"model.path={str(model)!r}", *SETS, *sets])
+        run_dir = model.parent / name
+        forge.stdin.write(json.dumps({"config": config_load.dump(config), "run_dir": str(run_dir)} | more) + "\n")  # type: ignore[union-attr]
+        line = forge.stdout.readline()  # type: ignore[union-attr]
+        assert line, "the forging process has ended"
+        answer = json.loads(line)
+        assert "error" not in answer, answer["error"]
+        return dict(answer) | {"run_dir": run_dir, "rows": metrics.read(run_dir)}
+
+    yield order
+    forge.stdin.close()
+    assert forge.wait(timeout=30) == 0
+
+
+def numbers(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
+    """What a run computed, step by step: no times, no loads."""
+    machine = ("time/", "throughput/", "memory/", "buffer/", "lag/in_")
+    return sorted(({k: v for k, v in r.items() if not k.startswith(machine) and k != "t"} for r in rows), key=lambda r: (r["step"], "reward/mean" in r))
+
+
+@pytest.fixture(scope="module")
+def synchronous(run: Run) -> dict[str, Any]:
+    return run("sync1", "staleness.max_lag=0")
+
+
+def test_limit_zero_is_the_plain_loop_bitwise(synchronous: dict[str, Any], model: Path) -> None:
+    weights, told = plain_exact_loop.train(model, lambda i: SORT.prompt("train", i, 0), reward, steps=STEPS, groups=GROUPS, size=SIZE, most=MOST, lr=LR)
+    trained = load_file(synchronous["run_dir"] / "model" / "model.safetensors")
+    before = load_file(model / "model.safetensors")
+    assert weights.keys() == trained.keys()
+    for name, w in weights.items():
+        assert torch.equal(w, trained[name]), name
+        assert not torch.equal(w, before[name]), name
+    rows = [r for r in synchronous["rows"] if "reward/mean" in r]
+    assert [r["reward/mean"] for r in rows] == pytest.approx([t["reward/mean"] for t in told], abs=1e-6)
+    assert len({t["reward/mean"] for t in told}) == STEPS, "rewards that never differ would show nothing"
+    assert synchronous["lag"]["max"] == 0
+
+
+OTHERS = [
+    ("two", {"generators": 2}, {}),
+    ("three", {"generators": 3}, {"slow": {"generator-1": 0.02}}),
+    ("killed", {"generators": 2}, {"die": {"generator-0": 6, "generator-1": 15}}),
+]
+
+
+@pytest.mark.parametrize(("name", "sets", "more"), OTHERS, ids=[o[0] for o in OTHERS])
+@pytest.mark.parametrize("lag", [0, 2])
+def test_the_same_bits_whoever_writes(lag: int, name: str, sets: dict[str, int], more: dict[str, Any], run: Run, request: pytest.FixtureRequest) -> None:
+    one = request.getfixturevalue("synchronous" if lag == 0 else "injected")
+    limit = [f"staleness.max_lag={lag}", *([f"staleness.inject={lag}"] if lag else [])]
+    other = run(f"{name}{lag}", *limit, *(f"{k}={v}" for k, v in sets.items()), **more)
+    assert sorted(other["deaths"]) == sorted(more.get("die", {}))
+    assert other["digest"] == one["digest"]
+    assert other["lag"] == one["lag"]
+    for a, b in zip(numbers(one["rows"]), numbers(other["rows"]), strict=True):
+        assert a == b
+
+
+@pytest.fixture(scope="module")
+def injected(run: Run) -> dict[str, Any]:
+    return run("inject1", "staleness.max_lag=2", "staleness.inject=2")
+
+
+def test_a_constant_lag_is_that_lag_and_other_training(injected: dict[str, Any], synchronous: dict[str, Any]) -> None:
+    by_step = [r["lag/max"] for r in sorted(injected["rows"], key=lambda r: r["step"]) if "reward/mean" in r]
+    assert by_step == [0, 1, 2, 2, 2, 2]
+    assert injected["digest"] != synchronous["digest"]
+
+
+def test_a_killed_learner_costs_no_bit(run: Run, injected: dict[str, Any]) -> None:
+    other = run("learner", "staleness.max_lag=2", "staleness.inject=2", "generators=2", die={"learner": 4, "generator-1": 9})
+    assert sorted(other["deaths"]) == ["generator-1", "learner"] and other["digest"] == injected["digest"]
