@@ -12,6 +12,7 @@ once that many batches are in the recording.
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import signal
@@ -131,12 +132,11 @@ def warm(model: str) -> None:
     """Import what the parts import, so that forks start at once.  No backward pass here: autograd's threads do not survive a fork."""
     import torch
 
-    import actors.generator
-    import buffer.service
-    import learner.loop  # noqa: F401
     from asyncrl.metrics import _summary_writer
     from asyncrl.models import load_policy, load_tokenizer
 
+    for name in ("actors.generator", "buffer.service", "learner.loop"):
+        importlib.import_module(name)
     torch.set_num_threads(1)
     load_policy(model)
     load_tokenizer(model)
