@@ -194,18 +194,6 @@ def test_a_head_that_vllm_has_no_kernel_for(tmp_path: Path) -> None:
         config_load.load("configs/vllm.toml", ["exact=true"])
 
 
-def test_a_whole_run(tmp_path: Path) -> None:
-    """`asyncrl run configs/vllm.toml`: the lag bound, and learning."""
-    sets = [f"model.path={str(tmp_path / 'm')!r}", f"runs={str(tmp_path / 'runs')!r}", "name='v'", "learner.steps=25", "evaluation.final_prompts=256",
-            "evaluation.prompts=16", "evaluation.ood_prompts=0", "evaluation.every=0"]  # fmt: skip
-    argv = [sys.executable, "-m", "asyncrl.cli", "run", "configs/vllm.toml", "--json", *[x for s in sets for x in ("--set", s)]]
-    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=400)
-    assert done.returncode == 0, done.stderr[-3000:]
-    summary = json.loads(done.stdout.strip().splitlines()[-1])
-    assert summary["steps"] == 25 and summary["lag"]["mean"] > 0 and summary["lag"]["max"] <= 2
-    assert summary["heldout_end"] > summary["heldout_start"] + 0.05
-
-
 def test_the_learner_agrees_and_swaps_come_in_mid_answer(tmp_path: Path) -> None:
     """A random model, whose answers are long: some span versions, and the learner finds vLLM's logprobs on tokens of its own version."""
     models.build_model(tmp_path / "m", TASKS["sort"].symbols, seed=0, **SHAPE)
