@@ -9,11 +9,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from asyncrl.algorithms import weights
+from asyncrl.algorithms import step_loss, weights
 from asyncrl.cli import main
 from asyncrl.config import Correction
 from asyncrl.errors import ConfigError
-from asyncrl.lab import bias, bias_page, corrections
+from asyncrl.lab import bias, bias_page, corrections, reshape
 from asyncrl.lab.policy import Space, coefficients, exact_gradient
 
 
@@ -145,3 +145,48 @@ def test_corrections_as_json(tmp_path: Path) -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert list(found["estimators"]) == ["2", "4"] and "preset mis" in found["estimators"]["4"]["0.01"]
     assert (tmp_path / "corrections.html").exists()
+
+
+def trainer(arm: str, optimizer: str, rate: float) -> reshape.Trainer:
+    s = Space(3, 3)
+    return reshape.Trainer(s, s.table(0), corrections.rewards(s, 1), reshape.config(arm, 16, 1), optimizer, rate)
+
+
+def test_reshape_its_first_step_is_the_policy_gradient_of_the_batch() -> None:
+    """SGD at rate 2: theta moves by 2/N sum_i A_i grad lp_i, with grpo's advantages worked out here."""
+    t = trainer("vanilla", "sgd", 2.0)
+    drawn, b = reshape.batch(t.space, t.start, t.right, 32, 5)
+    r = b.rewards.reshape(4, 8)
+    adv = ((r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)).reshape(-1)
+    each = torch.zeros(t.space.n, dtype=torch.float64).index_add_(0, drawn, adv)
+    g = t.space.mean(t.space.rows(t.start, torch.ones_like(t.space.seq, dtype=torch.float64)), each) / len(b.seq)
+    t.c = reshape.config("vanilla", 2, 1)
+    t._step(step_loss.prepare(b, t.c), drawn, torch.arange(32))
+    assert torch.allclose(t.theta.detach(), t.start + 2 * g, atol=1e-12) and float(g.norm()) > 0.01
+
+
+@pytest.mark.parametrize("optimizer, rate", [("sgd", 5.0), ("adam", 0.1)])
+def test_reshape_v31_drifts_past_clip_and_a_budget_on_the_rate_holds_it(optimizer: str, rate: float) -> None:
+    rows = {arm: trainer(arm, optimizer, rate).train(128, 7) for arm in ("clip", "v3.1", "A", "D learning rate")}
+    top = {arm: max(r["kl"] for r in x) for arm, x in rows.items()}
+    assert top["v3.1"] > 2 * top["clip"]
+    assert min(r["cosine"] for r in rows["v3.1"][1:]) > 0.9, "small steps in one direction add up"
+    assert max(r["kl_batch"] for r in rows["D learning rate"]) <= 1.05 * reshape.BUDGET < top["v3.1"]
+    skipped = ["grad_norm" not in r for r in rows["A"]]
+    assert any(skipped) and skipped == sorted(skipped), "once past the budget the rest of the batch is skipped"
+    assert rows["A"][skipped.index(True)]["kl_batch"] > reshape.BUDGET
+
+
+def test_reshape_a_claim_that_does_not_hold_is_said_and_ends_with_1(tmp_path: Path) -> None:
+    """Two epochs are too few for any drift."""
+    sizes = ["--vocabulary", "2", "--length", "2", "--seeds", "1", "--epochs", "2", "--samples", "64", "--lr-adam", "0.001"]
+    done = CliRunner().invoke(main, ["lab", "reshape", *sizes, "--json", "--out", str(tmp_path)])
+    assert done.exit_code == 1 and "do not hold: " in done.stderr.splitlines()[-1]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert any(c["holds"] is False for c in found["verdict"]) and len(found["runs"]["adam"]["v3.1"]["kl"]) == 2
+    assert (tmp_path / "reshape.html").exists()
+
+
+def test_reshape_groups_must_fit() -> None:
+    done = CliRunner().invoke(main, ["lab", "reshape", "--samples", "20"])
+    assert done.exit_code == 2 and "groups of 8 answers" in done.stderr

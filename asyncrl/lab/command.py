@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from asyncrl.errors import AsyncrlError
+from asyncrl.errors import AsyncrlError, ConfigError
 
 
 def say(text: str) -> None:
@@ -75,3 +75,23 @@ def corrections(vocabulary: int, length: int, seeds: int, out: Path, as_json: bo
     from asyncrl.lab import corrections_page
 
     finish(corrections_page.findings(experiment.measure(vocabulary, length, seeds, say)), out, as_json)
+
+
+@lab.command()
+@common("reshape", 3, 4, 3)
+@click.option("--epochs", type=click.IntRange(2), default=16, show_default=True, help="of a batch")
+@click.option("--batches", type=click.IntRange(1), default=1, show_default=True, help="batches, one after another, each drawn from the policy it finds")
+@click.option("--minibatches", type=click.IntRange(1), default=1, show_default=True, help="optimizer steps in an epoch")
+@click.option("--samples", type=click.IntRange(16), default=256, show_default=True, help="answers in a batch, in groups of 8")
+@click.option("--lr-sgd", type=click.FloatRange(0, min_open=True), default=5.0, show_default=True, help="learning rate of SGD on the table")
+@click.option("--lr-adam", type=click.FloatRange(0, min_open=True), default=0.1, show_default=True, help="learning rate of Adam")
+def reshape(vocabulary: int, length: int, seeds: int, out: Path, as_json: bool, epochs: int, batches: int, minibatches: int, samples: int,
+            lr_sgd: float, lr_adam: float) -> None:  # fmt: skip
+    """Many updates on one batch: how far IS-reshape drifts beside vanilla and clip, and which repairs bound it."""
+    from asyncrl.lab import reshape as experiment
+    from asyncrl.lab import reshape_page
+
+    if samples % experiment.GROUP or minibatches > samples // experiment.GROUP:
+        raise ConfigError(f"--samples {samples} --minibatches {minibatches}: groups of {experiment.GROUP} answers, at least one in a minibatch")
+    rates = {"sgd": lr_sgd, "adam": lr_adam}
+    finish(reshape_page.findings(experiment.measure(vocabulary, length, seeds, epochs, batches, minibatches, samples, rates, say)), out, as_json)
