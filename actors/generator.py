@@ -29,6 +29,7 @@ from asyncrl.rundir import buffer_address, run_id
 from asyncrl.tasks import get_task
 from asyncrl.trace import Tracer
 from asyncrl.versions import Label
+from asyncrl.watchdog import WaitLog
 from asyncrl.wires import PeerSocket
 
 DECODE_STEPS = 8  # between two looks at the socket
@@ -68,7 +69,8 @@ class Generator:
         self.renewed = 0.0
         self.stats = {"generator/tokens": 0.0, "generator/busy_s": 0.0, "generator/idle_s": 0.0, "generator/swap_s": 0.0, "generator/swaps": 0.0}
         self.idle_since = time.monotonic()
-        self.waiting_for = "the buffer's first answer"
+        self.waiting_for, self.waiting_since = "the buffer's first answer", time.monotonic()
+        self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
 
     # ---- the loop --------------------------------------------------------------------------------------------------
 
@@ -129,7 +131,7 @@ class Generator:
         with self.tracer.span("weights"):
             got = self.pull(said, goal)
             if got is None:  # its slot was reused or is being written: the next announcement, or a retry, brings one
-                self.waiting_for = f"weights {goal}"
+                self.wait(f"weights {goal}")
                 time.sleep(0.001)
                 return
             tensors, digest = got
@@ -184,7 +186,7 @@ class Generator:
             self.finished(answer)
         self.stats["generator/busy_s"] += time.monotonic() - self.idle_since
         self.idle_since = time.monotonic()
-        self.waiting_for = ""
+        self.wait("")
 
     def finished(self, answer: Answer) -> None:
         key = answer.key
@@ -219,6 +221,11 @@ class Generator:
         for frame in self.outbox.frames(time.monotonic(), flush=not self.engine.active):
             self.socket.send(frame)
 
+    def wait(self, what: str) -> None:
+        """What it waits for from now on; "" when it has work."""
+        if what != self.waiting_for:
+            self.waiting_for, self.waiting_since = what, time.monotonic()
+
     def want(self) -> None:
         """Ask for as many samples as will find a free row soon; one request at a time, repeated when unanswered.
 
@@ -229,7 +236,7 @@ class Generator:
         if self.lockstep:
             free = 0 if self.engine.active or self.schedule.waiting() or self.judged or self.outbox.fresh else EVERYTHING
         if self.outbox.full:
-            self.waiting_for = "credit: the buffer has not acknowledged what was delivered"
+            self.wait("credit: the buffer has not acknowledged what was delivered")
             return
         due = free > self.asked or (self.asked and now - self.want_sent > self.config.wires.retry_s)
         if free > 0 and due:
@@ -237,20 +244,23 @@ class Generator:
             holding = self.loaded[0] if self.loaded else None
             self.socket.send(m.Want(self.producer, self.session, self.want_sequence, free, holding))
         if not self.engine.active and not self.judged and not self.schedule.waiting():
-            self.waiting_for = "a ticket: the staleness limit leaves no room, or all tickets are out"
+            self.wait("a ticket: the staleness limit leaves no room, or all tickets are out")
 
     def renew(self) -> None:
         now = time.monotonic()
         if now - self.renewed < 0.5:
             return
         self.renewed = now
+        waits = [(self.producer, self.waiting_for, f"the buffer at {self.socket.address}", now - self.waiting_since)] if self.waiting_for else []
+        for line in self.wait_log.lines(waits):
+            print(line, file=sys.stderr, flush=True)
         live = self.engine.progress()
         tokens = {k: h.tokens for k, h in self.schedule.held.items()}
         for key, count in live.items():
             if (key[0], key[2]) in tokens:
                 tokens[key[0], key[2]] += count
         progress = [(t, a, n) for (t, a), n in tokens.items()]
-        waiting = f"{self.waiting_for}|{now - self.idle_since:.1f}" if self.waiting_for else ""
+        waiting = f"{self.waiting_for}|{now - self.waiting_since:.1f}" if self.waiting_for else ""
         self.socket.send(m.Renew(self.producer, self.session, progress, dict(self.stats), waiting))
 
 

@@ -32,6 +32,15 @@ KL_PRESETS: dict[str, dict[str, Any]] = {
     "rloo": {"placement": "reward", "estimator": "k1"},
 }
 
+RENAMED = {  # a key's earlier name here, or its name in systems that people come from -> the key
+    "staleness.limit": "staleness.max_lag", "max_staleness": "staleness.max_lag", "max_async_level": "staleness.max_lag",
+    "max_head_offpolicyness": "staleness.max_lag", "max_staleness_steps": "staleness.max_lag", "learning_rate": "learner.lr",
+    "num_generations": "learner.group_size", "rollout_n": "learner.group_size", "n_samples_per_prompt": "learner.group_size",
+    "max_completion_length": "generator.max_new_tokens", "max_tokens": "generator.max_new_tokens", "response_length": "generator.max_new_tokens",
+    "kl_coef": "kl.coefficient", "beta": "kl.coefficient", "ppo_epochs": "learner.epochs", "num_iterations": "learner.epochs",
+    "adv_estimator": "advantage.name", "model_name_or_path": "model.path", "max_grad_norm": "learner.clip_norm", "grad_clip": "learner.clip_norm",
+}  # fmt: skip
+
 
 def load(path: str | Path, sets: typing.Sequence[str] = ()) -> Config:
     """The config in `path` with `sets` ("key.path=value", TOML values) applied.  Raises ConfigError: file:line, key, what to do."""
@@ -100,6 +109,8 @@ def _unknown(raw: dict[str, Any], kind: Any, prefix: str, where: typing.Callable
     fields = _fields(kind)
     for name, value in raw.items():
         key = prefix + name
+        if name not in fields and (now := RENAMED.get(key) or RENAMED.get(name)):
+            raise ConfigError(f"{where(key)}: {key}: is called {now} here; write that")
         if name not in fields:
             close = difflib.get_close_matches(name, fields, 1, 0.5)
             elsewhere = [k for k in keys() if k.rsplit(".", 1)[-1] == name]

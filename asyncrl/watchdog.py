@@ -65,6 +65,33 @@ class Watchdog:
                 f"at least {self.floor_s:g} s)")  # fmt: skip
 
 
+@dataclass
+class WaitLog:
+    """Lines for a process's log: a wait that has lasted `first_s` seconds, then again each time its age has doubled.
+
+    The processes use 10 s, or half of watchdog.floor_s if that is less: it is said before the deadline passes.
+
+    >>> log = WaitLog(first_s=10)
+    >>> log.lines([("learner", "batch 3", "buffer", 9.0)])
+    []
+    >>> log.lines([("learner", "batch 3", "buffer", 11.0)])
+    ['learner has waited for buffer for 11 s: batch 3']
+    >>> log.lines([("learner", "batch 3", "buffer", 19.0)]), log.lines([("learner", "batch 3", "buffer", 23.0)])
+    ([], ['learner has waited for buffer for 23 s: batch 3'])
+    """
+
+    first_s: float = 10.0
+    said: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    def lines(self, waits: Sequence[tuple[str, str, str, float]]) -> list[str]:
+        """waits: who, what, holder, seconds; those not among them have ended."""
+        self.said = {(who, what): self.said[who, what] for who, what, *_ in waits if (who, what) in self.said}
+        due = [w for w in waits if w[3] >= self.said.get((w[0], w[1]), self.first_s)]
+        for who, what, _, age in due:
+            self.said[who, what] = 2 * age
+        return [f"{who} has waited for {holder} for {age:.0f} s: {what}" for who, what, holder, age in due]
+
+
 def culprit(names: Sequence[str], waits: Sequence[tuple[str, str, str, float]], peers: Mapping[str, float], buffer_silent: float, patience: float) -> str:
     """The process that holds the run up: a silent buffer; else the most silent peer; else one that waits for nobody; else none.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections import deque
 from pathlib import Path
@@ -19,6 +20,7 @@ from asyncrl.errors import AsyncrlError
 from asyncrl.metrics import MetricsWriter
 from asyncrl.rundir import Lock, buffer_address, run_id
 from asyncrl.tasks import Task, get_task
+from asyncrl.watchdog import WaitLog
 from asyncrl.wires import BufferSocket
 from buffer.evaluation import EVAL_BASE, Evaluations
 from buffer.groups import Settings
@@ -83,6 +85,7 @@ class Service:
         self.generators: dict[str, dict[str, Any]] = {}
         self.learner: dict[str, Any] = {}
         self.waiting_since: dict[str, tuple[str, float]] = {}
+        self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
         self.latest: dict[str, float] = {}
         self.leased: dict[int, m.Batch] = {}
         self.first_ticket = self.last_commit = self.last_metrics = 0.0
@@ -108,6 +111,8 @@ class Service:
             if now - ticked > TICK_S:
                 ticked = now
                 self.store.expire(now)
+                for line in self.wait_log.lines(self.waits()):
+                    print(line, file=sys.stderr, flush=True)
             self.flush()
             all_told = not self.generators and not self.told_before
             if self.ended_at and not self.outgoing and (all_told or now - self.ended_at > LINGER_S):
@@ -363,7 +368,8 @@ class Service:
             self.latest |= values
             self.metrics.write(number, values, time.monotonic() - self.first_ticket if self.first_ticket else 0.0)
 
-    def status(self) -> m.Status:
+    def waits(self) -> list[tuple[str, str, str, float]]:
+        """Who waits, for what, held by whom, for how many seconds."""
         now, waits = time.monotonic(), []
         for who, (what, since) in self.waiting_since.items():
             waits.append((who, what, what.rpartition(" at ")[2] if " at " in what else "buffer", now - since))
@@ -371,11 +377,16 @@ class Service:
             what, _, since = entry["waiting"].partition("|")
             if what:
                 waits.append((name, what, "buffer", float(since or 0)))
+        return waits
+
+    def status(self) -> m.Status:
+        now = time.monotonic()
         peers = {name: now - e["at"] for name, e in self.generators.items()}
         if self.learner:
             peers["learner"] = now - self.learner["at"]
         s = self.store
-        return m.Status(self.run, s.committed, s.s.steps, s.epoch, dict(self.latest), s.ledger(), waits, peers, bool(self.ended_at), self.error, self.progress)
+        return m.Status(self.run, s.committed, s.s.steps, s.epoch, dict(self.latest), s.ledger(), self.waits(), peers, bool(self.ended_at), self.error,
+                        self.progress)  # fmt: skip
 
     def summary(self) -> dict[str, Any]:
         """What only the buffer knows of the run."""

@@ -23,6 +23,7 @@ from asyncrl.models import export, weights_digest
 from asyncrl.rundir import buffer_address, run_id
 from asyncrl.trace import Tracer
 from asyncrl.versions import Label
+from asyncrl.watchdog import WaitLog
 from asyncrl.wires import PeerSocket
 from learner import checkpoint
 from learner.publisher import Publisher
@@ -58,6 +59,7 @@ class Learner:
         self.sent: dict[str, float] = {}
         self.heard, self.ever_heard = time.monotonic(), False
         self.waiting, self.waiting_since = "the buffer", time.monotonic()
+        self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
         self.busy_s = self.idle_s = 0.0
         self.last_batch: m.Batch | None = None
         self.mark = time.monotonic()
@@ -95,6 +97,8 @@ class Learner:
             self.sent["progress"] = now
             waiting = f"{self.waiting}|{now - self.waiting_since:.1f}" if self.waiting else ""
             self.socket.send(m.Progress("learner", waiting, {}, os.getpid(), self.epoch))
+        for line in self.wait_log.lines([("learner", self.waiting, f"the buffer at {self.socket.address}", now - self.waiting_since)] if self.waiting else []):
+            print(line, file=sys.stderr, flush=True)
         silent = now - self.heard
         if silent > self.config.wires.connect_s and (not self.ever_heard or self.waiting):
             raise PeerUnreachable(f"the buffer at {self.socket.address} has not answered for {silent:.0f} s; is it running? (wires.connect_s)")

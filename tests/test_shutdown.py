@@ -120,4 +120,6 @@ def test_a_run_that_cannot_go_on_ends_and_says_who_was_waited_for(tmp_path: Path
     assert process.wait(timeout=60) == 3
     said = (tmp_path / "stderr").read_text()
     assert "medians of" in said and "learner waits" in said and "generator-0.log" in said and "cannot be started again" in said
+    logs = {name: next((run_dir / "logs").glob(f"*/{name}.log")).read_text() for name in ("buffer", "learner")}
+    assert "learner has waited for generator-0 for" in logs["buffer"] and "learner has waited for the buffer at" in logs["learner"], logs
     gone(run_dir)

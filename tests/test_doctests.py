@@ -1,0 +1,31 @@
+"""Every example in a docstring prints what it says."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import actors
+import asyncrl
+import buffer
+import learner
+
+MODULES = sorted(m.name for package in (actors, asyncrl, buffer, learner) for m in pkgutil.walk_packages(package.__path__, package.__name__ + "."))
+FINDER = doctest.DocTestFinder(exclude_empty=True)
+
+
+def examples(name: str) -> list[doctest.DocTest]:
+    return [t for t in FINDER.find(importlib.import_module(name)) if t.examples]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings(name: str) -> None:
+    for test in examples(name):
+        assert doctest.DocTestRunner(verbose=False).run(test).failed == 0, test.name
+
+
+def test_there_are_examples() -> None:
+    assert sum(len(examples(name)) for name in MODULES) >= 5
