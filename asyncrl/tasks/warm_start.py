@@ -19,7 +19,7 @@ BATCH, LR = 64, 3e-3
 MOST = 56  # tokens of the longest answer of any built-in task
 
 
-def warm_start(config: Config, path: str | Path, *, steps: int | None = None, threads: int = 2) -> dict[str, Any]:
+def warm_start(config: Config, path: str | Path, *, steps: int | None = None, threads: int = 1) -> dict[str, Any]:
     """Write a Hugging Face directory at `path`, atomically.  Deterministic for (task, seed).  Returns what it did."""
     import torch
 
