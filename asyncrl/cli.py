@@ -285,6 +285,64 @@ def compare(source: str, sets: tuple[str, ...], as_json: bool, arms: tuple[str, 
 
 
 @main.command()
+@options()
+@click.option("--limits", default="1,2,4,8", show_default=True, help="staleness limits (with --inject: lags), separated by commas")
+@click.option("--correction", "chosen", multiple=True, metavar="NAME or NAME:KEY=VALUE,...", help="repeatable; default: configured, none")
+@click.option("--inject", is_flag=True, help="inject each limit as a constant lag; without it the lag is what generators and learner make of it")
+@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="seeds of each cell, from the config's on")
+@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="warm processes, one core each")
+@click.option("--out", type=click.Path(path_type=Path), help="the sweep's directory; an unfinished one goes on")
+@click.option("--no-abandon", is_flag=True, help="train collapsed runs to their end too")
+@click.option("--dry-run", is_flag=True, help="print the cells and what would run")
+def sweep(source: str, sets: tuple[str, ...], as_json: bool, limits: str, chosen: tuple[str, ...], inject: bool, seeds: int, workers: int, out: Path | None,
+          no_abandon: bool, dry_run: bool) -> None:  # fmt: skip
+    """Staleness limits x corrections: how stale may a sample be?  Ends with a limit to paste."""
+    from asyncrl import config_load
+    from asyncrl.compare import page as compare_report
+    from asyncrl.compare import sweep as sweeping
+    from asyncrl.compare import sweep_page
+    from asyncrl.compare.comparison import design
+    from asyncrl.compare.frontier import analyse
+    from asyncrl.compare.sweep_live import Progress
+    from asyncrl.run import preflight, say
+
+    corrections = [sweeping.parse_correction(x) for x in chosen or ("configured", "none")]
+    what = sweeping.plan(source, sets, corrections, sweeping.parse_limits(limits, inject), injected=inject)
+    if dry_run:
+        for (name, limit), arm in what.cell.items():
+            print(f"{name}, limit {sweeping.label(limit)}: {arm}")
+        print(f"would make {len(what.arms) * seeds} runs, and {len(what.probes)} short ones for the speed of each limit", file=sys.stderr)
+        return
+    base = config_load.load(source, sets)
+    where = out or Path(base.runs) / f"sweep-{base.name or Path(source).stem}"
+    made = sweeping.Sweep(where, what, seeds, say)
+    for arm in dict.fromkeys([sweeping.SYNC, *(what.cell[n, what.limits[-1]] for n, _ in corrections)]):
+        preflight(what.arms[arm])
+    say(design(len(what.arms), seeds))
+    with Progress(made) as progress:
+        made.run(workers, progress.tell, abandon=not no_abandon)
+    found = analyse(made)
+    told = [(n, sweeping.CORRECTIONS.get(n, ("", []))[0] or ", ".join(items)) for n, items in corrections]
+    shape = f"{base.learner.steps} steps of {base.learner.groups} x {base.learner.group_size}"
+    page = sweep_page.write(where, where.name, found, told, f"{'injected' if inject else 'natural'} lag, {seeds} seed(s), {shape}")
+    if as_json:
+        print(json.dumps(compare_report.clean(found)))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    shown = [i for i, h in enumerate(sweep_page.HEAD) if h not in ("each seed", "p", "area", "KL max", "mean lag", "lost", "seeds")]  # a terminal's width
+    table = Table(*[sweep_page.HEAD[i] for i in shown], title=f"{where.name}: {seeds} seed(s)")
+    for row in sweep_page.rows(found):
+        table.add_row(*[row[i] for i in shown])
+    Console().print(table)
+    print(found["suggestion"]["reason"])
+    if found["suggestion"]["set"]:
+        print(found["suggestion"]["set"])
+    say(f"report: {page}")
+
+
+@main.command()
 @click.argument("run_a", type=click.Path(path_type=Path))
 @click.argument("run_b", type=click.Path(path_type=Path))
 @click.option("--html", type=click.Path(path_type=Path), help="also write a page with both runs' curves")

@@ -32,7 +32,7 @@ def make(task: str, args: argparse.Namespace) -> sweep.Sweep:
     name, lr = TASKS[task]
     sets = [f"learner.lr={lr}", f"learner.steps={args.steps}", *EVALUATION]
     limits = sweep.parse_limits(args.lags, True)
-    what = sweep.plan(str(results_file.ROOT / "configs" / f"{name}.toml"), sets, {n: sweep.CORRECTIONS[n][1] for n in CORRECTIONS}, limits, injected=True)
+    what = sweep.plan(str(results_file.ROOT / "configs" / f"{name}.toml"), sets, [(n, sweep.CORRECTIONS[n][1]) for n in CORRECTIONS], limits, injected=True)
     return sweep.Sweep(args.out / task, what, args.seeds, say)
 
 

@@ -125,6 +125,15 @@ def differences(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> list[
     return out
 
 
+def design(arms: int, seeds: int) -> str:
+    """The power of the design, before a run is made."""
+    if seeds < 2:
+        return "one seed: differences are shown, but no verdict is possible"
+    unit = judgement.detectable(1.0, seeds, judgement.LEVEL / max(1, arms - 1))
+    return (f"{arms} arms x {seeds} seeds: a difference of {unit:.1f} standard deviations between seeds is found with 80 % power "
+            f"(after correction for {arms - 1} arms); at 0.02 between seeds that is {0.02 * unit:.3f} in accuracy")  # fmt: skip
+
+
 class Comparison:
     """A comparison in its directory.  Raises ConfigError when the directory holds another one."""
 
@@ -161,22 +170,13 @@ class Comparison:
         todo = [x for x in plan if not self.finished(*x)]
         if len(todo) < len(plan):
             self.say(f"{len(plan) - len(todo)} of {len(plan)} runs are finished already")
-        self.say(self.design())
+        self.say(design(len(self.configs), len(self.seeds)))
         began = time.monotonic()
         with ThreadPoolExecutor(jobs) as pool:
             for n, _ in enumerate(pool.map(lambda x: self.one(*x), todo), 1):
                 left = (time.monotonic() - began) / n * (len(todo) - n)
                 self.say(f"{len(plan) - len(todo) + n} of {len(plan)} runs finished, about {left:.0f} s to go")
         return [self.read(n, s) for n in self.configs for s in self.seeds]
-
-    def design(self) -> str:
-        """The power of the design, before a run is made."""
-        n = len(self.seeds)
-        if n < 2:
-            return "one seed: differences are shown, but no verdict is possible"
-        unit = judgement.detectable(1.0, n, judgement.LEVEL / max(1, len(self.configs) - 1))
-        return (f"{len(self.configs)} arms x {n} seeds: a difference of {unit:.1f} standard deviations between seeds is found with 80 % power "
-                f"(after correction for {len(self.configs) - 1} arms); at 0.02 between seeds that is {0.02 * unit:.3f} in accuracy")  # fmt: skip
 
     def one(self, arm: str, seed: int) -> None:
         """Make one run, from its last checkpoint when an earlier try left one."""

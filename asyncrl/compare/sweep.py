@@ -95,7 +95,7 @@ def limit_sets(limit: float, injected: bool) -> list[str]:
     return [f"staleness.max_lag={label(limit)}"] + ([f"staleness.inject={label(limit)}"] if injected and limit > 0 else [])
 
 
-def plan(source: str, sets: Sequence[str], corrections: dict[str, list[str]], limits: Sequence[float], *, injected: bool) -> Plan:
+def plan(source: str, sets: Sequence[str], corrections: Sequence[tuple[str, list[str]]], limits: Sequence[float], *, injected: bool) -> Plan:
     """Every config of the sweep, every mistake found before anything starts.  Raises ConfigError."""
     base = config_load.load(source, sets)
     if base.staleness.inject is not None:
@@ -103,7 +103,9 @@ def plan(source: str, sets: Sequence[str], corrections: dict[str, list[str]], li
     if why := runner.cold(base):
         raise ConfigError(why)
     out = Plan(dict(corrections), list(limits), injected, {SYNC: config_load.load(source, [*sets, *limit_sets(0, injected)])})
-    for name, items in corrections.items():
+    for name, items in corrections:
+        if [n for n, _ in corrections].count(name) > 1:
+            raise ConfigError(f"--correction {name}: given twice; give the second a name of its own")
         if name == SYNC:
             raise ConfigError(f"--correction {name}: this name is taken by the synchronous run of the config as it is")
         for item in items:

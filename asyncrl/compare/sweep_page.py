@@ -1,0 +1,175 @@
+"""The page of a sweep: heat maps, the frontier of speed and stability, curves, every cell; a small file without scripts."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from asyncrl.compare import judgement
+from asyncrl.compare.page import clean
+
+COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f", "#78350f", "#475569")
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>asyncrl: {{ name }}</title>
+<style>
+ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px; padding: 0 1rem; color: #1f2937 }
+ h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem } .sub { color: #6b7280 }
+ .box { background: #f3f4f6; border-radius: 8px; padding: .8rem 1.2rem; margin: 1.2rem 0 } code { background: #e5e7eb; padding: 0 .3rem }
+ .grid { display: grid; grid-template-columns: repeat(2, 1fr); gap: .5rem } .map { border-spacing: 2px } .map td { padding: .35rem .6rem; text-align: center;
+ min-width: 6.5rem } .map small { display: block; opacity: .8 } table.list { border-collapse: collapse; font-size: 13px }
+ .list td, .list th { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #e5e7eb } .list td:first-child { text-align: left }
+ svg text { font: 11px system-ui, sans-serif; fill: #374151 } .key span { margin-right: 1rem } .bad { color: #b91c1c }
+</style></head><body>
+<h1>{{ name }}</h1><div class="sub">{{ subtitle }}</div>
+<div class="box" id="suggestion"><b>{{ headline }}</b><br>{{ suggestion.reason }}.
+{% if suggestion.set %}<br><code>{{ suggestion.set }}</code>{% endif %}<br><span class="sub">rule: {{ suggestion.rule }}</span></div>
+{% if missing %}<p class="bad">{{ missing }} runs of this grid are not made yet; empty cells are missing, not zero.</p>{% endif %}
+<h2>Accuracy at the end, mean over seeds</h2>{{ accuracy }}
+<p class="sub">Below it: difference from the synchronous run of the config as it is ({{ sync }}), with its 95 % interval over seeds, paired by seed.
+&#9888; unstable runs of all; a run that was given up keeps its last accuracy.</p>
+<h2>Effective sample size of the raw ratios target / behaviour: lowest mean over 10 steps, worst seed</h2>{{ ess }}
+<h2>Frontier: speed against accuracy</h2>{{ frontier }}
+<p class="sub">Speed of a limit against limit 0, in decode steps of a short run at natural lag, with an update as long as the writing of one batch
+(learner and generators equally fast); the correction's own cost is not in it.</p>
+<h2>Accuracy over training, by limit</h2><div class="key">{{ key }}</div><div class="grid">{% for c in curves %}<div>{{ c }}</div>{% endfor %}</div>
+<h2>Corrections</h2><table class="list">{% for n, what in corrections %}<tr><td>{{ n }}</td><td style="text-align:left">{{ what }}</td></tr>{% endfor %}</table>
+<h2>Cells</h2><table class="list" id="cells"><tr>{% for h in head %}<th>{{ h }}</th>{% endfor %}</tr>
+{% for row in table %}<tr>{% for x in row %}<td>{{ x }}</td>{% endfor %}</tr>{% endfor %}</table>
+{% if trouble %}<h2 class="bad">Unstable</h2><ul>{% for t in trouble %}<li>{{ t }}</li>{% endfor %}</ul>{% endif %}
+<p class="sub">Unstable by these rules: {{ rules }}. Collapsed runs are given up at that point. p: paired t over seeds, Holm's correction over all cells.</p>
+<script type="application/json" id="sweep">{{ blob }}</script></body></html>"""
+HEAD = ("correction", "limit", "seeds", "end", "each seed", "vs sync", "interval", "p", "area", "ESS", "KL max", "mean lag", "lost", "unstable", "speed")
+
+
+def show(x: float | None, form: str) -> str:
+    return "-" if x is None or not math.isfinite(x) else format(x, form)
+
+
+def rows(found: dict[str, Any]) -> list[list[str]]:
+    """The table of cells, as text."""
+    return [
+        [c["correction"], c["limit"], str(c["seeds"]), show(c["final"], ".3f"), " ".join(f"{x:.3f}" for x in c["each"]), show(c["difference"]["mean"], "+.3f"),
+         f"[{show(c['difference']['interval'][0], '+.3f')}, {show(c['difference']['interval'][1], '+.3f')}]", show(c["difference"]["p"], ".3f"),
+         show(c["area"], ".3f"), show(c["ess"], ".2f"), show(c["kl"], ".3f"), show(c["lag"], ".2f"), show(c["lost"], ".1%"),
+         f"{c['unstable']} of {c['seeds']}", show(c["speed"], ".2f")]
+        for c in found["cells"]
+    ]  # fmt: skip
+
+
+def _shade(x: float, low: float, high: float) -> str:
+    """Background from red (low) over yellow to green (high)."""
+    if not math.isfinite(x):
+        return "#f3f4f6"
+    share = min(1.0, max(0.0, (x - low) / max(high - low, 1e-9)))
+    return f"hsl({120 * share:.0f} 65% 72%)"
+
+
+def heat(found: dict[str, Any], value: Callable[[dict[str, Any]], float], below: Callable[[dict[str, Any]], str], low: float, high: float) -> str:
+    """Corrections down, limits across, as a table with coloured cells."""
+    at = {(c["correction"], c["limit"]): c for c in found["cells"]}
+    what = "injected lag" if found["injected"] else "limit"
+    out = [f"<table class='map'><tr><th></th>{''.join(f'<th>{what} {x}</th>' for x in found['limits'])}</tr>"]
+    for n in found["corrections"]:
+        out.append(f"<tr><th style='text-align:left'>{escape(n)}</th>")
+        for x in found["limits"]:
+            c = at.get((n, x))
+            out.append("<td></td>" if c is None else f"<td style='background:{_shade(value(c), low, high)}'>{value(c):.2f}<small>{below(c)}</small></td>")
+        out.append("</tr>")
+    return "".join(out) + "</table>"
+
+
+Line = tuple[str, str, list[tuple[float, float]], bool]  # name, colour, points, joined by a line
+
+
+def svg(title: str, lines: Sequence[Line], x_name: str, y_name: str, *, width: int = 560, height: int = 260,
+        labels: Sequence[tuple[float, float, str]] = ()) -> str:  # fmt: skip
+    """A plot with axes from the data; y from 0."""
+    xs, ys = [x for *_, p, _ in lines for x, _ in p] or [0.0, 1.0], [y for *_, p, _ in lines for _, y in p] or [1.0]
+    x0, x1, y1 = min(xs), max(max(xs), min(xs) + 1e-9), max([*ys, 1e-9]) * 1.08
+    if not lines or not lines[0][3]:
+        x0, x1 = x0 - 0.06 * (x1 - x0) - 0.01, x1 + 0.12 * (x1 - x0) + 0.01
+
+    def px(x: float, y: float) -> tuple[float, float]:
+        return 48 + (x - x0) / (x1 - x0) * (width - 60), height - 36 - y / y1 * (height - 62)
+
+    out = [f"<svg viewBox='0 0 {width} {height}' width='100%' role='img'><text x='48' y='15' style='font-weight:600'>{escape(title)}</text>"]
+    for i in range(5):
+        x, y = x0 + (x1 - x0) * i / 4, y1 * i / 4
+        a, b = px(x, 0), px(x0, y)
+        out.append(f"<text x='{a[0]:.1f}' y='{height - 20}' text-anchor='middle'>{x:.3g}</text><text x='43' y='{b[1] + 4:.1f}' text-anchor='end'>{y:.2f}</text>"
+                   f"<line x1='48' x2='{width - 12}' y1='{b[1]:.1f}' y2='{b[1]:.1f}' stroke='#e5e7eb'/>")  # fmt: skip
+    out.append(f"<text x='{width / 2}' y='{height - 5}' text-anchor='middle'>{escape(x_name)}</text><text x='48' y='29'>{escape(y_name)}</text>")
+    for name, colour, points, joined in lines:
+        at = [px(*p) for p in points]
+        if joined:
+            out.append(f"<polyline fill='none' stroke='{colour}' stroke-width='1.8' points='{' '.join(f'{x:.1f},{y:.1f}' for x, y in at)}'>"
+                       f"<title>{escape(name)}</title></polyline>")  # fmt: skip
+        else:
+            out += [f"<circle cx='{x:.1f}' cy='{y:.1f}' r='5' fill='{colour}'><title>{escape(name)}</title></circle>" for x, y in at]
+    for x, y, text in labels:
+        a = px(x, y)
+        out.append(f"<text x='{a[0] + 7:.1f}' y='{a[1] + 4:.1f}'>{escape(text)}</text>")
+    return "".join(out) + "</svg>"
+
+
+def mean_curve(curves: Sequence[tuple[list[float], list[float]]]) -> list[tuple[float, float]]:
+    """Mean over seeds at each step that any of them has; one that was given up keeps its last accuracy."""
+    steps = sorted({x for xs, _ in curves for x in xs})
+
+    def at(xs: list[float], ys: list[float], x: float) -> float:
+        return next((y for a, y in zip(reversed(xs), reversed(ys), strict=True) if a <= x), ys[0])
+
+    return [(x, sum(at(*c, x) for c in curves) / len(curves)) for x in steps]
+
+
+def write(directory: Path, name: str, found: dict[str, Any], corrections: Sequence[tuple[str, str]], subtitle: str) -> Path:
+    """DIR/report.html and DIR/result.json.  Returns the page's path."""
+    import jinja2
+    from markupsafe import Markup
+
+    colour = {n: COLOURS[i % len(COLOURS)] for i, n in enumerate(found["corrections"])}
+
+    def under(c: dict[str, Any]) -> str:
+        d = c["difference"]
+        bad = f" &#9888;{c['unstable']}/{c['seeds']}" if c["unstable"] else ""
+        return f"{show(d['mean'], '+.2f')} [{show(d['interval'][0], '+.2f')}, {show(d['interval'][1], '+.2f')}]{bad}"
+
+    best = max([c["final"] for c in found["cells"]] + [found["sync"]["final"]])
+    points: list[Line] = [(f"{c['correction']}, limit {c['limit']}", colour[c["correction"]], [(c["speed"], c["final"])], False)
+                          for c in found["cells"] if math.isfinite(c["speed"])]  # fmt: skip
+    top = {x: max((c["final"] for c in found["cells"] if c["limit"] == x and math.isfinite(c["speed"])), default=None) for x in found["limits"]}
+    tags = [(found["speed"][x], y, f"limit {x}") for x, y in top.items() if y is not None]
+    graphs = [
+        svg(f"{'injected lag' if found['injected'] else 'limit'} {x}",
+            [(c["correction"], colour[c["correction"]], mean_curve(c["curves"]), True) for c in found["cells"] if c["limit"] == x], "version", "accuracy")
+        for x in found["limits"]
+    ]  # fmt: skip
+    s, b = found["suggestion"], judgement.Bounds()
+    headline = (
+        "No suggestion" if s["limit"] is None else f"Suggested: staleness.max_lag = {s['limit']}" + (f" with {s['correction']}" if s.get("correction") else "")
+    )
+    rules = (f"accuracy below half its best for {b.evaluations} evaluations; KL above {b.kl:g} nats a token; "
+             f"gradient norm above {b.gradient:g} times its start; entropy below {b.entropy:.0%} of its start; three swings above {b.swing:g}; "
+             f"more than {b.truncated:.0%} of answers cut; loss not finite")  # fmt: skip
+    trouble = [f"{c['correction']}, limit {c['limit']}: {c['unstable']} of {c['seeds']}: {', '.join(c['trouble'])}"
+               + (f"; likely cause: {c['cause']}" if c["cause"] else "") for c in found["cells"] if c["unstable"]]  # fmt: skip
+    blob = json.dumps(clean(found))
+    sync = found["sync"]
+    page = jinja2.Environment(autoescape=True).from_string(PAGE).render(
+        name=name, subtitle=subtitle, suggestion=s, headline=headline, missing=found["missing"], head=HEAD, table=rows(found), trouble=trouble, rules=rules,
+        sync=f"{sync['final']:.3f} over {sync['seeds']} seed(s)", corrections=corrections, curves=[Markup(g) for g in graphs],
+        accuracy=Markup(heat(found, lambda c: float(c["final"]), under, 0.0, best)),
+        ess=Markup(heat(found, lambda c: float(c["ess"]), lambda c: f"KL up to {show(c['kl'], '.2g')}", 0.0, 1.0)),
+        frontier=Markup(svg("", points, "speed against limit 0", "accuracy at the end", width=900, height=320, labels=tags)) if points else "",
+        key=Markup("".join(f"<span><b style='color:{c}'>&#9632;</b> {escape(n)}</span>" for n, c in colour.items())), blob=Markup(blob.replace("</", "<\\/")),
+    )  # fmt: skip
+    for path, text in ((directory / "report.html", page), (directory / "result.json", blob)):
+        part = path.with_suffix(".part")
+        part.write_text(text)
+        os.replace(part, path)
+    return directory / "report.html"
