@@ -343,6 +343,30 @@ def sweep(source: str, sets: tuple[str, ...], as_json: bool, limits: str, chosen
 
 
 @main.command()
+@options()
+@click.option("--from", "from_run", type=click.Path(path_type=Path), help="take the times from this run directory")
+@click.option("--times", "file", type=click.Path(path_type=Path), help="take times from this TOML file")
+@click.option("--time", "words", multiple=True, metavar="KEY=VALUE", help="one time, as in swap=0.5 or reward=pareto(0.2,2.5,4); repeatable")
+@click.option("--limit", "limits", type=float, multiple=True, metavar="K", help="what would this limit give? repeatable")
+@click.option("--more", type=int, multiple=True, metavar="N", help="what would N more generators give? repeatable")
+@click.option("--sync", "syncs", type=float, multiple=True, metavar="X", help="what would a weight sync X times as fast give? repeatable")
+@click.option("--generators", default="", metavar="N,N,...", help="simulate with each of these numbers of generators, 1 to 10000")
+@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--steps", type=click.IntRange(1), help="batches; the config's when absent")
+@click.option("--no-evaluation", is_flag=True, help="leave out held-out evaluation")
+@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.html", help="throughput, idle shares and lag against the limit")
+def simulate(source: str, sets: tuple[str, ...], as_json: bool, from_run: Path | None, file: Path | None, words: tuple[str, ...], no_evaluation: bool,
+             **given: Any) -> None:  # fmt: skip
+    """Simulate CONFIG without a model: throughput, idle shares, lag; and what another limit, generator or weight sync would give."""
+    from asyncrl import config_load
+    from asyncrl.simulate import command
+
+    known, where = command.times_for(from_run, file, words)
+    out = command.simulate(config_load.load(source, sets), known, where, name=f"simulate {source}", evaluate=not no_evaluation, **given)
+    print(json.dumps(out) if as_json else command.text(out))
+
+
+@main.command()
 @click.argument("run_a", type=click.Path(path_type=Path))
 @click.argument("run_b", type=click.Path(path_type=Path))
 @click.option("--html", type=click.Path(path_type=Path), help="also write a page with both runs' curves")

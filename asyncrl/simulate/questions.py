@@ -1,0 +1,118 @@
+"""What another limit, more generators or a faster weight sync would give: simulated with the same seeds, said in a sentence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError
+from asyncrl.simulate.outcome import Outcome, simulate
+from asyncrl.simulate.times import Times, change, scaled
+
+NOTHING = 0.02  # a change of throughput below this is called none
+BUSY = 0.05  # idle share below which a side is what limits
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """One question: `ratio` is the throughput against the base, seed by seed: mean, least, largest."""
+
+    question: str
+    ratio: float
+    least: float
+    largest: float
+    sentence: str
+    outcome: dict[str, Any]
+
+
+def with_limit(config: Config, limit: float) -> Config:
+    """The config with another `staleness.max_lag`.  Raises ConfigError where injected lag would pass it."""
+    if not (limit == math.inf or (limit >= 0 and limit == int(limit))):
+        raise ConfigError(f"--limit {limit:g}: a staleness limit is a whole number of at least 0, or inf")
+    inject = config.staleness.inject
+    if inject is not None and limit < (inject if isinstance(inject, int) else len(inject) - 1):
+        raise ConfigError(f"--limit {limit:g}: below staleness.inject = {inject}; inject less, or leave the limit")
+    return msgspec.structs.replace(config, staleness=msgspec.structs.replace(config.staleness, max_lag=float(limit)))
+
+
+def with_generators(config: Config, n: int) -> Config:
+    return msgspec.structs.replace(config, generators=n)
+
+
+def with_steps(config: Config, n: int) -> Config:
+    return msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, steps=n))
+
+
+def with_sync(times: Times, factor: float) -> Times:
+    """Publishing and swapping `factor` times as fast."""
+    return change(times, publish=scaled(times.publish, 1 / factor), swap=scaled(times.swap, 1 / factor))
+
+
+def several(config: Config, times: Times, seeds: int, *, evaluate: bool = True) -> list[Outcome]:
+    return [simulate(config, times, config.seed + i, evaluate=evaluate) for i in range(seeds)]
+
+
+def together(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """The mean of each number over the seeds; lag_max and tickets_max: the largest."""
+    first, n = outcomes[0], len(outcomes)
+    out: dict[str, Any] = {}
+    for name in Outcome.__struct_fields__:
+        values = [getattr(o, name) for o in outcomes]
+        if name in ("lag_max", "tickets_max"):
+            out[name] = max(values)
+        elif name in ("lag_histogram", "losses"):
+            keys = sorted({k for v in values for k in v})
+            out[name] = {str(k): sum(v.get(k, 0) for v in values) / n for k in keys}
+        elif name in ("max_lag", "generators", "steps"):
+            out[name] = "inf" if values[0] == math.inf else getattr(first, name)
+        else:
+            out[name] = sum(values) / n
+    return out
+
+
+def limited_by(o: dict[str, Any]) -> str:
+    """Which side holds the run up, in words."""
+    g, learner = o["idle_generator"], o["idle_learner"]
+    if learner < BUSY and learner <= g:
+        return f"the learner limits it (idle {learner:.0%}; the generators {g:.0%})"
+    if g < BUSY:
+        return f"the generators limit it (idle {g:.0%}; the learner {learner:.0%})"
+    return f"both sides wait for each other (generators idle {g:.0%}, learner {learner:.0%})"
+
+
+def ask(question: str, instead: str, base: Sequence[Outcome], other: Sequence[Outcome]) -> Answer:
+    """The answer to `question`, paired by seed; `instead` names what the base has."""
+    ratios = [o.tokens_per_s / max(b.tokens_per_s, 1e-9) for b, o in zip(base, other, strict=True)]
+    mean, was, now = sum(ratios) / len(ratios), together(base), together(other)
+    spread = f" (seeds {min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+    if abs(mean - 1) < NOTHING:
+        head = f"{question} instead of {instead}: no throughput to speak of, {mean:.2f} times{spread}"
+    else:
+        speeds = f"{now['tokens_per_s']:,.0f} tokens/s instead of {was['tokens_per_s']:,.0f}"
+        head = f"{question} instead of {instead}: {mean:.2f} times the throughput{spread}, {speeds}"
+    tail = f"mean lag {now['lag_mean']:.2f} instead of {was['lag_mean']:.2f}; then {limited_by(now)}."
+    return Answer(question=question, ratio=mean, least=min(ratios), largest=max(ratios), sentence=f"{head}; {tail}", outcome=now)
+
+
+def answers(config: Config, times: Times, base: Sequence[Outcome], limits: Sequence[float], more: Sequence[int], syncs: Sequence[float], *,
+            evaluate: bool = True) -> list[Answer]:  # fmt: skip
+    """Each question in turn, simulated with the seeds of `base`."""
+    n, now = len(base), config.staleness.max_lag
+    out = []
+    for k in limits:
+        out.append(ask(f"a limit of {k:g}", f"{now:g}", base, several(with_limit(config, k), times, n, evaluate=evaluate)))
+    for m in more:
+        changed = with_generators(config, config.generators + m)
+        out.append(ask(f"{config.generators + m} generators", f"{config.generators}", base, several(changed, times, n, evaluate=evaluate)))
+    for f in syncs:
+        what = f"a weight sync {f:g} times as fast"
+        out.append(ask(what, "this one", base, several(config, with_sync(times, f), n, evaluate=evaluate)))
+    return out
+
+
+def sweep(config: Config, times: Times, limits: Sequence[float], generators: Sequence[int], seeds: int = 1, *, evaluate: bool = True) -> list[dict[str, Any]]:
+    """Every limit with every number of generators."""
+    return [together(several(with_limit(with_generators(config, g), k), times, seeds, evaluate=evaluate)) for g in generators for k in limits]
