@@ -15,7 +15,7 @@ def findings(r: dict[str, Any]) -> Findings:
     """Of the result that `reshape.measure` returns."""
     rates = ", ".join(f"{o} {x:g}" for o, x in r["rates"].items())
     setting = (f"{r['vocabulary']} symbols, {r['length']} tokens; {r['batches']} batch(es) of {r['samples']} answers, {r['epochs']} epochs of "
-               f"{r['minibatches']} step(s); rates: {rates}; {r['seeds']} seeds; budget {r['budget']:g}. KL(mu || theta) in a token, mu: the batch's start; "
+               f"{r['minibatches']} step(s); rates: {rates}; {r['seeds']} seeds; budget {r['budget']:g}. KL(mu || theta) a token, mu the batch's start: "
                "exact over all answers; `by the batch`: the k3 estimate on its samples, which the repairs see. A early stop, B clip, C KL penalty, "
                "D KL budget.")  # fmt: skip
     return Findings("reshape", setting, r, _claims(r), _tables(r), _figures(r))
