@@ -88,12 +88,14 @@ class Staleness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class Advantage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    name: Literal["reinforce", "rloo", "grpo", "dr_grpo", "reinforce_pp", "opo", "gpg"] = "rloo"
+    name: Literal["reinforce", "rloo", "grpo", "dr_grpo", "reinforce_pp", "opo", "gpg", "gae"] = "rloo"
     baseline: Annotated[Literal["none", "batch", "ema"], Meta(description="reinforce")] = "batch"
     ema_decay: Share = 0.9
     ddof: Annotated[Literal[0, 1], Meta(description="grpo")] = 1
     eps: Annotated[NonNegative, Meta(description="grpo")] = 1e-4
-    gamma: Annotated[Share, Meta(description="reinforce_pp: discount of a token")] = 1.0
+    gamma: Annotated[Share, Meta(description="reinforce_pp, gae: discount of a token")] = 1.0
+    lam: Annotated[Share, Meta(description="gae: 1 is return minus value, 0 the one-step residual")] = 0.95
+    k_step: Annotated[Count, Meta(description="gae: cut after so many residuals; 0: never")] = 0
     group_baseline: Annotated[bool, Meta(description="reinforce_pp: subtract the group's mean reward first")] = False
     rewards: Annotated[Literal["raw", "unit", "whiten"], Meta(description="scaled to [0, 1] or whitened over the batch")] = "raw"
     whiten: Annotated[bool, Meta(description="advantages over the batch")] = False
@@ -103,6 +105,20 @@ class Advantage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     truncation_penalty: float = 0.0
     truncation_ramp: Annotated[Positive, Meta(description="soft: tokens before max_new_tokens where the penalty starts")] = 16
     no_spread: Annotated[Literal["keep", "filter"], Meta(description="groups without reward spread")] = "keep"
+
+
+class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The value head, with advantage.name = gae."""
+
+    trunk: Annotated[Literal["own", "shared"], Meta(description="a second model, or a head on the policy's last states")] = "own"
+    init: Annotated[
+        Literal["policy", "reward_model", "zeros", "random"],
+        Meta(description="policy: its weights, a small random head; reward_model: trunk and head at `path`; zeros: V = 0 first; random: a new trunk"),
+    ] = "policy"
+    path: Annotated[str, Meta(description="reward_model: a Hugging Face directory with a sequence-classification head of one label")] = ""
+    coefficient: Annotated[NonNegative, Meta(description="c_v of the value loss")] = 0.1
+    clip: Annotated[NonNegative, Meta(description="clipped value loss: V stays within this of its value at the batch's start; 0: off")] = 0.0
+    lr: Annotated[NonNegative, Meta(description="0: learner.lr")] = 0.0
 
 
 class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -255,6 +271,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     learner: Learner = Learner()
     staleness: Staleness = Staleness()
     advantage: Advantage = Advantage()
+    value: Value = Value()
     correction: Correction = Correction()
     loss: Loss = Loss()
     reshape: Reshape = Reshape()

@@ -9,7 +9,7 @@ OWN_RATIO = ("topr", "dro", "reshape")  # their ratio is pi_theta / mu as publis
 
 def check(c: Any) -> list[str]:
     """Problems of a config's mathematics; each begins with its key."""
-    return _correction(c) + _surrogate(c) + _kl(c) + _reshape(c) + _stop(c) + _advantage(c) + _engine(c)
+    return _correction(c) + _surrogate(c) + _kl(c) + _reshape(c) + _stop(c) + _advantage(c) + _value(c) + _engine(c)
 
 
 def _correction(c: Any) -> list[str]:
@@ -95,6 +95,23 @@ def _advantage(c: Any) -> list[str]:
         out.append(f"learner.group_size: {c.learner.group_size} sample a prompt leaves {a.name} nothing to compare with; 2 or more")
     if a.group_baseline and a.name != "reinforce_pp":
         out.append(f"advantage.group_baseline: belongs to reinforce_pp, not to {a.name}")
+    return out
+
+
+def _value(c: Any) -> list[str]:
+    v, out = c.value, []
+    if c.advantage.name != "gae":
+        return [f"value.{k}: a value head belongs to advantage.name = gae, not to {c.advantage.name}" for k in ("path", "clip", "lr") if getattr(v, k)][:1]
+    if c.learner.backend != "torch":
+        out.append(f"advantage.name: the value head of gae needs learner.backend = torch, not {c.learner.backend}")
+    if c.loss.surrogate == "sft":
+        out.append("advantage.name: gae has nothing to do under loss.surrogate = sft, which takes no advantage")
+    if v.trunk == "shared" and v.init in ("reward_model", "random"):
+        out.append(f"value.init: {v.init} brings a trunk of its own; with value.trunk = shared choose policy or zeros")
+    if (v.init == "reward_model") != bool(v.path):
+        out.append("value.path: the directory of the reward model; value.init = reward_model needs it, and nothing else reads it")
+    if v.trunk == "shared" and v.coefficient == 0:
+        out.append("value.coefficient: 0 leaves the value head untrained; give one above 0")
     return out
 
 

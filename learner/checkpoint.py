@@ -83,7 +83,8 @@ def save(directory: Path, core: LearnerCore, extra: Mapping[str, Any], keep: int
         optimizer = core.backend.state(part)
         with core.backend.whole():
             export(core.model, part / "model")
-        torch.save({"optimizer": optimizer, "state": asdict(core.state), "extra": dict(extra)}, part / "state.pt")
+        critic = core.critic.state() if core.critic is not None else None
+        torch.save({"optimizer": optimizer, "critic": critic, "state": asdict(core.state), "extra": dict(extra)}, part / "state.pt")
         for n, data in (older or {}).items():
             (part / f"older_{n}.bin").write_bytes(data)
         files = {str(p.relative_to(part)): [p.stat().st_size, xxhash.xxh3_64_hexdigest(p.read_bytes())] for p in sorted(part.rglob("*")) if p.is_file()}
@@ -153,6 +154,8 @@ def restore(core: LearnerCore, path: Path) -> dict[str, Any]:
         load_weights(core.model, dict(named_weights(saved)))
     data = torch.load(path / "state.pt", weights_only=True)
     core.backend.load_state(data["optimizer"], path)
+    if core.critic is not None:
+        core.critic.load_state(data.get("critic"), path)
     core.state = State(**data["state"])
     return dict(data["extra"])
 

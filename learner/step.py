@@ -18,6 +18,7 @@ from asyncrl.messages import Batch
 from asyncrl.models import PolicyModel, load_policy, manifest
 from learner.backend import make_backend
 from learner.batch import Packed, micro_batches, pack
+from learner.critic import Critic
 
 BAD_IN_A_ROW = 3
 
@@ -48,6 +49,7 @@ class LearnerCore:
             self.reference.hf.requires_grad_(False)
         self.layout = manifest(self.model)  # before a backend partitions the parameters
         self.backend = make_backend(config, self.model)
+        self.critic = Critic(config, self.model) if config.advantage.name == "gae" else None
         self.state = State(beta=config.kl.coefficient)
 
     # ---- one batch -------------------------------------------------------------------------------------------------
@@ -65,6 +67,9 @@ class LearnerCore:
             packed.loss.proximal = self._interpolated(packed, everyone)
         if self.reference is not None:
             packed.loss.reference = self._forward(self.reference, packed, everyone)
+        if self.critic is not None:
+            packed.loss.values, packed.loss.bootstrap = self.critic.start(packed, self._mine(packed, everyone)[0])
+        self.critic_norms: list[float] = []
         prep = step_loss.prepare(packed.loss, c, baseline=self.state.baseline, beta=self.state.beta)
         rate = self._rate()
         sums, steps, norms, stop_kl = self._epochs(prep, packed)
@@ -73,6 +78,8 @@ class LearnerCore:
             raise AsyncrlError(
                 f'exact: engine and learner differ at lag 0 in batch {batch.number} (k3 {off:.2e}); see `asyncrl doctor --exact`, or exact = "try"'
             )
+        if self.critic_norms:
+            metrics["value/grad_norm"] = sum(self.critic_norms) / len(self.critic_norms)
         self._carry(packed, metrics)
         self.state.number = batch.number + 1
         return metrics | {
@@ -102,7 +109,7 @@ class LearnerCore:
                     stopped = bool(over) and done > 0
                 if stopped:
                     self.state.early_stops += 1
-                    self.backend.zero_grad()
+                    self._zero_grad()
                     return total, done, norms, stop_kl
                 step_loss.add_sums(total, sums)
                 norm = self._apply(packed, sums, step.lr_scale)
@@ -125,17 +132,18 @@ class LearnerCore:
         """Accumulate the gradient of one optimizer step; returns its sums and the KL that early stopping looks at."""
         sums: dict[str, torch.Tensor] = {}
         stop = [torch.zeros(()), torch.zeros(())]
-        self.backend.zero_grad()
+        self._zero_grad()
         mine, rounds = self._mine(packed, samples)
         for at in range(rounds):
             micro, real = (mine[at], True) if at < len(mine) else ([samples[0]], False)
-            out = self._run(self.model, packed, micro, entropy=True)
+            out = self._run(self.model, packed, micro, entropy=True, hidden=self.critic is not None and self.critic.trunk is None)
             part = packed.part(micro)
             if not real:  # every rank makes as many passes as the busiest
                 self.backend.backward(out.logprobs.sum() * 0.0, last=at == rounds - 1)
                 continue
+            values = None if self.critic is None else self.critic.values(packed, micro, out.hidden).cpu()
             loss, more = step_loss.micro_loss(prep, step, part, out.logprobs.cpu() if out.logprobs.is_cuda else out.logprobs,
-                                              out.entropy.cpu() if out.entropy is not None and out.entropy.is_cuda else out.entropy)  # fmt: skip
+                                              out.entropy.cpu() if out.entropy is not None and out.entropy.is_cuda else out.entropy, values)  # fmt: skip
             self.backend.backward(loss, last=at == rounds - 1)
             step_loss.add_sums(sums, more)
             if self.config.stop.kl_max and prep.batch.proximal is not None:
@@ -175,6 +183,8 @@ class LearnerCore:
         """The optimizer step; None when the gradient is not finite: skipped, counted, and the third in a row ends the run."""
         norm = self.backend.step(self._rate() * lr_scale, math.isfinite(float(sums["loss/policy"])))
         if norm is not None:
+            if self.critic is not None:
+                self.critic_norms.append(self.critic.step(self._rate() * lr_scale, self._schedule() * lr_scale))
             self.state.bad_in_a_row = 0
             return norm
         self.state.skipped += 1
@@ -194,10 +204,15 @@ class LearnerCore:
 
     # ---- pieces ----------------------------------------------------------------------------------------------------
 
-    def _run(self, model: PolicyModel, packed: Packed, samples: Sequence[int], *, entropy: bool) -> Any:
+    def _run(self, model: PolicyModel, packed: Packed, samples: Sequence[int], *, entropy: bool, hidden: bool = False) -> Any:
         with self.backend.guard():
             return model.logprobs([packed.prompts[i] for i in samples], [packed.responses[i] for i in samples], packed.temperature[list(samples)],
-                                  groups=[packed.groups[i] for i in samples], want_entropy=entropy)  # fmt: skip
+                                  groups=[packed.groups[i] for i in samples], want_entropy=entropy, want_hidden=hidden)  # fmt: skip
+
+    def _zero_grad(self) -> None:
+        self.backend.zero_grad()
+        if self.critic is not None:
+            self.critic.zero_grad()
 
     @torch.no_grad()
     def _forward(self, model: PolicyModel, packed: Packed, samples: Sequence[int]) -> torch.Tensor:
@@ -218,10 +233,14 @@ class LearnerCore:
 
     def _rate(self) -> float:
         """The learning rate of this batch: a function of its number, so that nothing of it needs saving."""
+        return self.config.learner.lr * self._schedule()
+
+    def _schedule(self) -> float:
+        """Share of the learning rate."""
         c, n = self.config.learner, self.state.number
         left = 1.0 - n / c.steps
         shape = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left)))}[c.schedule]
-        return c.lr * shape * min(1.0, (n + 1) / (c.warmup_steps + 1))
+        return shape * min(1.0, (n + 1) / (c.warmup_steps + 1))
 
     def _carry(self, packed: Packed, metrics: dict[str, float]) -> None:
         """Running mean of the rewards, and the adaptive KL coefficient."""

@@ -30,6 +30,8 @@ METRIC_NAMES: dict[str, tuple[str, str]] = {
     "loss/value": ("-", "value loss, before its coefficient, summed over the batch's optimizer steps"),
     "loss/kl_penalty": ("-", "reshape.kl_penalty's term, before its coefficient, summed over the batch's optimizer steps"),
     "value/explained_variance": ("-", "1 - var(return - value) / var(return) at the start of the batch"),
+    "value/mean": ("reward", "mean value of the batch's tokens at its start"),
+    "value/grad_norm": ("-", "gradient norm of the value head (and of a trunk of its own), mean over the batch's optimizer steps"),
     "perplexity/behavior": ("-", "exp of the mean -log mu over tokens"),
     "perplexity/proximal": ("-", "exp of the mean -log pi_prox over tokens"),
     "perplexity/target": ("-", "exp of the mean -log pi_theta over tokens"),

@@ -109,6 +109,7 @@ def advantage(batch: LossBatch, valid: torch.Tensor, config: Any, baseline: floa
     }  # fmt: skip
     if returns is not None and batch.values is not None:
         numbers["value/explained_variance"] = values.explained_variance(batch.values, returns, valid)
+        numbers["value/mean"] = ratios.masked_mean(batch.values, valid)
     return torch.where(valid, adv, 0.0), returns, numbers
 
 

@@ -1,0 +1,145 @@
+"""The value head of advantage.name = gae: V of the state that predicts each response token, on a trunk of its own or the policy's.
+
+`value.trunk = own`: a second model, so that what the critic learns leaves the policy alone.  `shared`: a linear head on the policy's last
+hidden state, whose value loss also moves the policy's trunk (value.coefficient says how much).  Either is trained by the learner's own
+step, on the same micro-batches, its norm clipped apart from the policy's (PPO, Schulman et al. 2017, arXiv 1707.06347; initialisations as
+in Huang et al. 2024, arXiv 2403.17031).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from asyncrl.config import Config
+from asyncrl.errors import ConfigError, Damaged
+from asyncrl.models import PolicyModel, load_policy
+from learner.backend import optimizer_for
+from learner.batch import Packed
+
+HEADS = ("score.weight", "v_head.weight", "value_head.weight")  # names of a reward model's head in its weight files
+
+
+class Critic:
+    """Trunk (None: the policy's), a linear head in fp32, and their optimizer.  Raises ConfigError for a value.path that is no reward model."""
+
+    def __init__(self, config: Config, policy: PolicyModel) -> None:
+        c = config.value
+        self.config, self.policy, self.trunk = config, policy, None
+        source = torch.Generator().manual_seed(config.seed)
+        self.head = torch.nn.Linear(policy.hidden_size, 1)
+        with torch.no_grad():
+            self.head.bias.zero_()
+            self.head.weight.zero_()
+            if c.init != "zeros":
+                self.head.weight.normal_(0.0, 1 / (policy.hidden_size + 1), generator=source)
+        if c.trunk == "own":
+            self.trunk = load_policy(c.path or config.model.path, config.model.dtype, config.model.device)
+            self.trunk.exact = policy.exact
+            if self.trunk.hidden_size != policy.hidden_size:
+                self.head = torch.nn.Linear(self.trunk.hidden_size, 1)
+            if c.init == "random":
+                _draw(self.trunk, source)
+            elif c.init == "reward_model":
+                self._load_head(Path(c.path))
+        self.head.to(policy.device)
+        self.optimizer = optimizer_for(config, list(self.parameters()))
+
+    def _load_head(self, path: Path) -> None:
+        import safetensors
+
+        for file in sorted(path.glob("*.safetensors")):
+            with safetensors.safe_open(str(file), framework="pt") as f:
+                for name in HEADS:
+                    if name in f.keys():  # noqa: SIM118  (safe_open is no mapping)
+                        found = f.get_tensor(name)
+                        if found.shape != self.head.weight.shape:
+                            raise ConfigError(f"value.path: {file} has {name} {list(found.shape)}; one number a state needs {list(self.head.weight.shape)}")
+                        with torch.no_grad():
+                            self.head.weight.copy_(found)
+                        return
+        raise ConfigError(f"value.path: {path} has no reward head (none of {', '.join(HEADS)} in its *.safetensors); use value.init = policy")
+
+    def parameters(self) -> list[torch.nn.Parameter]:
+        return [*self.head.parameters(), *(self.trunk.hf.parameters() if self.trunk is not None else [])]
+
+    # ---- values ----------------------------------------------------------------------------------------------------
+
+    def values(self, packed: Packed, samples: Sequence[int], hidden: torch.Tensor | None) -> torch.Tensor:
+        """V [n] before each response token of `samples`, with gradient; hidden [n, H]: the policy's states, for a shared trunk."""
+        if self.trunk is not None:
+            hidden = self._states(self.trunk, packed, samples, [packed.responses[i] for i in samples])
+        assert hidden is not None
+        return self._of(hidden)
+
+    @torch.no_grad()
+    def start(self, packed: Packed, parts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(V [N], bootstrap [B]) as the batch begins: bootstrap is V after the last token of a truncated answer, elsewhere 0."""
+        trunk = self.trunk or self.policy
+        values, bootstrap = torch.zeros(int(packed.offsets[-1])), torch.zeros(len(packed.responses))
+        cut = packed.loss.truncated.tolist()
+        for part in parts:
+            # one token more makes the state after the last one appear; which token it is plays no part: it is never read
+            answers = [np.append(r, r[-1:]) if cut[i] else r for i, r in ((i, packed.responses[i]) for i in part)]
+            v, at = self._of(self._states(trunk, packed, part, answers)).cpu(), 0
+            for i, answer in zip(part, answers, strict=True):
+                n = len(packed.responses[i])
+                values[int(packed.offsets[i]) : int(packed.offsets[i]) + n] = v[at : at + n]
+                if cut[i]:
+                    bootstrap[i] = v[at + n]
+                at += len(answer)
+        return values, bootstrap
+
+    def _of(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden.float())[:, 0]  # type: ignore[no-any-return]
+
+    def _states(self, model: PolicyModel, packed: Packed, samples: Sequence[int], answers: list[np.ndarray]) -> torch.Tensor:
+        """The state [n, H] that predicts each token of `answers`."""
+        out = model.logprobs([packed.prompts[i] for i in samples], answers, packed.temperature[list(samples)],
+                             groups=[packed.groups[i] for i in samples], want_hidden=True)  # fmt: skip
+        assert out.hidden is not None
+        return out.hidden
+
+    # ---- training --------------------------------------------------------------------------------------------------
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def step(self, rate: float, share: float) -> float:
+        """Clip and step; the gradient's norm.  rate: the policy's learning rate now; share: of the schedule, for a value.lr of its own."""
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), self.config.learner.clip_norm or math.inf)
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.config.value.lr * share if self.config.value.lr else rate
+        if math.isfinite(float(norm)):
+            self.optimizer.step()
+        return float(norm)
+
+    def state(self) -> dict[str, Any]:
+        """For the checkpoint: weights and optimizer."""
+        trunk = self.trunk.hf.state_dict() if self.trunk is not None else {}
+        return {"head": self.head.state_dict(), "trunk": trunk, "optimizer": self.optimizer.state_dict()}
+
+    def load_state(self, state: dict[str, Any] | None, path: Path) -> None:
+        """Raises Damaged for a checkpoint without a value head, or with one of another kind."""
+        if not state or bool(state["trunk"]) != (self.trunk is not None):
+            raise Damaged(f"checkpoint {path} has no value head with value.trunk = {self.config.value.trunk}: resume it with the settings it was made with")
+        self.head.load_state_dict(state["head"])
+        if self.trunk is not None:
+            self.trunk.hf.load_state_dict(state["trunk"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+@torch.no_grad()
+def _draw(model: PolicyModel, source: torch.Generator) -> None:
+    """New weights for a trunk: matrices normal with the model's own spread, norms 1, biases 0."""
+    spread = float(getattr(model.hf.config, "initializer_range", 0.02))
+    for name, p in model.hf.named_parameters():
+        if p.dim() > 1:
+            p.copy_(torch.randn(p.shape, generator=source) * spread)
+        else:
+            p.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
