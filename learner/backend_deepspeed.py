@@ -7,10 +7,12 @@ Ranks must make the same number of passes: those with fewer micro-batches add em
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import datetime
 import math
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -20,6 +22,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -256,18 +259,39 @@ class DeepSpeedBackend(TorchBackend):
 
     def state(self, directory: Path) -> dict[str, Any]:
         with self.guard():
-            self.engine.save_checkpoint(str(directory / "deepspeed"), tag="state", save_latest=False)
+            self.engine.save_checkpoint(str(directory / "deepspeed"), tag="state", save_latest=False,
+                                        client_state={"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}})  # fmt: skip
             dist.barrier()  # every rank's part is on the file system before rank 0 writes the manifest
         return {"deepspeed": self.ranks, "zero_stage": self.config.learner.zero_stage}
 
     def load_state(self, state: dict[str, Any], directory: Path) -> None:
+        stage = self.config.learner.zero_stage
         if "deepspeed" not in state:
             raise Damaged(f"checkpoint {directory} holds the optimizer of learner.backend = torch; resume it with that backend")
-        if state["deepspeed"] != self.ranks or state["zero_stage"] != self.config.learner.zero_stage:
-            raise Damaged(f"checkpoint {directory} is of {state['deepspeed']} ranks at ZeRO stage {state['zero_stage']}, this learner has {self.ranks} at "
-                          f"{self.config.learner.zero_stage}: resume with the same learner.ranks and learner.zero_stage")  # fmt: skip
-        with self.guard():
-            self.engine.load_checkpoint(str(directory / "deepspeed"), tag="state", load_module_strict=True)
+        if state["zero_stage"] != stage:
+            raise Damaged(f"checkpoint {directory} is of {state['deepspeed']} ranks at ZeRO stage {state['zero_stage']}, this learner's is {stage}: "
+                          "resume with the same learner.zero_stage (the number of ranks may change)")  # fmt: skip
+        saved = directory / "deepspeed"
+        if state["deepspeed"] == self.ranks or stage == 0:  # at stage 0 every rank holds the whole state
+            with self.guard():
+                self.engine.load_checkpoint(str(saved), tag="state", load_module_strict=True)
+            return
+        if self.config.learner.optimizer != "adamw":
+            raise Damaged(f"checkpoint {directory} is of {state['deepspeed']} ranks, this learner has {self.ranks}: only the state of learner.optimizer = "
+                          "adamw can be dealt out anew; resume with the same learner.ranks")  # fmt: skip
+        apart = directory.with_name(f".{directory.name}.universal")  # the same on every rank
+        try:
+            if self.rank == 0:
+                universal(saved / "state", apart / "state")
+            with self.guard():
+                dist.barrier()
+                self.engine._config.load_universal_checkpoint = True
+                self.engine.load_checkpoint(str(apart), tag="state", load_module_strict=True)
+                dist.barrier()
+        finally:
+            self.engine._config.load_universal_checkpoint = False
+            if self.rank == 0:
+                shutil.rmtree(apart, ignore_errors=True)
 
     def close(self) -> None:
         self.closed = True
@@ -292,6 +316,16 @@ class DeepSpeedBackend(TorchBackend):
         if self.own:
             for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK"):
                 os.environ.pop(name, None)
+
+
+def universal(source: Path, target: Path) -> None:
+    """Write DeepSpeed's universal form of the checkpoint in `source`: each parameter's state whole, for any number of ranks."""
+    from deepspeed.checkpoint import ds_to_universal
+
+    shutil.rmtree(target.parent, ignore_errors=True)
+    with contextlib.redirect_stdout(sys.stderr):
+        ds_to_universal.main(SimpleNamespace(input_folder=str(source), output_folder=str(target), num_extract_workers=1, num_merge_workers=1,
+                                             keep_temp_folder=False, strict=True, inject_missing_state=False))  # fmt: skip
 
 
 def _first_line(e: BaseException) -> str:

@@ -86,6 +86,12 @@ def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(stage: int, model_
     again, _ = trained(model_dir, two, batches=6, restore=str(tmp_path / "number_3"))
     assert again["losses"] == pytest.approx(whole["losses"][3:], abs=1e-7) and len(again["losses"]) == 3
     assert again["digest"] == whole["digest"]
+    one, _ = trained(model_dir, two | {"ranks": 1}, batches=6, restore=str(tmp_path / "number_3"))  # at another number of ranks, with the same moments
+    assert one["losses"] == pytest.approx(whole["losses"][3:], abs=1e-5) and len(one["losses"]) == 3
+    assert one["weights"] == pytest.approx(whole["weights"], abs=1e-5) and one["held"] > whole["held"]
+    assert [x.name for x in tmp_path.iterdir()] == ["number_3"]
+    if stage == 3:
+        return
     p = start({"model": str(model_dir), "batches": 6, "restore": str(tmp_path / "number_3"), "config": {"learner": LEARNER | two | {"zero_stage": 1}}})
     _, err = p.communicate(timeout=240)
     assert p.returncode != 0 and f"is of 2 ranks at ZeRO stage {stage}" in err
@@ -155,7 +161,7 @@ def test_a_whole_run_on_two_ranks_stops_resumes_and_exports(asyncrl: Callable[..
     check_summary(done.json, done.json["lag"]["limit"])
     run_dir = done.json["run_dir"]
     assert done.json["steps"] == 6 and done.json["mismatch_k3_max"] < 1e-9
-    more = asyncrl("run", "--resume", run_dir, "learner.steps=9")
+    more = asyncrl("run", "--resume", run_dir, "learner.steps=9", "learner.ranks=1")
     assert more.code == 0 and more.json["steps"] == 9, more.err[-3000:]
     import transformers
 
