@@ -194,10 +194,11 @@ class KL(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     target: Annotated[NonNegative, Meta(description="adaptive")] = 6.0
     horizon: Annotated[Positive, Meta(description="adaptive: samples")] = 10000
     off_policy: Annotated[
-        Literal["none", "ratio", "prefix"], Meta(description="the loss term on stale samples: ratio per token; prefix: the exact sequence-level gradient")
+        Literal["none", "ratio", "prefix", "prefix_full"],
+        Meta(description="the loss term on stale samples: ratio per token; prefix: the exact sequence-level gradient; prefix_full: with less variance"),
     ] = "none"
-    discount: Annotated[Share, Meta(description="prefix: of later terms; 1: exact, 0: token level")] = 1.0
-    truncate: Annotated[float, Meta(gt=0, description="prefix: bound of the prefix weights; inf: exact")] = float("inf")
+    discount: Annotated[Share, Meta(description="prefix, prefix_full: of later terms; 1: exact, 0: token level")] = 1.0
+    truncate: Annotated[float, Meta(gt=0, description="prefix, prefix_full: bound of the prefix weights; inf: exact")] = float("inf")
 
 
 class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -158,6 +158,44 @@ class _PickedLogprobs(torch.autograd.Function):
         return gh, gw, None, None, None
 
 
+class _StepKL(torch.autograd.Function):
+    """Exact KL(theta || ref) over the vocabulary at each state, chunk by chunk like `_PickedLogprobs`; the reference has no gradient."""
+
+    @staticmethod
+    def _chunk(s: slice, hidden: Any, weight: Any, ref_hidden: Any, ref_weight: Any, scale: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Probabilities, log-ratios [n, V] and KL [n] of a chunk."""
+        a = torch.log_softmax((hidden[s] @ weight.T).float() * scale[s, None], -1)
+        gap = a - torch.log_softmax((ref_hidden[s] @ ref_weight.T).float() * scale[s, None], -1)
+        p = a.exp()
+        return p, gap, (p * gap).sum(-1)
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, ref_hidden: torch.Tensor, ref_weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        ctx.step = max(1, LOGIT_CHUNK // weight.shape[0])
+        ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, scale)
+        cuts = range(0, len(hidden), ctx.step)
+        return torch.cat([_StepKL._chunk(slice(at, at + ctx.step), hidden, weight, ref_hidden, ref_weight, scale)[2] for at in cuts])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        hidden, weight, ref_hidden, ref_weight, scale = ctx.saved_tensors
+        gh, gw = torch.empty_like(hidden), torch.zeros_like(weight)
+        for at in range(0, len(hidden), ctx.step):
+            s = slice(at, at + ctx.step)
+            p, gap, k = _StepKL._chunk(s, hidden, weight, ref_hidden, ref_weight, scale)
+            d = (p * (gap - k[:, None]) * (grads[0][s] * scale[s])[:, None]).to(hidden.dtype)
+            gh[s] = d @ weight
+            gw += d.T @ hidden[s]
+        return gh, gw, None, None, None
+
+
+def step_kl(lay: Layout, hidden: torch.Tensor, ref: Layout, ref_hidden: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
+    """KL(theta || ref) of the next token at each state [N], with gradient; hidden, ref_hidden [N, H]: both models' states, temperature [N]."""
+    heads = lay.hf.get_output_embeddings().weight, ref.hf.get_output_embeddings().weight
+    scale = 1.0 / temperature.to(hidden.device, torch.float32)
+    return _StepKL.apply(hidden, heads[0], ref_hidden.detach(), heads[1].detach(), scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
 @dataclass
 class Plan:
     """How samples are packed.  Tokens: unique prompts first, then each response without its last token.

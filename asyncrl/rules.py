@@ -57,6 +57,8 @@ def _kl(c: Any) -> list[str]:
         out.append(f"kl.off_policy: {k.off_policy} is a form of the loss term; set kl.placement = loss")
     if k.off_policy == "prefix" and k.estimator != "k3":
         out.append(f"kl.estimator: off_policy = prefix is built on k3, not {k.estimator}")
+    if k.off_policy == "prefix_full" and c.learner.backend != "torch":
+        out.append(f"kl.off_policy: prefix_full reads both models' last states, which needs learner.backend = torch, not {c.learner.backend}; use prefix")
     if k.controller == "adaptive" and not k.target > 0:
         out.append("kl.target: the adaptive controller needs a target above 0")
     if k.controller == "adaptive" and not k.coefficient > 0:
@@ -136,10 +138,10 @@ def warnings(c: Any) -> list[str]:
         out.append("kl: k3 in the reward has a strongly biased gradient and is known to collapse")
     if on and k.placement == "loss" and k.off_policy == "ratio":
         out.append("kl: off_policy = ratio is right on the behaviour policy's states only; prefix is exact")
-    if on and k.placement == "loss" and k.off_policy == "prefix":
+    if on and k.placement == "loss" and k.off_policy in ("prefix", "prefix_full"):
         cut = "staleness.on_exceed = mask" if c.staleness.on_exceed == "mask" else ""
         if cut := cut or ("correction.reject by token" if c.correction.reject != "none" and c.correction.reject_over == "token" else ""):
-            out.append(f"kl: off_policy = prefix is exact for whole answers; {cut} takes tokens out of the product of ratios")
+            out.append(f"kl: off_policy = {k.off_policy} is exact for whole answers; {cut} takes tokens out of the product of ratios")
     if c.correction.level in ("sequence", "geometric") and not c.correction.self_normalize and c.correction.proximal != "behavior":
         out.append(f"correction: at {c.correction.level} level without self_normalize the mean weight, an effective learning rate, wanders")
     if c.generator.top_p < 1 or c.generator.top_k > 0:

@@ -11,9 +11,10 @@ from typing import Any
 import msgspec
 import torch
 
+from asyncrl import fast_forward
 from asyncrl.algorithms import kl, ratios, step_loss
 from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError
+from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.messages import Batch
 from asyncrl.models import PolicyModel, load_policy, manifest
 from learner.backend import make_backend
@@ -47,6 +48,11 @@ class LearnerCore:
         if config.kl.coefficient > 0:
             self.reference = load_policy(config.model.reference or config.model.path, config.model.dtype, config.model.device)
             self.reference.hf.requires_grad_(False)
+        self.full_kl = config.kl.coefficient > 0 and config.kl.off_policy == "prefix_full"
+        if self.full_kl and (self.model.fast is None or self.reference is None or self.reference.fast is None):
+            raise ConfigError(
+                "kl.off_policy: prefix_full needs a model of the packed forward (Llama, Qwen2, Qwen3, Mistral), also as model.reference; use prefix"
+            )
         self.layout = manifest(self.model)  # before a backend partitions the parameters
         self.backend = make_backend(config, self.model)
         self.critic = Critic(config, self.model) if config.advantage.name == "gae" else None
@@ -136,14 +142,15 @@ class LearnerCore:
         mine, rounds = self._mine(packed, samples)
         for at in range(rounds):
             micro, real = (mine[at], True) if at < len(mine) else ([samples[0]], False)
-            out = self._run(self.model, packed, micro, entropy=True, hidden=self.critic is not None and self.critic.trunk is None)
+            out = self._run(self.model, packed, micro, entropy=True, hidden=self.full_kl or (self.critic is not None and self.critic.trunk is None))
             part = packed.part(micro)
             if not real:  # every rank makes as many passes as the busiest
                 self.backend.backward(out.logprobs.sum() * 0.0, last=at == rounds - 1)
                 continue
             values = None if self.critic is None else self.critic.values(packed, micro, out.hidden).cpu()
             loss, more = step_loss.micro_loss(prep, step, part, out.logprobs.cpu() if out.logprobs.is_cuda else out.logprobs,
-                                              out.entropy.cpu() if out.entropy is not None and out.entropy.is_cuda else out.entropy, values)  # fmt: skip
+                                              out.entropy.cpu() if out.entropy is not None and out.entropy.is_cuda else out.entropy, values,
+                                              self._step_kl(packed, micro, out.hidden) if self.full_kl else None)  # fmt: skip
             self.backend.backward(loss, last=at == rounds - 1)
             step_loss.add_sums(sums, more)
             if self.config.stop.kl_max and prep.batch.proximal is not None:
@@ -208,6 +215,13 @@ class LearnerCore:
         with self.backend.guard():
             return model.logprobs([packed.prompts[i] for i in samples], [packed.responses[i] for i in samples], packed.temperature[list(samples)],
                                   groups=[packed.groups[i] for i in samples], want_entropy=entropy, want_hidden=hidden)  # fmt: skip
+
+    def _step_kl(self, packed: Packed, samples: Sequence[int], hidden: torch.Tensor) -> torch.Tensor:
+        """KL(theta || ref) over the vocabulary at each state of `samples`, [n] with gradient; hidden [n, H]: the policy's states."""
+        assert self.reference is not None and self.model.fast is not None and self.reference.fast is not None
+        with torch.no_grad():
+            ref = self._run(self.reference, packed, samples, entropy=False, hidden=True).hidden
+        return fast_forward.step_kl(self.model.fast, hidden, self.reference.fast, ref, packed.temperature[packed.loss.seq[packed.part(samples)]]).cpu()
 
     def _zero_grad(self) -> None:
         self.backend.zero_grad()

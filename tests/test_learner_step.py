@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl import config_load
 from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError
+from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.messages import Batch, Trajectory
 from asyncrl.models import build_model
 from learner.batch import micro_batches, pack
@@ -61,6 +62,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"loss": {"surrogate": "gspo"}},
     {"kl": {"coefficient": 0.1, "placement": "loss", "estimator": "k3"}},
     {"kl": {"coefficient": 0.1, "placement": "reward", "estimator": "k1"}},
+    {"kl": {"coefficient": 0.1, "placement": "loss", "off_policy": "prefix_full", "discount": 0.9, "truncate": 2.0}},
 ]
 
 
@@ -151,3 +153,41 @@ def test_schedule_is_a_function_of_the_batch_number(model_dir: Path) -> None:
         c.state.number = n
         rates.append(c._rate())
     assert rates == pytest.approx([min(1, (n + 1) / 5) * (1 - n / 10) for n in range(10)])
+
+
+def test_prefix_full_is_the_plain_formula_on_both_models_logits(model_dir: Path, tmp_path: Path) -> None:
+    """With equal rewards the KL term is all there is: one SGD step is -lr grad of beta/N sum_k W_{1:k-1} KL_k, W with gradient too,
+    written out on transformers' own logits.  The step KLs carry the temperature."""
+    build_model(tmp_path / "ref", "abcdefgh", hidden=32, layers=2, seed=5)
+    kl = {"coefficient": 0.5, "placement": "loss", "off_policy": "prefix_full"}
+    b = batch(reward=1.0)
+    for s in b.samples:
+        s.temperature = 0.7
+    for tokens in (100_000, 1):
+        raw = {"model": {"path": str(model_dir), "device": "cpu", "reference": str(tmp_path / "ref")}, "task": {"name": "sort"}, "kl": kl,
+               "learner": {"optimizer": "sgd", "lr": 0.1, "clip_norm": 0.0, "groups": GROUPS, "group_size": SIZE, "micro_batch_tokens": tokens}}  # fmt: skip
+        c = LearnerCore(msgspec.convert(raw, Config), model_dir)
+        before = weights(c)
+        assert c.reference is not None
+        total, packed = torch.zeros(()), pack(b)
+        for p, r, s in zip(packed.prompts, packed.responses, b.samples, strict=True):
+            ids = torch.from_numpy(np.concatenate([p, r]).astype(np.int64))[None]
+            at = slice(len(p) - 1, len(p) + len(r) - 1)
+            here, there = (torch.log_softmax(m.hf(input_ids=ids).logits[0, at] / 0.7, -1) for m in (c.model, c.reference))
+            step = (here.exp() * (here - there.detach())).sum(-1)
+            log_w = here.gather(1, ids[0, len(p) :, None])[:, 0] - torch.from_numpy(np.frombuffer(s.behavior_logprobs, "<f4").copy())
+            total = total + ((log_w.cumsum(0) - log_w).exp() * step).sum()
+        total = 0.5 * total / len(packed.loss.seq)
+        total.backward()
+        exact = torch.cat([p.grad.flatten() for p in c.model.hf.parameters()])  # type: ignore[union-attr]
+        c.train(b)
+        assert torch.allclose(weights(c) - before, -0.1 * exact, atol=1e-6) and float(exact.norm()) > 1e-3
+
+
+def test_prefix_full_is_refused_where_it_cannot_work() -> None:
+    on = ["kl.coefficient=0.1", "kl.off_policy=prefix_full"]
+    with pytest.raises(ConfigError, match="set kl.placement = loss"):
+        config_load.load("configs/demo.toml", on)
+    with pytest.raises(ConfigError, match="prefix_full reads both models' last states, which needs learner.backend = torch"):
+        config_load.load("configs/demo.toml", [*on, "kl.placement=loss", "learner.backend=deepspeed", "learner.ranks=2"])
+    assert config_load.load("configs/demo.toml", [*on, "kl.placement=loss"]).kl.off_policy == "prefix_full"
