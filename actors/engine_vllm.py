@@ -247,6 +247,7 @@ def start(path: str, shape: Any, *, slots: int, context: int, dtype: str, device
         return LLMEngine.from_engine_args(EngineArgs(
             model=str(path), tokenizer=str(path), skip_tokenizer_init=True, dtype=dtype, seed=seed, max_model_len=context, max_num_seqs=slots + 1,
             max_num_batched_tokens=max(2048, context), block_size=BLOCK, kv_cache_memory_bytes=kv_bytes or blocks * BLOCK * token,
+            gpu_memory_utilization=0.05,  # a check at the start and nothing else, as the size of the cache is given: the learner may share the GPU
             enable_prefix_caching=True, async_scheduling=False, scheduling_policy="priority", logprobs_mode="processed_logprobs", max_logprobs=1,
             generation_config="vllm", enforce_eager=cpu, disable_log_stats=True, use_tqdm_on_load=False,
             worker_extension_cls="actors.engine_vllm.SwapExtension",

@@ -23,6 +23,7 @@ from actors.schedule import Key, Schedule
 from actors.weights import WeightsReceiver
 from asyncrl import messages as m
 from asyncrl.config import Config
+from asyncrl.devices import bind
 from asyncrl.errors import AsyncrlError, PeerUnreachable, ProtocolError
 from asyncrl.models import encode_prompt, load_tokenizer
 from asyncrl.rundir import buffer_address, run_id
@@ -305,6 +306,7 @@ def engine_for(config: Config) -> Engine:
 
 def main(config: Config, run_dir: Path, index: int) -> None:
     """Run generator `index` of the run in `run_dir` until the run is finished or SIGTERM asks for its end."""
+    bind(config.generator.gpus, index, "generator.gpus")
     engine = engine_for(config)
     generator = Generator(config, run_dir, index, engine)
 

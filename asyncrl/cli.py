@@ -85,7 +85,7 @@ def main() -> None:
 @click.option("--dry-run", is_flag=True, help="print the resolved config and what would start")
 def run(source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path | None, dry_run: bool) -> None:
     """Run all processes of CONFIG, supervised; or go on with a run by --resume."""
-    from asyncrl import config_load, rundir
+    from asyncrl import config_load, devices, rundir
     from asyncrl import run as runner
 
     if (source is None) == (resume is None):
@@ -97,7 +97,7 @@ def run(source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path |
         run_dir = rundir.directory(config, str(source))
     if dry_run:
         print(config_load.dump(config))
-        print(f"would start in {run_dir}: buffer, learner, {config.generators} generator(s)", file=sys.stderr)
+        print(f"would start in {run_dir}: buffer, {', '.join(devices.placement(config))}", file=sys.stderr)
         return
     code, summary = runner.run(config, run_dir, resume=resume is not None)
     emit(summary if as_json or not summary else outline(summary), as_json)

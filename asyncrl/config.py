@@ -53,6 +53,7 @@ class Generator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     top_k: Annotated[Count, Meta(description="0: all")] = 0
     kv_cache_mib: Annotated[Count, Meta(description="vllm: memory for keys and values; 0: what slots x context need")] = 0
     threads: Annotated[Positive, Meta(description="OMP threads of each generator process")] = 1
+    gpus: Annotated[list[Count], Meta(description="GPU numbers, dealt to the generators in turn; empty: model.device")] = []
 
 
 class Learner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -78,6 +79,7 @@ class Learner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     checkpoint_every: Annotated[Positive, Meta(description="batches")] = 20
     keep_checkpoints: Positive = 2
     threads: Annotated[Positive, Meta(description="OMP threads of the learner process")] = 1
+    gpus: Annotated[list[Count], Meta(description="GPU number of each rank; empty: model.device")] = []
 
 
 class Staleness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

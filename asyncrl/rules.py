@@ -122,6 +122,15 @@ def _engine(c: Any) -> list[str]:
     for key, t in (("generator.temperature", c.generator.temperature), ("evaluation.temperature", c.evaluation.temperature)):
         if c.generator.engine == "vllm" and t < 0.01:
             out.append(f"{key}: {t:g}; vLLM raises temperatures below 0.01 to 0.01, and the recorded one would be wrong")
+    if c.generator.engine == "vllm" and c.model.device.startswith("cuda:"):
+        out.append(f"model.device: {c.model.device}; vLLM takes the first GPU it sees: use cuda, and generator.gpus to choose")
+    for key, gpus in (("generator.gpus", c.generator.gpus), ("learner.gpus", c.learner.gpus)):
+        if gpus and c.model.device not in ("auto", "cuda"):
+            out.append(f"{key}: chooses the GPU, and model.device = {c.model.device} another: use auto or cuda")
+    if c.learner.gpus and (len(c.learner.gpus) != c.learner.ranks or len(set(c.learner.gpus)) < len(c.learner.gpus)):
+        out.append(f"learner.gpus: {c.learner.gpus} for {c.learner.ranks} rank(s) (learner.ranks); each needs a GPU of its own")
+    if c.learner.ranks > 1 and not c.learner.gpus and c.model.device.startswith("cuda"):
+        out.append(f"learner.gpus: {c.learner.ranks} ranks would share model.device = {c.model.device}; give one number each")
     if c.generator.engine != "vllm" and c.generator.kv_cache_mib:
         out.append(f"generator.kv_cache_mib: belongs to generator.engine = vllm, not to {c.generator.engine}")
     return out

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl import config_load, live, metrics, report, rundir, trace
+from asyncrl import config_load, devices, live, metrics, report, rundir, trace
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, NothingToDo
 from asyncrl.launch import Supervisor
@@ -31,6 +31,8 @@ def preflight(config: Config) -> None:
 
     if config.generator.engine == "vllm" and (why := missing_vllm()):
         raise ConfigError(f"generator.engine = vllm: {why}")
+    if why := devices.missing(config):
+        raise ConfigError(why)
     task = get_task(config.task)
     path = Path(config.model.path)
     if not (path / "config.json").is_file():

@@ -59,7 +59,7 @@ def start_ranks(config: Config) -> list[subprocess.Popen[bytes]]:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
     common = {"WORLD_SIZE": str(config.learner.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update(common | {"RANK": "0", "LOCAL_RANK": "0"})
+    os.environ.update(common | {"RANK": "0", "LOCAL_RANK": "0"})  # another rank takes its own GPU: asyncrl/devices.py
     return [
         subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=os.environ | {"RANK": str(r), "LOCAL_RANK": str(r)}, stdin=subprocess.DEVNULL,
                          preexec_fn=_die_with_parent)
@@ -88,8 +88,10 @@ class DeepSpeedBackend(TorchBackend):
         # an operator that only inference uses: its compiler takes a lock file which a killed process leaves, and all later ones wait for it, for ever
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         cuda = model.device.type == "cuda"
+        if cuda and c.ranks > 1 and not c.gpus:
+            raise ConfigError(f"learner.gpus: {c.ranks} ranks would share one GPU; give one number each")
         try:
-            deepspeed.init_distributed(dist_backend="nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=c.rank_timeout_s + START_S),
+            deepspeed.init_distributed(dist_backend="cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=c.rank_timeout_s + START_S),
                                        auto_mpi_discovery=False, verbose=False)  # fmt: skip
         except (RuntimeError, ValueError) as e:
             raise RankLost(f"the ranks of the learner did not come together within {c.rank_timeout_s + START_S:g} s: {_first_line(e)}") from e

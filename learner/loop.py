@@ -18,6 +18,7 @@ import psutil
 
 from asyncrl import messages as m
 from asyncrl.config import Config
+from asyncrl.devices import bind_learner
 from asyncrl.errors import AsyncrlError, Fenced, PeerUnreachable
 from asyncrl.models import export, weights_digest
 from asyncrl.rundir import buffer_address, run_id
@@ -226,6 +227,7 @@ def main(config: Config, run_dir: Path) -> None:
     """Run the learner until its last batch is committed and evaluated, or SIGTERM: finish the batch, checkpoint, end."""
     asked: list[int] = []
     learner: Learner | None = None
+    bind_learner(config)
     if config.learner.backend == "deepspeed" and int(os.environ.get("RANK", "0")) > 0:
         from learner.backend_deepspeed import follow
 
