@@ -168,7 +168,7 @@ class Generator:
             s = ticket.sampling
             requests.append(
                 Request(key=key, prompt=tokens, group=ticket.ticket, max_new_tokens=limit, temperature=s.temperature, top_p=s.top_p,
-                        top_k=s.top_k, stop=stop_tokens(self.tokenizer), seed=ticket.seed)
+                        top_k=s.kept(sample), stop=stop_tokens(self.tokenizer), seed=ticket.seed)
             )  # fmt: skip
         if requests:
             with self.tracer.span("prefill", len(requests)):

@@ -90,7 +90,10 @@ class Staleness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
 
 
 class Advantage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    name: Literal["reinforce", "rloo", "grpo", "dr_grpo", "reinforce_pp", "opo", "gpg", "gae"] = "rloo"
+    name: Annotated[
+        Literal["reinforce", "rloo", "grpo", "dr_grpo", "reinforce_pp", "opo", "gpg", "remax", "gae"],
+        Meta(description="gae trains a value head ([value]); remax draws the first sample of each group greedily, as a baseline that is not trained on"),
+    ] = "rloo"
     baseline: Annotated[Literal["none", "batch", "ema"], Meta(description="reinforce")] = "batch"
     ema_decay: Share = 0.9
     ddof: Annotated[Literal[0, 1], Meta(description="grpo")] = 1

@@ -35,6 +35,11 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
     top_p: float = 1.0
     top_k: int = 0  # 0: all
     max_new_tokens: int = 64
+    greedy: bool = False  # sample 0 of the group is the likeliest answer, a baseline and not trained on (remax)
+
+    def kept(self, sample: int) -> int:
+        """top_k of that sample."""
+        return 1 if self.greedy and sample == 0 else self.top_k
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):

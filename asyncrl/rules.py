@@ -93,6 +93,10 @@ def _advantage(c: Any) -> list[str]:
     a, out = c.advantage, []
     if a.truncated == "soft" and not 0 < a.truncation_ramp <= c.generator.max_new_tokens:
         out.append(f"advantage.truncation_ramp: {a.truncation_ramp} tokens; soft needs 1 to generator.max_new_tokens = {c.generator.max_new_tokens}")
+    if a.name == "remax" and c.learner.group_size < 2:
+        out.append(f"learner.group_size: {c.learner.group_size}; the first sample of a group is remax's greedy baseline, so 2 or more")
+    if a.name == "remax" and c.exact:
+        out.append("advantage.name: remax draws its baseline greedily, among whose logprobs exact mode does not hold; use rloo")
     if a.name in ("opo", "gpg") and c.learner.group_size < 2:
         out.append(f"learner.group_size: {c.learner.group_size} sample a prompt leaves {a.name} nothing to compare with; 2 or more")
     if a.group_baseline and a.name != "reinforce_pp":

@@ -38,7 +38,8 @@ def settings(config: Config) -> Settings:
     g, s = config.generator, config.staleness
     return Settings(
         batch=config.learner.groups, group=config.learner.group_size, steps=config.learner.steps,
-        sampling=m.Sampling(g.temperature, g.top_p, g.top_k, g.max_new_tokens), seed=config.seed, on_exceed=s.on_exceed, inject=s.inject, half_life=s.half_life,
+        sampling=m.Sampling(g.temperature, g.top_p, g.top_k, g.max_new_tokens, config.advantage.name == "remax"), seed=config.seed,
+        on_exceed=s.on_exceed, inject=s.inject, half_life=s.half_life,
         filter_no_spread=config.advantage.no_spread == "filter", lease_s=config.wires.lease_s, error_budget=config.reward.error_budget,
         machinery_budget=config.reward.machinery_budget,
     )  # fmt: skip

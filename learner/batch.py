@@ -30,9 +30,13 @@ class Packed:
         return torch.from_numpy(np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in samples]))
 
 
-def pack(batch: Batch) -> Packed:
-    """Decode a batch.  Token ids are used exactly as they were sampled."""
-    s = batch.samples
+def pack(batch: Batch, *, greedy: bool = False) -> Packed:
+    """Decode a batch.  Token ids are used exactly as they were sampled.
+
+    greedy: sample 0 of each group is a baseline (remax): left out, its reward kept for the others.
+    """
+    at = [i for i, t in enumerate(batch.samples) if not (greedy and t.sample == 0)]
+    s, baseline = [batch.samples[i] for i in at], {t.ticket: t.reward for t in batch.samples if t.sample == 0}
     prompts = [np.frombuffer(t.prompt_tokens, "<i4") for t in s]
     responses = [np.frombuffer(t.tokens, "<i4") for t in s]
     lengths = np.array([len(r) for r in responses])
@@ -40,7 +44,7 @@ def pack(batch: Batch) -> Packed:
     groups = [order[t.ticket] for t in s]
     lag = np.zeros(int(lengths.sum()), np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    for i, runs in enumerate(batch.token_lags):
+    for i, runs in enumerate(batch.token_lags[k] for k in at):
         for start, end, value in runs:
             lag[offsets[i] + start : offsets[i] + end] = value
     behavior = np.concatenate([np.frombuffer(t.behavior_logprobs, "<f4") for t in s]).copy()
@@ -48,7 +52,7 @@ def pack(batch: Batch) -> Packed:
     loss = LossBatch(
         seq=torch.from_numpy(np.repeat(np.arange(len(s)), lengths)), behavior=torch.from_numpy(behavior), mask=torch.from_numpy(mask),
         token_lag=torch.from_numpy(lag), rewards=torch.tensor([t.reward for t in s]), groups=torch.tensor(groups),
-        truncated=torch.tensor([t.finish == "length" for t in s]),
+        truncated=torch.tensor([t.finish == "length" for t in s]), greedy=torch.tensor([baseline[t.ticket] for t in s]) if greedy else None,
     )  # fmt: skip
     return Packed(prompts, responses, groups, torch.tensor([t.temperature for t in s]), offsets, loss)
 

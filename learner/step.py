@@ -63,7 +63,8 @@ class LearnerCore:
     def train(self, batch: Batch) -> dict[str, float]:
         """Train on one batch; returns its metrics.  Raises AsyncrlError after three batches whose loss is not finite."""
         self.backend.tell("train", batch)
-        c, packed = self.config, pack(batch)
+        c = self.config
+        packed = pack(batch, greedy=c.advantage.name == "remax")
         everyone = range(len(packed.responses))
         if step_loss.needs_proximal_first(c) and c.correction.proximal != "behavior":
             packed.loss.proximal = self._forward(self.model, packed, everyone)

@@ -186,8 +186,8 @@ def test_prefix_full_is_the_plain_formula_on_both_models_logits(model_dir: Path,
 
 def test_prefix_full_is_refused_where_it_cannot_work() -> None:
     on = ["kl.coefficient=0.1", "kl.off_policy=prefix_full"]
-    with pytest.raises(ConfigError, match="set kl.placement = loss"):
+    with pytest.raises(ConfigError, match=r"set kl\.placement = loss"):
         config_load.load("configs/demo.toml", on)
-    with pytest.raises(ConfigError, match="prefix_full reads both models' last states, which needs learner.backend = torch"):
+    with pytest.raises(ConfigError, match=r"prefix_full reads both models' last states, which needs learner\.backend = torch"):
         config_load.load("configs/demo.toml", [*on, "kl.placement=loss", "learner.backend=deepspeed", "learner.ranks=2"])
     assert config_load.load("configs/demo.toml", [*on, "kl.placement=loss"]).kl.off_policy == "prefix_full"

@@ -5,6 +5,7 @@ from __future__ import annotations
 METRIC_NAMES: dict[str, tuple[str, str]] = {
     "reward/min": ("reward", "smallest reward of the batch"),
     "reward/max": ("reward", "largest reward of the batch"),
+    "reward/greedy": ("reward", "mean reward of the groups' greedy answers, remax's baseline; they are in no other metric of the loss"),
     "adv/mean": ("-", "mean advantage over valid tokens"),
     "adv/abs_max": ("-", "largest |advantage| of a valid token"),
     "answer/masked_share": ("share", "response tokens outside the loss: loss mask, staleness.on_exceed = mask, truncated answers"),

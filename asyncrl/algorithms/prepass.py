@@ -107,6 +107,8 @@ def advantage(batch: LossBatch, valid: torch.Tensor, config: Any, baseline: floa
         "reward/no_spread_share": advantages.no_spread(batch.rewards, batch.groups).float().mean(),
         "answer/truncated_share": batch.truncated.float().mean(),
     }  # fmt: skip
+    if batch.greedy is not None:
+        numbers["reward/greedy"] = batch.greedy.mean()
     if returns is not None and batch.values is not None:
         numbers["value/explained_variance"] = values.explained_variance(batch.values, returns, valid)
         numbers["value/mean"] = ratios.masked_mean(batch.values, valid)

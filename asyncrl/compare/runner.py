@@ -116,7 +116,7 @@ class Run:
             t, prompt = h.ticket, self.prompts[h.ticket.ticket]
             s, most = t.sampling, min(t.sampling.max_new_tokens, self.config.generator.context - len(prompt))
             key = (t.ticket, sample, t.attempt)
-            requests.append(Request(key, prompt, t.ticket, most, s.temperature, s.top_p, s.top_k, self.stops, t.seed))
+            requests.append(Request(key, prompt, t.ticket, most, s.temperature, s.top_p, s.kept(sample), self.stops, t.seed))
         self.engine.add(requests)
         began = time.monotonic()
         for answer in self.engine.step(SLICE) if self.engine.active else []:
