@@ -5,9 +5,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import resource
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -101,3 +103,38 @@ def demo_command(command: str, tmp_path: Path, model: Path, *words: str) -> list
     else:
         argv += [x for s in words if "=" in s and not s.startswith("-") for x in ("--set", s)]
     return argv + flags + ["--json"]
+
+
+# ---- what each file of tests costs, in CPU seconds: unlike wall time it says the same on a busy machine --------------------------------
+
+
+BEGAN = pytest.StashKey[float]()
+
+
+def _cpu_s() -> float:
+    """Of this worker and every child it has waited for, with theirs."""
+    mine, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return mine.ru_utime + mine.ru_stime + children.ru_utime + children.ru_stime
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    item.stash[BEGAN] = _cpu_s()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    result = yield
+    item.user_properties.append(("cpu_s", _cpu_s() - item.stash[BEGAN]))
+    return result
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    files: Counter[str] = Counter()
+    for report in (r for kind in terminalreporter.stats.values() for r in kind if getattr(r, "when", "") == "teardown"):
+        files[report.nodeid.split("::")[0]] += dict(report.user_properties).get("cpu_s", 0.0)
+    if sum(files.values()) > 60:
+        terminalreporter.section("CPU seconds by file")
+        for name, seconds in [*files.most_common(), ("all", sum(files.values()))]:
+            terminalreporter.write_line(f"{seconds:7.1f}  {name}")
