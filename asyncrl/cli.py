@@ -367,6 +367,26 @@ def simulate(source: str, sets: tuple[str, ...], as_json: bool, from_run: Path |
 
 
 @main.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="what is changed: loss, correction, kl, stop, advantage, learner.lr, ...; repeatable")
+@click.option("--out", type=click.Path(path_type=Path), help="the replay's directory; RUN_DIR/replays/N without it")
+@click.option("--from", "start", type=click.IntRange(0), help="a version whose weights were recorded; the recording's first without it")
+@click.option("--until", type=click.IntRange(1), help="stop at this version")
+@click.option("--eval/--no-eval", "evaluate", default=True, help="held-out accuracy where the run measured it")
+@click.option("--json", "as_json", is_flag=True)
+def replay(run_dir: Path, sets: tuple[str, ...], out: Path | None, start: int | None, until: int | None, evaluate: bool, as_json: bool) -> None:
+    """Train again, offline, on the recorded stream of RUN_DIR, with another loss, correction, KL or early stop; show the difference."""
+    from asyncrl.compare.page import clean
+    from asyncrl.experiments import replay as replaying
+    from asyncrl.run import say
+
+    found = replaying.replay(run_dir, sets, say, out=out, start=start, until=until, evaluate=evaluate)
+    print(json.dumps(clean(found)) if as_json else replaying.text(found))
+    say(f"report: {Path(found['replay_dir']) / 'report.html'}")
+    sys.exit(1 if found["reproduced"] is False else 0)
+
+
+@main.command()
 @click.argument("run_a", type=click.Path(path_type=Path))
 @click.argument("run_b", type=click.Path(path_type=Path))
 @click.option("--html", type=click.Path(path_type=Path), help="also write a page with both runs' curves")

@@ -257,6 +257,9 @@ class Watchdog(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     samples_every: Annotated[Count, Meta(description="batches between the samples shown in samples.jsonl; 0: none")] = 10
     samples: Annotated[Count, Meta(description="samples of such a batch that are shown; 0: all")] = 4
+    stream: Annotated[bool, Meta(description="keep every batch as it was trained: what `asyncrl replay` trains on again")] = False
+    stream_mib: Annotated[Positive, Meta(description="stream: MiB that it may take in all; recording stops there, the run goes on")] = 1024
+    weights_every: Annotated[Count, Meta(description="stream: batches between the weights that are kept; 0: the first ones only")] = 0
 
 
 class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

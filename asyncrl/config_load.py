@@ -54,7 +54,7 @@ def load(path: str | Path, sets: typing.Sequence[str] = ()) -> Config:
     except tomllib.TOMLDecodeError as e:
         raise ConfigError(f"{path}: not TOML: {e}") from e
     for item in sets:
-        _apply(raw, item)
+        apply(raw, item)
     return convert(raw, str(path), text, sets)
 
 
@@ -78,7 +78,8 @@ def convert(raw: dict[str, Any], source: str, text: str = "", sets: typing.Seque
     return config
 
 
-def _apply(raw: dict[str, Any], item: str) -> None:
+def apply(raw: dict[str, Any], item: str) -> None:
+    """Put one `key.path=value` into a raw table.  Raises ConfigError when it is not of that form."""
     key, eq, value = item.partition("=")
     if not eq or not key.strip():
         raise ConfigError(f"--set {item}: write key.path=value")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,20 +80,27 @@ def text(found: dict[str, Any], most: int = 6) -> str:
 
 def write(one: Path, two: Path, path: Path) -> None:
     """A page with both runs' curves overlaid."""
+    found = diff(one, two)
+    page("Two runs", text(found), {n: read(d)[1] for n, d in (("A", one), ("B", two))}, found, path, "diff")
+
+
+def page(heading: str, shown: str, runs: Mapping[str, Mapping[int, Mapping[str, float]]], found: dict[str, Any], path: Path, blob: str) -> None:
+    """An HTML page: text, the curves of `runs` (name -> step -> metrics) overlaid, and `found` as JSON in the element `blob`."""
     import plotly.io as pio
 
     from asyncrl.compare.page import _curves
 
-    cells: Sequence[Cell] = [Cell(n, 0, {}, rows=[{"step": s} | v for s, v in sorted(read(d)[1].items())]) for n, d in (("A", one), ("B", two))]
+    cells: Sequence[Cell] = [Cell(n, 0, {}, rows=[{"step": s} | dict(v) for s, v in sorted(rows.items())]) for n, rows in runs.items()]
     body = ""
-    for i, (name, title, unit) in enumerate(CURVES):
-        figure = _curves(title, unit, ("A", "B"), cells, lambda c, name=name: [(float(r["step"]), float(r[name])) for r in c.rows if name in r])  # type: ignore[misc]
-        body += pio.to_html(figure, include_plotlyjs=i == 0, full_html=False, config={"displaylogo": False, "displayModeBar": False})
-    found = diff(one, two)
-    shown = text(found).replace("&", "&amp;").replace("<", "&lt;")
-    page = (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>asyncrl diff</title><style>body {{ font: 15px/1.5 system-ui, sans-serif; '
-            f'margin: 2rem auto; max-width: 900px }}</style></head><body><h1>Two runs</h1><pre>{shown}</pre>{body}'
-            f'<script type="application/json" id="diff">{json.dumps(found).replace("</", "<" + chr(92) + "/")}</script></body></html>')  # fmt: skip
+    for name, title, unit in CURVES:
+        if not any(name in r for c in cells for r in c.rows):
+            continue
+        figure = _curves(title, unit, tuple(runs), cells, lambda c, name=name: [(float(r["step"]), float(r[name])) for r in c.rows if name in r])  # type: ignore[misc]
+        body += pio.to_html(figure, include_plotlyjs=not body, full_html=False, config={"displaylogo": False, "displayModeBar": False})
+    shown = shown.replace("&", "&amp;").replace("<", "&lt;")
+    html = (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>asyncrl: {heading}</title><style>body {{ font: 15px/1.5 system-ui, '
+            f'sans-serif; margin: 2rem auto; max-width: 900px }} pre {{ white-space: pre-wrap }}</style></head><body><h1>{heading}</h1><pre>{shown}</pre>{body}'
+            f'<script type="application/json" id="{blob}">{json.dumps(found).replace("</", "<" + chr(92) + "/")}</script></body></html>')  # fmt: skip
     part = path.with_suffix(".part")
-    part.write_text(page)
+    part.write_text(html)
     part.replace(path)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl import config_load, devices, live, metrics, report, rundir, trace
+from asyncrl import config_load, devices, live, metrics, recording, report, rundir, trace
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, NothingToDo
 from asyncrl.launch import Supervisor
@@ -165,6 +165,8 @@ def run(config: Config, run_dir: Path, *, resume: bool) -> tuple[int, dict[str, 
     report.write(run_dir)
     say(f"{run_dir}: held-out {_show(summary['heldout_start'])} -> {_show(summary['heldout_end'])} in {summary['wall_s']:.0f} s of RL "
         f"({time.monotonic() - began:.0f} s in all), mean lag {summary['lag']['mean']:.2f}")  # fmt: skip
+    if config.record.stream:
+        say(f"recording: {recording.size(run_dir) / recording.MIB:.1f} MiB, bound {config.record.stream_mib} MiB; asyncrl replay {run_dir}")
     say(f"report: {run_dir / 'report.html'}" if code == 0 else f"go on with: asyncrl run --resume {run_dir}")
     return code, summary
 

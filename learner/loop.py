@@ -28,6 +28,7 @@ from asyncrl.watchdog import WaitLog
 from asyncrl.wires import PeerSocket
 from learner import checkpoint
 from learner.publisher import Publisher
+from learner.recorder import Recorder
 from learner.step import LearnerCore
 
 POLL_S, PROGRESS_S = 0.1, 0.5
@@ -65,6 +66,7 @@ class Learner:
         self.last_batch: m.Batch | None = None
         self.mark = time.monotonic()
         self.checkpointed: int | None = None
+        self.recorder: Recorder | None = None
 
     @property
     def number(self) -> int:
@@ -144,6 +146,8 @@ class Learner:
     def loop(self) -> None:
         steps = self.config.learner.steps
         self.hello()
+        if self.config.record.stream and self.welcomed and not self.stopping:
+            self.recorder = Recorder(self.config, self.run_dir, self.epoch, self.core, self.digest)
         if self.number == 0 and not self.stopping:
             self.checkpoint()  # from now on a killed learner always finds one
         self.mark = time.monotonic()
@@ -207,6 +211,8 @@ class Learner:
         if min(self.commits) == batch.number:
             self.repeat(f"commit {batch.number}", commit)
         self.pump(0)
+        if self.recorder is not None:  # before a checkpoint could make a resumed learner begin behind this batch
+            self.recorder.add(batch, metrics, self.digest)
         if self.number % self.config.learner.checkpoint_every == 0:
             self.checkpoint()
 
@@ -217,6 +223,8 @@ class Learner:
         self.checkpointed = oldest
 
     def close(self) -> None:
+        if self.recorder is not None:
+            self.recorder.close()
         self.core.backend.close()
         self.tracer.close()
         self.publisher.close()

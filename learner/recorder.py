@@ -1,0 +1,76 @@
+"""Records a learner's life: every batch as it was trained, and weights at chosen versions (asyncrl/recording.py has the format)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from asyncrl import config_load, recording
+from asyncrl.config import Config
+from asyncrl.errors import AsyncrlError
+from asyncrl.messages import Batch
+from asyncrl.recording import MIB, Life, Log, Step
+from learner import checkpoint
+from learner.step import LearnerCore
+
+
+class Recorder:
+    """A recording that cannot be written any more (bound reached, disk full) says so once; the run goes on without it."""
+
+    def __init__(self, config: Config, run_dir: Path, epoch: int, core: LearnerCore, digest: str) -> None:
+        self.config, self.core, self.directory = config, core, recording.directory(run_dir) / "weights"
+        self.run_dir, self.start, self.said, self.broken = run_dir, core.state.number, False, ""
+        life = Life(recording.FORMAT, epoch, self.start, digest, config_load.dump(config))
+        try:
+            self.log = Log(run_dir, life, recording.size(run_dir), config.record.stream_mib * MIB)
+        except OSError as e:
+            raise AsyncrlError(f"record.stream: {recording.directory(run_dir)} cannot be written: {e}; free some space, or leave record.stream out") from e
+        self.weights_bytes = 0
+        if not recording.weights(run_dir):  # the version that a replay starts from
+            self.weights()
+
+    def add(self, batch: Batch, metrics: dict[str, float], digest: str) -> None:
+        """One batch, after its update; digest: of the weights that it made."""
+        if self.broken:
+            return
+        try:
+            added = self.log.add(batch.number, Step(recording.slim(batch), metrics, digest))
+        except OSError as e:
+            return self.stop(f"{self.log.path} cannot be written: {e}")
+        if not added:
+            return self.stop(f"record.stream_mib = {self.config.record.stream_mib} is reached")
+        every = self.config.record.weights_every
+        if every and self.core.state.number % every == 0:
+            self.weights()
+        self.state_size(batch.number)
+
+    def weights(self) -> None:
+        """Keep the weights and the optimizer as they are now."""
+        if not self.weights_bytes or self.log.room(self.weights_bytes):
+            self.directory.mkdir(parents=True, exist_ok=True)
+            try:
+                checkpoint.save(self.directory, self.core, {}, sys.maxsize)
+            except AsyncrlError as e:
+                return self.stop(str(e))
+            path = self.directory / f"number_{self.core.state.number}"
+            self.weights_bytes = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+            self.log.used += self.weights_bytes
+
+    def state_size(self, number: int) -> None:
+        """After the third batch: what the recording will come to."""
+        if number - self.start != 2 or self.said:
+            return
+        self.said = True
+        c, steps = self.config, self.config.learner.steps
+        each = self.log.written / 3
+        many = (steps // c.record.weights_every if c.record.weights_every else 0) + 1
+        whole = each * steps + many * self.weights_bytes
+        print(f"recording: {each / MIB:.2f} MiB a batch and {many} x {self.weights_bytes / MIB:.2f} MiB of weights: about {whole / MIB:.0f} MiB after "
+              f"{steps} batches, bound {c.record.stream_mib} MiB (record.stream_mib)", file=sys.stderr)  # fmt: skip
+
+    def stop(self, why: str) -> None:
+        self.broken = why
+        print(f"recording: stops before batch {self.core.state.number}: {why}; the run goes on, a replay ends there", file=sys.stderr)
+
+    def close(self) -> None:
+        self.log.close()
