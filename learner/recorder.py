@@ -65,7 +65,7 @@ class Recorder:
         each = self.log.written / 3
         many = (steps // c.record.weights_every if c.record.weights_every else 0) + 1
         whole = each * steps + many * self.weights_bytes
-        print(f"recording: {each / MIB:.2f} MiB a batch and {many} x {self.weights_bytes / MIB:.2f} MiB of weights: about {whole / MIB:.0f} MiB after "
+        print(f"recording: {each / 1024:.1f} KiB a batch and {many} x {self.weights_bytes / MIB:.1f} MiB of weights: about {whole / MIB:.1f} MiB after "
               f"{steps} batches, bound {c.record.stream_mib} MiB (record.stream_mib)", file=sys.stderr)  # fmt: skip
 
     def stop(self, why: str) -> None:

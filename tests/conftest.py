@@ -9,7 +9,7 @@ import resource
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +138,43 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         terminalreporter.section("CPU seconds by file")
         for name, seconds in [*files.most_common(), ("all", sum(files.values()))]:
             terminalreporter.write_line(f"{seconds:7.1f}  {name}")
+
+
+@pytest.fixture(scope="session")
+def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained model for the task `sort`: two layers, two key/value heads."""
+    from asyncrl import models
+    from asyncrl.config import Task
+    from asyncrl.tasks import get_task
+
+    path = tmp_path_factory.mktemp("small") / "model"
+    models.build_model(path, get_task(Task(name="sort")).symbols, hidden=32, kv_heads=2, seed=1)
+    return path
+
+
+SMALL = ("learner.steps=6", "learner.groups=4", "learner.group_size=4", "learner.lr=3e-3", "learner.checkpoint_every=2", "generator.max_new_tokens=12",
+         "generator.slots=7", "evaluation.every=3", "evaluation.prompts=3", "evaluation.final_prompts=5", "evaluation.ood_prompts=2",
+         "reward.function='shared_reward:reward'")  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def forked(small_model: Path) -> Iterator[Callable[..., dict[str, Any]]]:
+    """`forked(RUN_DIR, "key=value", ..., die={...}, slow={...}, stop=N)`: a real run of SMALL, forked from one warm process (forked.py)."""
+    from asyncrl import config_load, metrics
+
+    argv, env = [sys.executable, str(ROOT / "tests" / "forked.py"), str(small_model)], ENV | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    forge = subprocess.Popen(argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    assert forge.stdin is not None and forge.stdout is not None
+
+    def order(run_dir: Path, *sets: str, **more: Any) -> dict[str, Any]:
+        config = config_load.load(ROOT / "configs" / "demo.toml", [f"model.path={str(small_model)!r}", *SMALL, *sets])
+        forge.stdin.write(json.dumps({"config": config_load.dump(config), "run_dir": str(run_dir)} | more) + "\n")  # type: ignore[union-attr]
+        line = forge.stdout.readline()  # type: ignore[union-attr]
+        assert line, "the forging process has ended"
+        answer = json.loads(line)
+        assert "error" not in answer, answer["error"]
+        return dict(answer) | {"run_dir": run_dir, "rows": metrics.read(run_dir)}
+
+    yield order
+    forge.stdin.close()
+    assert forge.wait(timeout=30) == 0

@@ -7,7 +7,7 @@
 The parts run their own `main` in processes of their own, talk over their own sockets and shared memory, and die by SIGKILL: `die`
 names the engine step (generator) or batch (learner) at which a process kills itself, in the middle of its work; the next life is
 started at once, as the supervisor does.  `slow`: seconds that every engine step takes longer.  `stop`: kill everything, for good,
-once that many batches are in the recording.
+once that many batches are in the recording.  A run directory that is there already is gone on with.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def spawn(name: str, run_dir: Path, die: int, slow: float) -> int:
 def recorded(run_dir: Path) -> int:
     from asyncrl import recording
 
-    return len(recording.read(run_dir).batches) if recording.exists(run_dir) else 0
+    return recording.read(run_dir).end if recording.weights(run_dir) else 0
 
 
 def run(order: dict[str, Any]) -> dict[str, Any]:

@@ -2,59 +2,29 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import plain_exact_loop
 import pytest
 import torch
-from conftest import ENV, ROOT
 from safetensors.torch import load_file
 from shared_reward import reward
 
-from asyncrl import config_load, metrics, models
 from asyncrl.config import Task
 from asyncrl.tasks import get_task
 
-STEPS, GROUPS, SIZE, MOST, LR = 6, 4, 4, 12, 3e-3
+STEPS, GROUPS, SIZE, MOST, LR = 6, 4, 4, 12, 3e-3  # as conftest.SMALL has them
 SORT = get_task(Task(name="sort"))
-SETS = (f"learner.steps={STEPS}", f"learner.groups={GROUPS}", f"learner.group_size={SIZE}", f"learner.lr={LR}", "learner.checkpoint_every=2",
-        f"generator.max_new_tokens={MOST}", "generator.slots=7", "evaluation.every=3", "evaluation.prompts=3", "evaluation.final_prompts=5",
-        "evaluation.ood_prompts=2", "exact=true", "reward.function='shared_reward:reward'")  # fmt: skip
 Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("repeatable") / "model"
-    models.build_model(path, SORT.symbols, hidden=32, kv_heads=2, seed=1)
-    return path
-
-
-@pytest.fixture(scope="module")
-def run(model: Path) -> Iterator[Run]:
-    """`run("name", "key=value", ..., die={...}, slow={...})`: a real run, its parts forked from one warm process."""
-    argv, env = [sys.executable, str(ROOT / "tests" / "forked.py"), str(model)], ENV | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    forge = subprocess.Popen(argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-    assert forge.stdin is not None and forge.stdout is not None
-
-    def order(name: str, *sets: str, **more: Any) -> dict[str, Any]:
-        config = config_load.load(ROOT / "configs" / "demo.toml", [f"model.path={str(model)!r}", *SETS, *sets])
-        run_dir = model.parent / name
-        forge.stdin.write(json.dumps({"config": config_load.dump(config), "run_dir": str(run_dir)} | more) + "\n")  # type: ignore[union-attr]
-        line = forge.stdout.readline()  # type: ignore[union-attr]
-        assert line, "the forging process has ended"
-        answer = json.loads(line)
-        assert "error" not in answer, answer["error"]
-        return dict(answer) | {"run_dir": run_dir, "rows": metrics.read(run_dir)}
-
-    yield order
-    forge.stdin.close()
-    assert forge.wait(timeout=30) == 0
+def run(forked: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """`run(NAME, "key=value", ..., die={...})`: a real run in exact mode."""
+    base = tmp_path_factory.mktemp("repeatable")
+    return lambda name, *sets, **more: forked(base / name, "exact=true", *sets, **more)
 
 
 def numbers(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
@@ -71,10 +41,10 @@ def synchronous(run: Run) -> dict[str, Any]:
     return run("sync1", "staleness.max_lag=0")
 
 
-def test_limit_zero_is_the_plain_loop_bitwise(synchronous: dict[str, Any], model: Path) -> None:
-    weights, told = plain_exact_loop.train(model, lambda i: SORT.prompt("train", i, 0), reward, steps=STEPS, groups=GROUPS, size=SIZE, most=MOST, lr=LR)
+def test_limit_zero_is_the_plain_loop_bitwise(synchronous: dict[str, Any], small_model: Path) -> None:
+    weights, told = plain_exact_loop.train(small_model, lambda i: SORT.prompt("train", i, 0), reward, steps=STEPS, groups=GROUPS, size=SIZE, most=MOST, lr=LR)
     trained = load_file(synchronous["run_dir"] / "model" / "model.safetensors")
-    before = load_file(model / "model.safetensors")
+    before = load_file(small_model / "model.safetensors")
     assert weights.keys() == trained.keys()
     for name, w in weights.items():
         assert torch.equal(w, trained[name]), name

@@ -60,11 +60,12 @@ class Replayed:
 
 def check_sets(sets: Sequence[str]) -> None:
     """Raises ConfigError for a key that decides what is written: the data is there already."""
+    known = set(config_load.keys())
     for item in sets:
         key = item.partition("=")[0].strip()
         if why := DECIDES_DATA.get(key):
             raise ConfigError(f"--set {item}: a replay cannot change {key}: {why}")
-        if key not in config_load.keys():
+        if key not in known:
             continue  # an unknown key: the config's own error says what was meant
         if not any(key == k or key.startswith(k + ".") for k in MAY_CHANGE):
             raise ConfigError(f"--set {item}: {key} decides what is written, and a replay trains on what was; start a new run for it "
@@ -79,6 +80,8 @@ def resolve(text: str, sets: Sequence[str], source: str) -> Config:
         if f"{section}.preset" in given:
             for key in {k for p in presets.values() for k in p}:
                 raw.get(section, {}).pop(key, None)
+    if any(k.startswith("staleness.") for k in given):
+        raw.get("staleness", {}).pop("inject", None)  # it asks for on_exceed = pace; the lags are in the stream
     for item in sets:
         config_load.apply(raw, item)
     changed = config_load.convert(raw, source, text, sets)
@@ -284,11 +287,12 @@ def warning(found: dict[str, Any]) -> str:
     """What a replay cannot know; with the measured distance from the policies that wrote the data."""
     if found["equal"]:
         return ""
-    kl = found["replayed"].get("kl/behavior_target_k3")
-    far = f" At the end the replayed policy is {kl:.2g} nats a token (k3) from the policies that wrote the answers; the recorded one was " \
-          f"{found['recorded']['kl/behavior_target_k3']:.2g}." if kl is not None and "kl/behavior_target_k3" in found["recorded"] else ""  # fmt: skip
+    far = ""
+    was, now = (found[k].get("kl/behavior_target_k3") for k in ("recorded", "replayed"))
+    if was is not None and now is not None:
+        far = f" At the end the replayed policy is {now:.2g} nats a token (k3) from the policies that wrote the answers; the recorded one was {was:.2g}."
     return ("The data would have changed too: in a run of its own this learner's weights would have written other answers, at other lags, from "
-            f"version {found['from'] + 1} on. A replay shows what the change does to the update on these answers; only a run shows where it leads.{far}")  # fmt: skip
+            f"version {found['from'] + 1} on. A replay shows what the change does to the updates on these answers; a run shows the rest." + far)  # fmt: skip
 
 
 def text(found: dict[str, Any]) -> str:
