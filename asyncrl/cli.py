@@ -242,8 +242,10 @@ def export(run_dir: Path, path: Path, as_json: bool) -> None:
 @click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="seeds of each arm, from the config's on")
 @click.option("--out", type=click.Path(path_type=Path), help="the comparison's directory; an unfinished one goes on")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="runs at a time; more than one disturbs the timings")
+@click.option("--real", is_flag=True, help="every run as processes of its own, also those that could go in a warm one")
 @click.option("--dry-run", is_flag=True, help="print the arms and what would run")
-def compare(source: str, sets: tuple[str, ...], as_json: bool, arms: tuple[str, ...], seeds: int, out: Path | None, jobs: int, dry_run: bool) -> None:
+def compare(source: str, sets: tuple[str, ...], as_json: bool, arms: tuple[str, ...], seeds: int, out: Path | None, jobs: int, real: bool,
+            dry_run: bool) -> None:  # fmt: skip
     """Train CONFIG under several settings, fairly, and say whether they differ."""
     from asyncrl import config_load
     from asyncrl.compare import comparison as comparing
@@ -253,13 +255,15 @@ def compare(source: str, sets: tuple[str, ...], as_json: bool, arms: tuple[str, 
     base = config_load.load(source, sets)
     chosen = [comparing.parse_arm(a) for a in arms] or comparing.default_arms(base)
     if dry_run:
-        for name, c in comparing.resolve(source, sets, chosen).items():
+        configs = comparing.resolve(source, sets, chosen)
+        warm = set() if real else comparing.warm_arms(configs)
+        for name, c in configs.items():
             differs = comparing.differences(json.loads(json.dumps(to_builtins(base))), json.loads(json.dumps(to_builtins(c))))
-            print(f"{name}: {'; '.join(differs) or 'as configured'}")
+            print(f"{name}: {'; '.join(differs) or 'as configured'} ({'a warm process' if name in warm else 'real processes'})")
         print(f"would make {len(chosen) * seeds} runs", file=sys.stderr)
         return
     where = out or Path(base.runs) / f"compare-{base.name or Path(source).stem}"
-    comparison = comparing.Comparison(where, source, sets, chosen, seeds, say)
+    comparison = comparing.Comparison(where, source, sets, chosen, seeds, say, real=real)
     for c in comparison.configs.values():
         preflight(c)
     cells = comparison.run(jobs)

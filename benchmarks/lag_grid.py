@@ -2,6 +2,7 @@
 
     python benchmarks/lag_grid.py --out runs/grid                    # everything: three tasks, lags 0 to 16, 5 seeds
     python benchmarks/lag_grid.py --out runs/grid --only rle-5e-4 --seeds 3 --lags 0,4,8
+    python benchmarks/lag_grid.py --out runs/grid --check 5          # five finished cells again, as real processes; kept for the result
     python benchmarks/lag_grid.py --out runs/grid --table            # write the result of what is finished, run nothing
 
 Each run goes through the real store, admission, engine and learner in a warm process; interrupted, the same command goes on run by run.
@@ -11,15 +12,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
+import shutil
+import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import results_file
 
 sys.path.insert(0, str(results_file.ROOT))
 
-from asyncrl.compare import sweep
+from asyncrl import metrics
+from asyncrl.compare import frontier, sweep, sweep_page
+from asyncrl.compare.page import clean
 from asyncrl.run import preflight, say
 
 TASKS = {"rle-5e-4": ("rle", "5e-4"), "rle-1e-3": ("rle", "1e-3"), "sort-2e-4": ("demo", "2e-4")}
@@ -36,6 +43,73 @@ def make(task: str, args: argparse.Namespace) -> sweep.Sweep:
     return sweep.Sweep(args.out / task, what, args.seeds, say)
 
 
+def table(found: dict[str, Any]) -> list[str]:
+    """Corrections down, lags across: mean accuracy, difference from sync with its interval, ! unstable runs."""
+    at = {(c["correction"], c["limit"]): c for c in found["cells"]}
+    out = ["|lag|" + "|".join(found["limits"]) + "|", "|---" * (len(found["limits"]) + 1) + "|"]
+    for n in found["corrections"]:
+        row = []
+        for x in found["limits"]:
+            c = at.get((n, x))
+            if c is None:
+                row.append("")
+                continue
+            low, high = c["difference"]["interval"]
+            bad = f" !{c['unstable']}/{c['seeds']}" if c["unstable"] else ""
+            row.append(f"{c['final']:.2f} [{low:+.2f}, {high:+.2f}]{bad}" + ("" if c["seeds"] == len(found["seeds"]) else f" (n={c['seeds']})"))
+        out.append(f"|`{n}`|" + "|".join(row) + "|")
+    return out
+
+
+def check(s: sweep.Sweep, n: int) -> None:
+    """Run n finished cells, of different lags and corrections, as real processes; what agrees goes to OUT/TASK/checked.json."""
+    cells = [x for x in s.plan.arms if x != sweep.SYNC and s.cells.path(s.name(x, s.seeds[0])).exists()]
+    chosen = [sweep.SYNC, *[cells[(2 * i + 1) * len(cells) // (2 * n - 2)] for i in range(n - 1)]]
+    path = s.directory / "checked.json"
+    rows = json.loads(path.read_text()) if path.exists() else []
+    for arm in dict.fromkeys(chosen):
+        name = s.name(arm, s.seeds[0])
+        if not s.cells.path(name).exists() or name in [r["run"] for r in rows]:
+            continue
+        record, run_dir = s.cells.read(name), s.directory / "real" / name
+        shutil.rmtree(run_dir, ignore_errors=True)
+        argv = [sys.executable, "-m", "asyncrl.cli", "run", str(s.cells.path(name).with_suffix(".toml")), "--json"]
+        argv += [x for k, v in (("runs", run_dir.parent), ("name", name)) for x in ("--set", f"{k}={v}")]
+        done = subprocess.run(argv, cwd=results_file.ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True)
+        real = json.loads(done.stdout.strip().splitlines()[-1])
+        points = {r["step"]: r["eval/heldout"] for r in metrics.read(run_dir) if "eval/heldout" in r}
+        both = [(points[int(x)], y) for x, y in zip(*record["accuracy"], strict=True) if int(x) in points]
+        whole = not record["abandoned"]  # the real run of a cell that was given up goes on: what came before is compared
+        rows.append({"run": name, "steps": record["steps"], "given_up": record["abandoned"], "evaluations": len(both), "accuracy_end": both[-1],
+                     "accuracy_largest_gap": max(abs(x - y) for x, y in both), "real_accuracy_end": real["heldout_end"],
+                     "same_weights": whole and real["weights_digest"] == record["weights_digest"],
+                     "same_lag_histogram": whole and real["lag_histogram"] == record["lag_histogram"]})  # fmt: skip
+        print(json.dumps(rows[-1]), flush=True)
+        path.write_text(json.dumps(rows, indent=1))
+
+
+def write(made: dict[str, sweep.Sweep], args: argparse.Namespace) -> None:
+    """One result file, one page a task beside it, and the tables on stdout.  Tasks without a finished synchronous run are left out."""
+    all_found = {}
+    for task, s in made.items():
+        if not s.cells.path(s.name(sweep.SYNC, s.seeds[0])).exists():
+            continue
+        found = all_found[task] = frontier.analyse(s)
+        subtitle = f"{task}: injected lag, {args.steps} steps of 32 x 8, {len(s.seeds)} seeds, one warm start; evaluations of 128 prompts, at the ends of 512"
+        page = sweep_page.write(s.directory, f"Injected lag, {task}", found, [(n, sweep.CORRECTIONS[n][0]) for n in CORRECTIONS], subtitle)
+        if (checked := s.directory / "checked.json").exists():
+            found["checked_against_real_processes"] = json.loads(checked.read_text())
+        print(f"\n{task}: sync {found['sync']['final']:.3f}; {found['missing']} runs missing\n" + "\n".join(table(found)))
+        print(f"suggested: {found['suggestion']['reason']}\n{found['suggestion']['set']}\n{found['suggestion']['by_correction']}")
+        args.pages.append((task, page))
+    result = {"beside": args.beside, "runs_made_at": args.made_at or results_file.commit(), "steps": args.steps, "tasks": clean(all_found)}
+    path = results_file.write("lag_grid", result)
+    path.write_text(re.sub(r"\n\s+(?=[-\d.\]n])", " ", path.read_text()))  # numbers of a list on one line
+    for task, page in args.pages:
+        shutil.copy(page, path.with_name(f"{path.stem}_{task}.html"))
+    print(path, file=sys.stderr)
+
+
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--out", type=Path, required=True, help="directory of the runs")
@@ -46,12 +120,18 @@ def main() -> None:
     p.add_argument("--steps", type=int, default=150)
     p.add_argument("--workers", type=int, default=1)
     p.add_argument("--table", action="store_true", help="run nothing; write the result of what is finished")
+    p.add_argument("--check", type=int, default=0, metavar="N", help="run nothing new, but N finished cells again as real processes")
     p.add_argument("--beside", default="", help="what else ran on the machine, for the record")
+    p.add_argument("--made-at", default="", help="with --table: the commit that made the runs, if it is not this one")
     args = p.parse_args()
+    args.pages = []
+    made = {}
     began = time.monotonic()
     for task in args.only or list(TASKS):
-        s = make(task, args)
-        if not args.table:
+        s = made[task] = make(task, args)
+        if args.check:
+            check(s, args.check)
+        elif not args.table:
             preflight(s.plan.arms[sweep.SYNC])
 
             def tell(name: str, event: dict[str, object], task: str = task, s: sweep.Sweep = s) -> None:
@@ -61,6 +141,8 @@ def main() -> None:
                     print(json.dumps(said | {"end": r["accuracy"][1][-1:], "abandoned": r["abandoned"], "failed": r.get("failed", "")}), flush=True)
 
             s.run(args.workers, tell, first=[float(x) for x in args.first.split(",") if x])
+    if not args.check:
+        write(made, args)
 
 
 if __name__ == "__main__":

@@ -39,13 +39,20 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     assert json.loads((out / "comparison.json").read_text()) == found and any((out / "tensorboard").rglob("events*"))
 
     # Interrupted: what is finished is not made again.
-    kept = (out / "runs" / "sync-seed0" / "summary.json").stat().st_mtime_ns
-    for gone in (out / "runs" / "late-seed1" / "summary.json",):
-        gone.unlink()
+    kept = (out / "cells" / "sync-seed0.json").stat().st_mtime_ns
+    (out / "cells" / "late-seed1.json").unlink()
     again = compare(sort_model, out, *arms, "--json")
     assert again.code == 0 and "5 of 6 runs are finished already" in again.err
-    assert (out / "runs" / "sync-seed0" / "summary.json").stat().st_mtime_ns == kept
-    assert again.json["arms"]["late"]["weights_digests"][0] == found["arms"]["late"]["weights_digests"][0]
+    assert (out / "cells" / "sync-seed0.json").stat().st_mtime_ns == kept
+    assert again.json["arms"]["late"]["weights_digests"] == found["arms"]["late"]["weights_digests"]
+
+    # These arms ran in warm processes.  Processes of their own give the same samples at the same lags; synchronously, the same weights, bitwise.
+    assert all(a["warm"] for a in found["arms"].values())
+    real = compare(sort_model, tmp_path / "real", *arms[:2], *arms[4:6], "--seeds", "1", "--real", "--jobs", "2", "--json").json
+    assert not any(a["warm"] for a in real["arms"].values())
+    assert real["arms"]["sync"]["weights_digests"] == found["arms"]["sync"]["weights_digests"][:1]
+    assert real["arms"]["sync"]["each"] == found["arms"]["sync"]["each"][:1] and real["arms"]["late"]["lag_max"] == 2
+    assert real["same_data"]["late"] == [True]
 
     # Other settings in the same directory.
     other = compare(sort_model, out, *arms, "--set", "learner.lr=1e-3")
@@ -70,4 +77,5 @@ def test_what_it_refuses(arms: tuple[str, ...], said: str, tmp_path: Path) -> No
 def test_one_seed_runs_and_says_that_no_verdict_is_possible(sort_model: Path, tmp_path: Path) -> None:
     done = compare(sort_model, tmp_path / "c", "--arm", "sync:staleness.max_lag=0", "--arm", "async:", "--seeds", "1", "--set", "learner.steps=3")
     assert done.code == 0, done.err[-3000:]
+    assert (tmp_path / "c" / "runs" / "sync-seed0" / "summary.json").exists(), "its speed is compared with a real run's"
     assert "no verdict is possible" in done.err and "with one seed: no verdict is possible" in done.out

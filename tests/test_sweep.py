@@ -133,6 +133,7 @@ def cell(correction: str, limit: str, low: float, high: float, *, ess: float = 0
         ([cell("ppo", "2", -0.1, 0.1), cell("ppo", "8", -0.1, 0.1)], "8", "limit 2 is as fast there"),
         ([cell("ppo", "4", -0.1, 0.1, final=0.6), cell("none", "4", -0.1, 0.1, final=0.7)], "4", "limit 4 with none"),
         ([cell("ppo", "1", -0.1, -0.05)], "0", "stay synchronous"),
+        ([cell("ppo", "1", -0.1, 0.1), cell("ppo", "8", -1.2, 0.6)], "1", "more than 0.05 below, though the interval"),
     ],
 )  # fmt: skip
 def test_the_suggested_limit_and_its_reason(cells: list[dict[str, Any]], limit: str, words: str) -> None:

@@ -1,7 +1,9 @@
 """`asyncrl compare`: the same training under several settings, fairly, and whether they differ.
 
-Every arm gets the same initial weights, prompts in the same order, number of groups and seeds.  Each cell (arm, seed) is a real run of
-its own processes in DIR/runs/ARM-seedN; a finished cell is never repeated, an interrupted one goes on or starts over.
+Every arm gets the same initial weights, prompts in the same order, number of groups and seeds.  Cells (arm, seed) of arms with injected
+lag run in warm processes (`pool`), and so do synchronous ones unless an arm at natural lag is to be compared with them for speed; all
+others are real runs of their own processes in DIR/runs/ARM-seedN.  A synchronous warm cell's weights are those of the real run, bitwise.  A
+finished cell is never repeated, an interrupted one goes on or starts over.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +26,7 @@ from typing import Any
 import msgspec
 
 from asyncrl import config_load, metrics
-from asyncrl.compare import judgement
+from asyncrl.compare import judgement, pool, runner
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
 
@@ -51,6 +54,7 @@ class Cell:
     accuracy: list[float] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     trouble: list[str] = field(default_factory=list)
+    warm: bool = False
 
     @property
     def final(self) -> float:
@@ -137,12 +141,14 @@ def design(arms: int, seeds: int) -> str:
 class Comparison:
     """A comparison in its directory.  Raises ConfigError when the directory holds another one."""
 
-    def __init__(self, directory: Path, source: str, sets: Sequence[str], arms: Sequence[Arm], seeds: int, say: Callable[[str], None]) -> None:
+    def __init__(self, directory: Path, source: str, sets: Sequence[str], arms: Sequence[Arm], seeds: int, say: Callable[[str], None], *,
+                 real: bool = False) -> None:  # fmt: skip
         self.directory, self.arms, self.say = directory, list(arms), say
         self.configs = resolve(source, sets, arms)
         first = next(iter(self.configs.values()))
         self.seeds = [first.seed + i for i in range(seeds)]
         self.source, self.sets = source, list(sets)
+        self.cells, self.warm = pool.Cells(directory), set() if real else warm_arms(self.configs)
         plan = {"arms": {n: json.loads(json.dumps(msgspec.to_builtins(c))) for n, c in self.configs.items()}}
         path = directory / "compare.json"
         if path.exists():
@@ -158,6 +164,8 @@ class Comparison:
         return self.directory / "runs" / f"{arm}-seed{seed}"
 
     def finished(self, arm: str, seed: int) -> bool:
+        if arm in self.warm:
+            return self.cells.path(f"{arm}-seed{seed}").exists()
         path = self.run_dir(arm, seed) / "summary.json"
         return path.exists() and json.loads(path.read_text())["steps"] >= self.configs[arm].learner.steps
 
@@ -171,11 +179,22 @@ class Comparison:
         if len(todo) < len(plan):
             self.say(f"{len(plan) - len(todo)} of {len(plan)} runs are finished already")
         self.say(design(len(self.configs), len(self.seeds)))
-        began = time.monotonic()
-        with ThreadPoolExecutor(jobs) as pool:
-            for n, _ in enumerate(pool.map(lambda x: self.one(*x), todo), 1):
-                left = (time.monotonic() - began) / n * (len(todo) - n)
-                self.say(f"{len(plan) - len(todo) + n} of {len(plan)} runs finished, about {left:.0f} s to go")
+        began, lock, made = time.monotonic(), threading.Lock(), 0
+
+        def done(*_: Any) -> None:
+            nonlocal made
+            with lock:
+                made += 1
+                left = (time.monotonic() - began) / made * (len(todo) - made)
+                self.say(f"{len(plan) - len(todo) + made} of {len(plan)} runs finished, about {left:.0f} s to go")
+
+        for arm, seed in todo:
+            if arm in self.warm:
+                self.cells.add(f"{arm}-seed{seed}", self.configs[arm], seed)
+        self.cells.run(jobs, lambda _, event: done() if "done" in event else None, abandon=False)
+        with ThreadPoolExecutor(jobs) as team:
+            for _ in team.map(lambda x: self.one(*x), [x for x in todo if x[0] not in self.warm]):
+                done()
         return [self.read(n, s) for n in self.configs for s in self.seeds]
 
     def one(self, arm: str, seed: int) -> None:
@@ -200,6 +219,8 @@ class Comparison:
         return self.sets_of(next(b for b in self.arms if b.name == a.same_as)) if a.same_as else a.sets
 
     def read(self, arm: str, seed: int) -> Cell:
+        if arm in self.warm:
+            return warm_cell(arm, seed, self.cells.read(f"{arm}-seed{seed}"))
         run_dir = self.run_dir(arm, seed)
         cell = Cell(arm, seed, json.loads((run_dir / "summary.json").read_text()))
         every = metrics.read(run_dir)
@@ -209,6 +230,31 @@ class Comparison:
         cell.steps, cell.accuracy = [float(s) for s in sorted(points)], [points[s] for s in sorted(points)]
         cell.trouble = judgement.stability(cell.accuracy, cell.rows)
         return cell
+
+
+def warm_arms(configs: dict[str, Config]) -> set[str]:
+    """Arms for warm processes: injected lag; synchronous too when no arm at natural lag needs their wall time to be compared with.
+
+    A reward function of the user's own may be slow, and a warm process waits for each answer's: such arms run as real processes.
+    """
+    able = {n for n, c in configs.items() if not runner.cold(c) and not c.reward.function}
+    injected = {n for n in able if configs[n].staleness.inject is not None}
+    sync = {n for n, c in configs.items() if c.staleness.max_lag == 0}
+    return injected | ((sync & able) if len(injected | sync) == len(configs) else set())
+
+
+def warm_cell(arm: str, seed: int, record: dict[str, Any]) -> Cell:
+    """A record of `runner.one` in the words of a run's summary and metrics."""
+    steps, accuracy = record["accuracy"]
+    lags = {int(k): n for k, n in record["lag_histogram"].items()}
+    tokens = sum(lags.values())
+    summary = {"heldout_start": accuracy[0], "heldout_end": accuracy[-1], "wall_s": record["wall_s"], "tokens": tokens,
+               "ledger": {"generated": sum(x["tokens"] for x in record["ledger_lines"].values())}, "weights_digest": record["weights_digest"],
+               "lag": {"mean": sum(k * n for k, n in lags.items()) / max(tokens, 1), "max": max(lags, default=0)},
+               "trained_ids": record["trained_ids"]}  # fmt: skip
+    rows = [{"step": r["version"] - 1} | {k: x for k, x in r.items() if k != "version"} for r in record["curve"]]
+    trouble = judgement.stability(accuracy, rows) + ([f"failed: {record['failed']}"] if record.get("failed") else [])
+    return Cell(arm, seed, summary, steps, accuracy, rows, trouble, warm=True)
 
 
 # ---- what it says --------------------------------------------------------------------------------------------------
@@ -259,7 +305,9 @@ def analyse(cells: Sequence[Cell], configs: dict[str, Config]) -> dict[str, Any]
     trade = []
     for n in names[1:]:
         speed = arms[base]["wall_s"] / max(arms[n]["wall_s"], 1e-9)
-        trade.append(f"{n}: {speed:.2f} times the speed of {base}, accuracy {arms[n]['heldout_end'] - arms[base]['heldout_end']:+.3f}")
+        alike = not arms[n]["warm"] and not arms[base]["warm"]
+        said = f"{speed:.2f} times the speed of {base}" if alike else "run in a warm process by turns, so its speed says nothing"
+        trade.append(f"{n}: {said}, accuracy {arms[n]['heldout_end'] - arms[base]['heldout_end']:+.3f}")
     return {"arms": arms, "verdicts": verdicts, "seeds": seeds, "same_data": data, "trade": trade}
 
 
@@ -280,4 +328,5 @@ def about(cells: Sequence[Cell], config: Config) -> dict[str, Any]:
         "lag_max": max(c.summary["lag"]["max"] for c in cells), "ess": mean([r["is/ess"] for c in cells for r in c.rows if "is/ess" in r]),
         "seconds_to_80_percent_of_best": mean([s for s in map(seconds, cells) if s == s]), "unstable": sum(bool(c.trouble) for c in cells),
         "trouble": trouble, "cause": cause(config, trouble), "weights_digests": [c.summary["weights_digest"] for c in cells],
+        "warm": all(c.warm for c in cells),
     }  # fmt: skip

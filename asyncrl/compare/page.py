@@ -36,10 +36,11 @@ the first arm is what the others are compared with</div>
 <div class="grid">{% for plot in plots %}<div>{{ plot }}</div>{% endfor %}</div>
 <h2>How to read this</h2>
 <p>Verdicts are paired by seed (t intervals, Holm's correction over the arms) and speak of seeds nobody has run; the interval for other prompts
-alone is in the JSON. A run counts as unstable by these rules: {{ rules }}. Arms on the same data: {{ data }}.</p>
+alone is in the JSON. Warm runs go by turns in one process: they train what a real run trains, in other seconds.
+A run counts as unstable by these rules: {{ rules }}. Arms on the same data: {{ data }}.</p>
 <script type="application/json" id="comparison">{{ blob }}</script>
 </body></html>"""
-HEAD = ("arm", "start", "end", "each seed", "area", "seconds of RL", "tokens trained", "trained tok/s", "mean lag", "max lag", "ESS", "unstable")
+HEAD = ("arm", "start", "end", "each seed", "area", "seconds of RL", "tokens trained", "trained tok/s", "mean lag", "max lag", "ESS", "unstable", "processes")
 
 
 def clean(x: Any) -> Any:
@@ -88,7 +89,7 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
     return [
         [n, show(a["heldout_start"], ".3f"), show(a["heldout_end"], ".3f"), " ".join(f"{x:.3f}" for x in a["each"]), show(a["area"], ".3f"),
          show(a["wall_s"], ".1f"), show(a["tokens"], ",.0f"), show(a["tokens_per_s"], ",.0f"), show(a["lag"], ".2f"), str(a["lag_max"]),
-         show(a["ess"], ".3f"), f"{a['unstable']} of {len(a['each'])}"]
+         show(a["ess"], ".3f"), f"{a['unstable']} of {len(a['each'])}", "warm" if a["warm"] else "real"]
         for n, a in found["arms"].items()
     ]  # fmt: skip
 

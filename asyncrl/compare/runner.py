@@ -30,6 +30,7 @@ from asyncrl.versions import Label
 from buffer.evaluation import EVAL_BASE, OOD_BASE
 from buffer.service import evaluations, settings
 from buffer.store import Store
+from buffer.trained import mean
 from learner.step import LearnerCore
 
 EPOCH, SLICE = 1, 4  # decode steps between two looks at the buffer
@@ -85,7 +86,7 @@ class Run:
         self.prompts: dict[int, np.ndarray] = {}
         self.clock, self.busy_until, self.update = 0, -1, update_steps(config)
         self.pending: tuple[int, Label, str] | None = None
-        self.tokens, self.decoding, self.learning = 0, 0.0, 0.0
+        self.tokens, self.decoding, self.learning, self.began = 0, 0.0, 0.0, 0.0
         self.curve: list[dict[str, float]] = []
         self.evals: dict[tuple[str, int], dict[int, float]] = {}
         self.lags: dict[int, int] = {}
@@ -160,7 +161,7 @@ class Run:
         if not groups:
             return False
         batch = self.store.batch(groups, EPOCH, number)
-        self.ids += [f"{s.ticket}.{s.sample}" for s in batch.samples]
+        self.ids.append(xxhash.xxh3_64_hexdigest(";".join(f"{s.ticket}.{s.sample}" for s in batch.samples).encode()))
         counted: dict[int, int] = {}
         for runs in batch.token_lags:
             for start, end, lag in runs:
@@ -171,13 +172,14 @@ class Run:
         began = time.monotonic()
         metrics = self.core.train(batch)
         self.learning += time.monotonic() - began
-        self.curve.append({"version": number + 1, "lag": sum(batch.lags) / len(batch.lags)} | {k: metrics[k] for k in KEPT if k in metrics})
+        row = {"version": number + 1, "t": time.monotonic() - self.began, "lag/mean": mean(counted)}
+        self.curve.append(row | {k: metrics[k] for k in KEPT if k in metrics})
         self.pending, self.busy_until = (number, *self.publish()), self.clock + self.update
         return True
 
     def go(self) -> dict[str, Any]:
         """The whole run; returns its record.  Raises AsyncrlError when nothing can move."""
-        began = time.monotonic()
+        self.began = time.monotonic()
         label, digest = self.publish()
         limit = self.config.staleness.max_lag
         self.store.hello(LearnerHello(1, "", EPOCH, label, None, digest, 0, 0, limit, WeightsSource(EPOCH, "", "", ""), []))
@@ -194,7 +196,7 @@ class Run:
                     break
         finally:
             self.rewards.close()
-        return self.record(time.monotonic() - began)
+        return self.record(time.monotonic() - self.began)
 
     def heldout(self) -> tuple[list[float], list[float]]:
         """Steps and accuracies of the finished evaluations."""
@@ -213,7 +215,7 @@ class Run:
         evals = {split: {str(n): [by[i] for i in sorted(by)] for (s, n), by in sorted(self.evals.items()) if s == split} for split in ("heldout", "ood")}
         return {
             "seed": self.config.seed, "steps": self.store.committed, "tokens": self.tokens, "wall_s": wall, "decode_s": self.decoding, "learn_s": self.learning,
-            "clock": self.clock, "weights_digest": weights_digest(self.core.model), "trained_ids": xxhash.xxh3_64_hexdigest(";".join(self.ids).encode()),
+            "clock": self.clock, "weights_digest": weights_digest(self.core.model), "trained_ids": xxhash.xxh3_64_hexdigest("".join(self.ids).encode()),
             "lag_histogram": {str(k): v for k, v in sorted(self.lags.items())}, "curve": self.curve, "evals": evals,
             "accuracy": [steps, accuracy], "abandoned": self.abandoned, "ledger_lines": self.store.ledger(),
         }  # fmt: skip
