@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import time
 
 import xxhash
 
@@ -14,8 +15,22 @@ LEAST_S, EXPONENT, MOST_S = 0.2, 2.5, 4.0
 TASK = get_task(Task(name="sort"))
 
 
-def reward(prompt: Prompt, text: str) -> float:
+def seconds(prompt: Prompt, text: str) -> float:
     u = (xxhash.xxh3_64_intdigest(f"{prompt.id} {text}".encode()) + 1) / 2**64
-    subprocess.run(["sleep", f"{min(MOST_S, LEAST_S * u ** (-1 / EXPONENT)):.3f}"], check=True)
+    return min(MOST_S, LEAST_S * u ** (-1 / EXPONENT))
+
+
+def reward(prompt: Prompt, text: str) -> float:
+    subprocess.run(["sleep", f"{seconds(prompt, text):.3f}"], check=True)
+    return _value(prompt, text)
+
+
+def waiting(prompt: Prompt, text: str) -> float:
+    """The same by waiting, as for a judge elsewhere: it takes time and no core."""
+    time.sleep(seconds(prompt, text))
+    return _value(prompt, text)
+
+
+def _value(prompt: Prompt, text: str) -> float:
     value = TASK.reward(prompt, text)
     return float(value["reward"] if isinstance(value, dict) else value)

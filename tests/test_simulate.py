@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import random
@@ -180,16 +179,19 @@ def test_the_generators_constants_are_the_real_ones() -> None:
      ("pareto(1, 3, 1e9)", 1.5), ([1.0, 2.0, 6.0], 3.0), ({"sequence": [1.0, 2.0, 6.0]}, 3.0)],
 )  # fmt: skip
 def test_distributions_have_their_means_and_scale(spec: Any, mean: float) -> None:
-    one, three = times.draw(spec, random.Random(1)), times.draw(times.scaled(spec, 3.0), random.Random(1))
+    stages = [random.Random(2), random.Random(2)]
+    one, three = (times.draw(x, random.Random(1), stage=stages[i].random) for i, x in enumerate((spec, times.scaled(spec, 3.0))))
     drawn = [(one(), three()) for _ in range(30_000)]
     assert sum(x for x, _ in drawn) / len(drawn) == pytest.approx(mean, rel=0.03)
     assert all(3 * x == pytest.approx(y) for x, y in drawn[:100])
 
 
-def test_a_sequence_keeps_its_order() -> None:
-    draw = times.draw({"sequence": [1.0, 2.0, 3.0]}, random.Random(0))
-    got = [draw() for _ in range(6)]
-    assert all(b == a % 3 + 1 for a, b in itertools.pairwise(got))
+def test_a_sequence_is_drawn_along_the_run() -> None:
+    done = 0.0
+    draw = times.draw({"sequence": [float(i) for i in range(100)]}, random.Random(0), stage=lambda: done)
+    for done in (0.0, 0.3, 1.0):
+        got = [draw() for _ in range(300)]
+        assert all(abs(x - 100 * done) <= 6 for x in got) and len(set(got)) > 4
 
 
 @pytest.mark.parametrize(
@@ -202,6 +204,21 @@ def test_a_sequence_keeps_its_order() -> None:
 def test_times_that_cannot_be_are_one_clear_error(words: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message.replace("[", "\\[")):
         times.parse(Times(), words)
+
+
+def test_what_limits_a_run_is_named() -> None:
+    def says(known: Times, *sets: str) -> str:
+        return questions.limited_by(questions.together([run(known, *sets)]))
+
+    assert says(change(BARE, step=1e-3, train=1.0)).startswith("the learner limits it")
+    assert says(change(BARE, train=0.1), "generator.slots=16").startswith("the generators limit it")
+    assert says(BARE, "staleness.max_lag=0").startswith("both sides wait for each other")
+    assert says(change(BARE, step=1e-3, train=0.1, buffer=0.05)).startswith("the buffer limits it")
+
+
+def test_every_time_is_documented() -> None:
+    text = (ROOT / "docs" / "simulate.md").read_text()
+    assert [name for name in Times.__struct_fields__ if f"`{name}`" not in text] == []
 
 
 # ---- the fit ---------------------------------------------------------------------------------------------------------

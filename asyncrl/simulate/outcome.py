@@ -38,6 +38,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     samples_per_s: float
     idle_generator: float
     idle_learner: float
+    idle_buffer: float
     lag_mean: float
     lag_p95: int
     lag_max: int
@@ -58,7 +59,7 @@ class Simulation:
 
     def __init__(self, config: Config, times: Times, seed: int = 0, *, evaluate: bool = True, quick: bool = True) -> None:
         self.config, self.clock = config, Clock()
-        self.d = d = draws(times, config, seed)
+        self.d = d = draws(times, config, seed, lambda: self.learner.number / config.learner.steps)
         made = evaluations(config, get_task(config.task)) if evaluate else Evaluations()
         store_settings = without_deadlines(settings(config))
         self.buffer = Buffer(self.clock, times, store_settings, made, quick=quick)
@@ -109,7 +110,8 @@ class Simulation:
         return Outcome(
             max_lag=c.staleness.max_lag, generators=c.generators, steps=steps, seconds=seconds, step_s=seconds / max(steps, 1), tokens=tokens,
             tokens_per_s=tokens / max(seconds, 1e-9), samples_per_s=samples / max(seconds, 1e-9), idle_generator=average(self.idle_shares),
-            idle_learner=average(self.learner.shares), lag_mean=mean(counts), lag_p95=quantile(counts, 0.95), lag_max=max(counts, default=0),
+            idle_learner=average(self.learner.shares), idle_buffer=max(0.0, 1 - b.worked / max(self.clock.now, 1e-9)),
+            lag_mean=mean(counts), lag_p95=quantile(counts, 0.95), lag_max=max(counts, default=0),
             lag_in_flight=average([x for x, _ in b.splits.values()]), lag_in_queue=average([x for _, x in b.splits.values()]),
             lag_histogram={k: n / max(tokens, 1) for k, n in sorted(counts.items())},
             tickets_mean=(b.out_seconds + b.out * max(0.0, self.last_commit - b.out_since)) / max(seconds, 1e-9), tickets_max=b.most_out,

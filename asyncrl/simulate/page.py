@@ -32,7 +32,7 @@ HEAD = ("generators", "limit", "tokens/s", "s a step", "generators idle", "learn
 
 def row(o: dict[str, Any]) -> tuple[str, ...]:
     lost = sum(o["losses"].values()) / max(o["generated"], 1)
-    return (f"{o['generators']:,}", f"{o['max_lag']}".removesuffix(".0"), f"{o['tokens_per_s']:,.0f}", f"{o['step_s']:.3g}", f"{o['idle_generator']:.1%}",
+    return (f"{o['generators']:,}", f"{o['max_lag']}", f"{o['tokens_per_s']:,.0f}", f"{o['step_s']:.3g}", f"{o['idle_generator']:.1%}",
             f"{o['idle_learner']:.1%}", f"{o['lag_mean']:.2f}", f"{o['lag_max']}", f"{o['tickets_mean']:.1f}", f"{lost:.1%}")  # fmt: skip
 
 
@@ -47,7 +47,7 @@ def _figures(points: Sequence[dict[str, Any]]) -> list[Any]:
             mine = [p for p in points if p["generators"] == n]
             for key, label, dash in series:
                 name = ", ".join(x for x in (label, f"{n:,} generators" if len(counts) > 1 else "") if x)
-                f.add_scatter(x=[f"{p['max_lag']}".removesuffix(".0") for p in mine], y=[p[key] for p in mine], name=name, mode="lines+markers",
+                f.add_scatter(x=[f"{p['max_lag']}" for p in mine], y=[p[key] for p in mine], name=name, mode="lines+markers",
                               line={"dash": dash, "color": COLOURS[i % len(COLOURS)]})  # fmt: skip
         f.update_layout(title={"text": title, "font": {"size": 14}}, height=340, template="plotly_white", margin={"l": 60, "r": 15, "t": 60, "b": 40},
                         legend={"orientation": "h", "y": 1.0, "yanchor": "bottom"}, showlegend=True)  # fmt: skip

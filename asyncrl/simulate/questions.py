@@ -15,6 +15,7 @@ from asyncrl.simulate.times import Times, change, scaled
 
 NOTHING = 0.02  # a change of throughput below this is called none
 BUSY = 0.05  # idle share below which a side is what limits
+BUFFER_BUSY = 0.2  # the same for the buffer, whose work comes in bursts
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,7 +58,7 @@ def several(config: Config, times: Times, seeds: int, *, evaluate: bool = True) 
 
 def together(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """The mean of each number over the seeds; lag_max and tickets_max: the largest."""
-    first, n = outcomes[0], len(outcomes)
+    n = len(outcomes)
     out: dict[str, Any] = {}
     for name in Outcome.__struct_fields__:
         values = [getattr(o, name) for o in outcomes]
@@ -67,7 +68,7 @@ def together(outcomes: Sequence[Outcome]) -> dict[str, Any]:
             keys = sorted({k for v in values for k in v})
             out[name] = {str(k): sum(v.get(k, 0) for v in values) / n for k in keys}
         elif name in ("max_lag", "generators", "steps"):
-            out[name] = "inf" if values[0] == math.inf else getattr(first, name)
+            out[name] = "inf" if values[0] == math.inf else int(values[0])
         else:
             out[name] = sum(values) / n
     return out
@@ -80,6 +81,8 @@ def limited_by(o: dict[str, Any]) -> str:
         return f"the learner limits it (idle {learner:.0%}; the generators {g:.0%})"
     if g < BUSY:
         return f"the generators limit it (idle {g:.0%}; the learner {learner:.0%})"
+    if o["idle_buffer"] < BUFFER_BUSY:
+        return f"the buffer limits it (idle {o['idle_buffer']:.0%}; the generators {g:.0%}, the learner {learner:.0%})"
     return f"both sides wait for each other (generators idle {g:.0%}, learner {learner:.0%})"
 
 

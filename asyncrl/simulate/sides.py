@@ -13,7 +13,7 @@ from actors.delivery import LINGER_S, size
 from actors.schedule import Schedule
 from asyncrl.config import Config
 from asyncrl.messages import Announcement, Span, Ticket, Trajectory
-from asyncrl.simulate.times import Draw, Times, draw
+from asyncrl.simulate.times import Draw, Times, along, draw
 from asyncrl.simulate.world import Buffer, Clock
 from asyncrl.versions import Label
 from buffer.evaluation import EVAL_BASE
@@ -40,30 +40,35 @@ class Draws:
     busy: float = 0.0  # seconds of all generators
 
 
-def draws(times: Times, config: Config, seed: int) -> Draws:
+def draws(times: Times, config: Config, seed: int, stage: Draw) -> Draws:
+    """`stage`: the share of the batches that are trained."""
     rng = random.Random(seed)
 
     def of(name: str) -> Draw:
-        return draw(getattr(times, name), rng, name)
+        return draw(getattr(times, name), rng, name, stage)
 
     return Draws(times, rng, noise=of("noise"), length=_lengths(times, config, rng), reward=of("reward"), swap=of("swap"), train=of("train"),
                  batch=of("batch"), commit=of("commit"), publish=of("publish"), checkpoint=of("checkpoint"))  # fmt: skip
 
 
 def _lengths(times: Times, config: Config, rng: random.Random) -> Callable[[Ticket, int], int]:
-    """Tokens of an answer.  Recorded groups are drawn whole: the answers to one prompt are about equally long."""
+    """Tokens of an answer.  Recorded groups are drawn whole, for the answers to one prompt are about equally long, and along the run, as they change."""
     most = config.generator.max_new_tokens
     if times.group_lengths is None:
         one = draw(times.lengths if times.lengths is not None else f"uniform({most / 2}, {most})", rng, "lengths")
         return lambda ticket, sample: max(1, min(most, round(one())))
-    groups, drawn = times.group_lengths, dict[int, list[int]]()
+    groups, drawn, whole = times.group_lengths, dict[int, list[int]](), config.learner.steps * config.learner.groups
+    ticket_now = 0
+    at_stage = along(groups, rng, lambda: ticket_now / whole)
 
     def of_group(ticket: Ticket, sample: int) -> int:
+        nonlocal ticket_now
         if ticket.ticket >= EVAL_BASE:
-            return min(most, rng.choice(rng.choice(groups)))
+            return min(most, rng.choice(at_stage()))
         group = drawn.get(ticket.ticket)
         if group is None:
-            group = drawn[ticket.ticket] = rng.choice(groups)
+            ticket_now = ticket.ticket
+            group = drawn[ticket.ticket] = at_stage()
             drawn.pop(ticket.ticket - 100_000, None)
         return min(most, group[sample] if sample < len(group) else rng.choice(group))
 

@@ -2,7 +2,7 @@
 
 A distribution is written as a number, as `exponential(MEAN)`, `uniform(A, B)`, `normal(MEAN, SD)` (cut at 0), `lognormal(MEDIAN,
 SIGMA)`, `pareto(LEAST, EXPONENT, MOST)`, as a list of values that are drawn at random, or as `{ sequence = [...] }`, which
-is replayed in its order from a random place on, so that slow spells stay spells.
+is drawn from along the run: what was seen after a third of one run comes after about a third of another.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import re
 import tomllib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from asyncrl.errors import ConfigError
 
+T = TypeVar("T")
+NEAR = 0.05  # share of a sequence, to both sides of a stage, from which values are drawn
 Draw = Callable[[], float]
 Spec = float | int | str | list[float] | dict[str, list[float]]
 SHAPES: dict[str, tuple[int, Callable[..., Callable[[random.Random], float]]]] = {
@@ -32,8 +34,11 @@ SHAPES: dict[str, tuple[int, Callable[..., Callable[[random.Random], float]]]] =
 DRAWN = ("noise", "lengths", "reward", "train", "batch", "commit", "publish", "swap", "checkpoint")
 
 
-def draw(spec: Spec, rng: random.Random, what: str = "time") -> Draw:
-    """A function that draws from `spec`.  Raises ConfigError for what is no distribution, or would give times below 0."""
+def draw(spec: Spec, rng: random.Random, what: str = "time", stage: Draw = lambda: 0.0) -> Draw:
+    """A function that draws from `spec`; `stage` says which share of the run is done.
+
+    Raises ConfigError for what is no distribution, or would give times below 0.
+    """
     if isinstance(spec, bool):
         raise ConfigError(f"{what} = {spec}: write seconds, a list of them, or one of {', '.join(SHAPES)} with its numbers")
     if isinstance(spec, int | float):
@@ -45,7 +50,7 @@ def draw(spec: Spec, rng: random.Random, what: str = "time") -> Draw:
     if isinstance(spec, dict):
         if set(spec) != {"sequence"}:
             raise ConfigError(f"{what}: a table must have the one key `sequence`, not {', '.join(map(repr, spec)) or 'nothing'}")
-        return _replay(_checked(spec["sequence"], what), rng)
+        return along(_checked(spec["sequence"], what), rng, stage)
     found = re.fullmatch(r"\s*(\w+)\s*\(([^()]*)\)\s*", spec)
     if not found or found[1] not in SHAPES:
         raise ConfigError(f"{what} = {spec!r} is no distribution: write seconds, or {', '.join(SHAPES)} with its numbers, as in exponential(0.2)")
@@ -66,15 +71,15 @@ def _checked(values: Sequence[float], what: str) -> list[float]:
     return [float(x) for x in values]
 
 
-def _replay(values: list[float], rng: random.Random) -> Draw:
-    at = int(rng.random() * len(values))
+def along(values: Sequence[T], rng: random.Random, stage: Draw) -> Callable[[], T]:
+    """Draws from `values` near the place that the stage names."""
+    n, near = len(values), max(1.0, NEAR * len(values))
 
-    def next_value() -> float:
-        nonlocal at
-        at = (at + 1) % len(values)
-        return values[at]
+    def at_this_stage() -> T:
+        place = int(stage() * n + rng.uniform(-near, near))
+        return values[min(n - 1, max(0, place))]
 
-    return next_value
+    return at_this_stage
 
 
 class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -62,7 +62,8 @@ class Buffer:
     """buffer/service.py without sockets: one message at a time, then whatever it made possible."""
 
     def __init__(self, clock: Clock, times: Times, settings: Settings, evaluations: Evaluations, *, quick: bool = True) -> None:
-        self.clock, self.times, self.free = clock, times, 0.0
+        self.clock, self.times = clock, times
+        self.free = self.worked = 0.0  # when it is free again; seconds of work so far
         evaluations.prompt = (lambda split, i: NO_PROMPT) if evaluations.prompt is not None else None
         self.store: Store = (QuickStore if quick else Store)(settings, lambda i: NO_PROMPT, evaluations)
         self.disturb(settings.on_exceed == "drop")
@@ -87,6 +88,7 @@ class Buffer:
     def tell(self, handler: Callable[..., None], *args: Any, work: float = 0.0) -> None:
         """A message to the buffer: it is handled after the wire and after those before it."""
         self.free = max(self.clock.now + self.times.wire, self.free) + work
+        self.worked += work
         self.clock.at(self.free, self._handle, handler, args)
 
     def _handle(self, handler: Callable[..., None], args: tuple[Any, ...]) -> None:

@@ -1,0 +1,150 @@
+"""`asyncrl simulate` against real runs: times fitted to one run predict runs with other settings.
+
+In every round one run of configs/demo.toml (limit 2) is made and fitted; then runs with other settings are made, and predicted with
+the times of the first: lag histograms (total variation) and idle shares (points).  What two real runs of the same settings differ by,
+from round to round, stands beside it: the machine is shared, and no prediction can be better than a repetition.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import rounds
+
+ROOT = rounds.results_file.ROOT
+MOST_TV, MOST_POINTS = 0.15, 5.0
+SMALL = ["evaluation.every=0", "evaluation.final_prompts=64", "evaluation.ood_prompts=0", "record.samples=0"]
+SLOW = ["reward.function='benchmarks.slow_reward:waiting'", "reward.workers=32", "learner.groups=8", "generator.slots=64", "staleness.max_lag=4"]
+BASE = "limit 2 (fitted)"
+RUNS: dict[str, list[str]] = {
+    BASE: [],
+    "synchronous": ["staleness.max_lag=0"],
+    "limit 1": ["staleness.max_lag=1"],
+    "limit 6": ["staleness.max_lag=6"],
+    "2 generators": ["generators=2"],
+    "slow reward, limit 4": SLOW,
+    "slow reward, synchronous": [*SLOW, "staleness.max_lag=0"],
+}
+
+
+def real(work: Path, name: str, model: Path, steps: int, sets: list[str], seed: int) -> dict[str, Any]:
+    """One real run: its lag histogram (shares of the trained tokens), idle shares, seconds a step."""
+    every = [f"runs={str(work)!r}", f"name={name!r}", f"model.path={str(model)!r}", f"learner.steps={steps}", f"seed={seed}", *SMALL, *sets]
+    argv = [sys.executable, "-m", "asyncrl.cli", "run", "configs/demo.toml", "--json", *[x for s in every for x in ("--set", s)]]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, env=env)
+    if done.returncode:
+        sys.exit(f"{name} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    s = json.loads((work / name / "summary.json").read_text())
+    tokens = sum(s["lag_histogram"].values())
+    return {"lag": {int(k): n / tokens for k, n in s["lag_histogram"].items()}, "idle_generator": s["speed"]["idle_share"]["generator"],
+            "idle_learner": s["speed"]["idle_share"]["learner"], "step_s": s["wall_s"] / s["steps"], "load": os.getloadavg()[0]}  # fmt: skip
+
+
+def reward_times(model: Path) -> list[float]:
+    """What a call of the slow reward takes, measured by itself: in as many processes as the runs have, on answers of its task."""
+    from actors.rewards import RewardRunner
+    from asyncrl.config_load import load
+    from asyncrl.tasks import get_task
+
+    config = load(ROOT / "configs" / "demo.toml", [f"model.path={str(model)!r}", *SLOW])
+    task, found = get_task(config.task), list[float]()
+    runner = RewardRunner(config, task)
+    runner.timed = lambda name, began, ended: found.append(round(ended - began, 4))
+    while not all(p.ready for p in runner.processes):
+        runner.poll()
+        time.sleep(0.01)
+    for i in range(256):
+        prompt = task.prompt("heldout", i, 0)
+        runner.submit((i, 0, 0), prompt, prompt.answer, [0])
+    done = 0
+    while done < 256:
+        done += len(runner.poll())
+        time.sleep(0.01)
+    runner.close()
+    return found
+
+
+def predicted(config: Any, times: Any, seeds: int) -> dict[str, Any]:
+    from asyncrl.simulate.questions import several, together
+
+    o = together(several(config, times, seeds))
+    return {"lag": {int(k): x for k, x in o["lag_histogram"].items()}, "idle_generator": o["idle_generator"], "idle_learner": o["idle_learner"],
+            "step_s": o["step_s"], "took_s": o["took_s"]}  # fmt: skip
+
+
+def apart(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float]:
+    """Total variation of the lag histograms; idle shares in points; steps as a ratio b / a."""
+    keys = {*a["lag"], *b["lag"]}
+    return {"tv": sum(abs(a["lag"].get(k, 0) - b["lag"].get(k, 0)) for k in keys) / 2,
+            "generator_points": 100 * (b["idle_generator"] - a["idle_generator"]), "learner_points": 100 * (b["idle_learner"] - a["idle_learner"]),
+            "step_ratio": b["step_s"] / a["step_s"]}  # fmt: skip
+
+
+def one_round(work: Path, r: int, model: Path, steps: int, names: list[str], slow: list[float]) -> dict[str, Any]:
+    from asyncrl.config_load import load
+    from asyncrl.simulate.fit import fit
+    from asyncrl.simulate.times import change
+
+    out: dict[str, Any] = {}
+    others = [n for n in names if n != BASE]
+    for name in [BASE, *(others if r % 2 == 0 else reversed(others))]:
+        place = f"r{r}_{list(RUNS).index(name)}"
+        found = real(work, place, model, steps, RUNS[name], r)
+        if name == BASE:
+            times = fit(work / place)[0]
+            out["times"] = {k: getattr(times, k) for k in ("step", "row", "admit", "look", "finish", "beside", "train_tokens")}
+        known = change(times, reward=slow) if name.startswith("slow") else times
+        guess = predicted(load(work / place / "config.toml"), known, 3)
+        out[name] = {"real": found, "predicted": guess, "apart": apart(found, guess)}
+        a = out[name]["apart"]
+        print(f"round {r}, {name}: total variation {a['tv']:.3f}, generators {a['generator_points']:+.1f} and learner {a['learner_points']:+.1f} points, "
+              f"step {a['step_ratio']:.2f} of the real one; load {found['load']:.0f}", file=sys.stderr)  # fmt: skip
+    return out
+
+
+def main() -> None:
+    p = rounds.parser(__doc__)
+    p.add_argument("--model", default="", help="a warm-started `sort` model; absent: built")
+    p.add_argument("--rounds", type=int, default=3)
+    p.add_argument("--steps", type=int, default=60)
+    p.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
+    args = p.parse_args()
+    n, steps = (1, 15) if args.quick else (args.rounds, args.steps)
+    names = [BASE, "synchronous"] if args.quick else list(dict.fromkeys([BASE, *args.runs]))
+    with tempfile.TemporaryDirectory() as tmp:
+        model = Path(args.model).resolve() if args.model else Path(tmp) / "model"
+        if not args.model:
+            from asyncrl.config_load import load
+            from asyncrl.tasks.warm_start import warm_start
+
+            warm_start(load(ROOT / "configs" / "demo.toml", [f"model.path={str(model)!r}"]), str(model))
+        slow = reward_times(model) if any(x.startswith("slow") for x in names) else []
+        rows = [one_round(Path(tmp), r, model, steps, names, slow) for r in range(n)]
+    goals, repeats = [], {}
+    for name in names:
+        found = [row[name]["apart"] for row in rows]
+        pairs = [apart(a[name]["real"], b[name]["real"]) for a, b in itertools.combinations(rows, 2)]
+        repeats[name] = pairs
+        median = {k: statistics.median(abs(f[k]) for f in found) for k in ("tv", "generator_points", "learner_points")}
+        again = {k: round(statistics.median(abs(x[k]) for x in pairs), 3) if pairs else None for k in median}
+        for key, what, most in (("tv", "lag, total variation", MOST_TV), ("generator_points", "generators' idle share, points", MOST_POINTS),
+                                ("learner_points", "learner's idle share, points", MOST_POINTS)):  # fmt: skip
+            each = [round(f[key], 3) for f in found]
+            goals.append(rounds.goal(f"{name}: {what}", median[key], most, at_least=False, rounds=each, repetition=again[key]))
+    result = {"what": f"real runs of {steps} steps; predicted with the times of the round's own first run; medians over {n} rounds", "rounds": rows,
+              "reward_s": slow, "repetitions": repeats}  # fmt: skip
+    rounds.report("simulate", goals, result, args)
+
+
+if __name__ == "__main__":
+    main()
