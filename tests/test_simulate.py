@@ -213,6 +213,7 @@ def test_what_limits_a_run_is_named() -> None:
     assert says(change(BARE, step=1e-3, train=1.0)).startswith("the learner limits it")
     assert says(change(BARE, train=0.1), "generator.slots=16").startswith("the generators limit it")
     assert says(BARE, "staleness.max_lag=0").startswith("both sides wait for each other")
+    assert says(change(BARE, train=0.62), "generator.slots=16").startswith("both sides are busy")
     assert says(change(BARE, step=1e-3, train=0.1, buffer=0.05)).startswith("the buffer limits it")
 
 
@@ -298,7 +299,7 @@ def test_questions_are_answered_with_the_same_seeds() -> None:
     c, known = config("staleness.max_lag=0", "generator.slots=8"), change(rough(), train=0.5)
     base = questions.several(c, known, 2, evaluate=False)
     limit, more, sync = questions.answers(c, known, base, [2], [1], [4.0], evaluate=False)
-    assert limit.ratio > 1.2 and "a limit of 2 instead of 0" in limit.sentence and "times the throughput" in limit.sentence
+    assert limit.ratio > 1.2 and "A limit of 2 instead of 0" in limit.sentence and "times the throughput" in limit.sentence
     assert more.outcome["generators"] == 2 and "2 generators instead of 1" in more.sentence
     assert abs(sync.ratio - 1) < questions.NOTHING and "no throughput to speak of" in sync.sentence, "1 ms of 0.7 s"
     slow = change(known, publish=0.4, swap=0.4)
@@ -327,7 +328,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     html = page.read_text()
     assert "Throughput against limit" in html and all(a["sentence"] in html for a in found["answers"])
     code, out, _ = command(capsys, "--seeds", "1")
-    assert code == 0 and "a limit of 4 instead of 2" in out and "2 generators instead of 1" in out and "lag: mean" in out
+    assert code == 0 and "A limit of 4 instead of 2" in out and "2 generators instead of 1" in out and "lag: mean" in out
 
 
 @pytest.mark.parametrize(

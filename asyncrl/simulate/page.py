@@ -46,10 +46,10 @@ def _figures(points: Sequence[dict[str, Any]]) -> list[Any]:
         for i, n in enumerate(counts):
             mine = [p for p in points if p["generators"] == n]
             for key, label, dash in series:
-                name = ", ".join(x for x in (label, f"{n:,} generators" if len(counts) > 1 else "") if x)
+                name = ", ".join(x for x in (label, f"{n:,} generator{'s' * (n > 1)}" if len(counts) > 1 else "") if x)
                 f.add_scatter(x=[f"{p['max_lag']}" for p in mine], y=[p[key] for p in mine], name=name, mode="lines+markers",
                               line={"dash": dash, "color": COLOURS[i % len(COLOURS)]})  # fmt: skip
-        f.update_layout(title={"text": title, "font": {"size": 14}}, height=340, template="plotly_white", margin={"l": 60, "r": 15, "t": 60, "b": 40},
+        f.update_layout(title={"text": title, "font": {"size": 14}, "y": 0.97}, height=380, margin={"l": 60, "r": 9, "t": 95, "b": 40}, template="plotly_white",
                         legend={"orientation": "h", "y": 1.0, "yanchor": "bottom"}, showlegend=True)  # fmt: skip
         f.update_yaxes(title=unit, rangemode="tozero")
         f.update_xaxes(title="staleness.max_lag", type="category")

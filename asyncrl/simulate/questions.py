@@ -14,7 +14,7 @@ from asyncrl.simulate.outcome import Outcome, simulate
 from asyncrl.simulate.times import Times, change, scaled
 
 NOTHING = 0.02  # a change of throughput below this is called none
-BUSY = 0.05  # idle share below which a side is what limits
+BUSY = 0.1  # idle share below which a side is what limits, if it is less than half the other's
 BUFFER_BUSY = 0.2  # the same for the buffer, whose work comes in bursts
 
 
@@ -77,9 +77,11 @@ def together(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 def limited_by(o: dict[str, Any]) -> str:
     """Which side holds the run up, in words."""
     g, learner = o["idle_generator"], o["idle_learner"]
-    if learner < BUSY and learner <= g:
+    if max(g, learner) < BUSY:
+        return f"both sides are busy (generators idle {g:.0%}, learner {learner:.0%})"
+    if learner < BUSY and learner < g / 2:
         return f"the learner limits it (idle {learner:.0%}; the generators {g:.0%})"
-    if g < BUSY:
+    if g < BUSY and g < learner / 2:
         return f"the generators limit it (idle {g:.0%}; the learner {learner:.0%})"
     if o["idle_buffer"] < BUFFER_BUSY:
         return f"the buffer limits it (idle {o['idle_buffer']:.0%}; the generators {g:.0%}, the learner {learner:.0%})"
@@ -96,6 +98,7 @@ def ask(question: str, instead: str, base: Sequence[Outcome], other: Sequence[Ou
     else:
         speeds = f"{now['tokens_per_s']:,.0f} tokens/s instead of {was['tokens_per_s']:,.0f}"
         head = f"{question} instead of {instead}: {mean:.2f} times the throughput{spread}, {speeds}"
+    head = head[0].upper() + head[1:]
     tail = f"mean lag {now['lag_mean']:.2f} instead of {was['lag_mean']:.2f}; then {limited_by(now)}."
     return Answer(question=question, ratio=mean, least=min(ratios), largest=max(ratios), sentence=f"{head}; {tail}", outcome=now)
 
