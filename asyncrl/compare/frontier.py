@@ -45,6 +45,18 @@ def lost(record: dict[str, Any]) -> float:
     return 1 - (lines.get("trained", 0) + lines.get("left_over", 0)) / total if total else 0.0
 
 
+def summed(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """The ledger's lines over all seeds: tokens, and tokens by answer length."""
+    out: dict[str, dict[str, float]] = {}
+    for r in records:
+        for name, line in r["ledger_lines"].items():
+            mine = out.setdefault(name, {})
+            for k, x in line.items():
+                if k == "tokens" or "upto_" in k:
+                    mine[k] = mine.get(k, 0) + x
+    return {name: line for name, line in out.items() if line.get("tokens")}
+
+
 def analyse(s: Sweep) -> dict[str, Any]:
     """Everything the page and `--json` say, from the cells that are finished; an unfinished grid shows what it has."""
     p, last = s.plan, s.plan.arms[SYNC].learner.steps
@@ -93,7 +105,7 @@ def _cell(records: Sequence[dict[str, Any]], last: int) -> dict[str, Any]:
         "kl": max((x["kl/behavior_target_k3"] for r in records for x in r["curve"] if "kl/behavior_target_k3" in x), default=math.nan),
         "lag": sum(k * n for k, n in lags.items()) / total, "lag_max": max(lags, default=0), "unstable": sum(map(bool, bad)),
         "trouble": sorted({x.split(":")[0] for b in bad for x in b}), "abandoned": [r["steps"] for r in records if r["abandoned"] or r.get("failed")],
-        "lost": mean([lost(r) for r in records]), "tokens": mean([float(sum(r["lag_histogram"].values())) for r in records]),
+        "ledger_lines": summed(records), "lost": mean([lost(r) for r in records]), "tokens": mean([float(sum(r["lag_histogram"].values())) for r in records]),
         "curves": [[list(x), list(y)] for x, y in curves], "digests": [r["weights_digest"] for r in records],
         "trained_ids": [r["trained_ids"] for r in records],
     }  # fmt: skip

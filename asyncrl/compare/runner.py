@@ -167,6 +167,8 @@ class Run:
             for start, end, lag in runs:
                 counted[lag] = counted.get(lag, 0) + end - start
         audit(number, batch.samples, counted)
+        if self.config.staleness.on_exceed == "mask":  # what lies past the limit is not trained
+            counted = {lag: n for lag, n in counted.items() if lag <= self.config.staleness.max_lag}
         for lag, n in counted.items():
             self.lags[lag] = self.lags.get(lag, 0) + n
         began = time.monotonic()

@@ -12,6 +12,7 @@ from typing import Any
 
 from asyncrl.compare import judgement
 from asyncrl.compare.page import clean
+from asyncrl.report import by_length
 
 COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f", "#78350f", "#475569")
 PAGE = """<!doctype html>
@@ -40,6 +41,8 @@ PAGE = """<!doctype html>
 <h2>Corrections</h2><table class="list">{% for n, what in corrections %}<tr><td>{{ n }}</td><td style="text-align:left">{{ what }}</td></tr>{% endfor %}</table>
 <h2>Cells</h2><table class="list" id="cells"><tr>{% for h in head %}<th>{{ h }}</th>{% endfor %}</tr>
 {% for row in table %}<tr>{% for x in row %}<td>{{ x }}</td>{% endfor %}</tr>{% endfor %}</table>
+{% if losses %}<h2>What the staleness rule took, by answer length</h2>{% for name, by in losses %}<h3>{{ name }}</h3><table class="list">
+{% for row in by %}<tr>{% for x in row %}<td>{{ x }}</td>{% endfor %}</tr>{% endfor %}</table>{% endfor %}{% endif %}
 {% if trouble %}<h2 class="bad">Unstable</h2><ul>{% for t in trouble %}<li>{{ t }}</li>{% endfor %}</ul>{% endif %}
 <p class="sub">Unstable by these rules: {{ rules }}. Collapsed runs are given up at that point. p: paired t over seeds, Holm's correction over all cells.</p>
 <script type="application/json" id="sweep">{{ blob }}</script></body></html>"""
@@ -127,6 +130,12 @@ def mean_curve(curves: Sequence[tuple[list[float], list[float]]]) -> list[tuple[
     return [(x, sum(at(*c, x) for c in curves) / len(curves)) for x in steps]
 
 
+def takes(c: dict[str, Any]) -> bool:
+    """Did the cell's staleness rule cost tokens, or make them count less?"""
+    lines = c["ledger_lines"]
+    return any(n in lines for n in ("masked_stale", "dropped_stale", "abandoned")) or any("faded" in k for x in lines.values() for k in x)
+
+
 def write(directory: Path, name: str, found: dict[str, Any], corrections: Sequence[tuple[str, str]], subtitle: str) -> Path:
     """DIR/report.html and DIR/result.json.  Returns the page's path."""
     import jinja2
@@ -162,6 +171,7 @@ def write(directory: Path, name: str, found: dict[str, Any], corrections: Sequen
     sync = found["sync"]
     page = jinja2.Environment(autoescape=True).from_string(PAGE).render(
         name=name, subtitle=subtitle, suggestion=s, headline=headline, missing=found["missing"], head=HEAD, table=rows(found), trouble=trouble, rules=rules,
+        losses=[(f"{c['correction']}, limit {c['limit']}", by_length(c)) for c in found["cells"] if takes(c)],
         sync=f"{sync['final']:.3f} over {sync['seeds']} seed(s)", corrections=corrections, curves=[Markup(g) for g in graphs],
         accuracy=Markup(heat(found, lambda c: float(c["final"]), under, 0.0, best)),
         ess=Markup(heat(found, lambda c: float(c["ess"]), lambda c: f"KL up to {show(c['kl'], '.2g')}", 0.0, 1.0)),
