@@ -60,6 +60,7 @@ class Learner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     backend: Literal["torch", "deepspeed"] = "torch"
     ranks: Annotated[Positive, Meta(description="deepspeed: processes that share the learning")] = 1
     zero_stage: Annotated[int, Meta(ge=0, le=3, description="deepspeed: 0 nothing, 1 optimizer state, 2 and gradients, 3 and parameters are partitioned")] = 2
+    offload: Annotated[bool, Meta(description="deepspeed: optimizer state and optimizer step in the CPU's memory")] = False
     rank_timeout_s: Annotated[float, Meta(gt=0, description="deepspeed: a rank that does not answer another for this long is lost")] = 120.0
     steps: Annotated[Positive, Meta(description="batches to train")] = 100
     groups: Annotated[Positive, Meta(description="groups (prompts) in a batch")] = 32

@@ -188,6 +188,8 @@ def check(c: Config) -> list[str]:
         out.append("stop.kl_max: with one optimizer step a batch there is nothing to stop; raise learner.epochs or learner.minibatches")
     if c.learner.backend == "torch" and c.learner.ranks > 1:
         out.append(f"learner.ranks: {c.learner.ranks} ranks need learner.backend = deepspeed; torch is one process")
+    if c.learner.offload and (c.learner.backend != "deepspeed" or c.learner.zero_stage == 0):
+        out.append("learner.offload: needs learner.backend = deepspeed and learner.zero_stage = 1 or higher; elsewhere nothing moves to the CPU")
     if c.learner.backend == "deepspeed" and c.learner.zero_stage == 0 and c.model.dtype == "bfloat16":
         out.append("learner.zero_stage: 0 with model.dtype = bfloat16 keeps no fp32 copy of the weights and drifts from stages 1 to 3; use 1 or higher")
     if c.reward.deadline_s >= c.wires.lease_s:

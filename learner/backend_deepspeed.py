@@ -100,7 +100,8 @@ class DeepSpeedBackend(TorchBackend):
             model.fast, model.one_pass = None, True  # modules fetch their parameters by hooks, and reduce a gradient once a pass
         settings: dict[str, Any] = {
             "train_batch_size": self.ranks, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": c.clip_norm,
-            "zero_optimization": {"stage": c.zero_stage, "stage3_param_persistence_threshold": 0, "overlap_comm": False, "contiguous_gradients": False},
+            "zero_optimization": {"stage": c.zero_stage, "stage3_param_persistence_threshold": 0, "overlap_comm": False, "contiguous_gradients": False}
+            | ({"offload_optimizer": {"device": "cpu", "pin_memory": cuda}} if c.offload else {}),
             "bf16": {"enabled": config.model.dtype == "bfloat16", "check_grad_overflow": True},
             "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "wall_clock_breakdown": False,
             "steps_per_print": 10**9,
@@ -241,6 +242,11 @@ class DeepSpeedBackend(TorchBackend):
             kept = getattr(self.optimizer, name, None)
             if isinstance(kept, dict):
                 kept.clear()
+        if self.config.learner.offload and self.config.learner.zero_stage < 3:  # the next pass starts over in the CPU's memory instead of adding
+            inner: Any = self.optimizer
+            inner.micro_step_id = -1
+            inner._offload_accumulated_param_ids = set()
+            inner.reset_cpu_buffers()
 
     # ---- weights and state -----------------------------------------------------------------------------------------
 

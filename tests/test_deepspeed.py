@@ -97,11 +97,15 @@ def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(stage: int, model_
     assert p.returncode != 0 and f"is of 2 ranks at ZeRO stage {stage}" in err
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-def test_a_batch_without_a_finite_loss_is_skipped_on_every_rank(stage: int, model_dir: Path) -> None:
+@pytest.fixture(scope="module")
+def bad(model_dir: Path) -> dict[str, Any]:
+    return trained(model_dir, {"backend": "torch"}, batches=4, bad=1)[0]
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(2, False), (3, False), (2, True)])
+def test_a_batch_without_a_finite_loss_is_skipped_on_every_rank(stage: int, offload: bool, model_dir: Path, bad: dict[str, Any]) -> None:
     """Weights and moments stay as they were: the batches after it go as they go with torch."""
-    bad, _ = trained(model_dir, {"backend": "torch"}, batches=4, bad=1)
-    mine, _ = trained(model_dir, {"backend": "deepspeed", "zero_stage": stage, "ranks": 2}, batches=4, bad=1)
+    mine, _ = trained(model_dir, {"backend": "deepspeed", "zero_stage": stage, "ranks": 2, "offload": offload}, batches=4, bad=1)
     assert [n[0] for n in mine["numbers"]] == [1, 0, 1, 1]
     assert mine["losses"] == pytest.approx(bad["losses"], abs=1e-5, nan_ok=True)
     assert mine["weights"] == pytest.approx(bad["weights"], abs=1e-5)
@@ -181,7 +185,8 @@ def test_a_killed_rank_costs_the_run_only_its_time(tmp_path: Path, sort_model: P
 
 @pytest.mark.parametrize(
     ("learner", "model", "said"),
-    [({"ranks": 2}, {}, "2 ranks need learner.backend = deepspeed"), ({"backend": "deepspeed", "zero_stage": 0}, {"dtype": "bfloat16"}, "use 1 or higher")],
+    [({"ranks": 2}, {}, "2 ranks need learner.backend = deepspeed"), ({"backend": "deepspeed", "zero_stage": 0}, {"dtype": "bfloat16"}, "use 1 or higher"),
+     ({"backend": "deepspeed", "zero_stage": 0, "offload": True}, {}, r"learner\.offload: needs"), ({"offload": True}, {}, r"learner\.offload: needs")],
 )  # fmt: skip
 def test_what_cannot_work_is_refused(learner: dict[str, Any], model: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
