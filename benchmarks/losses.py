@@ -75,7 +75,7 @@ class Bare(LearnerCore):
         for at, micro in enumerate(mine):
             lp = self._run(self.model, packed, micro, entropy=False).logprobs
             self.backend.backward(-(adv[packed.part(micro)] * lp).sum(), last=at == n - 1)
-        self.backend.step(0.0, True)
+        self.backend.step(0.0, torch.zeros(()))
         return {}
 
 

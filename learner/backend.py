@@ -73,10 +73,15 @@ class TorchBackend:
         """Accumulate a micro-batch's gradient; `last`: of this optimizer step."""
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def step(self, rate: float, ok: bool) -> float | None:
-        """Clip and step with the learning rate `rate`; the gradient's norm, None where it (or the loss: not ok) is not finite."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self.model.hf.parameters(), self.config.learner.clip_norm or math.inf))
-        if not (ok and math.isfinite(norm)):
+    def step(self, rate: float, loss: torch.Tensor) -> float | None:
+        """Clip and step with the learning rate `rate`; the gradient's norm, None where it or the loss (a scalar) is not finite.
+
+        Reads the device once.
+        """
+        found = torch.nn.utils.clip_grad_norm_(self.model.hf.parameters(), self.config.learner.clip_norm or math.inf)
+        norm: float
+        norm, value = torch.stack([found.double(), loss.detach().to(found.device).double()]).tolist()
+        if not (math.isfinite(norm) and math.isfinite(value)):
             self.zero_grad()
             return None
         for group in self.optimizer.param_groups:

@@ -215,8 +215,8 @@ class DeepSpeedBackend(TorchBackend):
         with self.guard():
             self.engine.backward(loss * self.ranks)
 
-    def step(self, rate: float, ok: bool) -> float | None:
-        flag = self.total(torch.tensor([0.0 if ok else 1.0]))
+    def step(self, rate: float, loss: torch.Tensor) -> float | None:
+        flag = self.total(torch.tensor([0.0 if math.isfinite(float(loss)) else 1.0]))
         for group in self.optimizer.param_groups:
             group["lr"] = rate if not flag.item() else 0.0
         if flag.item():

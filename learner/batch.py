@@ -27,7 +27,14 @@ class Packed:
 
     def part(self, samples: Sequence[int]) -> torch.Tensor:
         """Places among N of the tokens of `samples`, in their order."""
-        return torch.from_numpy(np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in samples]))
+        return torch.from_numpy(np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in samples])).to(self.loss.seq.device)
+
+    def to(self, device: torch.device) -> Packed:
+        """The same with the loss's tensors on `device`."""
+        for name, x in vars(self.loss).items():
+            if isinstance(x, torch.Tensor):
+                setattr(self.loss, name, x.to(device))
+        return self
 
 
 def pack(batch: Batch, *, greedy: bool = False) -> Packed:

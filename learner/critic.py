@@ -112,12 +112,12 @@ class Critic:
 
     def step(self, rate: float, share: float) -> float:
         """Clip and step; the gradient's norm.  rate: the policy's learning rate now; share: of the schedule, for a value.lr of its own."""
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters(), self.config.learner.clip_norm or math.inf)
+        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters(), self.config.learner.clip_norm or math.inf))
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.value.lr * share if self.config.value.lr else rate
-        if math.isfinite(float(norm)):
+        if math.isfinite(norm):
             self.optimizer.step()
-        return float(norm)
+        return norm
 
     def state(self) -> dict[str, Any]:
         """For the checkpoint: weights and optimizer."""

@@ -55,6 +55,8 @@ class LearnerCore:
             )
         self.layout = manifest(self.model)  # before a backend partitions the parameters
         self.backend = make_backend(config, self.model)
+        # where the loss is computed: beside the model, so that nothing of it waits for the device; several ranks exchange it on the host
+        self.where = self.model.device if self.backend.ranks == 1 and config.learner.backend == "torch" else torch.device("cpu")
         self.critic = Critic(config, self.model) if config.advantage.name == "gae" else None
         self.state = State(beta=config.kl.coefficient)
 
@@ -64,7 +66,7 @@ class LearnerCore:
         """Train on one batch; returns its metrics.  Raises AsyncrlError after three batches whose loss is not finite."""
         self.backend.tell("train", batch)
         c = self.config
-        packed = pack(batch, greedy=c.advantage.name == "remax")
+        packed = pack(batch, greedy=c.advantage.name == "remax").to(self.where)
         everyone = range(len(packed.responses))
         if step_loss.needs_proximal_first(c) and c.correction.proximal != "behavior":
             packed.loss.proximal = self._forward(self.model, packed, everyone)
@@ -75,7 +77,7 @@ class LearnerCore:
         if self.reference is not None:
             packed.loss.reference = self._forward(self.reference, packed, everyone)
         if self.critic is not None:
-            packed.loss.values, packed.loss.bootstrap = self.critic.start(packed, self._mine(packed, everyone)[0])
+            packed.loss.values, packed.loss.bootstrap = (x.to(self.where) for x in self.critic.start(packed, self._mine(packed, everyone)[0]))
         self.critic_norms: list[float] = []
         prep = step_loss.prepare(packed.loss, c, baseline=self.state.baseline, beta=self.state.beta)
         rate = self._rate()
@@ -103,7 +105,7 @@ class LearnerCore:
             for samples in self._minibatches(packed, epoch):
                 first = self.backend.stops_first and bool(self.config.stop.kl_max) and done > 0
                 current = self._forward(self.model, packed, range(len(packed.responses))) if first or step_loss.needs_current(prep) else None
-                step = step_loss.begin_step(prep, torch.tensor(samples), current)
+                step = step_loss.begin_step(prep, torch.tensor(samples, device=self.where), current)
                 prep.metrics |= step.metrics
                 stopped = step.lr_scale == 0 and done > 0
                 if first and current is not None and not stopped:
@@ -138,7 +140,7 @@ class LearnerCore:
     def _gradient(self, prep: step_loss.Prepared, step: step_loss.Step, packed: Packed, samples: Sequence[int]) -> tuple[dict[str, torch.Tensor], float]:
         """Accumulate the gradient of one optimizer step; returns its sums and the KL that early stopping looks at."""
         sums: dict[str, torch.Tensor] = {}
-        stop = [torch.zeros(()), torch.zeros(())]
+        stop = [torch.zeros((), device=self.where), torch.zeros((), device=self.where)]
         self._zero_grad()
         mine, rounds = self._mine(packed, samples)
         for at in range(rounds):
@@ -148,14 +150,13 @@ class LearnerCore:
             if not real:  # every rank makes as many passes as the busiest
                 self.backend.backward(out.logprobs.sum() * 0.0, last=at == rounds - 1)
                 continue
-            values = None if self.critic is None else self.critic.values(packed, micro, out.hidden).cpu()
-            loss, more = step_loss.micro_loss(prep, step, part, out.logprobs.cpu() if out.logprobs.is_cuda else out.logprobs,
-                                              out.entropy.cpu() if out.entropy is not None and out.entropy.is_cuda else out.entropy, values,
-                                              self._step_kl(packed, micro, out.hidden) if self.full_kl else None)  # fmt: skip
+            values = None if self.critic is None else self.critic.values(packed, micro, out.hidden).to(self.where)
+            lp, entropy = out.logprobs.to(self.where), out.entropy.to(self.where) if out.entropy is not None else None
+            loss, more = step_loss.micro_loss(prep, step, part, lp, entropy, values, self._step_kl(packed, micro, out.hidden) if self.full_kl else None)
             self.backend.backward(loss, last=at == rounds - 1)
             step_loss.add_sums(sums, more)
             if self.config.stop.kl_max and prep.batch.proximal is not None:
-                a, b = step_loss.stop_statistic(prep, part, out.logprobs.detach().cpu())
+                a, b = step_loss.stop_statistic(prep, part, lp.detach())
                 stop = [stop[0] + a, stop[1] + b]
         if self.backend.ranks > 1:
             sums = self._summed(sums, prep)
@@ -164,11 +165,12 @@ class LearnerCore:
 
     def _stop_kl(self, prep: step_loss.Prepared, total: torch.Tensor, weight: torch.Tensor) -> float:
         """The KL that early stopping looks at: against the behaviour policy, less what the batch arrived with."""
-        arrived = 0.0
+        if not self.config.stop.kl_max:
+            return 0.0
+        now = total / weight.clamp(min=1)
         if self.config.stop.against == "behavior" and prep.batch.proximal is not None:
-            k = kl.k3(ratios.log_ratio(prep.batch.behavior, prep.batch.proximal))
-            arrived = float(torch.where(prep.valid, k, 0.0).sum() / prep.valid.sum().clamp(min=1))
-        return max(0.0, float(total / weight.clamp(min=1)) - arrived)
+            now = now - ratios.masked_mean(kl.k3(ratios.log_ratio(prep.batch.behavior, prep.batch.proximal)), prep.valid)
+        return max(0.0, float(now))
 
     def _mine(self, packed: Packed, samples: Sequence[int]) -> tuple[list[list[int]], int]:
         """This rank's micro-batches of `samples`, and how many the busiest rank has."""
@@ -189,7 +191,7 @@ class LearnerCore:
 
     def _apply(self, packed: Packed, sums: dict[str, torch.Tensor], lr_scale: float = 1.0) -> float | None:
         """The optimizer step; None when the gradient is not finite: skipped, counted, and the third in a row ends the run."""
-        norm = self.backend.step(self._rate() * lr_scale, math.isfinite(float(sums["loss/policy"])))
+        norm = self.backend.step(self._rate() * lr_scale, sums["loss/policy"])
         if norm is not None:
             if self.critic is not None:
                 self.critic_norms.append(self.critic.step(self._rate() * lr_scale, self._schedule() * lr_scale))
@@ -222,7 +224,7 @@ class LearnerCore:
         assert self.reference is not None and self.model.fast is not None and self.reference.fast is not None
         with torch.no_grad():
             ref = self._run(self.reference, packed, samples, entropy=False, hidden=True).hidden
-        return fast_forward.step_kl(self.model.fast, hidden, self.reference.fast, ref, packed.temperature[packed.loss.seq[packed.part(samples)]]).cpu()
+        return fast_forward.step_kl(self.model.fast, hidden, self.reference.fast, ref, packed.temperature.to(self.where)[packed.loss.seq[packed.part(samples)]])
 
     def _zero_grad(self) -> None:
         self.backend.zero_grad()
@@ -232,10 +234,10 @@ class LearnerCore:
     @torch.no_grad()
     def _forward(self, model: PolicyModel, packed: Packed, samples: Sequence[int]) -> torch.Tensor:
         """Logprobs [N] under `model`, without gradient, by the micro-batches that training uses."""
-        out = torch.zeros(int(packed.offsets[-1]))
+        out = torch.zeros(int(packed.offsets[-1]), device=self.where)
         mine, rounds = self._mine(packed, samples) if model is self.model else (micro_batches(packed, samples, self.config.learner.micro_batch_tokens), 0)
         for micro in mine:
-            out[packed.part(micro)] = self._run(model, packed, micro, entropy=False).logprobs.float().cpu()
+            out[packed.part(micro)] = self._run(model, packed, micro, entropy=False).logprobs.float().to(self.where)
         for _ in range(rounds - len(mine)):  # with partitioned parameters every rank makes as many passes as the busiest
             self._run(model, packed, [samples[0]], entropy=False)
         return self.backend.total(out) if model is self.model else out

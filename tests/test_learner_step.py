@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl import config_load
 from asyncrl.config import Config
@@ -191,3 +192,46 @@ def test_prefix_full_is_refused_where_it_cannot_work() -> None:
     with pytest.raises(ConfigError, match=r"prefix_full reads both models' last states, which needs learner\.backend = torch"):
         config_load.load("configs/demo.toml", [*on, "kl.placement=loss", "learner.backend=deepspeed", "learner.ranks=2"])
     assert config_load.load("configs/demo.toml", [*on, "kl.placement=loss"]).kl.off_policy == "prefix_full"
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes the host wait for a device: numbers read from tensors, and indexing by a mask, whose size must be known."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        masks = (
+            any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in args[1]) if "aten.index" in str(func) and isinstance(args[1], list) else False
+        )
+        self.count += masks or any(name in str(func) for name in ("_local_scalar_dense", "nonzero", "masked_select"))
+        return func(*args, **(kwargs or {}))
+
+
+def reads(c: LearnerCore, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Of one batch; `tolist` reads memory past the dispatcher, so it is counted where it is called."""
+    seen, real = Reads(), torch.Tensor.tolist
+
+    def tolist(self: torch.Tensor) -> Any:
+        seen.count += 1
+        return real(self)
+
+    with monkeypatch.context() as patch, seen:
+        patch.setattr(torch.Tensor, "tolist", tolist)
+        c.train(batch())
+    return seen.count
+
+
+@pytest.mark.parametrize("variant", [{}, {"kl": {"coefficient": 0.1, "placement": "loss", "estimator": "k3"}, "loss": {"entropy": 0.01}},
+                                     {"correction": {"preset": "mis"}}, {"loss": {"surrogate": "reshape"}, "correction": {"proximal": "behavior"}}], ids=str)  # fmt: skip
+def test_the_host_waits_once_a_step_however_many_micro_batches(model_dir: Path, variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Norm and loss are read together, before the weights move; every diagnostic once a batch.  `reshape` also needs K before its gradient."""
+
+    def cost(epochs: int, tokens: int) -> int:
+        return reads(core(model_dir, learner={"epochs": epochs, "micro_batch_tokens": tokens}, **variant), monkeypatch)
+
+    whole, pieces = cost(2, 100_000), cost(2, 40)
+    assert whole == pieces, "a micro-batch reads nothing"
+    for_each_step = cost(3, 40) - pieces
+    assert for_each_step == (2 if "loss" in variant and "surrogate" in variant["loss"] else 1)

@@ -157,19 +157,23 @@ def _statistics(prep: Prepared, step: Step, current: torch.Tensor | None) -> Non
     if current is None or not (name == "reshape" or stop.action == "slow" or stop.ess_min > 0):
         return
     log_w = ratios.log_ratio(current, batch.behavior)
-    if stop.action == "slow" or stop.ess_min > 0:
-        k, ess = _stop_kl(prep, current, log_w, stop), weights.effective_sample_size(log_w[prep.valid].exp())
-        host = diagnostics.to_host({"k": k, "ess": ess})
-        step.lr_scale = stopping.scale(host["k"][0], host["ess"][0], kl_max=stop.kl_max if stop.action == "slow" else 0.0, ess_min=stop.ess_min,
-                                       budget=prep.budget)  # fmt: skip
-        step.metrics |= {"optim/stop_ess": host["ess"][0], "optim/lr_scale": step.lr_scale}
+    read: dict[str, torch.Tensor] = {}
+    stops = stop.action == "slow" or stop.ess_min > 0
+    if stops:
+        read |= {"stop": _stop_kl(prep, current, log_w, stop), "ess": weights.effective_sample_size(log_w.exp(), prep.valid)}
     if name == "reshape":
         step.reshape = reshape.statistics(log_w, prep.valid, c.reshape.rho_min)
-        host = diagnostics.to_host({"k": step.reshape.kl, "base": step.reshape.base, "sigma2": step.reshape.sigma2})
+        read |= {"k": step.reshape.kl, "base": step.reshape.base, "sigma2": step.reshape.sigma2}
+    host = {key: x[0] for key, x in diagnostics.to_host(read).items()}  # the step's one wait for the device before its gradient
+    if stops:
+        step.lr_scale = stopping.scale(host["stop"], host["ess"], kl_max=stop.kl_max if stop.action == "slow" else 0.0, ess_min=stop.ess_min,
+                                       budget=prep.budget)  # fmt: skip
+        step.metrics |= {"optim/stop_ess": host["ess"], "optim/lr_scale": step.lr_scale}
+    if step.reshape is not None:
         if c.reshape.budget == "tokens":
             prep.budget = prep.budget or stopping.Budget(c.reshape.kl_budget)
-            step.reshape.share = prep.budget.next(host["k"][0])
-        step.metrics |= {"reshape/gamma_base": host["base"][0], "reshape/sigma2": host["sigma2"][0], "reshape/share": step.reshape.share}
+            step.reshape.share = prep.budget.next(host["k"])
+        step.metrics |= {"reshape/gamma_base": host["base"], "reshape/sigma2": host["sigma2"], "reshape/share": step.reshape.share}
 
 
 def _stop_kl(prep: Prepared, current: torch.Tensor, log_w: torch.Tensor, stop: Any) -> torch.Tensor:
@@ -270,28 +274,37 @@ def _terms(prep: Prepared, part: torch.Tensor, live: torch.Tensor, factor: torch
     """What is added to the policy term: entropy, KL in the loss, reshape's KL penalty, value loss."""
     b, c = prep.batch, prep.config
     total, sums = lp.new_zeros(()), {}
-    seq, behavior = b.seq[part][live], b.behavior[part][live]
+
+    def safe(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(live, x, 0.0)  # not x[live], whose size the host would have to wait for
+
+    def weighed(x: torch.Tensor) -> torch.Tensor:
+        return (safe(x) * factor).sum()
+
     if entropy is not None and c.loss.entropy:
-        sums["loss/entropy"] = (entropy[live] * factor[live]).sum()
+        sums["loss/entropy"] = weighed(entropy)
         total = total - c.loss.entropy * sums["loss/entropy"]
     if b.reference is not None and prep.beta > 0 and c.kl.placement == "loss":
         k = section(c, "kl", estimator="k3", off_policy="none", discount=1.0, truncate=math.inf)
-        term = kl.term(lp[live], b.reference[part][live], behavior, seq, estimator=k.estimator, off_policy=k.off_policy, discount=k.discount,
-                       truncate=k.truncate, step_kl=None if step_kl is None else step_kl[live])  # fmt: skip
-        sums["loss/kl"] = (term * factor[live]).sum()
+        how = {"estimator": k.estimator, "off_policy": k.off_policy, "discount": k.discount, "truncate": k.truncate}
+        if k.off_policy in ("prefix", "prefix_full"):  # a product over the live tokens alone
+            term = kl.term(lp[live], b.reference[part][live], b.behavior[part][live], b.seq[part][live],
+                           step_kl=None if step_kl is None else step_kl[live], **how)  # fmt: skip
+            sums["loss/kl"] = (term * factor[live]).sum()
+        else:
+            sums["loss/kl"] = weighed(kl.term(safe(lp), safe(b.reference[part]), safe(b.behavior[part]), b.seq[part], **how))
         total = total + prep.beta * sums["loss/kl"]
         if lp.requires_grad:
             slope = torch.autograd.grad(sums["loss/kl"], lp, retain_graph=True)[0]
             sums |= {"sq/kl": (prep.beta * slope).square().sum(), "sq/policy": coefficient.square().sum()}
     if c.loss.surrogate == "reshape" and c.reshape.kl_penalty > 0:
-        x = (lp[live] - behavior).clamp(-ratios.CLAMP, ratios.CLAMP)
-        sums["loss/kl_penalty"] = (kl.estimate(c.reshape.kl_estimator, x) * factor[live]).sum()
+        x = safe(lp - b.behavior[part]).clamp(-ratios.CLAMP, ratios.CLAMP)
+        sums["loss/kl_penalty"] = weighed(kl.estimate(c.reshape.kl_estimator, x))
         total = total + c.reshape.kl_penalty * sums["loss/kl_penalty"]
     if values_now is not None and prep.returns is not None:
         v = section(c, "value", coefficient=0.1, clip=0.0)
-        old = None if b.values is None else b.values[part][live]
-        each = values.value_loss(values_now[live], prep.returns[part][live], old, v.clip)
-        sums["loss/value"] = (each * factor[live]).sum()
+        old = None if b.values is None else safe(b.values[part])
+        sums["loss/value"] = weighed(values.value_loss(safe(values_now), safe(prep.returns[part]), old, v.clip))
         total = total + v.coefficient * sums["loss/value"]
     return total, {name: x.detach() for name, x in sums.items()}
 

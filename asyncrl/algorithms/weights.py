@@ -132,9 +132,11 @@ def m2_threshold(log_rho: torch.Tensor, mask: torch.Tensor, limit: float = 0.04)
     return torch.where(over, size, torch.inf).amin() if len(size) else size.new_tensor(torch.inf)
 
 
-def effective_sample_size(w: torch.Tensor) -> torch.Tensor:
-    """(sum w)^2 / (n sum w^2), a share in (0, 1] (Kong 1992); 1 for no weights."""
-    return w.sum().square() / (len(w) * w.square().sum()).clamp(min=1e-30) if len(w) else w.new_ones(())
+def effective_sample_size(w: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """(sum w)^2 / (n sum w^2), a share in (0, 1] (Kong 1992), over the mask or all; 1 for no weights."""
+    inside = torch.ones_like(w, dtype=torch.bool) if mask is None else mask
+    w, n = torch.where(inside, w, 0.0), inside.sum()
+    return torch.where(n > 0, w.sum().square() / (n * w.square().sum()).clamp(min=1e-30), 1.0)
 
 
 @dataclass
