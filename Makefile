@@ -59,3 +59,4 @@ bench: env
 	$(PY) benchmarks/learner.py
 	$(PY) benchmarks/buffer.py
 	$(PY) benchmarks/loop.py
+	$(PY) benchmarks/simulate.py

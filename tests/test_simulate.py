@@ -22,7 +22,8 @@ from asyncrl.simulate.times import Times, change
 ROOT = Path(__file__).resolve().parents[1]
 BATCH = ("learner.groups=4", "learner.group_size=4")
 # Nothing takes time but what a test names: an answer has 64 tokens, its decode steps take 10 ms each, whatever is beside it.
-BARE = Times(step=0.01, row=0, admit=0, finish=0, look=0, lengths=64, train=0.4, batch=0, commit=0, publish=0, swap=0, checkpoint=0, wire=0, buffer=0)
+BARE = Times(step=0.01, row=0, admit=0, finish=0, look=0, lengths=64, train=0.4, train_tokens=None, batch=0, commit=0, publish=0, swap=0,
+             checkpoint=0, wire=0, buffer=0)  # fmt: skip
 GENERATE = 0.64  # seconds of a batch, when all its answers are written at once
 
 
@@ -99,6 +100,8 @@ def test_two_generators_halve_the_time_of_a_batch() -> None:
 def test_training_time_follows_the_tokens() -> None:
     o = run(change(BARE, train_tokens=2 * 16 * 64), "staleness.max_lag=0")
     assert o.step_s == pytest.approx(GENERATE + 0.2)
+    assert times.parse(Times(), ["train=0.5"]).train_tokens is None, "a time given for a batch is that of any batch"
+    assert times.parse(Times(), ["train=0.5", "train_tokens=100"]).train_tokens == 100
 
 
 def test_beside_slows_both_where_they_run_at_once_only() -> None:
@@ -111,7 +114,7 @@ def test_beside_slows_both_where_they_run_at_once_only() -> None:
 
 
 def rough() -> Times:
-    return change(Times(), lengths="lognormal(20, 0.6)", noise="lognormal(1, 0.4)", train="exponential(0.2)", no_spread=0.25)
+    return change(Times(), lengths="lognormal(20, 0.6)", noise="lognormal(1, 0.4)", train="exponential(0.2)", train_tokens=None, no_spread=0.25)
 
 
 SITUATIONS: list[tuple[dict[str, Any], list[str]]] = [

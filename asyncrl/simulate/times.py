@@ -97,8 +97,8 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     lengths: Annotated[Spec | None, Meta(description="tokens of an answer; absent: uniform(max_new_tokens / 2, max_new_tokens)")] = None
     group_lengths: Annotated[list[list[int]] | None, Meta(description="tokens of the answers of whole groups, drawn together; before `lengths`")] = None
     reward: Annotated[Spec, Meta(description="a call in a reward process (reward.workers, reward.function)")] = 0.0
-    train: Annotated[Spec, Meta(description="a batch of train_tokens; absent train_tokens: any batch")] = 0.25
-    train_tokens: Annotated[Annotated[float, Meta(gt=0)] | None, Meta(description="tokens of the batches that `train` was measured on")] = None
+    train: Annotated[Spec, Meta(description="a batch of train_tokens; where only `train` is given: any batch")] = 0.25
+    train_tokens: Annotated[Annotated[float, Meta(gt=0)] | None, Meta(description="tokens of the batches that `train` was measured on")] = 10_752.0
     batch: Annotated[Spec, Meta(description="from a batch's last answer at the buffer to the learner: composing, sending, reading")] = 0.02
     commit: Annotated[Spec, Meta(description="the buffer's work on a commit, before it grants what that freed")] = 0.02
     publish: Annotated[Spec, Meta(description="weights into the ring")] = 0.001
@@ -143,6 +143,8 @@ def merged(base: Times, table: dict[str, Any], where: str) -> Times:
     known = Times.__struct_fields__
     if unknown := [k for k in table if k not in known]:
         raise ConfigError(f"{where}: unknown time `{unknown[0]}`; known are {', '.join(known)}")
+    if "train" in table:
+        table = {"train_tokens": None} | table
     try:
         times: Times = msgspec.convert(msgspec.to_builtins(base) | table, Times)
     except msgspec.ValidationError as e:
