@@ -41,21 +41,26 @@ def real(work: Path, name: str, model: Path, steps: int, sets: list[str], seed: 
     every = [f"runs={str(work)!r}", f"name={name!r}", f"model.path={str(model)!r}", f"learner.steps={steps}", f"seed={seed}", *SMALL, *sets]
     argv = [sys.executable, "-m", "asyncrl.cli", "run", "configs/demo.toml", "--json", *[x for s in every for x in ("--set", s)]]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, env=env)
-    if done.returncode:
-        sys.exit(f"{name} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    if not (work / name / "summary.json").exists():
+        done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, env=env)
+        if done.returncode:
+            sys.exit(f"{name} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        (work / name / "load").write_text(str(os.getloadavg()[0]))
     s = json.loads((work / name / "summary.json").read_text())
     tokens = sum(s["lag_histogram"].values())
     return {"lag": {int(k): n / tokens for k, n in s["lag_histogram"].items()}, "idle_generator": s["speed"]["idle_share"]["generator"],
-            "idle_learner": s["speed"]["idle_share"]["learner"], "step_s": s["wall_s"] / s["steps"], "load": os.getloadavg()[0]}  # fmt: skip
+            "idle_learner": s["speed"]["idle_share"]["learner"], "step_s": s["wall_s"] / s["steps"],
+            "load": float((work / name / "load").read_text())}  # fmt: skip
 
 
-def reward_times(model: Path) -> list[float]:
+def reward_times(work: Path, model: Path) -> list[float]:
     """What a call of the slow reward takes, measured by itself: in as many processes as the runs have, on answers of its task."""
     from actors.rewards import RewardRunner
     from asyncrl.config_load import load
     from asyncrl.tasks import get_task
 
+    if (work / "reward_s.json").exists():
+        return [float(x) for x in json.loads((work / "reward_s.json").read_text())]
     config = load(ROOT / "configs" / "demo.toml", [f"model.path={str(model)!r}", *SLOW])
     task, found = get_task(config.task), list[float]()
     runner = RewardRunner(config, task)
@@ -71,6 +76,7 @@ def reward_times(model: Path) -> list[float]:
         done += len(runner.poll())
         time.sleep(0.01)
     runner.close()
+    (work / "reward_s.json").write_text(json.dumps(found))
     return found
 
 
@@ -115,21 +121,24 @@ def one_round(work: Path, r: int, model: Path, steps: int, names: list[str], slo
 def main() -> None:
     p = rounds.parser(__doc__)
     p.add_argument("--model", default="", help="a warm-started `sort` model; absent: built")
+    p.add_argument("--work", type=Path, help="keep the runs here; those already there are not made again")
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--steps", type=int, default=60)
     p.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
     args = p.parse_args()
     n, steps = (1, 15) if args.quick else (args.rounds, args.steps)
     names = [BASE, "synchronous"] if args.quick else list(dict.fromkeys([BASE, *args.runs]))
-    with tempfile.TemporaryDirectory() as tmp:
-        model = Path(args.model).resolve() if args.model else Path(tmp) / "model"
-        if not args.model:
+    with tempfile.TemporaryDirectory() as temporary:
+        tmp = args.work or Path(temporary)
+        tmp.mkdir(parents=True, exist_ok=True)
+        model = Path(args.model).resolve() if args.model else tmp / "model"
+        if not model.exists():
             from asyncrl.config_load import load
             from asyncrl.tasks.warm_start import warm_start
 
             warm_start(load(ROOT / "configs" / "demo.toml", [f"model.path={str(model)!r}"]), str(model))
-        slow = reward_times(model) if any(x.startswith("slow") for x in names) else []
-        rows = [one_round(Path(tmp), r, model, steps, names, slow) for r in range(n)]
+        slow = reward_times(tmp, model) if any(x.startswith("slow") for x in names) else []
+        rows = [one_round(tmp, r, model, steps, names, slow) for r in range(n)]
     goals, repeats = [], {}
     for name in names:
         found = [row[name]["apart"] for row in rows]

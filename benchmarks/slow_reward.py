@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import subprocess
 import time
 
@@ -15,19 +16,16 @@ LEAST_S, EXPONENT, MOST_S = 0.2, 2.5, 4.0
 TASK = get_task(Task(name="sort"))
 
 
-def seconds(prompt: Prompt, text: str) -> float:
-    u = (xxhash.xxh3_64_intdigest(f"{prompt.id} {text}".encode()) + 1) / 2**64
-    return min(MOST_S, LEAST_S * u ** (-1 / EXPONENT))
-
-
 def reward(prompt: Prompt, text: str) -> float:
-    subprocess.run(["sleep", f"{seconds(prompt, text):.3f}"], check=True)
+    """The same answer takes the same time."""
+    u = (xxhash.xxh3_64_intdigest(f"{prompt.id} {text}".encode()) + 1) / 2**64
+    subprocess.run(["sleep", f"{min(MOST_S, LEAST_S * u ** (-1 / EXPONENT)):.3f}"], check=True)
     return _value(prompt, text)
 
 
 def waiting(prompt: Prompt, text: str) -> float:
-    """The same by waiting, as for a judge elsewhere: it takes time and no core."""
-    time.sleep(seconds(prompt, text))
+    """As for a judge elsewhere: it takes time and no core, each call its own."""
+    time.sleep(min(MOST_S, LEAST_S * (1 - random.random()) ** (-1 / EXPONENT)))
     return _value(prompt, text)
 
 
