@@ -202,9 +202,8 @@ class Reads(TorchDispatchMode):
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        masks = (
-            any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in args[1]) if "aten.index" in str(func) and isinstance(args[1], list) else False
-        )
+        given = args[1] if "aten.index" in str(func) and isinstance(args[1], list) else []
+        masks = any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in given)
         self.count += masks or any(name in str(func) for name in ("_local_scalar_dense", "nonzero", "masked_select"))
         return func(*args, **(kwargs or {}))
 
@@ -223,8 +222,15 @@ def reads(c: LearnerCore, monkeypatch: pytest.MonkeyPatch) -> int:
     return seen.count
 
 
-@pytest.mark.parametrize("variant", [{}, {"kl": {"coefficient": 0.1, "placement": "loss", "estimator": "k3"}, "loss": {"entropy": 0.01}},
-                                     {"correction": {"preset": "mis"}}, {"loss": {"surrogate": "reshape"}, "correction": {"proximal": "behavior"}}], ids=str)  # fmt: skip
+READERS: list[dict[str, Any]] = [
+    {},
+    {"kl": {"coefficient": 0.1, "placement": "loss", "estimator": "k3"}, "loss": {"entropy": 0.01}},
+    {"correction": {"preset": "mis"}},
+    {"loss": {"surrogate": "reshape"}, "correction": {"proximal": "behavior"}},
+]
+
+
+@pytest.mark.parametrize("variant", READERS, ids=str)
 def test_the_host_waits_once_a_step_however_many_micro_batches(model_dir: Path, variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Norm and loss are read together, before the weights move; every diagnostic once a batch.  `reshape` also needs K before its gradient."""
 
