@@ -13,7 +13,7 @@ from asyncrl import metrics
 from asyncrl.compare.comparison import Cell, differences
 from asyncrl.errors import ConfigError
 
-MACHINE = ("time/", "throughput/", "memory/", "buffer/")  # says how fast a run was, not what it computed
+MACHINE = ("time/", "throughput/", "memory/", "buffer/", "lag/in_")  # says how fast a run was and where answers waited, not what it computed
 NAMES = ("name", "runs")  # settings that only say where a run lies
 CURVES = (("eval/heldout", "Accuracy on held-out prompts", "accuracy"), ("reward/mean", "Reward of the training batch", "mean"),
           ("lag/mean", "Lag of trained tokens", "versions, mean"), ("is/ess", "Effective sample size", "share"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from asyncrl import config_load, recording
+from asyncrl import config_load, models, recording
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError
 from asyncrl.messages import Batch
@@ -25,9 +25,11 @@ class Recorder:
             self.log = Log(run_dir, life, recording.size(run_dir), config.record.stream_mib * MIB)
         except OSError as e:
             raise AsyncrlError(f"record.stream: {recording.directory(run_dir)} cannot be written: {e}; free some space, or leave record.stream out") from e
-        self.weights_bytes = 0
+        self.weights_bytes = models.flat_bytes(core.layout) * (3 if config.learner.optimizer == "adamw" else 1)  # expected, until some are written
         if not recording.weights(run_dir):  # the version that a replay starts from
             self.weights()
+            if self.log.full:
+                raise AsyncrlError(f"record.stream_mib: {config.record.stream_mib} MiB do not hold the first weights ({self.weights_bytes / MIB:.0f} MiB)")
 
     def add(self, batch: Batch, metrics: dict[str, float], digest: str) -> None:
         """One batch, after its update; digest: of the weights that it made."""
@@ -42,21 +44,22 @@ class Recorder:
         every = self.config.record.weights_every
         if every and self.core.state.number % every == 0:
             self.weights()
-        self.state_size(batch.number)
+        self.say_size(batch.number)
 
     def weights(self) -> None:
         """Keep the weights and the optimizer as they are now."""
-        if not self.weights_bytes or self.log.room(self.weights_bytes):
+        if self.log.room(self.weights_bytes):
             self.directory.mkdir(parents=True, exist_ok=True)
             try:
                 checkpoint.save(self.directory, self.core, {}, sys.maxsize)
             except AsyncrlError as e:
                 return self.stop(str(e))
             path = self.directory / f"number_{self.core.state.number}"
-            self.weights_bytes = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
-            self.log.used += self.weights_bytes
+            written = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
+            self.weights_bytes = max(written, self.weights_bytes)  # the first have no moments of the optimizer yet
+            self.log.used += written
 
-    def state_size(self, number: int) -> None:
+    def say_size(self, number: int) -> None:
         """After the third batch: what the recording will come to."""
         if number - self.start != 2 or self.said:
             return
