@@ -60,3 +60,5 @@ bench: env
 	$(PY) benchmarks/buffer.py
 	$(PY) benchmarks/loop.py
 	$(PY) benchmarks/simulate.py
+	$(PY) benchmarks/exact.py
+	$(PY) benchmarks/repeatable.py

@@ -17,6 +17,7 @@ MACHINE = ("time/", "throughput/", "memory/", "buffer/", "lag/in_")  # says how 
 NAMES = ("name", "runs")  # settings that only say where a run lies
 CURVES = (("eval/heldout", "Accuracy on held-out prompts", "accuracy"), ("reward/mean", "Reward of the training batch", "mean"),
           ("lag/mean", "Lag of trained tokens", "versions, mean"), ("is/ess", "Effective sample size", "share"),
+          ("is/target_ess", "Effective sample size of the answers under the trained policy", "share"),
           ("kl/behavior_target_k3", "KL from behaviour to target", "nats a token (k3)"), ("policy/entropy", "Entropy", "nats a token"),
           ("optim/grad_norm", "Gradient norm", "before clipping"), ("answer/length", "Answer length", "tokens"))  # fmt: skip
 

@@ -43,7 +43,7 @@ DECIDES_DATA = {
     "learner.checkpoint_every": "a replay keeps no checkpoints", "learner.keep_checkpoints": "a replay keeps no checkpoints",
 }  # fmt: skip
 SAID_S = 10.0
-WATCHED = ("is/ess", "kl/behavior_target_k3", "optim/grad_norm", "policy/entropy", "clip/share", "loss/policy")
+WATCHED = ("is/ess", "is/target_ess", "kl/behavior_target_k3", "optim/grad_norm", "policy/entropy", "clip/share", "loss/policy")
 
 
 @dataclass
@@ -289,8 +289,11 @@ def warning(found: dict[str, Any]) -> str:
         return ""
     far = ""
     was, now = (found[k].get("kl/behavior_target_k3") for k in ("recorded", "replayed"))
+    share = found["replayed"].get("is/target_ess")
     if was is not None and now is not None:
         far = f" At the end the replayed policy is {now:.2g} nats a token (k3) from the policies that wrote the answers; the recorded one was {was:.2g}."
+    if share is not None:
+        far += f" Effective sample size of the recorded answers under it: {share:.2g} of their number."
     return ("The data would have changed too: in a run of its own this learner's weights would have written other answers, at other lags, from "
             f"version {found['from'] + 1} on. A replay shows what the change does to the updates on these answers; a run shows the rest." + far)  # fmt: skip
 
