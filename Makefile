@@ -54,11 +54,5 @@ check: env
 	$(PY) -m pytest --ignore tests/test_run.py --ignore tests/test_tasks_learn.py --ignore tests/test_report.py
 
 bench: env
-	$(PY) benchmarks/demo_seeds.py
-	$(PY) benchmarks/engine.py
-	$(PY) benchmarks/learner.py
-	$(PY) benchmarks/buffer.py
-	$(PY) benchmarks/loop.py
-	$(PY) benchmarks/simulate.py
-	$(PY) benchmarks/exact.py
-	$(PY) benchmarks/repeatable.py
+	for name in demo_seeds engine learner buffer loop losses exact simulate kills; do $(PY) benchmarks/$$name.py || exit 1; done
+	$(PY) benchmarks/table.py

@@ -27,5 +27,11 @@ def write(name: str, result: dict[str, Any]) -> Path:
     m = machine()
     path = ROOT / "benchmarks" / "results" / f"{time.strftime('%Y-%m-%d')}_{commit()}_{m['cores']}core_{name}.json"
     path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "commit": commit(), "machine": m, "load_at_end": os.getloadavg()} | result, indent=1) + "\n")
+    path.write_text(
+        json.dumps(
+            {"date": time.strftime("%Y-%m-%d"), "time": time.strftime("%H:%M:%S"), "commit": commit(), "machine": m, "load_at_end": os.getloadavg()} | result,
+            indent=1,
+        )
+        + "\n"
+    )
     return path

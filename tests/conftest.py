@@ -54,15 +54,15 @@ def sort_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def sort_vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with heads of a size that vLLM has CPU kernels for."""
-    return shared(tmp_path_factory, "vllm_model", lambda path: _warm(path, "configs/vllm.toml", threads=1)) / "sort"
+    return shared(tmp_path_factory, "vllm_model", lambda path: _warm(path, "configs/vllm.toml")) / "sort"
 
 
-def _warm(directory: Path, config: str = "configs/demo.toml", threads: int = 2) -> None:
+def _warm(directory: Path, config: str = "configs/demo.toml") -> None:
     code = (
         "import sys; from asyncrl.config_load import load; from asyncrl.tasks.warm_start import warm_start;"
-        "c = load(sys.argv[2], ['model.path=' + repr(sys.argv[1])]); warm_start(c, sys.argv[1], threads=int(sys.argv[3]))"
+        "c = load(sys.argv[2], ['model.path=' + repr(sys.argv[1])]); warm_start(c, sys.argv[1])"
     )
-    argv = [sys.executable, "-c", code, str(directory / "sort"), config, str(threads)]
+    argv = [sys.executable, "-c", code, str(directory / "sort"), config]
     done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
 

@@ -19,7 +19,7 @@ BATCH, LR = 64, 3e-3
 MOST = 56  # tokens of the longest answer of any built-in task
 
 
-def warm_start(config: Config, path: str | Path, *, steps: int | None = None, threads: int = 1) -> dict[str, Any]:
+def warm_start(config: Config, path: str | Path, *, steps: int | None = None) -> dict[str, Any]:
     """Write a Hugging Face directory at `path`, atomically.  Deterministic for (task, seed).  Returns what it did."""
     import torch
 
@@ -31,7 +31,7 @@ def warm_start(config: Config, path: str | Path, *, steps: int | None = None, th
     shutil.rmtree(part, ignore_errors=True)
     part.parent.mkdir(parents=True, exist_ok=True)
     before, began = torch.get_num_threads(), time.monotonic()
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)  # two would spin on each other beside other work, and gain a tenth alone
     try:
         # vLLM on a CPU has kernels for 32 dimensions a head and more
         model = models.build_model(part, task.symbols, seed=config.seed, heads=2 if config.generator.engine == "vllm" else 4)
