@@ -30,6 +30,9 @@ class Line:
         self.length_sum += length
         self.reward_sum += reward
 
+    def copy(self) -> Line:
+        return Line(self.tokens, self.samples, self.length_sum, self.reward_sum, self.by_length.copy(), self.faded.copy())
+
     def as_dict(self) -> dict[str, float]:
         n = max(self.samples, 1)
         means = {"tokens": self.tokens, "samples": self.samples, "mean_length": self.length_sum / n, "mean_reward": self.reward_sum / n}
@@ -43,7 +46,7 @@ class Ledger:
     lines: dict[str, Line] = field(default_factory=lambda: {name: Line() for name in DISPOSITIONS})
 
     def copy(self) -> Ledger:
-        return Ledger({name: Line(**vars(x) | {"by_length": dict(x.by_length), "faded": dict(x.faded)}) for name, x in self.lines.items()})
+        return Ledger({name: x.copy() for name, x in self.lines.items()})
 
     def add(self, what: str, tokens: int, samples: int = 0, length: float = 0.0, reward: float = 0.0, faded: float = 0.0) -> None:
         self.lines[what].add(tokens, samples, length, reward, faded)

@@ -382,12 +382,16 @@ class Store:
 
     def ledger(self) -> dict[str, dict[str, float]]:
         """Totals of every generated token known to the buffer, each in one line."""
+        return self.folded().totals()
+
+    def folded(self) -> Ledger:
+        """What is final, with what may still change, as it stands now."""
         out = self.past.copy()
         for g in self.retained.values():
             g.fold(out, trained=True)
         for g in self.alive.values():
             g.fold(out, trained=False)
-        return out.totals()
+        return out
 
     def checkpoint_ledger(self, trained: set[int]) -> dict[str, dict[str, float]]:
         """Totals should a new (`memory`) buffer go on from here: what is stored and not yet trained is lost with this one."""

@@ -14,7 +14,6 @@ from typing import Any
 from asyncrl.messages import Batch, LearnerHello, Prompt, Sampling, Span, Ticket, Trajectory, WeightsSource
 from asyncrl.versions import Label
 from buffer.groups import Settings
-from buffer.ledger import tokens_of
 from buffer.store import Store
 
 LEASE_S = 10.0
@@ -278,12 +277,13 @@ class World:
     # ---- the schedule ----------------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        totals = self.store.ledger()
-        written = sum(max(c) for c in self.counts.values())
-        need(tokens_of(totals) == written, f"the ledger holds {tokens_of(totals)} tokens, {written} were written: {totals}")
+        lines = self.store.folded().lines
+        written, held = sum(map(max, self.counts.values())), sum(line.tokens for line in lines.values())
+        if held != written:
+            raise Broken(f"the ledger holds {held} tokens, {written} were written: {lines}")
         done = self.trained[: self.store.committed]
-        need(totals["trained"]["tokens"] == sum(y[1] for y in done), "the trained line is not what was trained")
-        need(totals["masked_stale"]["tokens"] == sum(y[2] for y in done), "the masked line is not what was masked")
+        need(lines["trained"].tokens == sum(y[1] for y in done), "the trained line is not what was trained")
+        need(lines["masked_stale"].tokens == sum(y[2] for y in done), "the masked line is not what was masked")
 
     def run(self, most: int = 40_000) -> int:
         """Random actions to the end; returns how many.  Faults come out of a budget, so that the end must be reached."""
