@@ -1,0 +1,271 @@
+"""Our generator with vLLM inside against bare vLLM: CPU time a token, the cost of a weight swap, the time to start.
+
+    OMP_NUM_THREADS=1 python benchmarks/vllm_engine.py [--quick] [--json] [--rounds N] [--parts tokens swap start]
+
+Proves: the whole generator (tickets, seeds, spans, text, rewards, encoded deliveries) takes at most 5 % more CPU time a token than
+`vllm.LLM.generate` with log-probabilities on the same prompts; with 136 MB of weights a swap, probe included, costs at most twice a
+plain copy of the weights beside the 22 ms that vLLM's own pause takes; a generator is ready in under 12 s.  Each side is a process of
+its own on the same core, answers are equally long, rounds alternate.  The generator is the real one; only the socket is cut short.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import rounds
+
+SIZES: dict[str, tuple[dict[str, Any], int, int]] = {  # build_model's arguments, answers, tokens of each
+    "84k": ({"hidden": 64, "layers": 2, "heads": 2}, 512, 48),
+    "136 MB": ({"hidden": 512, "layers": 10, "heads": 8, "intermediate": 1536}, 64, 16),
+}
+SLOTS, GROUP, CONTEXT = 64, 8, 64
+PAUSE_MS = 22.0  # of vLLM's own pause and resume, 20 of them a fixed sleep
+
+
+class Buffer:
+    """Stands at the other end of the generator's socket: grants tickets on demand, acknowledges, ends.  Messages are really encoded."""
+
+    address = "none"
+
+    def __init__(self, task: Any, tokens: int) -> None:
+        import msgspec
+
+        from asyncrl import messages as m
+
+        self.m, self.task, self.tokens = m, task, tokens
+        self.encode = msgspec.msgpack.Encoder().encode
+        self.decode = msgspec.msgpack.Decoder(m.FromBuffer).decode
+        self.inbox: deque[bytes] = deque()
+        self.granted = self.total = self.got = self.samples = self.session = self.sequence = 0
+
+    def want(self, answers: int) -> None:
+        self.total, self.got, self.samples = self.total + answers // GROUP, 0, answers
+
+    def send(self, message: Any) -> None:
+        m = self.m
+        self.encode(message)
+        if isinstance(message, m.Want):
+            n = min(self.total - self.granted, -(-message.samples // GROUP))
+            how = m.Sampling(temperature=1.0, max_new_tokens=self.tokens)
+            label = m.Label(1, 1)
+            tickets = [m.Ticket(t, t + 1, "train", self.task.prompt("train", t % 64, 0), list(range(GROUP)), how, label, None, 7)
+                       for t in range(self.granted, self.granted + n)]  # fmt: skip
+            self.granted += n
+            self.session, self.sequence = message.session, message.sequence
+            self.inbox.append(self.encode(m.Tickets(message.session, message.sequence, tickets, None)))
+        elif isinstance(message, m.Deliver):
+            assert all(s.length == self.tokens and not s.failed for s in message.samples)
+            self.got += len(message.samples)
+            self.inbox.append(self.encode(m.Acks(message.session, [(s.ticket, s.sample, s.attempt, "stored") for s in message.samples], 1 << 23, None)))
+            if self.got >= self.samples:
+                self.inbox.append(self.encode(m.Tickets(self.session, self.sequence, [], None, finished=True)))
+
+    def recv(self, timeout: float) -> Any:
+        return self.decode(self.inbox.popleft()) if self.inbox else None
+
+
+class Ours:
+    """The generator of `asyncrl generator`, its weights loaded."""
+
+    def __init__(self, path: str, tokens: int) -> None:
+        from actors import generator as g
+        from asyncrl import config_load, models, rundir
+        from asyncrl.versions import Label
+
+        self.models, self.label = models, Label
+        run_dir = Path(path).with_name(f"run{os.getpid()}")
+        sets = [f"model.path={path!r}", f"generator.slots={SLOTS}", f"generator.max_new_tokens={tokens}", f"generator.context={CONTEXT}",
+                "model.device='cpu'", f"runs={str(run_dir.parent)!r}"]  # fmt: skip
+        config = config_load.load("configs/vllm.toml", sets)
+        rundir.prepare(config, config_load.dump(config), run_dir)
+        g.stop_tokens = lambda tokenizer: ()  # every answer is of the same length
+        self.generator = g.Generator(config, run_dir, 0, g.engine_for(config))
+        self.engine: Any = self.generator.engine
+        model = models.load_policy(path, "float32", "cpu")
+        layout = models.manifest(model)
+        self.bytes = models.flat_bytes(layout)
+        self.source = bytearray(self.bytes)
+        models.write_flat(model, memoryview(self.source))
+        self.weights = models.read_flat(memoryview(self.source), layout)
+        self.version = 0
+        self.swap()
+        self.generator.loaded = (Label(1, 1), "d")
+        self.socket = Buffer(self.generator.task, tokens)
+        self.generator.socket = self.socket  # type: ignore[assignment]
+
+    def generate(self, answers: int) -> int:
+        self.socket.want(answers)
+        self.generator.ending = False
+        self.generator.loop()
+        assert self.socket.got == answers
+        return answers
+
+    def swap(self) -> None:
+        """Load, and the probe's pass."""
+        self.version += 1
+        self.engine.load(self.weights, self.label(1, self.version), "d")
+        while self.engine.expected is not None:
+            self.engine.step(1)
+
+    def pieces(self) -> dict[str, Any]:
+        """Callables, each a piece of a swap, or a plain copy of as many bytes into memory that was touched before."""
+        import numpy as np
+
+        into, source = np.zeros(self.bytes, np.uint8), np.frombuffer(self.source, np.uint8)
+        rpc, reference = self.engine.llm.collective_rpc, self.engine.reference
+        return {"copy": lambda: np.copyto(into, source), "swap": self.swap, "reload": lambda: rpc("asyncrl_load", args=(self.weights,)),
+                "reference": lambda: reference.logprobs(self.weights)}  # fmt: skip
+
+
+class Bare:
+    """vLLM by itself, as its documentation uses it offline, with the log-probabilities that training needs."""
+
+    def __init__(self, path: str, tokens: int) -> None:
+        from actors import engine_vllm
+        from asyncrl.models import encode_prompt, load_tokenizer
+        from asyncrl.tasks.synthetic import TASKS
+
+        for name, value in (engine_vllm.SETTINGS | engine_vllm.CPU_SETTINGS).items():
+            os.environ.setdefault(name, value)
+        from vllm import LLM, SamplingParams
+
+        self.llm = LLM(model=path, skip_tokenizer_init=True, dtype="float32", max_model_len=CONTEXT, max_num_seqs=SLOTS, kv_cache_memory_bytes=64 << 20,
+                       enforce_eager=True, logprobs_mode="processed_logprobs", generation_config="vllm", disable_log_stats=True)  # fmt: skip
+        self.how = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)
+        tokenizer, task = load_tokenizer(path), TASKS["sort"]()
+        self.prompts = [encode_prompt(tokenizer, task.prompt("train", i, 0)).tolist() for i in range(64)]
+        self.tokens = tokens
+
+    def generate(self, answers: int) -> int:
+        prompts = [{"prompt_token_ids": self.prompts[(i // GROUP) % 64]} for i in range(answers)]
+        out = self.llm.generate(prompts, self.how, use_tqdm=False)  # type: ignore[arg-type]
+        assert all(len(o.outputs[0].token_ids) == self.tokens and o.outputs[0].logprobs for o in out)
+        return len(out)
+
+
+def worker(kind: str, path: str, tokens: int) -> None:
+    """Serve commands on stdin; every answer is one JSON line on stdout."""
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    made: Any = Ours(path, tokens) if kind == "ours" else Bare(path, tokens)
+
+    def say(x: Any) -> None:
+        print(json.dumps(x), file=out, flush=True)
+
+    say({"cpu": time.process_time()})
+    pieces = made.pieces() if kind == "ours" else {}
+    for line in sys.stdin:
+        what, _, n = line.strip().partition("=")
+        run = (lambda n=n: made.generate(int(n))) if what == "generate" else pieces[what]
+        wall, cpu = time.perf_counter(), time.process_time()
+        run()
+        say([time.perf_counter() - wall, time.process_time() - cpu])
+    os._exit(0)
+
+
+class Worker:
+    """One of them, in a process of its own."""
+
+    def __init__(self, kind: str, path: Path, tokens: int) -> None:
+        began = time.perf_counter()
+        argv = [sys.executable, str(Path(__file__)), "--worker", kind, "--model", str(path), "--tokens", str(tokens)]
+        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=rounds.results_file.ROOT,
+                                        env=os.environ | {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"})  # fmt: skip
+        self.cpu = self._read()["cpu"]
+        self.wall = time.perf_counter() - began
+
+    def _read(self) -> Any:
+        assert self.process.stdout is not None and self.process.stderr is not None
+        line = self.process.stdout.readline()
+        if not line:
+            sys.exit(f"a worker has ended:\n{self.process.stderr.read()[-3000:]}")
+        return json.loads(line)
+
+    def ask(self, what: str) -> tuple[float, float]:
+        assert self.process.stdin is not None
+        print(what, file=self.process.stdin, flush=True)
+        wall, cpu = self._read()
+        return wall, cpu
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def turns(workers: dict[str, Worker], asks: dict[str, tuple[str, str]], n: int) -> rounds.Times:
+    """asks: alternative -> (worker, command); once untimed, then n rounds, every other one backwards."""
+    out: rounds.Times = {name: [] for name in asks}
+    for i in range(n + 1):
+        for name in list(asks) if i % 2 == 0 else list(reversed(asks)):
+            got = workers[asks[name][0]].ask(asks[name][1])
+            if i:
+                out[name].append(got)
+    return out
+
+
+def main() -> None:
+    p = rounds.parser(__doc__)
+    p.add_argument("--rounds", type=int, default=5)
+    p.add_argument("--parts", nargs="+", default=["tokens", "swap", "start"], choices=["tokens", "swap", "start"])
+    p.add_argument("--worker", choices=["ours", "bare"], help="for its own use")
+    p.add_argument("--model")
+    p.add_argument("--tokens", type=int)
+    args = p.parse_args()
+    if args.worker:
+        return worker(args.worker, args.model, args.tokens)
+    from asyncrl import models
+    from asyncrl.tasks.synthetic import TASKS
+
+    rounds.one_core()
+    goals: list[dict[str, Any]] = []
+    result: dict[str, Any] = {"what": "the generator with vLLM inside against vllm.LLM.generate with logprobs, one core, by turns; [wall, CPU] seconds"}
+    starts: rounds.Times = {"ours": [], "bare": []}
+    with tempfile.TemporaryDirectory() as work:
+        for size, (shape, answers, tokens) in SIZES.items():
+            if args.quick and size != "84k":
+                continue
+            path = Path(work) / size.replace(" ", "_")
+            models.build_model(path, TASKS["sort"].symbols, **shape)
+            workers = {kind: Worker(kind, path, tokens) for kind in ("bare", "ours")}
+            if "tokens" in args.parts:
+                asks = {kind: (kind, f"generate={answers}") for kind in workers}
+                times = turns(workers, asks, 2 if args.quick else args.rounds)
+                ratio = statistics.median(o[1] / b[1] for o, b in zip(times["ours"], times["bare"], strict=True))
+                each = {k: round(1e6 * rounds.median(times, k, 1) / (answers * tokens), 2) for k in times}
+                goals.append(rounds.goal(f"{size}: CPU time a token, ours / bare vLLM", ratio, 1.05, at_least=False, us_a_token=each))
+                result[f"tokens {size}"] = {"answers": answers, "tokens_each": tokens, "times": times}
+            if "swap" in args.parts and size != "84k":
+                times = turns(workers, {k: ("ours", k) for k in ("copy", "reload", "reference", "swap")}, 2 * args.rounds)
+                ms = {k: round(1e3 * rounds.median(times, k, 1), 1) for k in times}
+                ratio = statistics.median((s[1] - PAUSE_MS / 1e3) / c[1] for s, c in zip(times["swap"], times["copy"], strict=True))
+                goals.append(rounds.goal(f"{size}: (swap - {PAUSE_MS:g} ms) / copy, CPU", ratio, 2.0, at_least=False, ms=ms))
+                result["swap"] = {"pause_ms": PAUSE_MS, "times": times}
+            for w in workers.values():
+                w.end()
+        if "start" in args.parts:
+            for _ in range(1 if args.quick else args.rounds):
+                for kind, seen in starts.items():
+                    w = Worker(kind, Path(work) / "84k", SIZES["84k"][2])
+                    seen.append((w.wall, w.cpu))
+                    w.end()
+            cpu = {k: round(rounds.median(starts, k, 1), 2) for k in starts}
+            goals.append(rounds.goal("84k: seconds from nothing to ready, wall", rounds.median(starts, "ours"), 12.0, at_least=False, cpu_s=cpu))
+            result["start"] = starts
+    rounds.report("vllm_engine", goals, result, args)
+
+
+if __name__ == "__main__":
+    main()
