@@ -178,3 +178,17 @@ def test_under_disk_no_reply_leaves_before_the_disk_has_it(begin: Any, monkeypat
     assert run.service.store.journal.durable < run.service.store.journal.appended and run.service.outgoing
     go.set()
     assert wait(learner, m.Welcome) == m.Welcome(1, 0)
+
+
+def test_what_a_dead_generator_had_asked_for_is_granted_to_nobody(begin: Any) -> None:
+    """Killed while it waited for tickets: its next life says hello, and gets them; nothing is out under the old session until a lease ends."""
+    run = begin()
+    dead, reborn, learner = run.peer(), run.peer(), run.peer()
+    dead.send(want(1))
+    ask(dead, m.Watch(), m.Status)  # the want has been read
+    reborn.send(m.GeneratorHello(m.PROTOCOL, run.id, "generator-0", 2, 4, "here", 1))
+    ask(reborn, m.Watch(), m.Status)
+    ask(learner, run.hello(1), m.Welcome)  # from here on there are tickets to grant
+    got = ask(reborn, m.Want("generator-0", 2, 1, 4, None), m.Tickets)
+    assert got.session == 2 and {t.kind for t in got.tickets} == {"train", "eval"}
+    assert dead.recv(0.1) is None

@@ -247,9 +247,10 @@ def judge(r: Replay, done: Replayed) -> dict[str, Any]:
     digests = {s.batch.number + 1: s.digest for s in r.recording.steps(r.start, r.end)}
     other = next((n for n, d in sorted(done.digests.items()) if n in digests and d != digests[n]), None)
     same = first is None and other is None and not done.failed
+    reproduced = same if not r.changed and r.recorded.learner.backend == "torch" else None
     found: dict[str, Any] = {
         "run_dir": str(r.run_dir), "from": done.start, "to": done.end, "changed": [x.replace(", now ", " | ") for x in r.changed], "cut": r.cut,
-        "equal": same, "reproduced": same if not r.changed else None, "first_difference": first, "first_other_weights": other, "failed": done.failed,
+        "equal": same, "reproduced": reproduced, "first_difference": first, "first_other_weights": other, "failed": done.failed,
         "weights_digest": done.digests[max(done.digests)], "recorded": ends(before), "replayed": ends(done.rows),
     }  # fmt: skip
     found["verdict"], found["warning"] = verdict(found), warning(found)
@@ -273,6 +274,8 @@ def verdict(found: dict[str, Any]) -> str:
         return "nothing changed: every recorded loss, gradient norm and weight came out again, bitwise"
     if found["reproduced"] is False:
         return "nothing was changed, and yet the replay differs from the recording: another machine, thread count or version of a library?"
+    if not found["changed"]:
+        return "nothing changed; recorded by several ranks, which add up in another order than one process: equal up to rounding is all there is to expect"
     if found["equal"]:
         return "the change made no difference: every loss and weight is bitwise the recorded one"
     a, b = found["recorded"]["trouble"], [*found["replayed"]["trouble"], *([found["failed"]] if found["failed"] else [])]
@@ -285,7 +288,7 @@ def verdict(found: dict[str, Any]) -> str:
 
 def warning(found: dict[str, Any]) -> str:
     """What a replay cannot know; with the measured distance from the policies that wrote the data."""
-    if found["equal"]:
+    if found["equal"] or not found["changed"]:
         return ""
     far = ""
     was, now = (found[k].get("kl/behavior_target_k3") for k in ("recorded", "replayed"))
