@@ -129,6 +129,14 @@ def differences(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> list[
     return out
 
 
+def as_now(arms: dict[str, Any]) -> dict[str, Any]:
+    """Configs written earlier, with the defaults of keys that did not exist yet; as they are when a key is gone."""
+    try:
+        return {n: json.loads(json.dumps(msgspec.to_builtins(msgspec.convert(c, Config)))) for n, c in arms.items()}
+    except msgspec.ValidationError:
+        return arms
+
+
 def design(arms: int, seeds: int) -> str:
     """The power of the design, before a run is made."""
     if seeds < 2:
@@ -153,7 +161,7 @@ class Comparison:
         path = directory / "compare.json"
         if path.exists():
             before = json.loads(path.read_text())
-            if found := differences(before["arms"], plan["arms"]):
+            if found := differences(as_now(before["arms"]), plan["arms"]):
                 raise ConfigError(f"{directory} holds a comparison with other settings ({'; '.join(found[:4])}{' ...' if len(found) > 4 else ''}); "
                                   "choose another directory by --out")  # fmt: skip
         else:
@@ -325,7 +333,7 @@ def about(cells: Sequence[Cell], config: Config) -> dict[str, Any]:
         "each": [c.final for c in cells], "area": mean([c.area for c in cells]), "wall_s": mean([c.summary["wall_s"] for c in cells]),
         "tokens": mean([c.summary["tokens"] for c in cells]), "generated": mean([c.summary["ledger"]["generated"] for c in cells]),
         "tokens_per_s": mean([c.summary["tokens"] / max(c.summary["wall_s"], 1e-9) for c in cells]), "lag": mean([c.summary["lag"]["mean"] for c in cells]),
-        "lag_max": max(c.summary["lag"]["max"] for c in cells), "ess": mean([r["is/ess"] for c in cells for r in c.rows if "is/ess" in r]),
+        "lag_max": max(c.summary["lag"]["max"] for c in cells), "ess": mean([r["is/target_ess"] for c in cells for r in c.rows if "is/target_ess" in r]),
         "seconds_to_80_percent_of_best": mean([s for s in map(seconds, cells) if s == s]), "unstable": sum(bool(c.trouble) for c in cells),
         "trouble": trouble, "cause": cause(config, trouble), "weights_digests": [c.summary["weights_digest"] for c in cells],
         "warm": all(c.warm for c in cells),

@@ -105,7 +105,7 @@ def write(directory: Path, name: str, cells: Sequence[Cell], found: dict[str, An
     figures = [
         _curves("Accuracy on held-out prompts", "accuracy", arms, cells, lambda c: list(zip(c.steps, c.accuracy, strict=True))),
         _curves("Lag of trained tokens", "versions, mean", arms, cells, _metric("lag/mean")),
-        _curves("Effective sample size", "share", arms, cells, _metric("is/ess")),
+        _curves("Effective sample size of the raw ratios", "share", arms, cells, _metric("is/target_ess")),
         _curves("KL from behaviour to target", "nats a token (k3)", arms, cells, _metric("kl/behavior_target_k3")),
         _curves("Entropy", "nats a token", arms, cells, _metric("policy/entropy")),
         _curves("Gradient norm", "before clipping", arms, cells, _metric("optim/grad_norm")),
@@ -146,7 +146,7 @@ def _board(directory: Path, cells: Sequence[Cell], settings: Sequence[tuple[str,
             for x, y in zip(c.steps, c.accuracy, strict=True):
                 board.add_scalar("eval/heldout", y, int(x))
             for r in c.rows:
-                for name in ("lag/mean", "is/ess", "kl/behavior_target_k3", "policy/entropy", "reward/mean"):
+                for name in ("lag/mean", "is/target_ess", "kl/behavior_target_k3", "policy/entropy", "reward/mean"):
                     if name in r:
                         board.add_scalar(name, r[name], int(r["step"]))
             board.add_hparams({"arm": c.arm, "seed": c.seed, "settings": told[c.arm]}, {"final/heldout": c.final}, name=".")

@@ -49,8 +49,8 @@ class Cells:
 
     def add(self, name: str, config: Config, seed: int) -> None:
         whole = msgspec.structs.replace(config, seed=seed)
-        path, text = self.path(name).with_suffix(".toml"), config_load.dump(whole)
-        if path.exists() and path.read_text() != text:
+        path = self.path(name).with_suffix(".toml")
+        if path.exists() and config_load.load(path) != whole:
             raise ConfigError(f"{path} holds a run with other settings; choose another directory by --out")
         self.configs[name] = whole
 

@@ -138,7 +138,7 @@ class Sweep:
         written = {"arms": {n: json.loads(json.dumps(msgspec.to_builtins(c))) for n, c in what.arms.items()}}
         path = directory / "sweep.json"
         if path.exists():
-            before = json.loads(path.read_text())["arms"]
+            before = comparison.as_now(json.loads(path.read_text())["arms"])
             common = {n: before[n] for n in before if n in written["arms"]}
             if found := comparison.differences(common, {n: written["arms"][n] for n in common}):
                 raise ConfigError(f"{directory} holds a sweep with other settings ({'; '.join(found[:4])}{' ...' if len(found) > 4 else ''}); "
