@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -46,7 +47,7 @@ class Round:
 
     def metrics(self) -> dict[str, float]:
         n = max(len(self.rewards), 1)
-        mean = sum(self.rewards) / n
+        mean = math.fsum(self.rewards) / n  # rounded once: rewards arrive in any order
         return {f"eval/{self.split}": mean, f"eval/{self.split}_n": len(self.rewards), f"eval/{self.split}_length": sum(self.lengths) / n}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from shared_reward import reward
 
 from asyncrl.config import Task
 from asyncrl.tasks import get_task
+from asyncrl.versions import Label
+from buffer.evaluation import Round
 
 STEPS, GROUPS, SIZE, MOST, LR = 6, 4, 4, 12, 3e-3  # as conftest.SMALL has them
 SORT = get_task(Task(name="sort"))
@@ -85,3 +88,9 @@ def test_a_constant_lag_is_that_lag_and_other_training(injected: dict[str, Any],
     by_step = [r["lag/max"] for r in sorted(injected["rows"], key=lambda r: r["step"]) if "reward/mean" in r]
     assert by_step == [0, 1, 2, 2, 2, 2]
     assert injected["digest"] != synchronous["digest"]
+
+
+def test_an_evaluation_does_not_hang_on_the_order_of_arrival() -> None:
+    rewards = [0.1, 0.7, 0.3, 0.2, 1e16, -1e16]
+    means = {Round(Label(1, 0), "heldout", 6, list(r), [1] * 6).metrics()["eval/heldout"] for r in itertools.permutations(rewards)}
+    assert means == {1.3 / 6}

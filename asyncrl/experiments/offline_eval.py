@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from actors.engine import Request
@@ -56,7 +57,7 @@ class Evaluator:
             rewards += [reward for _, reward, _, _, failed in got if not failed]
             if not got and not self.engine.active:
                 time.sleep(0.001)
-        return {f"eval/{split}": sum(rewards) / max(len(rewards), 1), f"eval/{split}_n": len(rewards), f"eval/{split}_length": sum(lengths) / n}
+        return {f"eval/{split}": math.fsum(rewards) / max(len(rewards), 1), f"eval/{split}_n": len(rewards), f"eval/{split}_length": sum(lengths) / n}
 
     def close(self) -> None:
         self.rewards.close()
