@@ -22,6 +22,8 @@ import rounds
 
 ROOT = rounds.results_file.ROOT
 MOST_TV, MOST_POINTS = 0.15, 5.0
+CALLS = 3072  # of the slow reward: as many as a run makes, or its tail is missed
+SEEDS = 5  # of a prediction
 SMALL = ["evaluation.every=0", "evaluation.final_prompts=64", "evaluation.ood_prompts=0", "record.samples=0"]
 SLOW = ["reward.function='benchmarks.slow_reward:waiting'", "reward.workers=32", "learner.groups=8", "generator.slots=64", "staleness.max_lag=4"]
 BASE = "limit 2 (fitted)"
@@ -68,11 +70,11 @@ def reward_times(work: Path, model: Path) -> list[float]:
     while not all(p.ready for p in runner.processes):
         runner.poll()
         time.sleep(0.01)
-    for i in range(256):
+    for i in range(CALLS):
         prompt = task.prompt("heldout", i, 0)
         runner.submit((i, 0, 0), prompt, prompt.answer, [0])
     done = 0
-    while done < 256:
+    while done < CALLS:
         done += len(runner.poll())
         time.sleep(0.01)
     runner.close()
@@ -110,7 +112,7 @@ def one_round(work: Path, r: int, model: Path, steps: int, names: list[str], slo
             times = fit(work / place)[0]
             out["times"] = {k: getattr(times, k) for k in ("step", "row", "admit", "look", "finish", "beside", "train_tokens")}
         known = change(times, reward=slow) if name.startswith("slow") else times
-        guess = predicted(load(work / place / "config.toml"), known, 3)
+        guess = predicted(load(work / place / "config.toml"), known, SEEDS)
         out[name] = {"real": found, "predicted": guess, "apart": apart(found, guess)}
         a = out[name]["apart"]
         print(f"round {r}, {name}: total variation {a['tv']:.3f}, generators {a['generator_points']:+.1f} and learner {a['learner_points']:+.1f} points, "
