@@ -30,21 +30,29 @@ from asyncrl.run import preflight, say
 PLACES = [f"{k} in {where}" for where in ("reward", "loss") for k in ("k1", "k2", "k3")]
 
 
+def cell(args: Any, cells: Cells, arm: str, seed: int) -> str:
+    """Add one run; its name."""
+    place, _, beta = arm.partition(", ")
+    term = [f'kl.estimator="{place[:2]}"', f'kl.placement="{place.split()[-1]}"', f"kl.coefficient={beta}"] if beta else ["kl.coefficient=0.0"]
+    sets = [*term, f'model.path="{args.out}/models/{args.task}-{seed}"', f"seed={seed}", f"learner.steps={args.steps}", f"staleness.max_lag={args.lag}",
+            "evaluation.every=10", "evaluation.prompts=128", "evaluation.final_prompts=512", "evaluation.ood_prompts=256"]  # fmt: skip
+    if args.quick:
+        sets += ["learner.groups=4", "learner.group_size=4", "evaluation.final_prompts=16", "evaluation.prompts=16", "evaluation.ood_prompts=16"]
+    config = config_load.load(results_file.ROOT / "configs" / f"{args.task}.toml", sets)
+    preflight(config)
+    name = f"{args.task}-lag{args.lag}-{arm.replace(', ', '-').replace(' ', '_')}-seed{seed}"
+    cells.add(name, config, seed)
+    return name
+
+
 def plan(args: Any, cells: Cells) -> dict[str, list[str]]:
-    """arm -> its cells, one a seed; every arm at the first beta before the next one."""
-    arms: dict[str, list[str]] = {"no KL": []} | {f"{p}, {b}": [] for b in args.betas.split(",") for p in PLACES}
-    for arm, names in arms.items():
+    """arm -> its cells, one a seed; for each beta every arm of a seed before the next seed, so that what is there can be paired."""
+    betas = args.betas.split(",")
+    arms: dict[str, list[str]] = {"no KL": []} | {f"{p}, {b}": [] for b in betas for p in PLACES}
+    for beta in betas:
         for seed in range(args.seeds):
-            place, _, beta = arm.partition(", ")
-            term = [f'kl.estimator="{place[:2]}"', f'kl.placement="{place.split()[-1]}"', f"kl.coefficient={beta}"] if beta else ["kl.coefficient=0.0"]
-            sets = [*term, f'model.path="{args.out}/models/{args.task}-{seed}"', f"seed={seed}", f"learner.steps={args.steps}", f"staleness.max_lag={args.lag}",
-                    "evaluation.every=10", "evaluation.prompts=128", "evaluation.final_prompts=512", "evaluation.ood_prompts=256"]  # fmt: skip
-            if args.quick:
-                sets += ["learner.groups=4", "learner.group_size=4", "evaluation.final_prompts=16", "evaluation.prompts=16", "evaluation.ood_prompts=16"]
-            config = config_load.load(results_file.ROOT / "configs" / f"{args.task}.toml", sets)
-            preflight(config)
-            names.append(f"{args.task}-lag{args.lag}-{arm.replace(', ', '-').replace(' ', '_')}-seed{seed}")
-            cells.add(names[-1], config, seed)
+            for arm in (["no KL"] if beta == betas[0] else []) + [f"{p}, {beta}" for p in PLACES]:
+                arms[arm].append(cell(args, cells, arm, seed))
     return arms
 
 
