@@ -39,7 +39,8 @@ def cell(args: Any, cells: Cells, arm: str, seed: int) -> str:
     if args.quick:
         sets += ["learner.groups=4", "learner.group_size=4", "evaluation.final_prompts=16", "evaluation.prompts=16", "evaluation.ood_prompts=16"]
     config = config_load.load(results_file.ROOT / "configs" / f"{args.task}.toml", sets)
-    preflight(config)
+    if not (Path(config.model.path) / "config.json").exists():
+        preflight(config)  # makes the seed's warm start
     name = f"{args.task}-lag{args.lag}-{arm.replace(', ', '-').replace(' ', '_')}-seed{seed}"
     cells.add(name, config, seed)
     return name
