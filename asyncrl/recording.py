@@ -106,6 +106,7 @@ class Recording:
     lives: list[tuple[int, Life]] = field(default_factory=list)
     torn: str = ""  # a record cut short at the end of the newest file
     full: bool = False
+    hole: bool = False  # later batches were recorded, but they cannot be reached
 
     @property
     def start(self) -> int:
@@ -137,6 +138,8 @@ class Recording:
         why = "the run ended there" if not self.torn else f"the run died while it wrote the next record ({self.torn})"
         if self.full:
             why = "it had reached record.stream_mib"
+        if self.hole:
+            why = f"batch {self.end} was not recorded (a life had reached record.stream_mib, or went on without record.stream)"
         return f"the recording has {self.end} of {steps} batches: {why}; replayed up to there"
 
 
@@ -154,6 +157,7 @@ def read(run_dir: Path) -> Recording:
     end = out.start
     while end in out.places:  # a hole: the bound was reached, or a life did not record; what lies behind it cannot be reached
         end += 1
+    out.hole = any(n > end for n in out.places)
     out.places = {n: p for n, p in out.places.items() if out.start <= n < end}
     out.lives = [(first, life) for first, life in out.lives if first < max(out.end, out.start + 1)]
     return out

@@ -164,5 +164,10 @@ def test_the_bound_on_the_size_holds(recorded: dict[str, Any], tmp_path: Path) -
     assert recording.size(tmp_path) <= 8000
     read = recording.read(tmp_path)
     assert read.full and read.end == sum(kept) and "record.stream_mib" in read.cut(6)
+    later = Log(tmp_path, Life(recording.FORMAT, 2, 5, "", ""), 0, 10**9)  # a resumed run with a larger bound: its batches cannot be reached
+    assert later.add(5, steps[5])
+    later.close()
+    read = recording.read(tmp_path)
+    assert read.end == sum(kept) and len(read.lives) == 1 and f"batch {read.end} was not recorded" in read.cut(6)
     again = read.step(0)
     assert isinstance(again, Step) and again == steps[0] and all(s.text == "" for s in again.batch.samples)
