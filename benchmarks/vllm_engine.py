@@ -141,7 +141,7 @@ class Bare:
             os.environ.setdefault(name, value)
         from vllm import LLM, SamplingParams
 
-        self.llm = LLM(model=path, skip_tokenizer_init=True, dtype="float32", max_model_len=CONTEXT, max_num_seqs=SLOTS, kv_cache_memory_bytes=64 << 20,
+        self.llm = LLM(model=path, skip_tokenizer_init=True, dtype="float32", max_model_len=CONTEXT, max_num_seqs=SLOTS, kv_cache_memory_bytes=512 << 20,
                        enforce_eager=True, logprobs_mode="processed_logprobs", generation_config="vllm", disable_log_stats=True)  # fmt: skip
         self.how = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)
         tokenizer, task = load_tokenizer(path), TASKS["sort"]()
