@@ -100,7 +100,7 @@ class Generator:
         self.tokens = self.busy = self.idle = self.swaps = 0.0
         self.said = (0.0, 0.0)  # busy and idle seconds of the last Renew
         self.renewed = self.idle_since = 0.0
-        self.sequence = 0
+        self.sequence = self.called = 0
         self.lost = False
         self.start()
         if self.times.lost_every:
@@ -279,7 +279,8 @@ class Generator:
             seconds, t = self.d.reward(), self.queue.popleft()
             if seconds > self.deadline:
                 seconds, t.failed = self.deadline, "data: the reward hung"
-            heapq.heappush(self.calls, (now + seconds, id(t), t))
+            self.called += 1
+            heapq.heappush(self.calls, (now + seconds, self.called, t))
 
     def deliver(self) -> None:
         if not self.fresh:
@@ -309,6 +310,7 @@ class Generator:
                     written[r.ticket.ticket, r.ticket.attempt] += self.engine_clock - r.born
             self.buffer.tell(self.buffer.on_lost, [(t, a, n) for (t, a), n in written.items()], self)
             self.lost = True
+            self.buffer.awake.pop(self.name, None)
             if self.times.restart > self.lease_s:  # the buffer does not wait for it
                 self.clock.at(self.clock.now + self.lease_s, self.buffer.tell, self.buffer.on_session, self, self.session + 1)
             self.clock.at(self.clock.now + self.times.restart, self.back)
