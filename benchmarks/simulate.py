@@ -120,6 +120,11 @@ def one_round(work: Path, r: int, model: Path, steps: int, names: list[str], slo
     return out
 
 
+def spread(values: list[float]) -> dict[str, float]:
+    cuts = statistics.quantiles(values, n=100) if len(values) > 1 else []
+    return {"calls": len(values), "mean": statistics.mean(values), "p50": cuts[49], "p99": cuts[98], "max": max(values)} if cuts else {}
+
+
 def main() -> None:
     p = rounds.parser(__doc__)
     p.add_argument("--model", default="", help="a warm-started `sort` model; absent: built")
@@ -153,7 +158,7 @@ def main() -> None:
             each = [round(f[key], 3) for f in found]
             goals.append(rounds.goal(f"{name}: {what}", median[key], most, at_least=False, rounds=each, repetition=again[key]))
     result = {"what": f"real runs of {steps} steps; predicted with the times of the round's own first run; medians over {n} rounds", "rounds": rows,
-              "reward_s": slow, "repetitions": repeats}  # fmt: skip
+              "reward_s": spread(slow), "repetitions": repeats}  # fmt: skip
     rounds.report("simulate", goals, result, args)
 
 
