@@ -67,7 +67,7 @@ def test_nothing_changed_gives_the_same_bits(recorded: dict[str, Any], capsys: p
 
 
 def test_a_change_is_shown_on_the_same_data(recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    sets = ("loss.surrogate=vanilla", "learner.minibatches=2", "stop.kl_max=1e-9", "learner.lr=1e-2")
+    sets = ("loss.surrogate=vanilla", "learner.minibatches=2", "stop.kl_max=1e-9", "learner.lr=1e-2", "kl.preset=grpo", "kl.coefficient=0.5")
     done = Typed(capsys, recorded["run_dir"], "--no-eval", *(x for s in sets for x in ("--set", s)))
     assert done.code == 0 and "loss.surrogate: ppo | vanilla" in done.out and "data would have changed too" in done.out
     where = Path(done.err.split("report: ")[1].strip()).parent
@@ -76,6 +76,7 @@ def test_a_change_is_shown_on_the_same_data(recorded: dict[str, Any], capsys: py
     was, now = train_rows(recorded["rows"]), train_rows(metrics.read(where))
     assert [now[n]["reward/mean"] for n in range(6)] == [was[n]["reward/mean"] for n in range(6)], "not the recorded data"
     assert now[5]["optim/early_stops"] == 6 and was[5]["optim/early_stops"] == 0, "one step of two, then over the budget, in every batch"
+    assert now[0]["kl/beta"] == 0.5 and now[5]["loss/kl"] > 0 and was[0]["kl/beta"] == 0
     page = (where / "report.html").read_text()
     assert "Gradient norm" in page and "Effective sample size" in page and "KL from behaviour to target" in page and 'id="replay"' in page
 
@@ -122,12 +123,16 @@ def test_a_run_that_went_on_with_other_settings(cut: Path, forked: Run, tmp_path
     first, second = (life for _, life in recording.read(run_dir).lives)
     assert "lr = 0.003" in first.config and "lr = 0.01" in second.config
     assert found["reproduced"] and found["to"] == 6 and found["weights_digest"] == done["digest"]
+    assert train_rows(done["rows"])[5]["kl/beta"] == 0.05 and train_rows(done["rows"])[0]["kl/beta"] == 0
+    other = Typed(capsys, run_dir, "--json", "--no-eval", "--set", "advantage.name=gae").json  # a value head from nothing, over both lives
+    assert not other["equal"] and other["to"] == 6 and not other["failed"]
 
 
 REFUSED = [
     (("--set", "generator.temperature=0.5"), "generator.temperature decides what is written"),
     (("--set", "learner.steps=3"), "cannot change learner.steps"),
     (("--set", "staleness.max_lag=1"), "a replay can mask or downweight"),
+    (("--set", "advantage.name=remax"), "only remax has a greedy answer"),
     (("--set", "loss.surogate=ppo"), "did you mean loss.surrogate?"),
     (("--until", "0"), "0 is not in the range"),
 ]

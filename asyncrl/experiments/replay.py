@@ -33,8 +33,8 @@ from asyncrl.models import export, weights_digest
 from learner import checkpoint
 from learner.step import LearnerCore
 
-MAY_CHANGE = ("loss", "correction", "kl", "stop", "advantage", "reshape", "evaluation", "model.reference", "model.device", "learner", "staleness.on_exceed",
-              "staleness.max_lag", "staleness.half_life", "exact")  # fmt: skip
+MAY_CHANGE = ("loss", "correction", "kl", "stop", "advantage", "value", "reshape", "evaluation", "model.reference", "model.device", "learner",
+              "staleness.on_exceed", "staleness.max_lag", "staleness.half_life", "exact")  # fmt: skip
 DECIDES_DATA = {
     "learner.groups": "the batches were composed", "learner.group_size": "the groups were written", "learner.prefetch": "batches were leased",
     "learner.steps": "the stream ends where it ends: --until N stops earlier, and the schedule of the rate stays the recorded one",
@@ -124,6 +124,9 @@ class Replay:
         self.recorded = resolve(r.life(self.end - 1).config, (), str(run_dir))
         self.config = self.resolved(self.start)
         last = self.resolved(self.end - 1)
+        if (last.advantage.name == "remax") != (self.recorded.advantage.name == "remax"):
+            raise ConfigError(f"--set advantage.name={last.advantage.name}: recorded with {self.recorded.advantage.name}, and only remax has a greedy "
+                              "answer in each group; start a new run")  # fmt: skip
         self.changed = differences(msgspec.to_builtins(self.recorded), msgspec.to_builtins(last))
         self.cut = "" if until is not None and until <= r.end else r.cut(self.recorded.learner.steps)
         if self.recorded.learner.backend != "torch" and self.start:
@@ -139,7 +142,7 @@ class Replay:
     def go(self, out: Path, say: Callable[[str], None], *, evaluate: bool = True) -> Replayed:
         """Train; metrics and the last weights go to `out`.  An update that stays not finite ends it and is part of the result."""
         core = self.core(self.config)
-        if self.recorded.learner.backend == "torch":
+        if self.start and self.recorded.learner.backend == "torch":  # at version 0 there are no moments yet, and the state is the config's
             checkpoint.restore(core, self.weights)
         done = Replayed(self.config, self.start, self.end, digests={self.start: weights_digest(core.model)})
         evaluator = Evaluator(core.config) if evaluate else None
@@ -190,7 +193,11 @@ class Replay:
         new = self.core(config)
         new.model.hf.load_state_dict(core.model.hf.state_dict())
         new.backend.load_state(core.backend.state(self.run_dir), self.run_dir)
+        if core.critic is not None and new.critic is not None:
+            new.critic.load_state(core.critic.state(), self.run_dir)
         new.state = core.state
+        if config.kl.controller == "fixed":
+            new.state.beta = config.kl.coefficient
         return new
 
 
