@@ -10,8 +10,8 @@ No answer leaves the engine between a swap and its probe.
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -51,6 +51,13 @@ class SwapExtension:
         worker.model_runner.reload_weights(weights_iterator=iter(weights.items()))
         repack(worker.model_runner.get_model())
 
+    def asyncrl_sampler(self) -> None:
+        """On a CPU: put `SeededSampler` in the place of vLLM's."""
+        worker: Any = self
+        inner = worker.model_runner.sampler.topk_topp_sampler
+        if getattr(inner.forward, "__name__", "") == "forward_cpu":
+            inner.forward = SeededSampler(inner.forward, 1024 + 4 * worker.model_runner.max_num_reqs)
+
 
 def repack(model: torch.nn.Module) -> None:
     """Pack again what the reload leaves packed from the old weights: CPU linears that also keep their plain weight (tied heads)."""
@@ -60,6 +67,40 @@ def repack(model: torch.nn.Module) -> None:
 
         for module in stale:
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+class SeededSampler:
+    """vLLM's sampling on a CPU where every request has a seed: it draws a number a token from each row's generator, one call each; here
+    a generator gives AHEAD at once.  The numbers ahead outlive a preemption; those of the `room` requests used last are kept."""
+
+    AHEAD = 64
+
+    def __init__(self, plain: Callable[..., Any], room: int) -> None:
+        self.plain, self.room = plain, room
+        self.ahead: OrderedDict[int, tuple[torch.Generator, Iterator[int]]] = OrderedDict()  # by id, which the held generator keeps its own
+
+    def __call__(self, logits: torch.Tensor, generators: dict[int, torch.Generator], k: torch.Tensor | None, p: torch.Tensor | None) -> Any:
+        if len(generators) != len(logits):
+            return self.plain(logits, generators, k, p)
+        from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+        logits = apply_top_k_top_p(logits, k, p)
+        seeds = torch.tensor([self.draw(generators[i]) for i in range(len(logits))])
+        return torch.ops._C.fused_gumbel_argmax(logits.float(), seeds), logits.log_softmax(-1, dtype=torch.float32)
+
+    def draw(self, generator: torch.Generator) -> int:
+        name = id(generator)
+        if name not in self.ahead:
+            self.ahead[name] = generator, self.stream(generator)
+            if len(self.ahead) > self.room:
+                self.ahead.popitem(last=False)
+        self.ahead.move_to_end(name)
+        return next(self.ahead[name][1])
+
+    @classmethod
+    def stream(cls, generator: torch.Generator) -> Iterator[int]:
+        while True:
+            yield from torch.randint(0, 2**31, (cls.AHEAD,), generator=generator).tolist()
 
 
 class Reference:
@@ -101,6 +142,7 @@ class VllmEngine:
         self.reference = Reference(path, published or dtype)
         self.llm = start(path, self.reference.hf.config.get_text_config(), slots=slots, context=context, dtype=dtype, device=device, kv_bytes=kv_bytes,
                          seed=seed)  # fmt: skip
+        self.llm.collective_rpc("asyncrl_sampler")
         self.requests: dict[str, tuple[Request, Label]] = {}  # id -> (request, label when it was added)
         self.expected: np.ndarray | None = None  # of the probe that is under way
         self.kept: deque[Answer] = deque()  # answers that wait for the probe

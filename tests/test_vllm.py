@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from test_engine import CUTS, expected, request
 
 from actors.engine import Answer, Request
-from actors.engine_vllm import Reference, VllmEngine, make_engine
+from actors.engine_vllm import Reference, SeededSampler, VllmEngine, make_engine
 from asyncrl import config_load, engines, models
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.tasks.synthetic import TASKS
@@ -118,6 +118,19 @@ def test_what_is_drawn_follows_the_seed_and_not_the_neighbours(case: Case) -> No
     assert len({tuple(a.tokens) for a in drawn[0].values()}) > 4
     if case.bound < 1e-3:
         assert all(a.tokens.tolist() == drawn[0][k].tokens.tolist() for d in drawn[1:] for k, a in d.items())
+
+
+def test_numbers_drawn_ahead_are_each_generators_own(case: Case) -> None:
+    """Whatever the order in which rows draw, and for how long; a bounded number of generators is remembered."""
+    inner = case.engine.llm.collective_rpc("asyncrl_sampler") and case.engine.llm.model_executor.driver_worker.worker.model_runner.sampler
+    assert isinstance(inner.topk_topp_sampler.forward, SeededSampler)
+    plain = lambda *_: None  # noqa: E731
+    alone = [[s.draw(g) for _ in range(100)] for n in range(3) for s, g in [(SeededSampler(plain, 9), torch.Generator().manual_seed(n))]]
+    together, generators = SeededSampler(plain, 3), [torch.Generator().manual_seed(n) for n in range(3)]
+    assert [list(x) for x in zip(*[[together.draw(g) for g in generators] for _ in range(100)], strict=True)] == alone
+    for n in range(50):
+        together.draw(torch.Generator().manual_seed(n))
+    assert len(together.ahead) == 3 and len({x for a in alone for x in a}) == 300
 
 
 def test_abort_and_what_does_not_fit(case: Case) -> None:
