@@ -45,7 +45,7 @@ demo: $(VENV)/.demo
 	$(PY) -m asyncrl.cli run configs/demo.toml
 
 test: env browser
-	$(PY) -m pytest -n 2 --dist worksteal
+	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 check: env
 	$(VENV)/bin/ruff check .

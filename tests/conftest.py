@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "NO_COLOR": "1"}
+os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"  # also for the reward processes of commands called in this process
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 
 
 class Ended:
@@ -162,7 +163,7 @@ def forked(small_model: Path) -> Iterator[Callable[..., dict[str, Any]]]:
     """`forked(RUN_DIR, "key=value", ..., die={...}, slow={...}, stop=N)`: a real run of SMALL, forked from one warm process (forked.py)."""
     from asyncrl import config_load, metrics
 
-    argv, env = [sys.executable, str(ROOT / "tests" / "forked.py"), str(small_model)], ENV | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    argv, env = [sys.executable, str(ROOT / "tests" / "forked.py"), str(small_model)], ENV
     forge = subprocess.Popen(argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
     assert forge.stdin is not None and forge.stdout is not None
 

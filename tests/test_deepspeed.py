@@ -102,7 +102,7 @@ def bad(model_dir: Path) -> dict[str, Any]:
     return trained(model_dir, {"backend": "torch"}, batches=4, bad=1)[0]
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(2, False), (3, False), (2, True)])
+@pytest.mark.parametrize(("stage", "offload"), [(3, False), (2, True)])
 def test_a_batch_without_a_finite_loss_is_skipped_on_every_rank(stage: int, offload: bool, model_dir: Path, bad: dict[str, Any]) -> None:
     """Weights and moments stay as they were: the batches after it go as they go with torch."""
     mine, _ = trained(model_dir, {"backend": "deepspeed", "zero_stage": stage, "ranks": 2, "offload": offload}, batches=4, bad=1)

@@ -7,17 +7,18 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-from conftest import ENV, ROOT, Ended
+from conftest import ENV, ROOT
 
 
 def diff(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "asyncrl.cli", "diff", *words], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120)
 
 
-def test_two_runs_side_by_side(asyncrl: Callable[..., Ended], tmp_path: Path) -> None:
-    small = ("learner.steps=4", "learner.groups=4", "learner.group_size=4", "staleness.max_lag=0", "evaluation.every=0")
-    a, b, c = (asyncrl("run", *small, f"name='{n}'", *more).json["run_dir"] for n, more in (("a", ()), ("b", ()), ("c", ("learner.lr=1e-3",))))
+def test_two_runs_side_by_side(forked: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
+    small = ("learner.steps=4", "learner.lr=3e-4", "staleness.max_lag=0", "evaluation.every=0")
+    a, b, c = (forked(tmp_path / n, *small, *more)["run_dir"] for n, more in (("a", ()), ("b", ()), ("c", ("learner.lr=1e-3",))))
     same = diff(a, b)
     assert same.returncode == 0 and "configs are the same" in same.stdout and "bitwise equal" in same.stdout
     other = diff(a, c, "--json", "--html", str(tmp_path / "d.html"))
