@@ -36,6 +36,7 @@ from asyncrl.wires import PeerSocket
 DECODE_STEPS = 8  # between two looks at the socket
 EVERYTHING = 1 << 30  # samples
 IDLE_POLL_S = 0.02
+REWARD_POLL_S = 0.002  # nothing to decode, rewards outstanding: the core may be the one that computes them
 GONE_S = 10.0  # announced weights may be gone this long: the learner has ended, or a newer life took over and the buffer will say so
 
 
@@ -95,7 +96,7 @@ class Generator:
 
     def read(self) -> None:
         """Handle what has arrived; with nothing to do, wait a little for more."""
-        timeout = 0.0 if self.engine.active or self.judged else IDLE_POLL_S
+        timeout = 0.0 if self.engine.active else REWARD_POLL_S if self.judged else IDLE_POLL_S
         while (reply := self.socket.recv(timeout)) is not None:
             timeout = 0.0
             self.heard, self.ever_heard = time.monotonic(), True

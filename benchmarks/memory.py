@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/memory.py [--quick] [--json] [--beside WHAT] [--minutes 10]
 
 Proves: the median of the last quarter is at most 2 % above that of the second quarter, for each process.  The limit on the
-buffer is looser (10 %): it keeps what every trained sample was, for the ledger and for exactly-once delivery.
+buffer is looser (10 %): it remembers what became of the last 200,000 samples, so that a late copy is known, and takes a while to fill.
 """
 
 from __future__ import annotations
