@@ -114,6 +114,7 @@ def main() -> None:
     p.add_argument("--lag", type=int, default=0, help="staleness limit; 0: synchronous")
     p.add_argument("--workers", type=int, default=1)
     p.add_argument("--table", action="store_true", help="run nothing")
+    p.add_argument("--made-at", default="", help="commit of the runs, where it is not this one")
     args = p.parse_args()
     if args.quick:
         args.out, args.betas, args.seeds, args.steps = Path(f"{args.out}-quick"), "0.1", 1, 2
@@ -124,7 +125,9 @@ def main() -> None:
     found = analyse(cells, arms)
     print("\n".join(lines(found)), file=sys.stderr if args.json else sys.stdout)
     setting = {k: getattr(args, k) for k in ("task", "betas", "seeds", "steps", "lag")}
-    result = clean({"beside": args.beside, "setting": setting, "missing": len(cells.todo()), "arms": found})
+    result = clean(
+        {"beside": args.beside, "runs_made_at": args.made_at or results_file.commit(), "setting": setting, "missing": len(cells.todo()), "arms": found}
+    )
     if not args.quick:
         say(str(results_file.write(f"kl_placement_{args.task}_lag{args.lag}", result)))
     if args.json:
