@@ -1,5 +1,5 @@
 # make demo   from nothing: environment, then a real asynchronous run, then its report
-# make test   from nothing: environment, then every test (about 15 minutes on two cores after the installation)
+# make test   from nothing: environment, then every test (14 minutes on four shared cores after the installation, which takes 2 to 5)
 # make check  lint, types, import rules, fast tests (about 1 minute)
 # make bench  every benchmark, one table
 # make requirements  compile requirements/cpu.txt and gpu.txt anew
@@ -44,6 +44,9 @@ browser:
 demo: $(VENV)/.demo
 	$(PY) -m asyncrl.cli run configs/demo.toml
 
+# CPU seconds by group (printed at the end of every run; one start of learner or generator is about 7 of them):
+#   DeepSpeed 460   built-in tasks learn 300   shutdown and stand-still 360   bad input 310   runs, kills, durability, versions 660
+#   compare, sweep 270   vLLM, and both engines together 260   algorithms, store, schedules, protocol model, all others 400
 test: env browser
 	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal
 

@@ -79,7 +79,7 @@ def test_an_early_stopped_step_leaves_weights_and_moments_untouched(model_dir: P
     assert four["weights"] == pytest.approx(one["weights"], abs=1e-7)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("stage", [3])  # a whole run at stage 2 is stopped and resumed below
 def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(stage: int, model_dir: Path, tmp_path: Path) -> None:
     two = {"backend": "deepspeed", "zero_stage": stage, "ranks": 2}
     whole, _ = trained(model_dir, two, batches=6, save=[3, str(tmp_path)])
@@ -138,10 +138,16 @@ def ranks_of(pid: int, word: bytes = b"deepspeed_program") -> list[int]:
     return found
 
 
-@pytest.mark.parametrize(("how", "stage"), [(signal.SIGKILL, 2), (signal.SIGSTOP, 3)])
-def test_a_lost_rank_ends_the_step_with_a_clear_error(how: signal.Signals, stage: int, model_dir: Path, tmp_path: Path) -> None:
-    """At stage 3 the forward pass waits for the others too."""
-    learner = LEARNER | {"backend": "deepspeed", "zero_stage": stage, "ranks": 2, "rank_timeout_s": 25.0, "steps": 10**6}
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_rank_that_stands_still_ends_the_step_with_a_clear_error(model_dir: Path, tmp_path: Path) -> None:
+    """At stage 3 the forward pass waits for the others too; a killed rank is the subject of the whole run below."""
+    learner = LEARNER | {"backend": "deepspeed", "zero_stage": 3, "ranks": 2, "rank_timeout_s": 25.0, "steps": 10**6}
     p = start({"model": str(model_dir), "batches": 10**6, "save": [3, str(tmp_path)], "config": {"learner": learner}})
     try:
         deadline = time.monotonic() + 120
@@ -149,13 +155,16 @@ def test_a_lost_rank_ends_the_step_with_a_clear_error(how: signal.Signals, stage
             assert time.monotonic() < deadline and p.poll() is None
             time.sleep(0.05)
         (other,) = ranks_of(p.pid)
-        os.kill(other, how)
+        os.kill(other, signal.SIGSTOP)
         _, err = p.communicate(timeout=90)
     finally:
         if p.poll() is None:
             p.kill()
     assert p.returncode != 0 and "RankLost" in err and "learner.rank_timeout_s = 25" in err, err[-3000:]
-    assert not Path(f"/proc/{other}").exists() or (Path(f"/proc/{other}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z")
+    deadline = time.monotonic() + 60  # it is killed with the first rank's end, and takes a moment to be gone
+    while alive(other):
+        assert time.monotonic() < deadline, "the other rank lives on"
+        time.sleep(0.05)
 
 
 def test_a_whole_run_on_two_ranks_stops_resumes_and_exports(asyncrl: Callable[..., Ended]) -> None:
