@@ -61,7 +61,7 @@ def sort_vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _warm(directory: Path, config: str = "configs/demo.toml") -> None:
     code = (
         "import sys; from asyncrl.config_load import load; from asyncrl.tasks.warm_start import warm_start;"
-        "c = load(sys.argv[2], ['model.path=' + repr(sys.argv[1])]); warm_start(c, sys.argv[1])"
+        "c = load(sys.argv[2], ['model.path=' + repr(sys.argv[1])]); warm_start(c, sys.argv[1], threads=1)"
     )
     argv = [sys.executable, "-c", code, str(directory / "sort"), config]
     done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=900)

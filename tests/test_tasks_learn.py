@@ -29,7 +29,7 @@ def short(directory: Path, steps: int) -> list[str]:
 @pytest.mark.parametrize(("name", "steps", "least"), CASES)
 def test_task_learns(name: str, steps: int, least: float, tmp_path: Path) -> None:
     config = config_load.load(ROOT / "configs" / f"{name}.toml", short(tmp_path, steps))
-    warm_start(config, tmp_path / "model")
+    warm_start(config, tmp_path / "model", threads=1)
     found = runner.one(config, config.seed)
     assert found["steps"] == steps
     accuracies = found["accuracy"][1]

@@ -19,8 +19,11 @@ BATCH, LR = 64, 3e-3
 MOST = 56  # tokens of the longest answer of any built-in task
 
 
-def warm_start(config: Config, path: str | Path, *, steps: int | None = None) -> dict[str, Any]:
-    """Write a Hugging Face directory at `path`, atomically.  Deterministic for (task, seed).  Returns what it did."""
+def warm_start(config: Config, path: str | Path, *, steps: int | None = None, threads: int = 2) -> dict[str, Any]:
+    """Write a Hugging Face directory at `path`, atomically.  Deterministic for (task, seed, threads).  Returns what it did.
+
+    Beside other work two threads spin on each other: tests use one.
+    """
     import torch
 
     from asyncrl import models
@@ -31,7 +34,7 @@ def warm_start(config: Config, path: str | Path, *, steps: int | None = None) ->
     shutil.rmtree(part, ignore_errors=True)
     part.parent.mkdir(parents=True, exist_ok=True)
     before, began = torch.get_num_threads(), time.monotonic()
-    torch.set_num_threads(1)  # two would spin on each other beside other work, and gain a tenth alone
+    torch.set_num_threads(threads)
     try:
         # vLLM on a CPU has kernels for 32 dimensions a head and more
         model = models.build_model(part, task.symbols, seed=config.seed, heads=2 if config.generator.engine == "vllm" else 4)
