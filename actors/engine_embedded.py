@@ -42,12 +42,13 @@ class EmbeddedEngine:
     """See `actors.engine.Engine`.  in_flight: what `load` does to live rows; `between_groups` means that none is live.
 
     fixed: by the operators of exact mode (asyncrl/exact.py), with every key at the column of its position.
+    mantissa_bits: what the weights are rounded to when they are loaded; 0: not.
     """
 
     def __init__(self, model: PolicyModel, *, slots: int, context: int, in_flight: str = "keep_kv", max_new_tokens: int = 64,
-                 fixed: bool = False) -> None:  # fmt: skip
+                 fixed: bool = False, mantissa_bits: int = 0) -> None:  # fmt: skip
         assert model.fast is not None
-        self.slots, self.in_flight, self.lay = slots, in_flight, model.fast
+        self.slots, self.in_flight, self.lay, self.mantissa_bits = slots, in_flight, model.fast, mantissa_bits
         self.context = context
         self.weights = decoder.FusedWeights(model.fast, exact.up(context + 1, exact.KEYS))
         self.fixed = fixed
@@ -81,7 +82,7 @@ class EmbeddedEngine:
 
     @torch.inference_mode()
     def load(self, weights: Mapping[str, Any], label: Label, digest: str) -> None:
-        self.weights.load(weights)
+        self.weights.load({name: rounded(w, self.mantissa_bits) for name, w in weights.items()} if self.mantissa_bits else weights)
         self.label, self.digest = label, digest
         for row in filter(None, self.rows):
             at = self.clock - row.born
@@ -323,6 +324,16 @@ def spans(row: Row, length: int, in_flight: str) -> list[Span]:
     return out
 
 
+def rounded(weights: torch.Tensor, bits: int) -> torch.Tensor:
+    """The nearest numbers with `bits` stored mantissa bits, whatever their exponent: bfloat16 has 7, fp8 (e4m3) 3.
+
+    >>> rounded(torch.tensor([1.0, 1.06, -1.07, 0.53, 3e-30]), 3).tolist()[:4]
+    [1.0, 1.0, -1.125, 0.5]
+    """
+    mantissa, exponent = torch.frexp(weights.float())
+    return torch.ldexp(torch.round(mantissa * 2.0 ** (bits + 1)) * 2.0 ** -(bits + 1), exponent).to(weights.dtype)
+
+
 def make_engine(config: Config) -> Engine:
     """The embedded engine for `config`: the fast one for Llama-like models, transformers' own forward for any other."""
     g = config.generator
@@ -332,6 +343,8 @@ def make_engine(config: Config) -> Engine:
     from actors.engine_generic import GenericEngine
 
     kind: Any = GenericEngine if model.fast is None else EmbeddedEngine
+    if g.mantissa_bits and kind is GenericEngine:
+        raise ConfigError("generator.mantissa_bits: needs a model of the packed forward (Llama, Qwen2, Qwen3, Mistral); set it to 0")
     made: Engine = kind(model, slots=g.slots, context=g.context, in_flight=config.weights.in_flight, max_new_tokens=g.max_new_tokens,
-                       **({"fixed": True} if config.exact and kind is EmbeddedEngine else {}))  # fmt: skip
+                       **({"fixed": bool(config.exact), "mantissa_bits": g.mantissa_bits} if kind is EmbeddedEngine else {}))  # fmt: skip
     return made

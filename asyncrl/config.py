@@ -45,6 +45,9 @@ class Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 class Generator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     engine: Annotated[Literal["embedded", "vllm"], Meta(description="`asyncrl engines` says which work here")] = "embedded"
     dtype: Annotated[Literal["same", "float32", "bfloat16"], Meta(description="same: the model's")] = "same"
+    mantissa_bits: Annotated[
+        int, Meta(ge=0, le=23, description="embedded: round the weights to so many bits (bfloat16: 7, fp8: 3), to study a mismatch with the learner; 0: off")
+    ] = 0
     slots: Annotated[Positive, Meta(description="answers written at once")] = 256
     max_new_tokens: Positive = 64
     context: Annotated[Positive, Meta(description="prompt and answer, in tokens")] = 256

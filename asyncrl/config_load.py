@@ -43,7 +43,10 @@ RENAMED = {  # a key's earlier name here, or its name in systems that people com
 
 
 def load(path: str | Path, sets: typing.Sequence[str] = ()) -> Config:
-    """The config in `path` with `sets` ("key.path=value", TOML values) applied.  Raises ConfigError: file:line, key, what to do."""
+    """The config in `path` with `sets` ("key.path=value", TOML values) applied.  Raises ConfigError: file:line, key, what to do.
+
+    A preset in the file fills the keys that the file does not give; one in `sets` also replaces the file's.
+    """
     try:
         text = Path(path).read_text()
         raw = tomllib.loads(text)
@@ -55,7 +58,17 @@ def load(path: str | Path, sets: typing.Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: not TOML: {e}") from e
     for item in sets:
         apply(raw, item)
+    _forget(raw, sets)
     return convert(raw, str(path), text, sets)
+
+
+def _forget(raw: dict[str, Any], sets: typing.Sequence[str]) -> None:
+    """A preset on the command line takes the place of the file's own keys: a resolved file gives all of them, so it would change nothing."""
+    given = {item.partition("=")[0].strip() for item in sets}
+    for section, presets in (("correction", PRESETS), ("kl", KL_PRESETS)):
+        if f"{section}.preset" in given and isinstance(table := raw.get(section), dict):
+            for key in {key for keys in presets.values() for key in keys if f"{section}.{key}" not in given}:
+                table.pop(key, None)
 
 
 def convert(raw: dict[str, Any], source: str, text: str = "", sets: typing.Sequence[str] = ()) -> Config:
@@ -206,6 +219,8 @@ def _exact(c: Config) -> list[str]:
     out, g = [], c.generator
     if c.model.dtype != "float32" or g.dtype not in ("same", "float32"):
         out.append("exact: needs model.dtype = float32 and generator.dtype = same")
+    if g.mantissa_bits:
+        out.append("exact: generator.mantissa_bits rounds the generator's weights, which the learner's are not; set it to 0")
     if c.generator.engine != "embedded":
         out.append(f"exact: needs generator.engine = embedded, not {c.generator.engine}")
     if c.learner.backend != "torch":

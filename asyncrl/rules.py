@@ -137,6 +137,8 @@ def _engine(c: Any) -> list[str]:
         out.append(f"learner.gpus: {c.learner.ranks} ranks would share model.device = {c.model.device}; give one number each")
     if c.generator.engine != "vllm" and c.generator.kv_cache_mib:
         out.append(f"generator.kv_cache_mib: belongs to generator.engine = vllm, not to {c.generator.engine}")
+    if c.generator.engine != "embedded" and c.generator.mantissa_bits:
+        out.append(f"generator.mantissa_bits: belongs to generator.engine = embedded, not to {c.generator.engine}")
     return out
 
 

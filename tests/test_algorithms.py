@@ -347,6 +347,8 @@ REFUSED = [
     ({"loss": {"dual_clip": 0.5}}, "must be above 1"),
     ({"advantage": {"truncated": "soft", "truncation_ramp": 9999}}, "soft needs 1 to"),
     ({"stop": {"ess_min": 0.5}}, "nothing to stop"),
+    ({"generator": {"mantissa_bits": 3}, "exact": True}, "rounds the generator's weights"),
+    ({"generator": {"mantissa_bits": 3, "engine": "vllm"}}, "belongs to generator.engine = embedded"),
 ]
 
 

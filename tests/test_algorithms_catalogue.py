@@ -168,13 +168,18 @@ def test_the_adaptive_controller_moves_at_most_a_fifth() -> None:
 
 def three(**keys: Any) -> torch.Tensor:
     """Advantages [6] of three answers of one group: 1, 2 and 3 tokens, rewards 1, 0, 2; the last one truncated."""
+    return numbers_of_three(**keys)[0]
+
+
+def numbers_of_three(**keys: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     seq = torch.tensor([0, 1, 1, 2, 2, 2])
     m = torch.ones(6, dtype=torch.bool)
     b = LossBatch(seq, vec(*[-1.0] * 6), m, seq * 0, vec(1, 0, 2), torch.zeros(3, dtype=torch.long), torch.tensor([False, False, True]),
                   proximal=vec(-0.5, *[-1.0] * 5), reference=vec(*[-1.0] * 6))  # fmt: skip
     settings = {"name": "reinforce", "baseline": "none", **keys.pop("advantage", {})}
     c = config(advantage=settings, generator={"max_new_tokens": 3, "context": 64}, **keys)
-    return advantage(b, m, c, keys.get("baseline", 0.0), c.kl.coefficient)[0]
+    adv, _, numbers = advantage(b, m, c, keys.get("baseline", 0.0), c.kl.coefficient)
+    return adv, numbers
 
 
 def test_truncation_scaling_and_kl_in_the_reward_by_hand() -> None:
@@ -186,6 +191,8 @@ def test_truncation_scaling_and_kl_in_the_reward_by_hand() -> None:
     assert three(advantage={"rewards": "whiten"}).tolist() == pytest.approx([0, -1, -1, 1, 1, 1])
     assert three(kl={"coefficient": 0.2}).tolist() == pytest.approx([1 - 0.2 * 0.5, 0, 0, 2, 2, 2])
     assert three(loss={"surrogate": "sft"}).tolist() == [1, 0, 0, 1, 1, 1]
+    share = numbers_of_three(kl={"coefficient": 0.2})[1]["kl/gradient_share"]  # 0.1 off the first token, of (1, 0, 0, 2, 2, 2)
+    assert float(share) == pytest.approx(0.1 / math.sqrt(13)) and "kl/gradient_share" not in numbers_of_three()[1]
 
 
 def test_reinforce_pp_by_hand() -> None:
@@ -242,6 +249,7 @@ def test_diagnostics_by_hand() -> None:
     assert (m["is/rejected_share"], m["is/rejected_answers"], m["is/rejected_length"], m["is/rejected_reward"]) == (pytest.approx(1 / 3), 0.5, 1, 7)
     assert m["by_lag/tokens_0"] == 1 and m["by_lag/tokens_3to4"] == 1 and m["by_lag/tokens_9plus"] == 1 and "by_lag/tokens_1" not in m
     assert m["by_lag/k1_9plus"] == pytest.approx(-math.log(4)) and m["mismatch/k3_at_lag_0"] == pytest.approx(1 - math.log(2))
+    assert m["by_lag/k1_3to4"] + m["by_lag/update_3to4"] == pytest.approx(float((mu - v.target)[1]), abs=1e-12)  # the split, lag by lag
     assert m["kl/ref_target"] == pytest.approx(sum(-x * math.exp(-x) - math.exp(-x) + 1 for x in (rho + r)[:3].tolist()) / 3)
 
 

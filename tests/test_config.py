@@ -88,6 +88,17 @@ def test_presets_fill_only_what_is_not_given(tmp_path: Path) -> None:
     assert (c.level, c.bound, c.hi) == ("token", "truncate", 3.0)
 
 
+def test_a_preset_on_the_command_line_acts_on_a_resolved_config(tmp_path: Path) -> None:
+    """As `asyncrl run --resume --set correction.preset=mis` needs it: RUN/config.toml gives every key."""
+    resolved = tmp_path / "resolved.toml"
+    resolved.write_text(config_load.dump(config_load.load(written(tmp_path, '[correction]\nlevel = "none"\nbound = "none"\n'))))
+    c = config_load.load(resolved, ["correction.preset=mis", "correction.hi=3.0"]).correction
+    assert (c.level, c.bound, c.hi, c.reject, c.veto) == ("token", "truncate", 3.0, "ratio", "ratio")
+    resolved.write_text(config_load.dump(config_load.load(resolved, ["correction.preset=mis"])))
+    c = config_load.load(resolved, ["correction.preset=none"]).correction
+    assert (c.level, c.bound, c.reject, c.veto) == ("none", "none", "none", "none")
+
+
 def test_the_table_of_metrics_is_the_documented_one() -> None:
     assert (ROOT / "docs" / "metrics.md").read_text() == metrics.markdown(), "stale: asyncrl config metrics > docs/metrics.md"
 

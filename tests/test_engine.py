@@ -10,7 +10,7 @@ import torch
 
 from actors import decoder
 from actors.engine import Answer, Request, uniforms
-from actors.engine_embedded import EmbeddedEngine
+from actors.engine_embedded import EmbeddedEngine, rounded
 from asyncrl import models
 from asyncrl.versions import Label
 
@@ -61,6 +61,22 @@ def test_recorded_logprobs_are_those_of_the_distribution_sampled_from(tmp_path: 
         assert 0 < len(a.tokens) <= r.max_new_tokens
         assert (a.finish == "stop") == (a.tokens[-1] == EOS) and EOS not in a.tokens[:-1]
         torch.testing.assert_close(torch.from_numpy(a.logprobs), expected(model, a, r), atol=2e-5, rtol=1e-4)
+
+
+def test_an_engine_with_rounded_weights_samples_from_those_and_records_it(tmp_path: Path) -> None:
+    model = models.build_model(tmp_path, "abcdefgh", seed=3)
+    requests = [request(t, s, [3 + t % 8] * (1 + t), 12) for t in range(4) for s in range(3)]
+    answers = run(engine(model, mantissa_bits=3), requests)
+    before = [expected(model, answers[r.key], r) for r in requests]
+    with torch.no_grad():
+        for w in model.hf.parameters():
+            coarse = rounded(w, 3)
+            assert (coarse - w).abs().le(w.abs() / 16).all() and coarse.frexp().mantissa.mul(16).frac().eq(0).all()
+            w.copy_(coarse)
+    for r, was in zip(requests, before, strict=True):
+        said = torch.from_numpy(answers[r.key].logprobs)
+        torch.testing.assert_close(said, expected(model, answers[r.key], r), atol=2e-5, rtol=1e-4)
+        assert (said - was).abs().max() > 1e-3  # and not from the learner's
 
 
 def test_what_is_drawn_does_not_depend_on_neighbours_slots_or_order(tmp_path: Path) -> None:

@@ -161,7 +161,8 @@ def _of_samples(s: dict[str, float]) -> dict[str, float]:
 def _of_bucket(s: dict[str, float], bucket: str) -> dict[str, float]:
     n = s["n"]
     out = {
-        "k1": s["ab_k1"] / n, "k3": s["ab_k3"] / n, "target_k3": s["at_k3"] / n, "weight": s["w"] / n, "ess": _ess(s["w"], s["w2"], n), "tokens": n,
+        "k1": s["ab_k1"] / n, "update": s["bt_k1"] / n, "k3": s["ab_k3"] / n, "target_k3": s["at_k3"] / n,
+        "weight": s["w"] / n, "ess": _ess(s["w"], s["w2"], n), "tokens": n,
         "clip": (s["low"] + s["high"] + s["dual"]) / n, "zero": (s["masked"] + s["rejected"] + s["vetoed"]) / n,
     }  # fmt: skip
     if s["entropy"]:

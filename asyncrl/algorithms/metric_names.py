@@ -23,7 +23,7 @@ METRIC_NAMES: dict[str, tuple[str, str]] = {
     "kl/prox_target_k1": ("nats/token", "k1 estimate of KL(proximal || target)"),
     "kl/behavior_target_k1": ("nats/token", "k1 estimate of KL(behaviour || target)"),
     "kl/ref_target": ("nats/token", "forward KL(reference || target) on the samples: mean of r log r - r + 1, r = reference/target"),
-    "kl/gradient_share": ("-", "norm of the KL term's gradient over the policy term's, both with respect to the logprobs"),
+    "kl/gradient_share": ("-", "norm of the KL term's gradient over the policy term's, both with respect to the logprobs (in the reward: of the advantages)"),
     "clip/low": ("share", "tokens cut at the lower bound"),
     "clip/high": ("share", "tokens cut at the upper bound"),
     "clip/dual": ("share", "tokens cut by the dual clip"),
@@ -54,7 +54,8 @@ METRIC_NAMES: dict[str, tuple[str, str]] = {
     "optim/stop_ess": ("share", "ESS of pi_theta / mu before the last optimizer step"),
 }
 BY_LAG = {
-    "k1": ("nats/token", "kl/behavior_prox_k1"), "target_k3": ("nats/token", "kl/behavior_target_k3"), "ess": ("share", "is/ess"),
+    "k1": ("nats/token", "kl/behavior_prox_k1"), "update": ("nats/token", "split/update"),
+    "target_k3": ("nats/token", "kl/behavior_target_k3"), "ess": ("share", "is/ess"),
     "clip": ("share", "clip/share"), "zero": ("share", "is/zero_share"), "entropy": ("nats/token", "policy/entropy"),
 }  # fmt: skip
 for _kind, (_unit, _of) in BY_LAG.items():

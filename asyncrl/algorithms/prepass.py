@@ -89,17 +89,8 @@ def _kl_in_reward(batch: LossBatch, config: Any, beta: float) -> torch.Tensor | 
 def advantage(batch: LossBatch, valid: torch.Tensor, config: Any, baseline: float,
                 beta: float) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:  # fmt: skip
     """(advantage [N], returns [N] or None, numbers for the metrics)."""
-    a, rewards, charge = config.advantage, _shaped(batch, config), _kl_in_reward(batch, config, beta)
-    returns = None
-    if config.loss.surrogate == "sft":
-        adv = (batch.rewards > 0).to(rewards.dtype)[batch.seq]
-    elif a.name in advantages.TOKEN_LEVEL or (batch.token_rewards is not None and a.name == "grpo"):
-        adv, returns = _token_level(batch, valid, rewards, charge, config)
-    else:
-        if charge is not None:
-            rewards = rewards - ratios.seq_sum(charge, batch.seq, len(rewards))
-        adv = _by_answer(rewards, batch, a, baseline)
-        adv = (advantages.whiten(adv) if a.whiten else adv)[batch.seq]
+    rewards, charge = _shaped(batch, config), _kl_in_reward(batch, config, beta)
+    adv, returns = _charged(batch, valid, rewards, charge, config, baseline)
     numbers = {
         "reward/mean": batch.rewards.mean(), "reward/std": _std(batch.rewards),
         "reward/min": batch.rewards.amin(), "reward/max": batch.rewards.amax(),
@@ -107,12 +98,30 @@ def advantage(batch: LossBatch, valid: torch.Tensor, config: Any, baseline: floa
         "reward/no_spread_share": advantages.no_spread(batch.rewards, batch.groups).float().mean(),
         "answer/truncated_share": batch.truncated.float().mean(),
     }  # fmt: skip
+    if charge is not None and config.loss.surrogate != "sft":
+        plain = _charged(batch, valid, rewards, None, config, baseline)[0]
+        norm, own = (torch.where(valid, x, 0.0).norm() for x in (plain, adv - plain))
+        numbers["kl/gradient_share"] = own / norm.clamp(min=1e-15)
     if batch.greedy is not None:
         numbers["reward/greedy"] = batch.greedy.mean()
     if returns is not None and batch.values is not None:
         numbers["value/explained_variance"] = values.explained_variance(batch.values, returns, valid)
         numbers["value/mean"] = ratios.masked_mean(batch.values, valid)
     return torch.where(valid, adv, 0.0), returns, numbers
+
+
+def _charged(batch: LossBatch, valid: torch.Tensor, rewards: torch.Tensor, charge: torch.Tensor | None, config: Any,
+             baseline: float) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """(advantage [N], returns [N] or None) of rewards [B] less the KL charge [N]."""
+    a = config.advantage
+    if config.loss.surrogate == "sft":
+        return (batch.rewards > 0).to(rewards.dtype)[batch.seq], None
+    if a.name in advantages.TOKEN_LEVEL or (batch.token_rewards is not None and a.name == "grpo"):
+        return _token_level(batch, valid, rewards, charge, config)
+    if charge is not None:
+        rewards = rewards - ratios.seq_sum(charge, batch.seq, len(rewards))
+    adv = _by_answer(rewards, batch, a, baseline)
+    return (advantages.whiten(adv) if a.whiten else adv)[batch.seq], None
 
 
 def _std(x: torch.Tensor) -> torch.Tensor:

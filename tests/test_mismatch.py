@@ -1,0 +1,62 @@
+"""Engine and learner that differ at equal weights: said once, by the supervisor; what benchmarks/studies.py computes from runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from asyncrl import config_load, launch
+from asyncrl.compare import runner
+from asyncrl.messages import Status
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def status(k3: float) -> Status:
+    return Status("r", 1, 2, 1, {"mismatch/k3_at_lag_0": k3}, {}, [], {}, False)
+
+
+@pytest.mark.parametrize(("keys", "said"), [({"model_type": "qwen3"}, [2e-3]), ({"num_experts": 8}, [0.2])])
+def test_an_unhealthy_mismatch_is_said_once(keys: dict[str, object], said: list[float], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(keys))
+    config, lines = config_load.load(ROOT / "configs" / "demo.toml", [f"model.path='{tmp_path}'"]), list[str]()
+    supervisor = launch.Supervisor(config, tmp_path, lines.append)
+    for k3 in (1e-4, 1e-3, 2e-3, 0.2, 0.3):
+        supervisor.observe(status(k3))
+    assert len(lines) == 1 and f"k3 = {said[0]:.1e}" in lines[0] and "generator.dtype" in lines[0]
+
+
+def run(end: float, ood: float, norm: float = 1.0) -> dict[str, object]:
+    """What a warm process records of a run, as far as a study reads it."""
+    curve = [{"version": n + 1, "optim/grad_norm": norm, "reward/mean": 0.5, "kl/behavior_target_k3": 0.01 * n} for n in range(12)]
+    return {"curve": curve, "accuracy": [[0.0, 10.0], [0.4, end]], "evals": {"ood": {"12": [ood, ood]}}, "weights_digest": "d"}
+
+
+def test_a_study_pairs_runs_by_seed_and_counts_what_broke(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])  # last: benchmarks/learner.py must not hide the package
+    import studies
+
+    broken = studies.facts(run(0.1, 0.2))
+    assert broken["collapsed"] and broken["swing"] == pytest.approx(0.3) and broken["kl_mu_max"] == pytest.approx(0.11)
+    assert broken["reward_end"] == 0.5 and "kl_ref_last" not in broken and broken["ood"] == pytest.approx(0.2)
+    good = {seed: studies.facts(run(0.6 + 0.01 * seed, 0.3)) for seed in range(3)}
+    less = {seed: studies.facts(run(0.5 + 0.01 * seed, 0.2 - 0.1 * seed)) for seed in range(1, 4)}
+    found = studies.compare({"a": good, "b": less, "c": {5: broken}}, "b", "end")
+    assert set(found) == {"a"} and found["a"].seeds == 2 and found["a"].mean == pytest.approx(0.1)  # seeds 1 and 2; c shares none
+    ood = studies.compare({"a": good, "b": less}, "b", "ood")["a"]
+    assert ood.mean == pytest.approx(0.3 - (0.1 + 0.0) / 2) and ood.low < ood.mean < ood.high
+
+
+def test_bypass_is_recompute_at_lag_0_in_exact_mode(sort_model: Path) -> None:
+    """Section 8 of the mathematics, on real samples: where engine and learner agree bitwise, which anchor is named changes no bit."""
+    small = ["learner.steps=2", "learner.groups=4", "learner.group_size=4", "staleness.max_lag=0", "evaluation.every=0", "evaluation.final_prompts=1",
+             "evaluation.ood_prompts=0", "learner.lr=0.01", f"model.path='{sort_model}'", "exact=true"]  # fmt: skip
+    recompute = ["correction.proximal=recompute", "correction.preset=tis", "loss.surrogate=decoupled_ppo"]
+    found = {}
+    for name, sets in (("behavior", ["correction.proximal=behavior", "loss.surrogate=ppo"]), ("recompute", recompute)):
+        found[name] = runner.one(config_load.load(ROOT / "configs" / "demo.toml", [*small, *sets]), 0)
+    assert found["behavior"]["weights_digest"] == found["recompute"]["weights_digest"]
+    assert sum(r["optim/grad_norm"] for r in found["recompute"]["curve"]) > 0
