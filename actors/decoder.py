@@ -23,7 +23,7 @@ class FusedWeights:
 
     def __init__(self, lay: Layout, positions: int) -> None:
         self.lay, hf = lay, lay.hf
-        self.layers = len(hf.model.layers)
+        self.layers, self.dtype = len(hf.model.layers), hf.model.embed_tokens.weight.dtype
         self.qk_norm = hasattr(hf.model.layers[0].self_attn, "q_norm")
         self.bias = hf.model.layers[0].self_attn.q_proj.bias is not None
         self.tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
@@ -36,8 +36,8 @@ class FusedWeights:
         """Fuse `weights` (transformers' parameter names) into place."""
         lay = self.lay
         for i, store in enumerate(self.per_layer):
-            _keep(store, exact.fuse_layer(lay, i, weights))
-        _keep(self.top, exact.fuse_top(weights, self.tied))
+            _keep(store, exact.fuse_layer(lay, i, weights), self.dtype)
+        _keep(self.top, exact.fuse_top(weights, self.tied), self.dtype)
 
     def project(self, i: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q (scaled), k, v [n, heads, d] of layer i for the residual stream x [n, H]."""
@@ -65,13 +65,13 @@ class FusedWeights:
         return logits
 
 
-def _keep(store: dict[str, torch.Tensor], new: Mapping[str, torch.Tensor]) -> None:
-    """Copy into the buffers of the last version: memory is touched once."""
+def _keep(store: dict[str, torch.Tensor], new: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
+    """Copy into the buffers of the last version, in the engine's precision: memory is touched once."""
     for name, tensor in new.items():
         if name in store:
             store[name].copy_(tensor)
         else:
-            store[name] = tensor.clone(memory_format=torch.contiguous_format)
+            store[name] = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
 def _unit(x: torch.Tensor, eps: float) -> torch.Tensor:

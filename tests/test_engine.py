@@ -79,6 +79,18 @@ def test_an_engine_with_rounded_weights_samples_from_those_and_records_it(tmp_pa
         assert (said - was).abs().max() > 1e-3  # and not from the learner's
 
 
+def test_a_bfloat16_engine_takes_the_learners_float32_weights(tmp_path: Path) -> None:
+    learners = models.build_model(tmp_path, "abcdefgh", seed=3)
+    models.export(learners, tmp_path / "m")
+    own = models.load_policy(tmp_path / "m", "bfloat16", "cpu")
+    e = EmbeddedEngine(own, slots=8, context=64, max_new_tokens=20)
+    requests = [request(t, s, [3 + t % 8] * (1 + t), 12) for t in range(4) for s in range(3)]
+    for version in (1, 2):
+        e.load(dict(models.named_weights(learners)), Label(1, version), f"d{version}")
+        off = max(float((torch.from_numpy(a.logprobs) - expected(learners, a, requests[0])).abs().max()) for a in run(e, requests).values())
+        assert 1e-5 < off < 0.1
+
+
 def test_what_is_drawn_does_not_depend_on_neighbours_slots_or_order(tmp_path: Path) -> None:
     model = models.build_model(tmp_path, "abcdefgh", seed=3)
     requests = [request(t, s, [3, 4 + t]) for t in range(6) for s in range(2)]
