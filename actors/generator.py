@@ -18,6 +18,7 @@ import numpy as np
 
 from actors.delivery import Outbox
 from actors.engine import Answer, Engine, Request
+from actors.late import Late, decode_steps
 from actors.rewards import RewardRunner
 from actors.schedule import Key, Schedule
 from actors.weights import WeightsReceiver
@@ -62,6 +63,8 @@ class Generator:
         self.loaded: tuple[Label, str] | None = None
         self.prompts: dict[int, np.ndarray] = {}  # held ticket -> tokens
         self.judged: dict[Key, tuple[m.Ticket, Answer, str]] = {}  # waiting for their reward
+        self.late: Late[Key] = Late()  # of these, those held back (staleness.delay)
+        self.decoded = 0  # decode steps made
         self.want_sequence = 0
         self.want_sent = self.gone_since = 0.0
         self.asked = 0
@@ -183,6 +186,7 @@ class Generator:
             return
         with self.tracer.span("decode", self.engine.active):
             answers = self.engine.step(DECODE_STEPS)
+        self.decoded += DECODE_STEPS
         for answer in answers:
             self.stats["generator/tokens"] += len(answer.tokens)
             self.finished(answer)
@@ -200,7 +204,8 @@ class Generator:
         shown = [int(t) for t in answer.tokens if int(t) not in stops]
         text = self.tokenizer.decode(shown, skip_special_tokens=True)
         self.judged[key] = (held.ticket, answer, text)
-        self.rewards.submit(key, held.ticket.prompt, text, answer.tokens)
+        steps = decode_steps(self.config, held.ticket, len(answer.tokens))
+        self.late.hold(time.monotonic() + steps * self.stats["generator/busy_s"] / max(self.decoded, 1), key)
 
     def fail(self, ticket: m.Ticket, key: Key, why: str) -> None:
         """A sample that cannot be written: delivered as failed, never trained on as a reward of 0."""
@@ -210,6 +215,9 @@ class Generator:
         self.outbox.add(m.Trajectory(*key, b"", b"", b"", b"", [span], 0.0, {}, "stop", ticket.sampling.temperature, failed=why))
 
     def collect(self) -> None:
+        for key in self.late.due(time.monotonic()):
+            ticket, answer, text = self.judged[key]
+            self.rewards.submit(key, ticket.prompt, text, answer.tokens)
         for key, reward, parts, token_rewards, failed in self.rewards.poll():
             ticket, answer, text = self.judged.pop(key)
             if failed and self.config.reward.on_error == "stop":

@@ -90,7 +90,14 @@ class Staleness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     max_lag: Annotated[float, Meta(ge=0, description="versions; a whole number or inf; 0: synchronous")] = 4.0
     on_exceed: Literal["pace", "drop", "mask", "downweight"] = "pace"
     half_life: Annotated[float, Meta(gt=0, description="downweight: excess lag at which a token counts half")] = 2.0
+    order: Annotated[
+        Literal["auto", "ticket", "completion", "freshest"],
+        Meta(description="which groups make the next batch: oldest tickets, those complete first, those of least lag; auto: ticket with pace, else completion"),
+    ] = "auto"
     inject: Annotated[int | list[float] | None, Meta(description="lag to inject: a constant, or the probabilities of 0, 1, 2, ...")] = None
+    delay: Annotated[
+        NonNegative, Meta(description="long tails on purpose: decode steps a token by which a ticket's answers come late; scale of a draw per ticket; 0: none")
+    ] = 0.0
 
 
 class Advantage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -261,6 +268,7 @@ class Watchdog(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     samples_every: Annotated[Count, Meta(description="batches between the samples shown in samples.jsonl; 0: none")] = 10
     samples: Annotated[Count, Meta(description="samples of such a batch that are shown; 0: all")] = 4
+    kl_moved: Annotated[Count, Meta(description="batches between measurements of kl/moved, at two forward passes each; 0: none")] = 0
     stream: Annotated[bool, Meta(description="keep every batch as it was trained: what `asyncrl replay` trains on again")] = False
     stream_mib: Annotated[Positive, Meta(description="stream: MiB that it may take in all; recording stops there, the run goes on")] = 1024
     weights_every: Annotated[Count, Meta(description="stream: batches between the weights that are kept; 0: the first ones only")] = 0

@@ -187,6 +187,7 @@ def check(c: Config) -> list[str]:
         out.append(f"staleness.inject: needs staleness.on_exceed = pace, not {c.staleness.on_exceed}")
     if inject is not None and c.advantage.no_spread == "filter":
         out.append("staleness.inject: needs advantage.no_spread = keep: filtered groups shift the planned batches")
+    out += _order(c)
     if c.advantage.name in ("rloo", "grpo") and c.learner.group_size < 2:
         out.append(f"learner.group_size: {c.learner.group_size} sample a prompt leaves {c.advantage.name} nothing to compare with; 2 or more")
     if c.learner.groups < c.learner.minibatches:
@@ -212,6 +213,28 @@ def check(c: Config) -> list[str]:
     if c.staleness.on_exceed in ("drop", "mask", "downweight") and math.isinf(lag):
         out.append(f"staleness.on_exceed: {c.staleness.on_exceed} never acts without a limit (staleness.max_lag = inf)")
     return out + rules.check(c)
+
+
+def _order(c: Config) -> list[str]:
+    """Where `staleness.order` cannot be what it says."""
+    s = c.staleness
+    free = math.isinf(s.max_lag)
+    if s.order == "auto" or (s.order == "ticket" and s.on_exceed == "pace" and not free):
+        return []
+    if s.order == "ticket":
+        if free:
+            return ["staleness.order: ticket waits for the oldest answer, however late; without a limit (staleness.max_lag = inf) use completion or freshest"]
+        return [f"staleness.order: with ticket order nothing passes the limit, so on_exceed = {s.on_exceed} has nothing to do; that is on_exceed = pace"]
+    if c.exact or s.max_lag == 0:
+        what = "exact" if c.exact else "synchronous (staleness.max_lag = 0)"
+        return [f"staleness.order: {s.order} makes batches of what happens to be ready; runs that are {what} repeat because of ticket order: use that"]
+    if s.inject is not None:
+        return [f"staleness.order: {s.order} trains a ticket in another batch than lag injection planned; use ticket order, or leave staleness.inject out"]
+    if s.on_exceed == "pace" and not free:
+        return [
+            f"staleness.order: {s.order} lets slow answers past the limit, which on_exceed = pace keeps by ticket order alone; use drop, mask or downweight"
+        ]
+    return []
 
 
 def _exact(c: Config) -> list[str]:

@@ -24,11 +24,18 @@ def pick(store: Store, number: int) -> tuple[list[Group], str]:
     else:
         if store.s.on_exceed == "drop":
             drop_stale(store, line, number)
-        ready = sorted((g for g in line if g.complete and g.ticket in store.alive), key=lambda g: g.completed)
+        ready = sorted((g for g in line if g.complete and g.ticket in store.alive), key=lambda g: (rank(store, g, number), g.completed))
         picked = ready[: store.s.batch]
     if len(picked) < store.s.batch:
         return [], f"{store.s.batch - len(picked)} more groups: tickets are out or wait for room"
     return picked, ""
+
+
+def rank(store: Store, g: Group, number: int) -> int:
+    """What goes before completion: in the order `freshest` the lag of the group's oldest token, should it train in batch `number`."""
+    if store.s.order != "freshest":
+        return 0
+    return max(admission.sample_lag(runs_of(store, s, number)) for s in g.stored())
 
 
 def why(g: Group) -> str:

@@ -21,6 +21,7 @@ class Settings:
     sampling: Sampling
     seed: int = 0
     on_exceed: str = "pace"
+    order: str = "auto"
     inject: int | list[float] | None = None
     filter_no_spread: bool = False
     half_life: float = 2.0
@@ -29,6 +30,11 @@ class Settings:
     machinery_budget: float = 1.0
     byte_limit: int = 1 << 30
     off: frozenset[str] = frozenset()
+
+    @property
+    def in_order(self) -> bool:
+        """Do groups stand in ticket order, as the bound of `pace` needs it?"""
+        return self.on_exceed == "pace" and self.order in ("auto", "ticket") and "ticket_order" not in self.off
 
 
 @dataclass

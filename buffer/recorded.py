@@ -141,7 +141,7 @@ def _restore(s: Store, x: Snapshot) -> None:
     s.gone, s.strays, s.skip, s.failures = OrderedDict(x.gone), OrderedDict(x.strays), set(x.skip), x.failures
     s.tree._node, s.tree._parent, s.tree._depth, s.tree._digest = dict(x.tree), x.parents, x.depths, x.digests
     s.tree._intern = {(p, d): n for n, (p, d) in enumerate(zip(x.parents, x.digests, strict=True))}
-    s.in_order = x.settings.on_exceed == "pace" and "ticket_order" not in x.settings.off
+    s.in_order = x.settings.in_order
     e, kept = s.evaluations, x.evaluations
     e.every, e.prompts, e.final_prompts, e.ood_prompts, e.temperature = kept.every, kept.prompts, kept.final_prompts, kept.ood_prompts, kept.temperature
     e.queue, e.rounds, e.results = deque(kept.queue), kept.rounds, {(split, n): v for split, n, v in kept.results}
@@ -165,7 +165,7 @@ class RecordedStore(Store):
             store._fold_segment(found[-1])
         evaluations.every, evaluations.prompts, evaluations.final_prompts, evaluations.ood_prompts, evaluations.temperature = mine
         store.s = settings
-        store.in_order = settings.on_exceed == "pace" and "ticket_order" not in settings.off
+        store.in_order = settings.in_order
         store.finished = store.finished and store.committed >= settings.steps
         evaluations.fresh = []
         store._leases_anew(now)

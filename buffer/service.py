@@ -39,7 +39,7 @@ def settings(config: Config) -> Settings:
     return Settings(
         batch=config.learner.groups, group=config.learner.group_size, steps=config.learner.steps,
         sampling=m.Sampling(g.temperature, g.top_p, g.top_k, g.max_new_tokens, config.advantage.name == "remax"), seed=config.seed,
-        on_exceed=s.on_exceed, inject=s.inject, half_life=s.half_life,
+        on_exceed=s.on_exceed, order=s.order, inject=s.inject, half_life=s.half_life,
         filter_no_spread=config.advantage.no_spread == "filter", lease_s=config.wires.lease_s, error_budget=config.reward.error_budget,
         machinery_budget=config.reward.machinery_budget,
     )  # fmt: skip

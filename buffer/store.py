@@ -51,7 +51,7 @@ class Store:
         self.completions = self.failed_samples = self.failed_machinery = self.stored_bytes = 0
         self.failures: dict[str, int] = {}
         self.finished = False
-        self.in_order = settings.on_exceed == "pace" and "ticket_order" not in settings.off
+        self.in_order = settings.in_order
 
     # ---- tickets ---------------------------------------------------------------------------------------------------
 

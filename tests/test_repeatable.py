@@ -58,6 +58,13 @@ def test_limit_zero_is_the_plain_loop_bitwise(synchronous: dict[str, Any], small
     assert synchronous["lag"]["max"] == 0
 
 
+def test_answers_that_come_late_change_no_bit(run: Run, synchronous: dict[str, Any]) -> None:
+    late = run("late", "staleness.max_lag=0", "staleness.delay=3")
+    assert late["digest"] == synchronous["digest"] and late["lag"] == synchronous["lag"]
+    for a, b in zip(numbers(synchronous["rows"]), numbers(late["rows"]), strict=True):
+        assert a == b
+
+
 # A run takes at least 17 engine steps (930 tokens, 7 rows, 8 tokens a step): of generators that all die at their fourth, one gets there.
 OTHERS = [
     (0, 2, {"die": {"generator-0": 4, "generator-1": 4}}),

@@ -43,9 +43,15 @@ def test_completion_order_keeps_its_own_promise_and_the_ledger(on_exceed: str) -
         World(seed, on_exceed=on_exceed).run()
 
 
+@pytest.mark.parametrize("on_exceed", ["drop", "mask", "downweight"])
+def test_freshest_first_keeps_the_same_promise(on_exceed: str) -> None:
+    for seed in range(250):
+        World(seed, on_exceed=on_exceed, order="freshest").run()
+
+
 def test_free_running_ends_and_sums() -> None:
     for seed in range(300):
-        World(seed, limits=(float("inf"),)).run()
+        World(seed, limits=(float("inf"),), order="freshest" if seed % 3 == 0 else "auto").run()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ goes on writing with the older weights, as far as the staleness limit lets it.  
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,14 +17,15 @@ import numpy as np
 import torch
 import xxhash
 
-from actors.engine import Engine, Request
+from actors.engine import Answer, Engine, Request
 from actors.engine_embedded import make_engine
 from actors.generator import stop_tokens, trajectory
+from actors.late import Late, decode_steps
 from actors.rewards import RewardRunner
 from actors.schedule import Schedule
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.messages import LearnerHello, WeightsSource
+from asyncrl.messages import LearnerHello, Ticket, WeightsSource
 from asyncrl.models import encode_prompt, load_tokenizer, named_weights, weights_digest
 from asyncrl.tasks import get_task
 from asyncrl.versions import Label
@@ -36,7 +38,7 @@ from learner.step import LearnerCore
 EPOCH, SLICE = 1, 4  # decode steps between two looks at the buffer
 KEPT = ("reward/mean", "is/ess", "is/target_ess", "is/mean_weight", "kl/behavior_prox_k3", "kl/behavior_target_k3", "optim/grad_norm", "policy/entropy",
         "answer/length", "answer/truncated_share", "clip/share", "optim/early_stops", "kl/target_ref_k1", "kl/target_ref_k3", "kl/gradient_share",
-        "mismatch/k3_at_lag_0", "is/zero_share", "is/rejected_answers", "optim/steps", "optim/lr_scale", "optim/stop_kl", "reshape/gamma")  # fmt: skip
+        "mismatch/k3_at_lag_0", "is/zero_share", "is/rejected_answers", "optim/steps", "optim/lr_scale", "optim/stop_kl", "reshape/gamma", "kl/moved")  # fmt: skip
 Watch = Callable[[list[float], list[float]], str]
 _engines: dict[str, Engine] = {}  # a warm process keeps its engine from run to run
 
@@ -92,6 +94,7 @@ class Run:
         self.evals: dict[tuple[str, int], dict[int, float]] = {}
         self.lags: dict[int, int] = {}
         self.ids: list[str] = []
+        self.late: Late[tuple[Ticket, Answer]] = Late()
 
     def publish(self) -> tuple[Label, str]:
         label, digest = Label(EPOCH, self.core.state.number), weights_digest(self.core.model)
@@ -103,7 +106,7 @@ class Run:
         held = self.schedule.held
         free = self.engine.slots - self.engine.active - self.schedule.waiting()
         if self.schedule.lockstep:
-            free = 0 if held else 1 << 30
+            free = 0 if held or self.late.next < math.inf else 1 << 30
         self.schedule.announce(self.store.announcement())
         if free > 0:
             for t in self.schedule.take(self.store.grant("one", 1, free, 0.0)):
@@ -125,6 +128,8 @@ class Run:
             ticket = held[answer.key[0], answer.key[2]].ticket
             self.schedule.done(answer.key, len(answer.tokens))
             self.tokens += len(answer.tokens)
+            self.late.hold(self.clock + SLICE + decode_steps(self.config, ticket, len(answer.tokens)), (ticket, answer))
+        for ticket, answer in self.late.due(self.clock + SLICE):
             text = self.tokenizer.decode([int(x) for x in answer.tokens if int(x) not in self.stops], skip_special_tokens=True)
             self.rewards.submit(answer.key, ticket.prompt, text, answer.tokens)
             for _, reward, parts, token_rewards, failed in self._rewards():
@@ -193,13 +198,19 @@ class Run:
                 self.clock += SLICE if active else 0
                 while self.learn():
                     pass
-                if not active and not self.engine.active and self.pending is not None:
-                    self.clock = max(self.clock, self.busy_until)
+                if not active and not self.engine.active:
+                    self.clock = max(self.clock, self.idle_until())
                 if self.store.evaluations.fresh and self.looked():
                     break
         finally:
             self.rewards.close()
         return self.record(time.monotonic() - self.began)
+
+    def idle_until(self) -> int:
+        """With nothing to decode: the time at which the update ends or an answer held back is due, whichever comes first; 0: neither."""
+        ends = [float(self.busy_until)] if self.pending is not None else []
+        ends += [self.late.next - SLICE] if self.late.next < math.inf else []  # `generate` looks one slice ahead
+        return math.ceil(min(ends, default=0))
 
     def heldout(self) -> tuple[list[float], list[float]]:
         """Steps and accuracies of the finished evaluations."""

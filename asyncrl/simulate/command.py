@@ -46,6 +46,8 @@ def times_for(from_run: Path | None, file: Path | None, words: Sequence[str]) ->
 def simulate(config: Config, known: Times, source: str, *, name: str, limits: Sequence[float], more: Sequence[int], syncs: Sequence[float], generators: str,
              seeds: int, steps: int | None, evaluate: bool, plot: Path | None) -> dict[str, Any]:  # fmt: skip
     """Everything that the command shows, as one object."""
+    if config.staleness.delay:
+        raise ConfigError("staleness.delay: is not simulated; leave it out, and give the tail by --time reward=pareto(LEAST,EXPONENT,MOST)")
     if steps is not None:
         config = questions.with_steps(config, steps)
     for x in syncs:
