@@ -38,6 +38,7 @@ METRICS: dict[str, Metric] = {
     "kl/behavior_prox_k3": Metric("nats/token", "k3 estimate of KL(behaviour || proximal): staleness and engine mismatch"),
     "kl/prox_target_k3": Metric("nats/token", "k3 estimate of KL(proximal || target), mean over the batch's updates"),
     "kl/behavior_target_k3": Metric("nats/token", "k3 estimate of KL(behaviour || target)"),
+    "kl/moved": Metric("nats/token", "k3 estimate of KL(policy before the batch || policy after it), with record.kl_moved"),
     "kl/target_ref_k1": Metric("nats/token", "k1 estimate of KL(target || reference)"),
     "kl/target_ref_k3": Metric("nats/token", "k3 estimate of KL(target || reference)"),
     "kl/beta": Metric("-", "coefficient of the KL term"),

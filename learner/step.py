@@ -81,6 +81,8 @@ class LearnerCore:
         self.critic_norms: list[float] = []
         prep = step_loss.prepare(packed.loss, c, baseline=self.state.baseline, beta=self.state.beta)
         rate = self._rate()
+        measured = c.record.kl_moved and batch.number % c.record.kl_moved == 0
+        before = self._forward(self.model, packed, everyone) if measured else None
         sums, steps, norms, stop_kl = self._epochs(prep, packed)
         metrics = prep.metrics | step_loss.finish(sums)
         if c.exact is True and (off := metrics.get("mismatch/k3_at_lag_0", 0.0)) != 0:
@@ -89,6 +91,8 @@ class LearnerCore:
             )
         if self.critic_norms:
             metrics["value/grad_norm"] = sum(self.critic_norms) / len(self.critic_norms)
+        if before is not None:
+            metrics["kl/moved"] = self._moved(prep, before, self._forward(self.model, packed, everyone))
         self._carry(packed, metrics)
         self.state.number = batch.number + 1
         return metrics | {
@@ -247,6 +251,15 @@ class LearnerCore:
         a = 1.0 / (packed.loss.token_lag.float() + 1.0)
         now = packed.loss.proximal if packed.loss.proximal is not None else self._forward(self.model, packed, samples)
         return a * packed.loss.behavior + (1 - a) * now
+
+    @staticmethod
+    def _moved(prep: step_loss.Prepared, before: torch.Tensor, after: torch.Tensor) -> float:
+        """KL(before || after) of one batch's update, nats a token, by k3 on the batch's valid tokens; before, after [N]: logprobs around it.
+
+        The tokens are mu's: each counts before / mu, at most 2.  Their states stay mu's.
+        """
+        weight = ratios.log_ratio(before, prep.batch.behavior).exp().clamp(max=2.0)
+        return float(ratios.masked_mean(kl.k3(ratios.log_ratio(before, after)) * weight, prep.valid) / ratios.masked_mean(weight, prep.valid).clamp(min=1e-12))
 
     def _rate(self) -> float:
         """The learning rate of this batch: a function of its number, so that nothing of it needs saving."""

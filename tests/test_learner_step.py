@@ -116,6 +116,23 @@ def test_kl_early_stop_makes_no_further_step_and_leaves_no_gradient(model_dir: P
     assert generous.train(batch())["optim/steps"] == 4
 
 
+def test_what_a_batch_moved_is_measured_and_changes_nothing(model_dir: Path) -> None:
+    """kl/moved is KL(before || after) by k3 on the batch's tokens, each weighed by before / behaviour, at most 2."""
+    how: dict[str, Any] = {"learner": {"minibatches": 2}, "correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}}
+    c, plain, packed = core(model_dir, record={"kl_moved": 2}, **how), core(model_dir, **how), pack(batch())
+    everyone = range(GROUPS * SIZE)
+    before = c._forward(c.model, packed, everyone).double()
+    said = c.train(batch())
+    x = c._forward(c.model, packed, everyone).double() - before
+    weight = (before - packed.loss.behavior).exp().clamp(max=2.0)
+    by_hand = float((weight * (x.exp() - 1 - x)).sum() / weight.sum())
+    assert by_hand > 1e-5 and said["kl/moved"] == pytest.approx(by_hand, rel=1e-3)
+    assert "kl/moved" not in plain.train(batch()) and torch.equal(weights(c), weights(plain)), "measuring leaves training alone"
+    assert "kl/moved" not in c.train(batch(1)) and "kl/moved" in c.train(batch(2))
+    still = core(model_dir, record={"kl_moved": 1}, learner={"lr": 0.0})
+    assert abs(still.train(batch())["kl/moved"]) < 1e-9
+
+
 def test_equal_rewards_teach_nothing(model_dir: Path) -> None:
     c = core(model_dir)
     before = weights(c)
