@@ -25,17 +25,22 @@ def main() -> None:
     p = studies.parser(__doc__, "runs/kl_narrow", steps=100)
     p.add_argument("--betas", default="0.1,0.3")
     p.add_argument("--ends", default="5,10,20,40", help="batches after which the run without KL is ended")
+    p.add_argument("--blocks", default="terms,ends,stops,distillation", help="which of them, in this order")
     p.add_argument("--limits", default="0.0003,0.001,0.003", help="of KL early stopping, in nats a token")
     args = p.parse_args()
     if args.quick:
         args.steps, args.ends = 3, "2"
     betas, ends = args.betas.split(","), args.ends.split(",")
     study = studies.Study(args, "rlenarrow", "narrow", ["staleness.max_lag=0", f"learner.steps={args.steps}", *studies.EVALUATION])
-    study.block({"no KL": MEASURED} | {f"{p}, {b}": kl_placement.sets(p, b) for b in betas for p in ("k1 in reward", "k3 in loss")})
-    study.block({f"no KL, ended at {n}": [*MEASURED, f"learner.steps={n}"] for n in ends})
     four = [*MEASURED, "learner.minibatches=4"]
-    study.block({"4 steps": four} | {f"4 steps, stop at {x}": [*four, f"stop.kl_max={x}"] for x in args.limits.split(",")})
-    study.block({f"distillation, {betas[-1]}": kl_placement.sets("distillation", betas[-1])})
+    blocks = {
+        "terms": {"no KL": MEASURED} | {f"{p}, {b}": kl_placement.sets(p, b) for b in betas for p in ("k1 in reward", "k3 in loss")},
+        "ends": {f"no KL, ended at {n}": [*MEASURED, f"learner.steps={n}"] for n in ends},
+        "stops": {"4 steps": four} | {f"4 steps, stop at {x}": [*four, f"stop.kl_max={x}"] for x in args.limits.split(",")},
+        "distillation": {f"distillation, {betas[-1]}": kl_placement.sets("distillation", betas[-1])},
+    }
+    for name in args.blocks.split(","):
+        study.block(blocks[name])
     if not args.table:
         study.run()
     k1 = [f"k1 in reward, {b}" for b in betas]

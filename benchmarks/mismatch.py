@@ -6,7 +6,8 @@
     python benchmarks/mismatch.py --out runs/mismatch --table          # the result of what is finished, run nothing
 
 `rle`, synchronous (lag 0), so that mu differs from pi_prox by the engine's numbers alone: `bf16` computes in bfloat16; `b3` has weights
-rounded to 3 stored mantissa bits, as fp8 (e4m3) has them, `b2` to 2 (generator.mantissa_bits).  The learner is fp32.
+rounded to 3 stored mantissa bits, as fp8 e4m3 has them, `b2` to 2, as e5m2 (generator.mantissa_bits).  The learner is fp32.  On a warm start
+k3 is 1e-4 for bf16, 4e-3 for b3, 1.7e-2 for b2, 6e-2 for b1.
 Compared with `fp32, none`, and within each generator with `none`.  Accuracies are the generator's own, coarse weights and all.
 """
 
@@ -53,8 +54,10 @@ def plan(args: Any) -> studies.Study:
         study.block({f"{e}, none": [*items, *ARMS["none"]] for e, items in ENGINES.items()}, seeds=1)
         return study
     study.block({"fp32, none": ARMS["none"]})
-    for engine in args.engines.split(","):
-        study.block({f"{engine}, {arm}": [*ENGINES[engine], *items] for arm, items in ARMS.items()})
+    for text in args.engines.split(","):
+        engine, _, names = text.partition(":")
+        study.block({f"{engine}, {arm}": [*ENGINES[engine], *ARMS[arm]] for arm in names.split("+") if arm} or
+                    {f"{engine}, {arm}": [*ENGINES[engine], *items] for arm, items in ARMS.items()})  # fmt: skip
     return study
 
 
@@ -71,7 +74,7 @@ def switch(args: Any, study: studies.Study) -> dict[str, Any]:
     """A run without correction to `--steps`, then twice as far: as it was, and with MIS.  One row a seed, kept in OUT/switch.json."""
     path, config = study.out / "switch.json", str(study.source)
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
-    engine = args.engines.split(",")[0]
+    engine = args.engines.split(",")[0].partition(":")[0]
     for seed in range(args.seeds):
         if args.table or seed in [r["seed"] for r in rows]:
             continue
@@ -103,7 +106,7 @@ def switch(args: Any, study: studies.Study) -> dict[str, Any]:
 def main() -> None:
     p = studies.parser(__doc__, "runs/mismatch", steps=60)
     p.add_argument("--lr", default="5e-4")
-    p.add_argument("--engines", default="bf16,b3", help=f"of {', '.join(ENGINES)}")
+    p.add_argument("--engines", default="b2,bf16:none+mis", help=f"of {', '.join(ENGINES)}; bf16:none+mis for some of the arms")
     p.add_argument("--look", action="store_true")
     p.add_argument("--switch", action="store_true", help="real processes, with the first of --engines")
     p.add_argument("--late", default="", help="further --set items of the late correction, separated by commas")
