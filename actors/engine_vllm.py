@@ -107,7 +107,7 @@ class Reference:
     """The published weights under plain transformers.  Its parameters view the published bytes: it holds no copy of its own."""
 
     def __init__(self, path: str, dtype: str) -> None:
-        self.hf: Any = load_policy(path, dtype, "cpu").hf
+        self.hf: Any = load_policy(path, dtype, "cpu", whole=True).hf
         for p in self.hf.parameters():
             p.data = torch.empty(0, dtype=p.dtype)
         vocabulary = int(self.hf.config.get_text_config().vocab_size)

@@ -26,9 +26,9 @@ from asyncrl import messages as m
 from asyncrl.config import Config
 from asyncrl.devices import bind
 from asyncrl.errors import AsyncrlError, PeerUnreachable, ProtocolError
-from asyncrl.models import encode_prompt, load_tokenizer
 from asyncrl.rundir import buffer_address, run_id
 from asyncrl.tasks import get_task
+from asyncrl.tokenizer import encode_prompt, load_tokenizer
 from asyncrl.trace import Tracer
 from asyncrl.versions import Label
 from asyncrl.watchdog import WaitLog

@@ -18,10 +18,9 @@ import torch
 import xxhash
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl import fast_forward
+from asyncrl import bare, fast_forward
 from asyncrl.errors import ConfigError
 from asyncrl.fast_forward import ForwardOut
-from asyncrl.messages import Prompt
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -103,55 +102,47 @@ def _plain_rows(hf: Any, prompts: Arrays, responses: Arrays, temperature: torch.
 # ---- directories ---------------------------------------------------------------------------------------------------
 
 
-def load_policy(path: str | Path, dtype: str = "float32", device: str = "auto") -> PolicyModel:
-    """The causal LM in the Hugging Face directory `path`.  Raises ConfigError when it is missing or not a model."""
-    import transformers
+def load_policy(path: str | Path, dtype: str = "float32", device: str = "auto", *, whole: bool = False) -> PolicyModel:
+    """The causal LM in the Hugging Face directory `path`.  Raises ConfigError when it is missing or not a model.
 
+    whole: with transformers' own modules also where bare.py would do.
+    """
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"model.path: {path} is no model directory (it has no config.json)")
     where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
-    try:
-        hf = transformers.AutoModelForCausalLM.from_pretrained(str(path), dtype=getattr(torch, dtype), attn_implementation="sdpa")
-    except (OSError, ValueError, KeyError) as e:
-        raise ConfigError(f"model.path: {path} cannot be loaded as a causal LM: {str(e).splitlines()[0]}") from e
+    hf: Any = None if whole else bare.load(path, dtype)
+    if hf is None:
+        import transformers
+
+        try:
+            hf = transformers.AutoModelForCausalLM.from_pretrained(str(path), dtype=getattr(torch, dtype), attn_implementation="sdpa")
+        except (OSError, ValueError, KeyError) as e:
+            raise ConfigError(f"model.path: {path} cannot be loaded as a causal LM: {str(e).splitlines()[0]}") from e
     return PolicyModel(hf.to(where).eval(), str(path))
 
 
-def check_weights(path: str | Path) -> None:
-    """Look at the headers of a directory's weight files, without loading them.  Raises ConfigError for none, or for a damaged one."""
-    import safetensors
-
-    files = sorted(Path(path).glob("*.safetensors"))
-    if not files and not list(Path(path).glob("*.bin")):
-        raise ConfigError(f"model.path: {path} has no weights (no *.safetensors)")
-    for file in files:
-        try:
-            with safetensors.safe_open(str(file), framework="pt") as f:
-                f.keys()
-        except (OSError, safetensors.SafetensorError) as e:
-            raise ConfigError(f"model.path: {file} is damaged ({e}): copy or download it again") from e
-
-
-def load_tokenizer(path: str | Path) -> Any:
-    """The tokenizer in a model directory.  Raises ConfigError when there is none."""
+def transformers_modules(model: bare.Bare) -> Any:
+    """transformers' model around the parameters of `model`: the same tensors, not copies."""
     import transformers
 
-    known = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "spiece.model")
-    if not any((Path(path) / name).is_file() for name in known):
-        raise ConfigError(f"model.path: {path} has no tokenizer (none of {', '.join(known)}); save the model's tokenizer there")
+    one = next(model.parameters())
+    config = transformers.AutoConfig.for_model(**vars(model.config))
+    with torch.random.fork_rng(devices=[]):  # its random start draws numbers
+        hf = transformers.AutoModelForCausalLM.from_config(config, dtype=one.dtype, attn_implementation="sdpa").to(one.device)
+    for name, p in model.named_parameters(remove_duplicate=False):
+        place, _, leaf = name.rpartition(".")
+        setattr(hf.get_submodule(place), leaf, p)
+    return hf
+
+
+def transformers_tokenizer(path: str | Path) -> Any:
+    """The tokenizer in a model directory, as transformers' class.  Raises ConfigError when it does not load."""
+    import transformers
+
     try:
         return transformers.AutoTokenizer.from_pretrained(str(path))
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"model.path: {path} has no tokenizer that loads: {str(e).splitlines()[0]}") from e
-
-
-def encode_prompt(tokenizer: Any, prompt: Prompt) -> np.ndarray:
-    """Token ids int32 [P] of a prompt; chat turns go through the tokenizer's chat template."""
-    if prompt.messages:
-        ids = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False)
-    else:
-        ids = tokenizer.encode(prompt.text, add_special_tokens=False)
-    return np.asarray(ids, dtype=np.int32)
 
 
 def export(model: PolicyModel, path: str | Path) -> None:

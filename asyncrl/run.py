@@ -44,7 +44,7 @@ def preflight(config: Config) -> None:
         done = warm_start(config, path)
         say(f"warm start: {done['steps']} steps in {done['seconds']} s, loss {done['loss']:.3f}")
     from actors.reward_worker import resolve
-    from asyncrl.models import check_weights, encode_prompt, load_tokenizer
+    from asyncrl.tokenizer import check_weights, encode_prompt, load_tokenizer
 
     check_weights(path)
     tokenizer = load_tokenizer(path)

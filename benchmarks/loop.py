@@ -81,12 +81,13 @@ def bare(model_dir: str) -> None:
     from asyncrl.config import Task
     from asyncrl.config_load import load
     from asyncrl.tasks import get_task
+    from asyncrl.tokenizer import encode_prompt, load_tokenizer
     from asyncrl.versions import Label
     from learner.step import LearnerCore
 
     torch.set_num_threads(1)
     config = load(ROOT / "configs" / "demo.toml", [f"model.path={model_dir!r}", "learner.steps=1000000", "learner.lr=0.0"])
-    model, tokenizer, task = models.load_policy(model_dir), models.load_tokenizer(model_dir), get_task(Task(name="sort"))
+    model, tokenizer, task = models.load_policy(model_dir), load_tokenizer(model_dir), get_task(Task(name="sort"))
     g = config.generator
     engine = EmbeddedEngine(model, slots=g.slots, context=g.context, max_new_tokens=g.max_new_tokens)
     engine.load(dict(models.named_weights(model)), Label(1, 0), "d")
@@ -97,7 +98,7 @@ def bare(model_dir: str) -> None:
         cursor += groups
         out = []
         for t in range(cursor - groups, cursor):
-            ids = models.encode_prompt(tokenizer, task.prompt("train", t, 0))
+            ids = encode_prompt(tokenizer, task.prompt("train", t, 0))
             out += [Request((t, s, 1), ids, t, min(g.max_new_tokens, g.context - len(ids)), 1.0, 1.0, 0, stop, 0) for s in range(8)]
         return out
 

@@ -134,8 +134,8 @@ class Bare:
 
     def __init__(self, path: str, tokens: int) -> None:
         from actors import engine_vllm
-        from asyncrl.models import encode_prompt, load_tokenizer
         from asyncrl.tasks.synthetic import TASKS
+        from asyncrl.tokenizer import encode_prompt, load_tokenizer
 
         for name, value in (engine_vllm.SETTINGS | engine_vllm.CPU_SETTINGS).items():
             os.environ.setdefault(name, value)

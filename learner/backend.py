@@ -7,6 +7,7 @@ it tells the others what to do (`tell`), they `hear` it.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -19,11 +20,22 @@ from asyncrl.config import Config
 from asyncrl.models import PolicyModel, write_flat
 
 
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW without what wraps its methods for torch.compile: the first call of each would import the compiler, seconds of CPU."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))  # what its wrapper does when nothing is compiled
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
+    state_dict = inspect.unwrap(torch.optim.AdamW.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.AdamW.load_state_dict)
+
+
 def optimizer_for(config: Config, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
     c = config.learner
     if c.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=c.lr, weight_decay=c.weight_decay)
-    return torch.optim.AdamW(parameters, lr=c.lr, betas=(c.beta1, c.beta2), weight_decay=c.weight_decay, fused=True)
+    kind = torch.optim.AdamW if c.backend == "deepspeed" else AdamW  # DeepSpeed knows optimizers by their class
+    return kind(parameters, lr=c.lr, betas=(c.beta1, c.beta2), weight_decay=c.weight_decay, fused=True)
 
 
 class TorchBackend:

@@ -42,7 +42,7 @@ class LearnerCore:
     def __init__(self, config: Config, model_dir: str | Path, run_dir: Path | None = None) -> None:
         torch.set_num_threads(config.learner.threads)
         self.config, self.run_dir = config, run_dir
-        self.model = load_policy(model_dir, config.model.dtype, config.model.device)
+        self.model = load_policy(model_dir, config.model.dtype, config.model.device, whole=config.learner.backend == "deepspeed")
         self.model.exact = bool(config.exact)
         self.reference: PolicyModel | None = None
         if config.kl.coefficient > 0:

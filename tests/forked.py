@@ -133,7 +133,8 @@ def warm(model: str) -> None:
     import torch
 
     from asyncrl.metrics import _summary_writer
-    from asyncrl.models import load_policy, load_tokenizer
+    from asyncrl.models import load_policy
+    from asyncrl.tokenizer import load_tokenizer
 
     for name in ("actors.generator", "buffer.service", "learner.loop"):
         importlib.import_module(name)

@@ -10,6 +10,8 @@ import torch
 
 from asyncrl import models
 from asyncrl.errors import ConfigError
+from asyncrl.messages import Prompt
+from asyncrl.tokenizer import encode_prompt, load_tokenizer
 
 FAMILIES = [("qwen3", 4, True), ("qwen3", 2, False), ("llama", 2, True), ("qwen2", 4, False), ("mistral", 2, True)]
 
@@ -77,10 +79,10 @@ def test_flat_weights_come_back_and_have_a_digest(tmp_path: Path) -> None:
 
 def test_tokenizer_round_trip(tmp_path: Path) -> None:
     models.build_model(tmp_path, "0123456789=,:#")
-    tokenizer = models.load_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(tmp_path)
     text = "932849=2:93849,#"
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
-    assert models.encode_prompt(tokenizer, models.Prompt(0, "12=")).tolist() == [4, 5, 13]
+    assert encode_prompt(tokenizer, Prompt(0, "12=")).tolist() == [4, 5, 13]
 
 
 def test_a_directory_that_is_no_model(tmp_path: Path) -> None:

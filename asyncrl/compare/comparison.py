@@ -26,7 +26,7 @@ from typing import Any
 import msgspec
 
 from asyncrl import config_load, metrics
-from asyncrl.compare import judgement, pool, runner
+from asyncrl.compare import judgement, pool
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
 
@@ -245,7 +245,7 @@ def warm_arms(configs: dict[str, Config]) -> set[str]:
 
     A reward function of the user's own may be slow, and a warm process waits for each answer's: such arms run as real processes.
     """
-    able = {n for n, c in configs.items() if not runner.cold(c) and not c.reward.function}
+    able = {n for n, c in configs.items() if not pool.cold(c) and not c.reward.function}
     injected = {n for n in able if configs[n].staleness.inject is not None}
     sync = {n for n, c in configs.items() if c.staleness.max_lag == 0}
     return injected | ((sync & able) if len(injected | sync) == len(configs) else set())

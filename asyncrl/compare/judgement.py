@@ -12,8 +12,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from scipy import stats
-
 LEVEL, POWER = 0.05, 0.8
 
 
@@ -38,6 +36,8 @@ class Difference:
 
 def paired(arm: Sequence[float], base: Sequence[float], prompts: int = 0) -> Difference:
     """arm, base: one value a seed, in the same order.  prompts: n of each accuracy; 0: no prompt interval."""
+    from scipy import stats  # a second of CPU: not for a command that only refuses
+
     d = [a - b for a, b in zip(arm, base, strict=True)]
     n, mean = len(d), sum(d) / len(d)
     sd = math.sqrt(sum((x - mean) ** 2 for x in d) / (n - 1)) if n > 1 else math.nan
@@ -69,6 +69,8 @@ def power(effect: float, sd: float, seeds: int, level: float = LEVEL) -> float:
     """Chance that a paired t-test over `seeds` finds a true difference of `effect` with standard deviation `sd` of the differences."""
     if seeds < 2 or sd <= 0:
         return math.nan if seeds < 2 else 1.0
+    from scipy import stats
+
     shift, edge = effect / sd * math.sqrt(seeds), float(stats.t.ppf(1 - level / 2, seeds - 1))
     return float(stats.nct.sf(edge, seeds - 1, shift) + stats.nct.cdf(-edge, seeds - 1, shift))
 

@@ -129,6 +129,15 @@ class Worker:
         self.process.wait()
 
 
+def cold(config: Config) -> str:
+    """Why `config` cannot run in a warm process; empty: it can."""
+    if config.generator.engine != "embedded":
+        return f"generator.engine: {config.generator.engine} does not run in a warm process; use embedded"
+    if config.learner.backend != "torch":
+        return f"learner.backend: {config.learner.backend} does not run in a warm process; use torch"
+    return ""
+
+
 def main(directory: Path, abandon: bool) -> None:
     """A worker: until stdin ends."""
     from asyncrl.compare import runner

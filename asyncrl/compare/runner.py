@@ -23,11 +23,13 @@ from actors.generator import stop_tokens, trajectory
 from actors.late import Late, decode_steps
 from actors.rewards import RewardRunner
 from actors.schedule import Schedule
+from asyncrl.compare.pool import cold
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.messages import LearnerHello, Ticket, WeightsSource
-from asyncrl.models import encode_prompt, load_tokenizer, named_weights, weights_digest
+from asyncrl.models import named_weights, weights_digest
 from asyncrl.tasks import get_task
+from asyncrl.tokenizer import encode_prompt, load_tokenizer
 from asyncrl.versions import Label
 from buffer.evaluation import EVAL_BASE, OOD_BASE
 from buffer.service import evaluations, settings
@@ -42,15 +44,6 @@ KEPT = ("reward/mean", "is/ess", "is/target_ess", "is/mean_weight", "kl/behavior
         "kl/moved")  # fmt: skip
 Watch = Callable[[list[float], list[float]], str]
 _engines: dict[str, Engine] = {}  # a warm process keeps its engine from run to run
-
-
-def cold(config: Config) -> str:
-    """Why `config` cannot run in a warm process; empty: it can."""
-    if config.generator.engine != "embedded":
-        return f"generator.engine: {config.generator.engine} does not run in a warm process; use embedded"
-    if config.learner.backend != "torch":
-        return f"learner.backend: {config.learner.backend} does not run in a warm process; use torch"
-    return ""
 
 
 def update_steps(config: Config) -> int:

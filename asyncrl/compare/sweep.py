@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from asyncrl import config_load
-from asyncrl.compare import comparison, pool, runner
+from asyncrl.compare import comparison, pool
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 
@@ -100,7 +100,7 @@ def plan(source: str, sets: Sequence[str], corrections: Sequence[tuple[str, list
     base = config_load.load(source, sets)
     if base.staleness.inject is not None:
         raise ConfigError("staleness.inject: the sweep sets it; leave it out of the config and give --inject")
-    if why := runner.cold(base):
+    if why := pool.cold(base):
         raise ConfigError(why)
     out = Plan(dict(corrections), list(limits), injected, {SYNC: config_load.load(source, [*sets, *limit_sets(0, injected)])})
     for name, items in corrections:

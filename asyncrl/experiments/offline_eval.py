@@ -10,8 +10,9 @@ from actors.engine_embedded import make_engine
 from actors.generator import stop_tokens
 from actors.rewards import RewardRunner
 from asyncrl.config import Config
-from asyncrl.models import PolicyModel, encode_prompt, load_tokenizer, named_weights, weights_digest
+from asyncrl.models import PolicyModel, named_weights, weights_digest
 from asyncrl.tasks import get_task
+from asyncrl.tokenizer import encode_prompt, load_tokenizer
 from asyncrl.versions import Label
 from buffer.evaluation import EVAL_BASE, OOD_BASE
 

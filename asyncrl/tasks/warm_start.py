@@ -58,7 +58,7 @@ def _fit(model: Any, pairs: list[tuple[str, str]], steps: int) -> float:
 
     from asyncrl import models
 
-    tokenizer = models.load_tokenizer(model.tokenizer_dir)
+    tokenizer = models.transformers_tokenizer(model.tokenizer_dir)
     coded = [tokenizer(list(side), add_special_tokens=False)["input_ids"] for side in zip(*pairs, strict=True)]
     pairs_of_ids = [(np.array(p, np.int32), np.array([*a, tokenizer.eos_token_id], np.int32)) for p, a in zip(*coded, strict=True)]
     optimizer = torch.optim.AdamW(model.hf.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
@@ -84,7 +84,7 @@ def accuracy(model: Any, task: synthetic.Synthetic, seed: int, n: int = 512) -> 
 
     from asyncrl import models
 
-    tokenizer = models.load_tokenizer(model.tokenizer_dir)
+    tokenizer = models.transformers_tokenizer(model.tokenizer_dir)
     tokenizer.padding_side = "left"
     prompts = [task.prompt("heldout", i, seed) for i in range(n)]
     coded = tokenizer([p.text for p in prompts], add_special_tokens=False, padding=True, return_tensors="pt")

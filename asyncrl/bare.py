@@ -1,0 +1,225 @@
+"""A Llama-like model without transformers: the parameters of one under transformers' names, in its order, from and to its own files.
+
+The packed forward (fast_forward.py) and the decoder need a model's parameters, a few numbers of its config and its rotary table; importing
+transformers for that costs each process seconds of CPU.  `load` makes exactly that, for directories that say everything plainly, and
+None for all others, which transformers loads as before.  Whoever calls the model itself (a plain forward, `generate`) gets transformers'
+modules over the same parameters, built on that first call.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mistral": "MistralForCausalLM"}
+# What the config must say itself: the families' defaults are transformers' business.
+NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
+          "tie_word_embeddings", "initializer_range", "hidden_act")  # fmt: skip
+SAYS_MORE = ("quantization_config", "auto_map", "rope_scaling", "partial_rotary_factor", "text_config")
+INDEX = "model.safetensors.index.json"
+WEIGHTS = "model.safetensors"
+
+
+class BareConfig(SimpleNamespace):
+    """The keys of config.json as attributes."""
+
+    def get_text_config(self) -> BareConfig:
+        return self
+
+
+class Rotary(torch.nn.Module):
+    """cos and sin [B, n, head_dim] of positions [B, n], halves repeated (Su et al. 2021, arXiv 2104.09864; half-split layout)."""
+
+    rope_type = "default"
+
+    def __init__(self, base: float, dim: int) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)), persistent=False)
+
+    def forward(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = positions[..., None].float() * self.frequencies.to(like.device, torch.float32)  # type: ignore[operator]  # also of a bf16 model
+        both = torch.cat((angles, angles), dim=-1)
+        return both.cos().to(like.dtype), both.sin().to(like.dtype)
+
+
+class Linear(torch.nn.Module):
+    """x W^T + b, made without the random start of torch's."""
+
+    bias: torch.nn.Parameter | None
+
+    def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+class Weight(torch.nn.Module):
+    """An embedding's or a norm's weight."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+class Holder(torch.nn.Module):
+    """A named place in the tree of modules."""
+
+
+class Bare(torch.nn.Module):
+    """The model.  `files`: the directory's JSON files, kept for `save_pretrained`."""
+
+    def __init__(self, raw: dict[str, Any], tensors: dict[str, torch.Tensor], files: dict[str, str]) -> None:
+        super().__init__()
+        c = self.config = BareConfig(**raw)
+        self._files = files
+        made = {name: torch.nn.Parameter(tensors[name]) for name in names(raw)}
+
+        def linear(at: str) -> Linear:
+            return Linear(made[at + ".weight"], made.get(at + ".bias"))
+
+        self.model = Holder()
+        self.model.embed_tokens = Weight(made["model.embed_tokens.weight"])
+        self.model.layers = torch.nn.ModuleList()
+        for i in range(c.num_hidden_layers):
+            at, layer = f"model.layers.{i}.", Holder()
+            layer.self_attn, layer.mlp = Holder(), Holder()
+            for n in "qkvo":
+                layer.self_attn.add_module(f"{n}_proj", linear(f"{at}self_attn.{n}_proj"))
+            for n in "qk" if c.model_type == "qwen3" else "":
+                layer.self_attn.add_module(f"{n}_norm", Weight(made[f"{at}self_attn.{n}_norm.weight"]))
+            for n in ("gate", "up", "down"):
+                layer.mlp.add_module(f"{n}_proj", linear(f"{at}mlp.{n}_proj"))
+            layer.input_layernorm = Weight(made[at + "input_layernorm.weight"])
+            layer.post_attention_layernorm = Weight(made[at + "post_attention_layernorm.weight"])
+            self.model.layers.append(layer)
+        self.model.norm = Weight(made["model.norm.weight"])
+        self.model.rotary_emb = Rotary(rope_base(raw) or 0.0, head_dim(raw))
+        self.lm_head = Weight(self.model.embed_tokens.weight if c.tie_word_embeddings else made["lm_head.weight"])
+        self._whole: list[Any] = []
+
+    def get_input_embeddings(self) -> Any:
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> Any:
+        return self.lm_head
+
+    def whole(self) -> Any:
+        """The same parameters in transformers' modules."""
+        if not self._whole:
+            from asyncrl.models import transformers_modules
+
+            self._whole.append(transformers_modules(self))
+        return self._whole[0].train(self.training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """By transformers' modules."""
+        return self.whole()(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """By transformers' modules."""
+        return self.whole().generate(*args, **kwargs)
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """config.json, generation_config.json and one file of weights, as transformers reads and writes them."""
+        import safetensors.torch
+
+        for name, text in self._files.items():
+            (Path(path) / name).write_text(text)
+        state = {name: p.detach().contiguous() for name, p in self.named_parameters()}
+        safetensors.torch.save_file(state, Path(path) / WEIGHTS, metadata={"format": "pt"})
+
+
+def head_dim(raw: dict[str, Any]) -> int:
+    return int(raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"])
+
+
+def names(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Every parameter of such a model with its shape, tied ones once."""
+    h, wide, dim = raw["hidden_size"], raw["intermediate_size"], head_dim(raw)
+    rows = {"q": raw["num_attention_heads"] * dim, "k": raw["num_key_value_heads"] * dim, "v": raw["num_key_value_heads"] * dim}
+    family = raw["model_type"]
+    biased = {"llama": "qkvo", "qwen3": "qkvo"}.get(family, "") if raw.get("attention_bias") else ("qkv" if family == "qwen2" else "")
+    out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (raw["vocab_size"], h)}
+    for i in range(raw["num_hidden_layers"]):
+        at = f"model.layers.{i}."
+        for n in "qkvo":
+            out[f"{at}self_attn.{n}_proj.weight"] = (rows[n], h) if n != "o" else (h, rows["q"])
+            if n in biased:
+                out[f"{at}self_attn.{n}_proj.bias"] = (rows.get(n, h),)
+        if family == "qwen3":
+            out |= {f"{at}self_attn.{n}_norm.weight": (dim,) for n in "qk"}
+        for n, shape in (("gate", (wide, h)), ("up", (wide, h)), ("down", (h, wide))):
+            out[f"{at}mlp.{n}_proj.weight"] = shape
+            if family == "llama" and raw.get("mlp_bias"):
+                out[f"{at}mlp.{n}_proj.bias"] = shape[:1]
+        out |= {f"{at}{n}.weight": (h,) for n in ("input_layernorm", "post_attention_layernorm")}
+    out["model.norm.weight"] = (h,)
+    if not raw["tie_word_embeddings"]:
+        out["lm_head.weight"] = (raw["vocab_size"], h)
+    return out
+
+
+def plain(raw: dict[str, Any]) -> bool:
+    """Whether this config.json says all there is to know of a model of the packed forward, and nothing beyond."""
+    family = raw.get("model_type", "")
+    sliding = raw.get("sliding_window", "some") if family == "mistral" else raw.get("use_sliding_window")
+    return (
+        raw.get("architectures") == [ARCHITECTURES.get(family)] and all(raw.get(k) is not None for k in NEEDED) and raw["hidden_act"] == "silu"
+        and not sliding and set(raw.get("layer_types") or ()) <= {"full_attention"} and rope_base(raw) is not None
+        and not any(raw.get(k) is not None for k in SAYS_MORE) and (family != "qwen3" or raw.get("head_dim") is not None)
+        and (family not in ("llama", "qwen3") or raw.get("attention_bias") is not None)
+    )  # fmt: skip
+
+
+def rope_base(raw: dict[str, Any]) -> float | None:
+    """The base of plain rotary embeddings; None when they are of another kind, or it is not said."""
+    rope = raw.get("rope_parameters")
+    if rope is None:
+        return raw.get("rope_theta")
+    return rope.get("rope_theta") if set(rope) == {"rope_type", "rope_theta"} and rope["rope_type"] == "default" else None
+
+
+def stored(path: Path) -> Iterator[Any]:
+    """The directory's open safetensors files."""
+    import safetensors
+
+    index = path / INDEX
+    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [WEIGHTS]
+    for name in files:
+        with safetensors.safe_open(str(path / name), framework="pt") as f:
+            yield f
+
+
+def load(path: str | Path, dtype: str) -> Bare | None:
+    """The model in `path`, parameters as `dtype` on the CPU; None when it needs transformers, or when anything about its files is unusual."""
+    import safetensors
+
+    path = Path(path)
+    try:
+        files = {n: (path / n).read_text() for n in ("config.json", "generation_config.json") if (path / n).is_file()}
+        raw = json.loads(files["config.json"])
+        if not plain(raw):
+            return None
+        wanted, tensors = names(raw), {}
+        for f in stored(path):
+            for name in f.keys():  # noqa: SIM118  # no mapping
+                if wanted.get(name) != tuple(f.get_slice(name).get_shape()):
+                    return None
+                tensors[name] = f.get_tensor(name).to(getattr(torch, dtype), copy=True)
+        if set(tensors) != set(wanted):
+            return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError):
+        return None  # transformers says what is wrong with it
+    key = "dtype" if "dtype" in raw or "torch_dtype" not in raw else "torch_dtype"
+    if raw.get(key) != dtype:
+        raw[key] = dtype
+        files["config.json"] = json.dumps(raw, indent=2, sort_keys=True) + "\n"
+    return Bare(raw, tensors, files)
