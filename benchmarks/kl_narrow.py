@@ -22,7 +22,7 @@ COLUMNS = {"start": "start", "end": "exact", "ood": "ood", "kl_ref_last": "KL re
 
 
 def main() -> None:
-    p = studies.parser(__doc__, "runs/kl_narrow", steps=100)
+    p = studies.parser(__doc__, "runs/kl_narrow", steps=50, groups=16)
     p.add_argument("--betas", default="0.1,0.3")
     p.add_argument("--ends", default="5,10,20,40", help="batches after which the run without KL is ended")
     p.add_argument("--blocks", default="terms,ends,stops,distillation", help="which of them, in this order")

@@ -104,7 +104,7 @@ def switch(args: Any, study: studies.Study) -> dict[str, Any]:
 
 
 def main() -> None:
-    p = studies.parser(__doc__, "runs/mismatch", steps=60)
+    p = studies.parser(__doc__, "runs/mismatch", steps=40, groups=16)
     p.add_argument("--lr", default="5e-4")
     p.add_argument("--engines", default="b2,bf16:none+mis", help=f"of {', '.join(ENGINES)}; bf16:none+mis for some of the arms")
     p.add_argument("--look", action="store_true")

@@ -28,16 +28,15 @@ def sets(arm: str) -> list[str]:
 
 
 def main() -> None:
-    p = studies.parser(__doc__, "runs/reshape_epochs", steps=8)
+    p = studies.parser(__doc__, "runs/reshape_epochs", steps=8, groups=16)
     p.add_argument("--epochs", type=int, default=16)
     p.add_argument("--lr", default="2e-4")
-    p.add_argument("--groups", type=int, default=16, help="of 8 answers, in a batch")
     p.add_argument("--only", default="", help="arms, separated by commas; empty: all")
     args = p.parse_args()
     if args.quick:
         args.steps, args.epochs = 2, 3
     common = ["staleness.max_lag=0", f"learner.steps={args.steps}", f"learner.epochs={args.epochs}", f"learner.lr={args.lr}", *studies.EVALUATION]
-    common += [f"learner.groups={args.groups}", "evaluation.every=2"]
+    common += ["evaluation.every=4"]
     study = studies.Study(args, "rle", f"epochs{args.epochs}-lr{args.lr}", common)
     only = args.only.split(",") if args.only else [*FIRST, *THEN]
     for arms in (FIRST, THEN):
@@ -45,7 +44,7 @@ def main() -> None:
     if not args.table:
         study.run()
     found = studies.analyse(study, "clip", pairs=[(a, "v3.1") for a in only if a not in FIRST[:3]])
-    studies.finish(study, "reshape_epochs", found, {"task": "rle", "epochs": args.epochs, "lr": args.lr, "groups": args.groups}, COLUMNS)
+    studies.finish(study, "reshape_epochs", found, {"task": "rle", "epochs": args.epochs, "lr": args.lr}, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -40,12 +40,13 @@ WHOLE = {  # of the whole curve
 }  # fmt: skip
 
 
-def parser(doc: str | None, out: str, *, seeds: int = 3, steps: int = 50) -> argparse.ArgumentParser:
+def parser(doc: str | None, out: str, *, seeds: int = 3, steps: int = 50, groups: int = 32) -> argparse.ArgumentParser:
     """The options that every study has."""
     p = rounds.parser(doc)
     p.add_argument("--out", type=Path, default=Path(out), help="directory of the runs")
     p.add_argument("--seeds", type=int, default=seeds)
     p.add_argument("--steps", type=int, default=steps)
+    p.add_argument("--groups", type=int, default=groups, help="of 8 answers, in a batch")
     p.add_argument("--workers", type=int, default=1)
     p.add_argument("--table", action="store_true", help="the result of what is finished; run nothing")
     p.add_argument("--made-at", default="", help="commit of the runs, where it is not this one")
@@ -59,7 +60,7 @@ class Study:
         self.args, self.source, self.prefix = args, results_file.ROOT / "configs" / f"{source}.toml", prefix
         self.out = Path(f"{args.out}-quick") if args.quick else args.out
         self.task = config_load.load(self.source).task.name
-        self.common, self.cells = [*common, *(QUICK if args.quick else [])], Cells(self.out)
+        self.common, self.cells = [f"learner.groups={args.groups}", *common, *(QUICK if args.quick else [])], Cells(self.out)
         self.arms: dict[str, dict[int, str]] = {}  # arm -> seed -> cell
 
     def block(self, arms: Arms, seeds: int | None = None) -> None:
@@ -184,7 +185,8 @@ def finish(study: Study, name: str, found: Mapping[str, Any], setting: Mapping[s
     args = study.args
     print("\n".join(table(found, columns)), file=sys.stderr if args.json else sys.stdout)
     result = clean(
-        {"beside": args.beside, "runs_made_at": args.made_at or results_file.commit(), "setting": {"steps": args.steps, "seeds": args.seeds} | dict(setting),
+        {"beside": args.beside, "runs_made_at": args.made_at or results_file.commit(),
+         "setting": {"steps": args.steps, "seeds": args.seeds, "groups": args.groups} | dict(setting),
          "common": study.common, "missing": study.cells.todo(), "arms": found} | more
     )  # fmt: skip
     if not args.quick:
