@@ -247,6 +247,11 @@ def test_diagnostics_by_hand() -> None:
     assert m["perplexity/behavior"] == pytest.approx(math.exp(2)) and m["perplexity_by_answer/behavior"] == pytest.approx(math.exp((1.5 + 3) / 2))
     assert m["clip/high"] == pytest.approx(1 / 3) and m["clip/low"] == 0
     assert (m["is/rejected_share"], m["is/rejected_answers"], m["is/rejected_length"], m["is/rejected_reward"]) == (pytest.approx(1 / 3), 0.5, 1, 7)
+    assert m["is/vetoed_answers"] == 0 and "is/vetoed_length" not in m and "is/masked_length" not in m
+    v.vetoed, v.weight = torch.tensor([False, False, True, False]), vec(0, 0.5, 0, 0)  # the second answer vetoed, the first one's first token masked
+    n = sl.finish(diagnostics.sums(v))
+    assert (n["is/vetoed_answers"], n["is/vetoed_length"], n["is/vetoed_reward"]) == (0.5, 1, 7)
+    assert (n["is/masked_share"], n["is/masked_length"], n["is/masked_reward"]) == (pytest.approx(1 / 3), 2, 1)
     assert m["by_lag/tokens_0"] == 1 and m["by_lag/tokens_3to4"] == 1 and m["by_lag/tokens_9plus"] == 1 and "by_lag/tokens_1" not in m
     assert m["by_lag/k1_9plus"] == pytest.approx(-math.log(4)) and m["mismatch/k3_at_lag_0"] == pytest.approx(1 - math.log(2))
     assert m["by_lag/k1_3to4"] + m["by_lag/update_3to4"] == pytest.approx(float((mu - v.target)[1]), abs=1e-12)  # the split, lag by lag

@@ -18,7 +18,8 @@ BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 10**9))
 BUCKET_NAMES = ("0", "1", "2", "3to4", "5to8", "9plus")
 TOKENS = ("n", "w", "w2", "rho", "rho2", "ab_k1", "ab_k3", "bt_k1", "bt_k3", "at_k3", "nll_mu", "nll_prox", "nll", "entropy", "low", "high", "dual",
           "rejected", "vetoed", "masked", "ref_k1", "ref_k3", "ref_forward", "ref_nll", "t", "t2")  # fmt: skip
-SAMPLES = ("n", "nll_mu", "nll_prox", "nll", "w", "w2", "rejected", "rejected_length", "rejected_reward")
+SAMPLES = ("n", "nll_mu", "nll_prox", "nll", "w", "w2", "rejected", "rejected_length", "rejected_reward", "vetoed", "vetoed_length",
+           "vetoed_reward", "masked", "masked_length", "masked_reward")  # fmt: skip
 EDGES = 0.01 * 1.15 ** torch.arange(48)  # |log rho| histogram: from 0.01 to about 7
 
 
@@ -74,10 +75,13 @@ def _samples(v: View) -> torch.Tensor:
     length = per(torch.ones_like(v.target))
     some, size = (length > 0).double(), length.clamp(min=1)
     gone = (per(~v.kept) == length).double() * some
-    w = per(v.weight) / size
+    w, vetoed, masked = per(v.weight) / size, (per(v.vetoed) > 0).double(), per(v.kept & (v.weight == 0))
+    rewards = v.rewards.double()
     rows = {
         "n": some, "nll_mu": per(-v.behavior) / size, "nll_prox": per(-v.proximal) / size, "nll": per(-v.target) / size, "w": w * some,
-        "w2": w.square() * some, "rejected": gone, "rejected_length": gone * length, "rejected_reward": gone * v.rewards.double(),
+        "w2": w.square() * some, "rejected": gone, "rejected_length": gone * length, "rejected_reward": gone * rewards,
+        "vetoed": vetoed, "vetoed_length": vetoed * length, "vetoed_reward": vetoed * rewards,
+        "masked": masked, "masked_length": masked * length, "masked_reward": masked * rewards,
     }  # fmt: skip
     return torch.stack([rows[name].sum() for name in SAMPLES])
 
@@ -153,8 +157,10 @@ def _of_samples(s: dict[str, float]) -> dict[str, float]:
     n = max(s["n"], 1.0)
     out = {f"perplexity_by_answer/{who}": _exp(s[key] / n) for who, key in (("behavior", "nll_mu"), ("proximal", "nll_prox"), ("target", "nll"))}
     out |= {"is/ess_by_answer": _ess(s["w"], s["w2"], n), "is/rejected_answers": s["rejected"] / n}
-    if s["rejected"]:
-        out |= {"is/rejected_length": s["rejected_length"] / s["rejected"], "is/rejected_reward": s["rejected_reward"] / s["rejected"]}
+    out["is/vetoed_answers"] = s["vetoed"] / n
+    for what in ("rejected", "vetoed", "masked"):
+        if s[what]:
+            out |= {f"is/{what}_{of}": s[f"{what}_{of}"] / s[what] for of in ("length", "reward")}
     return out
 
 
