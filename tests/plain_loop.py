@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -77,8 +78,9 @@ def train(path: str, task: Task, steps: int = 150, lr: float = 2e-4, most: int =
     torch.manual_seed(seed)
     hf, tokenizer = AutoModelForCausalLM.from_pretrained(path), AutoTokenizer.from_pretrained(path)
     optimizer = torch.optim.AdamW(hf.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0)
-    r, rewards, began = torch.Generator().manual_seed(seed), [], time.monotonic()
-    out = {f"{split}_start": accuracy(hf, tokenizer, task, split, n, most) for split in ("heldout", "ood")}
+    r, rewards, tokens, began = torch.Generator().manual_seed(seed), [], [], time.monotonic()
+    out: dict[str, Any] = {f"{split}_start": accuracy(hf, tokenizer, task, split, n, most) for split in ("heldout", "ood")}
+    ends = [time.monotonic()]
     for step in range(steps):
         prompts = [p for i in range(groups) for p in [task.prompt("train", step * groups + i, seed)] * size]
         ids, place, mask = sample(hf, tokenizer, prompts, most, r)
@@ -92,8 +94,11 @@ def train(path: str, task: Task, steps: int = 150, lr: float = 2e-4, most: int =
         torch.nn.utils.clip_grad_norm_(hf.parameters(), 1.0)
         optimizer.step()
         rewards.append(reward.mean().item())
+        tokens.append(int(mask.sum()))
+        ends.append(time.monotonic())
     out |= {f"{split}_end": accuracy(hf, tokenizer, task, split, n, most) for split in ("heldout", "ood")}
-    return out | {"reward_first": sum(rewards[:10]) / 10, "reward_last": sum(rewards[-10:]) / 10, "seconds": time.monotonic() - began}
+    return out | {"reward_first": sum(rewards[:10]) / 10, "reward_last": sum(rewards[-10:]) / 10, "seconds": time.monotonic() - began,
+                  "tokens": tokens, "step_seconds": [b - a for a, b in pairwise(ends)]}  # fmt: skip
 
 
 if __name__ == "__main__":
