@@ -308,7 +308,7 @@ def main() -> None:
         "--kinds",
         nargs="+",
         default=[],
-        help="of `speed`: some of 'plain one thread', 'plain two threads', 'sync one core', 'sync both cores', sync, async; absent: all",
+        help="of `speed`: some of its alternatives, by name; absent: all",
     )
     p.add_argument("--plain-threads", type=int, default=1, help="of the plain loop in `curves`: what `speed` found the faster")
     p.add_argument("--bare", default="", help="used by the program itself")
