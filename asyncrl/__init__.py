@@ -26,4 +26,8 @@ Glossary, one word for one thing in code, configs, metrics and docs:
 
 Where things are: `asyncrl` the contract and the mathematics, `actors` prompt to trajectory, `buffer` trajectory to batch,
 `learner` batch to weights.  The three never import each other; they meet in `asyncrl.messages`.
+
+Around one run, each a command: `asyncrl.compare` (compare, sweep: many runs and what their difference is worth), `asyncrl.simulate` (a
+run in simulated time, by the buffer's own store), `asyncrl.experiments` (replay of the stream that `learner.recorder` kept), `asyncrl.lab`
+(estimators against exact gradients).  They import the three; only commands (`asyncrl.cli`, `asyncrl.diff`) import them.
 """

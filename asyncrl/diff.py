@@ -89,14 +89,14 @@ def page(heading: str, shown: str, runs: Mapping[str, Mapping[int, Mapping[str, 
     """An HTML page: text, the curves of `runs` (name -> step -> metrics) overlaid, and `found` as JSON in the element `blob`."""
     import plotly.io as pio
 
-    from asyncrl.compare.page import _curves
+    from asyncrl.compare.page import curves
 
     cells: Sequence[Cell] = [Cell(n, 0, {}, rows=[{"step": s} | dict(v) for s, v in sorted(rows.items())]) for n, rows in runs.items()]
     body = ""
     for name, title, unit in CURVES:
         if not any(name in r for c in cells for r in c.rows):
             continue
-        figure = _curves(title, unit, tuple(runs), cells, lambda c, name=name: [(float(r["step"]), float(r[name])) for r in c.rows if name in r])  # type: ignore[misc]
+        figure = curves(title, unit, tuple(runs), cells, lambda c, name=name: [(float(r["step"]), float(r[name])) for r in c.rows if name in r])  # type: ignore[misc]
         body += pio.to_html(figure, include_plotlyjs=not body, full_html=False, config={"displaylogo": False, "displayModeBar": False})
     shown = shown.replace("&", "&amp;").replace("<", "&lt;")
     html = (f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>asyncrl: {heading}</title><style>body {{ font: 15px/1.5 system-ui, '

@@ -35,7 +35,7 @@ import rounds
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
-BATCH, SKIP, PEER_S = 256, 4, 5.0
+BATCH, SKIP, PEER_S = 256, 8, 5.0  # SKIP: steps until the pipeline is full
 PARTS = ["limit", "speed", "curves", "reward", "publication"]
 SMALL = ["evaluation.every=0", "evaluation.prompts=1", "evaluation.final_prompts=1", "evaluation.ood_prompts=0", "learner.checkpoint_every=1000",
          "record.samples_every=0"]  # fmt: skip
@@ -213,9 +213,10 @@ def speed(work: Path, model: Path, cores: list[int], n: int, steps: int, only: l
         return statistics.median(row[a]["step"] / row[b]["step"] for row in rows)
 
     ms = {k: round(1e3 * statistics.median(row[k]["step"] for row in rows)) for k in rows[0] if k != "bare"}
-    rival = min((k for k in ms if k.startswith("plain")), key=lambda k: ms[k])
-    goals = [rounds.goal("step, asynchronous / plain loop", ratio("async", rival), 0.65, at_least=False, ours_ms=ms["async"], plain_ms=ms[rival], rival=rival)]
-    result: dict[str, Any] = {"step_ms": ms, "async_over_plain": {k: ratio("async", k) for k in ms if k.startswith("plain")}, "rounds": rows,
+    plains = [k for k in ms if k.startswith("plain")]
+    best = statistics.median(row["async"]["step"] / min(row[k]["step"] for k in plains) for row in rows)  # of either, the faster in that round
+    goals = [rounds.goal("step, asynchronous / plain loop", best, 0.65, at_least=False, ours_ms=ms["async"], plain_ms={k: ms[k] for k in plains})]
+    result: dict[str, Any] = {"step_ms": ms, "async_over_plain": {k: ratio("async", k) for k in plains}, "rounds": rows,
                               "speedup": {k: ratio(k, "async") for k in ("sync", "sync one core", "sync both cores") if k in rows[0]}}  # fmt: skip
     if limit:
         shares = []

@@ -86,7 +86,8 @@ class Group:
             t = s.trajectory
             if trained:
                 into.add("trained", t.length - s.masked, 1, t.length, t.reward, s.faded)
-                into.add("masked_stale", s.masked, int(s.masked > 0), t.length if s.masked else 0, t.reward if s.masked else 0)
+                if s.masked:
+                    into.add("masked_stale", s.masked, 1, t.length, t.reward)
             else:
                 into.add(rest, t.length, 1, t.length, t.reward)
         for reported, delivered, ended in self.attempts.values():

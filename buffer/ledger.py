@@ -33,6 +33,16 @@ class Line:
     def copy(self) -> Line:
         return Line(self.tokens, self.samples, self.length_sum, self.reward_sum, self.by_length.copy(), self.faded.copy())
 
+    def merge(self, other: Line) -> None:
+        self.tokens += other.tokens
+        self.samples += other.samples
+        self.length_sum += other.length_sum
+        self.reward_sum += other.reward_sum
+        for k, n in other.by_length.items():
+            self.by_length[k] = self.by_length.get(k, 0) + n
+        for k, x in other.faded.items():
+            self.faded[k] = self.faded.get(k, 0.0) + x
+
     def as_dict(self) -> dict[str, float]:
         n = max(self.samples, 1)
         means = {"tokens": self.tokens, "samples": self.samples, "mean_length": self.length_sum / n, "mean_reward": self.reward_sum / n}
@@ -50,6 +60,10 @@ class Ledger:
 
     def add(self, what: str, tokens: int, samples: int = 0, length: float = 0.0, reward: float = 0.0, faded: float = 0.0) -> None:
         self.lines[what].add(tokens, samples, length, reward, faded)
+
+    def merge(self, other: Ledger) -> None:
+        for name, line in other.lines.items():
+            self.lines[name].merge(line)
 
     def totals(self) -> dict[str, dict[str, float]]:
         return {name: line.as_dict() for name, line in self.lines.items()}

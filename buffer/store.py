@@ -43,6 +43,7 @@ class Store:
         self.comps: list[list[int]] = []  # tickets of batch base, base + 1, ...
         self.composed: set[int] = set()
         self.past = Ledger()
+        self._kept: Ledger | None = None  # the lines of `retained`, summed; None: to be summed again (see `_lines_kept`)
         self.gone: OrderedDict[Key, str] = OrderedDict()
         self.strays: OrderedDict[tuple[int, int], list[int]] = OrderedDict()  # (ticket, attempt) of gone groups -> [reported, delivered]
         self.skip: set[int] = set()  # tickets at or above the cursor that a checkpoint had trained already (completion order)
@@ -131,6 +132,7 @@ class Store:
                 count = g.attempts[attempt]
                 if tokens > count[0]:
                     count[0], moved = tokens, True
+                    self._touched(ticket)
                     if g.lease is not None and g.lease.attempt == attempt:
                         g.lease.expires = now + self.s.lease_s
                 elif tokens == 0 and g.lease is not None and g.lease.attempt == attempt:
@@ -197,6 +199,7 @@ class Store:
             raise ProtocolError(f"ticket {t.ticket}: weights {label} have digest {digest} at the generator and {self.tree.digest(label)} at the learner")
 
     def _accept(self, g: Group, t: Trajectory) -> str:
+        self._touched(g.ticket)
         count = g.attempts.setdefault(t.attempt, [0, 0, 1])
         count[1] += t.length
         count[0] = max(count[0], count[1])
@@ -305,7 +308,7 @@ class Store:
 
     def _follow(self, h: LearnerHello) -> None:
         """Move `committed` to the learner's number, down or up; a new (`memory`) buffer takes its cursor and totals."""
-        number = h.label.number
+        number, self._kept = h.label.number, None
         if number > self.base + len(self.comps):
             self.base, self.comps, self.composed = number, [], set()
             self.cursor, self.skip = max(self.cursor, h.next_ticket), set(h.trained_above)
@@ -350,8 +353,10 @@ class Store:
         if number != self.committed:
             return None if number > self.committed else False
         self.tree.register(label, self.policy, digest)
+        kept = self._lines_kept()
         for t in self.comps[number - self.base]:
-            self.retained[t] = self.alive.pop(t)
+            g = self.retained[t] = self.alive.pop(t)
+            g.fold(kept, trained=True)
         self.committed, self.policy, self.failed_samples, self.failed_machinery = number + 1, label, 0, 0
         self.evaluations.committed(label, self.s.steps)
         return True
@@ -364,7 +369,7 @@ class Store:
                 if (g := self.retained.pop(t, None)) is not None:
                     self._retire(g, trained=True)
                     self.stored_bytes -= g.free()
-            self.base += 1
+            self.base, self._kept = self.base + 1, None
 
     def finish(self) -> None:
         """The run is over: no more tickets."""
@@ -387,15 +392,31 @@ class Store:
     def folded(self) -> Ledger:
         """What is final, with what may still change, as it stands now."""
         out = self.past.copy()
-        for g in self.retained.values():
-            g.fold(out, trained=True)
+        out.merge(self._lines_kept())
         for g in self.alive.values():
             g.fold(out, trained=False)
         return out
 
     def checkpoint_ledger(self, trained: set[int]) -> dict[str, dict[str, float]]:
-        """Totals should a new (`memory`) buffer go on from here: what is stored and not yet trained is lost with this one."""
+        """Totals should a new (`memory`) buffer go on from here: what is stored and not yet trained is lost with this one.
+
+        trained: tickets of all that is committed, and of what will be then.
+        """
         out = self.past.copy()
-        for g in [*self.retained.values(), *self.alive.values()]:
+        out.merge(self._lines_kept())
+        for g in self.alive.values():
             g.fold(out, trained=g.ticket in trained, rest="lost_with_process")
         return out.totals()
+
+    def _lines_kept(self) -> Ledger:
+        """The lines of `retained`: some thousand samples, asked for at every batch and changed by a commit at most."""
+        if self._kept is None:
+            self._kept = Ledger()
+            for g in self.retained.values():
+                g.fold(self._kept, trained=True)
+        return self._kept
+
+    def _touched(self, ticket: int) -> None:
+        """A group's lines change."""
+        if ticket in self.retained:
+            self._kept = None

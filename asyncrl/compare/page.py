@@ -52,7 +52,7 @@ def clean(x: Any) -> Any:
     return None if isinstance(x, float) and not math.isfinite(x) else x
 
 
-def _curves(title: str, unit: str, arms: Sequence[str], cells: Sequence[Cell], points: Callable[[Cell], list[tuple[float, float]]]) -> Any:
+def curves(title: str, unit: str, arms: Sequence[str], cells: Sequence[Cell], points: Callable[[Cell], list[tuple[float, float]]]) -> Any:
     """One line an arm, the mean over seeds at each step, in a band from the lowest to the highest seed."""
     import plotly.graph_objects as go
 
@@ -103,14 +103,14 @@ def write(directory: Path, name: str, cells: Sequence[Cell], found: dict[str, An
 
     arms, b = list(found["arms"]), judgement.Bounds()
     figures = [
-        _curves("Accuracy on held-out prompts", "accuracy", arms, cells, lambda c: list(zip(c.steps, c.accuracy, strict=True))),
-        _curves("Lag of trained tokens", "versions, mean", arms, cells, _metric("lag/mean")),
-        _curves("Effective sample size of the raw ratios", "share", arms, cells, _metric("is/target_ess")),
-        _curves("KL from behaviour to target", "nats a token (k3)", arms, cells, _metric("kl/behavior_target_k3")),
-        _curves("Entropy", "nats a token", arms, cells, _metric("policy/entropy")),
-        _curves("Gradient norm", "before clipping", arms, cells, _metric("optim/grad_norm")),
-        _curves("Answer length", "tokens", arms, cells, _metric("answer/length")),
-        _curves("Reward of the training batch", "mean", arms, cells, _metric("reward/mean")),
+        curves("Accuracy on held-out prompts", "accuracy", arms, cells, lambda c: list(zip(c.steps, c.accuracy, strict=True))),
+        curves("Lag of trained tokens", "versions, mean", arms, cells, _metric("lag/mean")),
+        curves("Effective sample size of the raw ratios", "share", arms, cells, _metric("is/target_ess")),
+        curves("KL from behaviour to target", "nats a token (k3)", arms, cells, _metric("kl/behavior_target_k3")),
+        curves("Entropy", "nats a token", arms, cells, _metric("policy/entropy")),
+        curves("Gradient norm", "before clipping", arms, cells, _metric("optim/grad_norm")),
+        curves("Answer length", "tokens", arms, cells, _metric("answer/length")),
+        curves("Reward of the training batch", "mean", arms, cells, _metric("reward/mean")),
     ]
     plots = [Markup(pio.to_html(f, include_plotlyjs=False, full_html=False, config={"displaylogo": False, "displayModeBar": False})) for f in figures]
     blob = json.dumps(clean(found))
