@@ -59,7 +59,7 @@ class Generator:
             self.rewards.timed = self.reward_tracer.add
         self.outbox = Outbox(config.wires, self.producer, self.session)
         self.weights = WeightsReceiver(config, self.producer)
-        self.socket = PeerSocket(buffer_address(config, run_dir))
+        self.socket = PeerSocket(buffer_address(config, run_dir), config.wires.curve_dir)
         self.loaded: tuple[Label, str] | None = None
         self.prompts: dict[int, np.ndarray] = {}  # held ticket -> tokens
         self.judged: dict[Key, tuple[m.Ticket, Answer, str]] = {}  # waiting for their reward

@@ -104,8 +104,11 @@ def run(source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path |
     sys.exit(code)
 
 
-def _part(source: str, sets: tuple[str, ...], run_dir: Path | None) -> tuple[Any, Path]:
-    """Config and run directory of one process; whoever starts first makes the directory."""
+def _part(source: str, sets: tuple[str, ...], run_dir: Path | None, *, joins: bool) -> tuple[Any, Path]:
+    """Config and run directory of one process; whoever starts first makes the directory.
+
+    joins: a generator, which may be on another machine than the buffer: what it makes then belongs to the buffer's run.
+    """
     from asyncrl import config_load, rundir
 
     config = config_load.load(source, sets)
@@ -113,8 +116,26 @@ def _part(source: str, sets: tuple[str, ...], run_dir: Path | None) -> tuple[Any
     if run_dir is None and not config.name:
         raise ConfigError("processes started one by one need to agree on a directory: give --run-dir DIR (or name in the config)")
     if not (where / "config.toml").exists():
-        rundir.ensure(config, config_load.dump(config), where)
+        run = _joined(config, where) if joins and config.wires.address.startswith("tcp://") else ""
+        rundir.ensure(config, config_load.dump(config), where, run)
     return config_load.load(where / "config.toml"), where
+
+
+def _joined(config: Any, where: Path) -> str:
+    """Id of the run that the buffer at wires.address serves; "" when another process makes the directory meanwhile."""
+    import time
+
+    from asyncrl import live
+    from asyncrl.errors import PeerUnreachable
+
+    until = time.monotonic() + config.wires.connect_s
+    while not (where / "config.toml").exists():
+        if (status := live.ask(config.wires.address, config.wires.curve_dir, 1.0)) is not None:
+            return status.run
+        if time.monotonic() > until:
+            raise PeerUnreachable(f"no buffer answers at {config.wires.address} after {config.wires.connect_s:g} s (wires.connect_s): is it running, "
+                                  "and with keys of the same `asyncrl keys`?")  # fmt: skip
+    return ""
 
 
 def part_command(name: str, doc: str) -> None:
@@ -122,7 +143,7 @@ def part_command(name: str, doc: str) -> None:
     @click.option("--index", default=0, help="number of this generator")
     @options()
     def command(source: str, sets: tuple[str, ...], as_json: bool, run_dir: Path | None, index: int) -> None:
-        config, where = _part(source, sets, run_dir)
+        config, where = _part(source, sets, run_dir, joins=name == "generator")
         if name == "buffer":
             from buffer.service import main as start
 
@@ -145,6 +166,20 @@ def part_command(name: str, doc: str) -> None:
 part_command("buffer", "The buffer process of a run.")
 part_command("generator", "One generator process of a run; as many as wanted, with different --index.")
 part_command("learner", "The learner process of a run.")
+
+
+@main.command()
+@click.argument("directory", type=click.Path(path_type=Path))
+@click.option("--json", "as_json", is_flag=True)
+def keys(directory: Path, as_json: bool) -> None:
+    """Make CURVE keys in DIRECTORY, for wires.curve_dir of a run on several machines."""
+    from asyncrl.wires import make_keys
+
+    give = make_keys(directory)
+    if not as_json:
+        print(f"copy {' and '.join(x.name for x in give)} to a directory on each other machine and name it there as wires.curve_dir;\n"
+              f"keys in {directory / 'clients'} are let in, all others are not")  # fmt: skip
+    emit({"curve_dir": str(directory), "copy": [str(x) for x in give]}, as_json)
 
 
 @main.command()

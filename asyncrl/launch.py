@@ -58,7 +58,6 @@ class Child:
     log: Path = Path()
     restarts: int = 0
     code: int | None = None
-    started: float = 0.0
 
 
 @dataclass
@@ -102,7 +101,7 @@ class Supervisor:
         with child.log.open("ab") as log:
             child.process = subprocess.Popen(child.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True,
                                              preexec_fn=_die_with_parent)  # fmt: skip
-        child.code, child.started = None, time.monotonic()
+        child.code = None
 
     # ---- watching --------------------------------------------------------------------------------------------------
 

@@ -18,13 +18,16 @@ from asyncrl.errors import ConfigError
 SHM = Path("/dev/shm")
 
 
-def prepare(config: Config, toml: str, run_dir: Path) -> None:
-    """Make a new run directory, with the resolved config, the command and the commit.  Raises ConfigError when it is used."""
+def prepare(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
+    """Make a new run directory, with the resolved config, the command and the commit; run: id of the run, where it has one elsewhere.
+
+    Raises ConfigError when the directory is used.
+    """
     if (run_dir / "config.toml").exists():
         raise ConfigError(f"{run_dir} holds a run already: go on with it by `asyncrl run --resume {run_dir}`, or choose another name by --set name=...")
     for part in ("checkpoints", "logs", "trace"):
         (run_dir / part).mkdir(parents=True, exist_ok=True)
-    (run_dir / "run_id").write_text(uuid.uuid4().hex[:12])
+    (run_dir / "run_id").write_text(run or uuid.uuid4().hex[:12])
     (run_dir / "command").write_text(" ".join(sys.argv) + "\n")
     git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
     (run_dir / "commit").write_text(git.stdout or "unknown\n")
@@ -33,13 +36,13 @@ def prepare(config: Config, toml: str, run_dir: Path) -> None:
     os.replace(part_file, run_dir / "config.toml")
 
 
-def ensure(config: Config, toml: str, run_dir: Path) -> None:
+def ensure(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
     """The same for processes started by hand, in any order: whoever comes first makes the directory."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / ".making").open("w") as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         if not (run_dir / "config.toml").exists():
-            prepare(config, toml, run_dir)
+            prepare(config, toml, run_dir, run)
 
 
 def directory(config: Config, source: str) -> Path:

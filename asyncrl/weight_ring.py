@@ -199,8 +199,3 @@ class RingReader:
             slot.close()
         self.slots = []
         self._pin.close()
-
-
-def remove_rings(parent: Path) -> None:
-    """Remove every ring below `parent` (the run's directory on the shared-memory file system)."""
-    shutil.rmtree(parent, ignore_errors=True)

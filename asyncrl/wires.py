@@ -37,7 +37,7 @@ def check_address(address: str, curve_dir: str, key: str) -> None:
     if kind == "ipc" and len(rest.encode()) > IPC_LIMIT:
         raise ConfigError(f"{key}: the socket path {rest} has {len(rest.encode())} bytes, the system allows {IPC_LIMIT}; choose a shorter one")
     if kind == "tcp" and not curve_dir and not _loopback(rest.rsplit(":", 1)[0]):
-        raise ConfigError(f"{key}: {address} is open to the network; give CURVE keys by wires.curve_dir, or use 127.0.0.1")
+        raise ConfigError(f"{key}: {address} is open to the network; give CURVE keys by wires.curve_dir (`asyncrl keys DIR`), or use 127.0.0.1")
 
 
 def _loopback(host: str) -> bool:
@@ -49,13 +49,19 @@ def _loopback(host: str) -> bool:
         return False
 
 
-def make_keys(directory: Path) -> None:
-    """Write CURVE keys: server.key(_secret), client.key(_secret), and the allow-list clients/."""
+def make_keys(directory: Path) -> list[Path]:
+    """Write CURVE keys: server.key(_secret), client.key(_secret), and the allow-list clients/; returns what a client's host needs.
+
+    Raises ConfigError where keys lie already: whoever holds the old ones would be locked out.
+    """
+    if (directory / "server.key").exists():
+        raise ConfigError(f"{directory} holds keys already: choose another directory, or remove it first")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    zmq.auth.create_certificates(directory, "server")
-    public, _ = zmq.auth.create_certificates(directory, "client")
+    server, _ = zmq.auth.create_certificates(directory, "server")
+    public, secret = zmq.auth.create_certificates(directory, "client")
     (directory / "clients").mkdir(exist_ok=True)
     (directory / "clients" / "client.key").write_bytes(Path(public).read_bytes())
+    return [Path(server), Path(secret)]
 
 
 def _secure(socket: Any, curve_dir: str, *, server: bool) -> Any:
@@ -65,7 +71,7 @@ def _secure(socket: Any, curve_dir: str, *, server: bool) -> Any:
     where, guard = Path(curve_dir), None
     mine = where / ("server.key_secret" if server else "client.key_secret")
     if not mine.is_file():
-        raise ConfigError(f"wires.curve_dir: {mine} is missing")
+        raise ConfigError(f"wires.curve_dir: {mine} is missing; `asyncrl keys {curve_dir}` makes keys")
     public, secret = zmq.auth.load_certificate(mine)
     socket.curve_publickey, socket.curve_secretkey = public, secret
     if server:

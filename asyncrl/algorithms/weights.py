@@ -56,17 +56,12 @@ def bounded(w: torch.Tensor, bound: str, lo: float, hi: float) -> torch.Tensor:
 
 
 def mean_weight(w: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int, level: str) -> torch.Tensor:
-    """What self-normalisation divides by: the mean over tokens in the mask (token level) or over samples with any (other levels)."""
+    """What self-normalisation (Owen 2013, chapter 9) divides by: the mean over tokens in the mask (token level) or over samples with any (other levels)."""
     if level == "token":
         mean = masked_mean(w, mask)
     else:
         mean = masked_mean(seq_mean(w, mask, seq, n), seq_sum(mask.to(w.dtype), seq, n) > 0)
     return torch.where(mean > 0, mean, 1.0)
-
-
-def self_normalized(w: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int, level: str) -> torch.Tensor:
-    """w over its mean over the whole batch (self-normalised importance sampling; Owen 2013, chapter 9)."""
-    return w / mean_weight(w, mask, seq, n, level)
 
 
 def statistic(name: str, over: str, log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:

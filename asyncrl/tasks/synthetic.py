@@ -12,7 +12,6 @@ import xxhash
 from asyncrl.messages import Prompt
 
 FIXED = 2048  # problems in a held-out or out-of-distribution set
-SPLITS = ("train", "heldout", "ood")
 
 
 def _home(canonical: str) -> str:
