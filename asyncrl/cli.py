@@ -12,6 +12,7 @@ import click
 from msgspec import to_builtins
 
 from asyncrl.errors import EXIT_CODES, AsyncrlError, ConfigError
+from asyncrl.importing import no_garbage
 from asyncrl.lab.command import lab
 
 
@@ -145,16 +146,18 @@ def part_command(name: str, doc: str) -> None:
     def command(source: str, sets: tuple[str, ...], as_json: bool, run_dir: Path | None, index: int) -> None:
         config, where = _part(source, sets, run_dir, joins=name == "generator")
         if name == "buffer":
-            from buffer.service import main as start
-
+            with no_garbage():
+                from buffer.service import main as start
             start(config, where)
         elif name == "learner":
-            from learner.loop import main as start
-
+            with no_garbage():
+                from learner.loop import main as start
             start(config, where)
         else:
-            from actors.generator import main as start_generator
+            with no_garbage():
+                import torch  # noqa: F401  # which its engine needs
 
+                from actors.generator import main as start_generator
             start_generator(config, where, index)
         if as_json:
             print(json.dumps({"run_dir": str(where), "process": name}))

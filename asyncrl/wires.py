@@ -15,8 +15,6 @@ from typing import Any
 import msgspec
 import xxhash
 import zmq
-import zmq.auth
-from zmq.auth.thread import ThreadAuthenticator
 
 from asyncrl.errors import ConfigError, PeerUnreachable
 from asyncrl.messages import MAX_FRAME_BYTES, FromBuffer, FromPeer, Refused
@@ -54,6 +52,8 @@ def make_keys(directory: Path) -> list[Path]:
 
     Raises ConfigError where keys lie already: whoever holds the old ones would be locked out.
     """
+    import zmq.auth
+
     if (directory / "server.key").exists():
         raise ConfigError(f"{directory} holds keys already: choose another directory, or remove it first")
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -68,6 +68,9 @@ def _secure(socket: Any, curve_dir: str, *, server: bool) -> Any:
     """Encrypt with the keys in `curve_dir`; a server admits only the keys in its clients/ folder."""
     if not curve_dir:
         return None
+    import zmq.auth  # with asyncio and threads of its own: only for those who encrypt
+    from zmq.auth.thread import ThreadAuthenticator
+
     where, guard = Path(curve_dir), None
     mine = where / ("server.key_secret" if server else "client.key_secret")
     if not mine.is_file():

@@ -24,6 +24,7 @@ from asyncrl import config_load
 from asyncrl.compare import judgement
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.importing import no_garbage
 from asyncrl.launch import _die_with_parent, signal_name
 
 Tell = Callable[[str, dict[str, Any]], None]  # (cell, {"step", "accuracy"} along the way or {"done": True})
@@ -140,7 +141,8 @@ def cold(config: Config) -> str:
 
 def main(directory: Path, abandon: bool) -> None:
     """A worker: until stdin ends."""
-    from asyncrl.compare import runner
+    with no_garbage():
+        from asyncrl.compare import runner
 
     events = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # whatever a library or a reward function prints goes to the log
