@@ -35,8 +35,8 @@ TAKEN = ("dropped_stale", "abandoned", "masked_stale")
 
 
 def make(args: Any) -> sweep.Sweep:
-    sets = [f"learner.lr={args.lr}", f"learner.steps={args.steps}", f"staleness.delay={args.delay}", "evaluation.every=10", "evaluation.prompts=128",
-            "evaluation.final_prompts=512", "evaluation.ood_prompts=0"]  # fmt: skip
+    sets = [f"learner.lr={args.lr}", f"learner.steps={args.steps}", f"learner.groups={args.groups}", f"staleness.delay={args.delay}",
+            f"evaluation.every={args.steps // 8}", "evaluation.prompts=128", "evaluation.final_prompts=512", "evaluation.ood_prompts=0"]  # fmt: skip
     if args.quick:
         sets += ["learner.groups=4", "learner.group_size=4", "generator.slots=32", "evaluation.final_prompts=16", "evaluation.prompts=16"]
     source = str(results_file.ROOT / "configs" / f"{args.task}.toml")
@@ -106,6 +106,7 @@ def main() -> None:
     p.add_argument("--lr", default="5e-4")
     p.add_argument("--limit", type=int, default=4)
     p.add_argument("--delay", type=float, default=2.0, help="staleness.delay")
+    p.add_argument("--groups", type=int, default=32, help="in a batch, of 8 samples")
     p.add_argument("--seeds", type=int, default=3)
     p.add_argument("--steps", type=int, default=120)
     p.add_argument("--workers", type=int, default=1)
@@ -119,11 +120,12 @@ def main() -> None:
         preflight(s.plan.arms[sweep.SYNC])
         s.run(args.workers, lambda name, e: say(f"{name}: done") if "done" in e else None)
     found = frontier.analyse(s)
-    subtitle = f"{args.task}, learning rate {args.lr}, limit {args.limit}, delay {args.delay:g}: {args.steps} steps of natural lag, {len(s.seeds)} seed(s)"
+    size = f"{args.steps} steps of {args.groups} x 8"
+    subtitle = f"{args.task}, learning rate {args.lr}, limit {args.limit}, delay {args.delay:g}: {size} at natural lag, {len(s.seeds)} seed(s)"
     page = sweep_page.write(s.directory, "Orders of service", found, [(n, what) for n, (what, _) in ARMS.items()], subtitle)
     arms = analyse(s, found)
     print("\n".join(lines(arms)), file=sys.stderr if args.json else sys.stdout)
-    setting = {k: getattr(args, k) for k in ("task", "lr", "limit", "delay", "seeds", "steps")}
+    setting = {k: getattr(args, k) for k in ("task", "lr", "limit", "delay", "groups", "seeds", "steps")}
     result = clean({"beside": args.beside, "runs_made_at": args.made_at or results_file.commit(), "setting": setting, "missing": found["missing"],
                     "synchronous": found["sync"]["final"], "arms": arms})  # fmt: skip
     if not args.quick:

@@ -47,8 +47,8 @@ FIRST, EARLY, CLOSE = 4, 24, 0.05  # batches left out at a run's start (Adam's);
 
 
 def common(args: Any) -> list[str]:
-    sets = [f"learner.steps={args.steps}", f"learner.minibatches={args.minibatches}", "record.kl_moved=4", "evaluation.every=10", "evaluation.prompts=128",
-            "evaluation.final_prompts=512", "evaluation.ood_prompts=0"]  # fmt: skip
+    sets = [f"learner.steps={args.steps}", f"learner.groups={args.groups}", f"learner.minibatches={args.minibatches}", "record.kl_moved=4",
+            f"evaluation.every={args.steps // 8}", "evaluation.prompts=128", "evaluation.final_prompts=512", "evaluation.ood_prompts=0"]  # fmt: skip
     if args.quick:
         sets += ["learner.groups=4", "learner.group_size=4", "generator.slots=32", "evaluation.final_prompts=16", "evaluation.prompts=16"]
     return sets
@@ -164,6 +164,7 @@ def main() -> None:
     p.add_argument("--task", default="rle", help="a config of configs/")
     p.add_argument("--lr", default="5e-4", help="PPO's, and where the others' calibration starts")
     p.add_argument("--target", type=float, default=0.0, help="KL moved a batch, nats a token; 0: what PPO moves at --lr")
+    p.add_argument("--groups", type=int, default=32, help="in a batch, of 8 samples")
     p.add_argument("--minibatches", type=int, default=4)
     p.add_argument("--calibration", type=int, default=EARLY, help="batches of a calibration run")
     p.add_argument("--rounds", type=int, default=6, help="calibration runs of an arm, at most")
@@ -194,7 +195,7 @@ def main() -> None:
     page = sweep_page.write(s.directory, "Trust regions at equal KL moved", found, told, subtitle)
     by_lag = analyse(s, found)
     print("\n".join(lines(by_lag)), file=sys.stderr if args.json else sys.stdout)
-    setting = {k: getattr(args, k) for k in ("task", "lr", "minibatches", "lags", "seeds", "steps")}
+    setting = {k: getattr(args, k) for k in ("task", "lr", "groups", "minibatches", "lags", "seeds", "steps")}
     result = clean({"beside": args.beside, "runs_made_at": args.made_at or results_file.commit(), "setting": setting, "target": target, "calibration": tried,
                     "arms": {n: what for n, (what, _) in ARMS.items()}, "missing": found["missing"], "by_lag": by_lag})  # fmt: skip
     if not args.quick:
