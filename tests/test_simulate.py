@@ -124,6 +124,8 @@ SITUATIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({"lost_every": 3.0, "restart": 40.0}, ["staleness.max_lag=3", "generators=3", "wires.lease_s=2.0", "reward.deadline_s=1.0"]),
     ({}, ["staleness.max_lag=1", "staleness.on_exceed='drop'", "generators=2"]),
     ({}, ["staleness.max_lag=1", "staleness.on_exceed='mask'", "generators=2"]),
+    ({}, ["staleness.max_lag=1", "staleness.on_exceed='drop'", "staleness.order='freshest'", "generators=2"]),
+    ({}, ["staleness.max_lag=1", "staleness.on_exceed='mask'", "staleness.order='freshest'", "generators=2"]),
     ({}, ["staleness.max_lag=3", "staleness.inject=2"]),
     ({}, ["staleness.max_lag=inf", "generators=2"]),
     ({"reward": "pareto(0.05, 2.5, 1)"}, ["staleness.max_lag=2", "reward.workers=4", "advantage.no_spread='filter'"]),
@@ -339,6 +341,7 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     [(["--limit", "1.5"], "--limit 1.5: a staleness limit is a whole number"), (["--generators", "0,5"], "from 1 to 10000"), (["--more", "-1"], "--more -1"),
      (["--sync", "0"], "--sync 0"), (["--from", "/nowhere"], "no run directory"), (["--times", "/nowhere.toml"], "/nowhere.toml"),
      (["--time", "swap=fast"], "no distribution"), (["--plot", "/nowhere/p.html"], "there is no directory /nowhere"),
+     (["--set", "staleness.delay=1"], "staleness.delay: is not simulated"),
      (["--limit", "1", "--set", "staleness.inject=2"], "below staleness.inject"), (["--time", "failed=0.1", "--set", "reward.on_error='stop'"], "on_error")],
 )  # fmt: skip
 def test_bad_input_is_one_line(capsys: pytest.CaptureFixture[str], words: list[str], message: str) -> None:
