@@ -5,6 +5,7 @@ Everything it knows of time is read here and passed in: leases, ages of waits, w
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -424,6 +425,7 @@ def main(config: Config, run_dir: Path) -> None:
     """Serve the run in `run_dir` until it is finished or SIGTERM ends it.  Raises AsyncrlError when the run must stop."""
     lock = Lock(run_dir, "buffer")
     service = Service(config, run_dir)
+    gc.set_threshold(100_000, 50, 50)  # thousands of stored samples and no cycles among them: looking for some took a sixth of its time
 
     def end(_number: int, _frame: object) -> None:
         service.stop = True
