@@ -47,7 +47,7 @@ class Lease:
     granted: Label
 
 
-@dataclass(eq=False)
+@dataclass
 class Stored:
     trajectory: Trajectory
     in_flight: int  # lag at delivery
@@ -73,7 +73,7 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        return None not in self.samples
+        return all(s is not None for s in self.samples)
 
     def stored(self) -> list[Stored]:
         return [s for s in self.samples if s is not None]
