@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,13 @@ def test_other_orders_do_not_wait_and_what_they_lose_is_counted_by_length(late_r
 def test_a_late_run_repeats_bitwise(late_runs: dict[str, dict[str, Any]]) -> None:
     a, b = late_runs["mask freshest"], late_runs["mask freshest again"]
     assert a["weights_digest"] == b["weights_digest"] and a["ledger_lines"] == b["ledger_lines"] and a["clock"] == b["clock"]
+
+
+def test_what_a_rule_took_is_a_share_of_what_it_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])  # last: benchmarks/buffer.py must not hide the package
+    import orders
+
+    lines = {"trained": {"tokens": 90, "upto_8": 60, "upto_16": 30, "faded_upto_16": 6.0}, "dropped_stale": {"tokens": 30, "upto_16": 20, "upto_32": 10}}
+    by = orders.by_length(lines)
+    assert by["8"] == {"tokens": 60, "taken": 0.0} and by["32"] == {"tokens": 10, "taken": 1.0}
+    assert by["16"] == {"tokens": 50, "taken": pytest.approx((20 + 6) / 50)}
