@@ -50,8 +50,8 @@ class Engine(Protocol):
     def active(self) -> int:
         """Rows being written, and requests that wait for a row."""
 
-    def load(self, weights: Mapping[str, Any], label: Label, digest: str) -> None:
-        """Use these weights (name -> tensor, copied) from the next decode step on."""
+    def load(self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b"") -> None:
+        """Use these weights (name -> tensor, copied) from the next decode step on; probe: what the learner published with them."""
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queue requests; they start at the next step with the weights then loaded."""

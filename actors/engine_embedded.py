@@ -81,7 +81,7 @@ class EmbeddedEngine:
         return self.live + len(self.queue)
 
     @torch.inference_mode()
-    def load(self, weights: Mapping[str, Any], label: Label, digest: str) -> None:
+    def load(self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b"") -> None:
         self.weights.load({name: rounded(w, self.mantissa_bits) for name, w in weights.items()} if self.mantissa_bits else weights)
         self.label, self.digest = label, digest
         for row in filter(None, self.rows):

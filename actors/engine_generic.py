@@ -43,7 +43,7 @@ class GenericEngine:
     def active(self) -> int:
         return len(self.rows) + len(self.queue)
 
-    def load(self, weights: Mapping[str, Any], label: Label, digest: str) -> None:
+    def load(self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b"") -> None:
         load_weights(self.model, weights)
         self.label, self.digest = label, digest
         for row in self.rows:

@@ -1,15 +1,16 @@
 """vLLM behind the engine protocol: the scheduler and the kernels are vLLM's, tickets, versions and weights are ours.
 
 The engine core lives in this process (no worker, no socket), so a swap happens between two of its steps and needs no pause.
-A swap hands the tensors that view the pulled bytes to vLLM's layerwise reload, repacks what that leaves stale, and sets the version
-label; vLLM then reports per answer which tokens each version drew.  The reload can go wrong without an error, so every swap is
-probed: the log-probabilities of a few fixed tokens, from the engine, against a plain transformers forward of the published bytes.
-No answer leaves the engine between a swap and its probe.
+A swap writes the pulled bytes into the layers of vLLM's model (actors/vllm_swap.py; models that it does not know go through vLLM's
+layerwise reload, and what that leaves stale is packed again) and sets the version label; vLLM then reports per answer which tokens each
+version drew.  Either way can go wrong without an error, so every swap is probed: the log-probabilities of a few fixed tokens, from the
+engine, against those that the learner published with the weights.  No answer leaves the engine between a swap and its probe.
 """
 
 from __future__ import annotations
 
 import os
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -19,15 +20,15 @@ import numpy as np
 import torch
 
 from actors.engine import Answer, Key, Request, uniforms
+from actors.vllm_swap import Direct, Unknown, pack
 from asyncrl.config import Config
 from asyncrl.engines import missing_vllm
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.messages import Span
-from asyncrl.models import load_policy
+from asyncrl.models import load_policy, probe_ids, probe_logprobs, text_config
 from asyncrl.versions import Label
 
 PROBE = "probe"
-PROBE_TOKENS = 8
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # nats; seen: 3e-6 and 1e-2
 BLOCK = 32  # tokens in a block of keys and values; its CPU kernels want multiples of 32
 SETTINGS = {
@@ -45,11 +46,27 @@ CPU_SETTINGS = {
 class SwapExtension:
     """Methods that vLLM mixes into its worker (`worker_extension_cls`)."""
 
-    def asyncrl_load(self, weights: Mapping[str, torch.Tensor]) -> None:
-        """Load `weights` (transformers' names; they need not outlive the call) into the model, in its own layout."""
+    def asyncrl_load(self, weights: Mapping[str, torch.Tensor]) -> str:
+        """Load `weights` (transformers' names; they need not outlive the call) into the model, in its own layout.
+
+        The first time by vLLM's reload, and then, if it comes to the same, directly.  Returns why it does not; "": it does.
+        """
         worker: Any = self
-        worker.model_runner.reload_weights(weights_iterator=iter(weights.items()))
-        repack(worker.model_runner.get_model())
+        model, direct = worker.model_runner.get_model(), getattr(worker, "asyncrl_direct", None)
+        if not isinstance(direct, Direct):
+            worker.model_runner.reload_weights(weights_iterator=iter(weights.items()))
+            repack(model)
+        if direct is None:
+            try:
+                direct = Direct(model, weights, worker.model_runner.model_config.dtype)
+                direct.same(weights)
+            except Unknown as e:
+                direct = str(e)
+            worker.asyncrl_direct = direct
+        if isinstance(direct, str):
+            return direct
+        direct.load(weights)
+        return ""
 
     def asyncrl_sampler(self) -> None:
         """On a CPU: put `SeededSampler` in the place of vLLM's."""
@@ -61,12 +78,9 @@ class SwapExtension:
 
 def repack(model: torch.nn.Module) -> None:
     """Pack again what the reload leaves packed from the old weights: CPU linears that also keep their plain weight (tied heads)."""
-    stale = [m for m in model.modules() if hasattr(m, "cpu_linear") and isinstance(w := getattr(m, "weight", None), torch.Tensor) and w.numel()]
-    if stale:
-        from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
-
-        for module in stale:
-            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+    for module in model.modules():
+        if hasattr(module, "cpu_linear") and isinstance(w := getattr(module, "weight", None), torch.Tensor) and w.numel():
+            pack(module, remove_weight=False)
 
 
 class SeededSampler:
@@ -104,26 +118,27 @@ class SeededSampler:
 
 
 class Reference:
-    """The published weights under plain transformers.  Its parameters view the published bytes: it holds no copy of its own."""
+    """The published weights under plain transformers, for versions without a probe (those before a resume, which injected lag may name).
+
+    Its parameters view the published bytes: it holds no copy of its own.
+    """
 
     def __init__(self, path: str, dtype: str) -> None:
-        self.hf: Any = load_policy(path, dtype, "cpu", whole=True).hf
-        for p in self.hf.parameters():
-            p.data = torch.empty(0, dtype=p.dtype)
-        vocabulary = int(self.hf.config.get_text_config().vocab_size)
-        self.ids = [(7 * i * i + 3 * i + 1) % vocabulary for i in range(PROBE_TOKENS)]
+        self.model = load_policy(path, dtype, "cpu", whole=True)
+        self.model.fast = None
+        self._forget()
 
-    @torch.inference_mode()
     def logprobs(self, weights: Mapping[str, torch.Tensor]) -> np.ndarray:
-        """float32 [PROBE_TOKENS - 1]: log-probabilities of the probe's tokens after the first."""
-        for name, p in self.hf.named_parameters():
-            p.data = weights[name]
-        ids = torch.tensor([self.ids])
-        logs = torch.log_softmax(self.hf(input_ids=ids, use_cache=False).logits[0, :-1].float(), -1)
-        out: np.ndarray = logs.gather(1, ids[0, 1:, None])[:, 0].numpy()
-        for p in self.hf.parameters():
-            p.data = torch.empty(0, dtype=p.dtype)
+        """See `asyncrl.models.probe_logprobs`."""
+        for name, p in self.model.hf.named_parameters():
+            p.data = weights[name].cpu()
+        out = probe_logprobs(self.model)
+        self._forget()
         return out
+
+    def _forget(self) -> None:
+        for p in self.model.hf.parameters():
+            p.data = torch.empty(0, dtype=p.dtype)
 
 
 class VllmEngine:
@@ -139,9 +154,11 @@ class VllmEngine:
             raise ConfigError(f"generator.engine = vllm: {why}")
         self.slots, self.context, self.in_flight = slots, context, in_flight
         self.dtype = getattr(torch, dtype)
-        self.reference = Reference(path, published or dtype)
-        self.llm = start(path, self.reference.hf.config.get_text_config(), slots=slots, context=context, dtype=dtype, device=device, kv_bytes=kv_bytes,
-                         seed=seed)  # fmt: skip
+        self.path, self.published = path, published or dtype
+        self.reference: Reference | None = None  # made when it is needed
+        shape = text_config(path)
+        self.ids = probe_ids(shape)
+        self.llm = start(path, shape, slots=slots, context=context, dtype=dtype, device=device, kv_bytes=kv_bytes, seed=seed)
         self.llm.collective_rpc("asyncrl_sampler")
         self.requests: dict[str, tuple[Request, Label]] = {}  # id -> (request, label when it was added)
         self.expected: np.ndarray | None = None  # of the probe that is under way
@@ -154,9 +171,13 @@ class VllmEngine:
     def active(self) -> int:
         return len(self.requests) + len(self.kept)
 
-    def load(self, weights: Mapping[str, Any], label: Label, digest: str) -> None:
-        expected = self.reference.logprobs(weights)
-        self.llm.collective_rpc("asyncrl_load", args=(weights,))
+    def load(self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b"") -> None:
+        if not probe and self.reference is None:
+            self.reference = Reference(self.path, self.published)
+        expected = np.frombuffer(probe, "<f4") if probe or self.reference is None else self.reference.logprobs(weights)
+        why = self.llm.collective_rpc("asyncrl_load", args=(weights,))
+        if why and why[0] and not self.loads:
+            print(f"generator: weights go through vLLM's own reload, which is slow: {why[0]}", file=sys.stderr)
         if self.expected is not None:  # the last swap's probe has not run yet: this one's takes its place
             self._drop([self._id(PROBE, self.loads)])
         if self.in_flight == "recompute_kv":
@@ -165,7 +186,7 @@ class VllmEngine:
         self.llm.set_weight_version(f"{label.epoch}.{label.number}.{digest}")
         self.expected = expected
         ask = params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        self.llm.add_request(self._id(PROBE, self.loads), self._prompt(self.reference.ids), ask, priority=-1)
+        self.llm.add_request(self._id(PROBE, self.loads), self._prompt(self.ids), ask, priority=-1)
 
     def add(self, requests: Iterable[Request]) -> None:
         for r in requests:

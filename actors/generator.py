@@ -139,13 +139,13 @@ class Generator:
                 self.wait(f"weights {goal}")
                 time.sleep(0.001)
                 return
-            tensors, digest = got
-            self.engine.load(tensors, goal, digest)
+            tensors, digest, probe = got
+            self.engine.load(tensors, goal, digest, probe)
         self.loaded = (goal, digest)
         self.stats["generator/swap_s"] += time.monotonic() - began
         self.stats["generator/swaps"] += 1
 
-    def pull(self, said: m.Announcement, goal: Label) -> tuple[dict[str, Any], str] | None:
+    def pull(self, said: m.Announcement, goal: Label) -> tuple[dict[str, Any], str, bytes] | None:
         """Weights `goal` from where they were announced to be; None: not now.  Raises PeerUnreachable when that place stays gone."""
         try:
             got = self.weights.pull(said.source, goal, said.digest if goal == said.label else None)

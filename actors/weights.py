@@ -1,4 +1,4 @@
-"""How weights reach a generator: from the learner's ring on the same host, in chunks over tcp from another.
+"""How weights reach a generator: from the learner's ring on the same host, in chunks over tcp from another, from GPU to GPU by NCCL.
 
 A version is copied into a buffer of our own, verified, and only then handed to the engine; nothing runs from the mapping.
 """
@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from asyncrl.config import Config
 from asyncrl.errors import PeerUnreachable
 from asyncrl.messages import WeightsSource
-from asyncrl.models import flat_bytes, read_flat
+from asyncrl.models import flat_bytes, read_flat, views
 from asyncrl.versions import Label
 from asyncrl.weight_ring import RingReader
 from asyncrl.wires import ChunkClient
+
+if TYPE_CHECKING:
+    from asyncrl.weight_pairs import PairClient
 
 
 class WeightsReceiver:
@@ -28,6 +31,7 @@ class WeightsReceiver:
         self.manifest: Any = None
         self.into = bytearray()
         self.client: ChunkClient | None = None
+        self.pair: PairClient | None = None
         self.curve_dir = config.wires.curve_dir
         self.bytes_over_socket = 0
 
@@ -36,24 +40,43 @@ class WeightsReceiver:
             return source.host == socket.gethostname() and Path(source.directory).is_dir()
         return self.transport == "shared_memory"
 
-    def pull(self, source: WeightsSource, label: Label, digest: str | None) -> tuple[dict[str, Any], str] | None:
-        """(tensors that view a private buffer, digest) of version `label`, None when it is not to be had right now."""
+    def pull(self, source: WeightsSource, label: Label, digest: str | None) -> tuple[dict[str, Any], str, bytes] | None:
+        """(tensors that view a private buffer, digest, probe) of version `label`, None when it is not to be had right now."""
         if source.epoch != self.epoch:
             self.open(source)
+        if self.pair is not None:
+            return self._receive(self.pair, label, digest)
         if self.reader is not None:
             digest = digest or self.reader.labels().get(label)
             if digest is None or not self.reader.read(label, digest, memoryview(self.into)):
                 return None
+            probe = self.reader.probe
         else:
             assert self.client is not None
             digest = self.client.fetch(label, digest or "", memoryview(self.into))
             self.bytes_over_socket = self.client.bytes_received
             if not digest:
                 return None
-        return read_flat(memoryview(self.into), self.manifest), digest
+            probe = self.client.probe
+        return read_flat(memoryview(self.into), self.manifest), digest, probe
+
+    def _receive(self, pair: PairClient, label: Label, digest: str | None) -> tuple[dict[str, Any], str, bytes] | None:
+        try:
+            digest = pair.fetch(label, digest or "")
+        except PeerUnreachable:
+            self.close()  # the next pull makes a new pair
+            raise
+        return (views(pair.flat, pair.layout), digest, pair.probe) if digest else None
 
     def open(self, source: WeightsSource) -> None:
         self.close()
+        if self.transport == "nccl" or self.transport == "gloo":
+            if source.host != socket.gethostname():
+                raise PeerUnreachable(f"the learner is on host {source.host}: weights.transport = {self.transport} works on one machine; use tcp")
+            from asyncrl.weight_pairs import PairClient
+
+            self.pair, self.epoch = PairClient(source.address, self.transport, self.connect_s), source.epoch
+            return
         if self.local(source):
             self.reader = RingReader(Path(source.directory), self.reader_id)
             self.manifest = self.reader.manifest
@@ -73,4 +96,6 @@ class WeightsReceiver:
             self.reader.close()
         if self.client is not None:
             self.client.close()
-        self.reader, self.client, self.epoch = None, None, -1
+        if self.pair is not None:
+            self.pair.close()
+        self.reader, self.client, self.pair, self.epoch = None, None, None, -1

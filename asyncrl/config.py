@@ -228,7 +228,10 @@ class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     in_flight: Annotated[Literal["keep_kv", "recompute_kv", "between_groups"], Meta(description="what a swap does to answers being written")] = "keep_kv"
-    transport: Literal["auto", "shared_memory", "tcp"] = "auto"
+    transport: Annotated[
+        Literal["auto", "shared_memory", "tcp", "nccl", "gloo"],
+        Meta(description="auto: shared memory on one machine, else tcp; nccl: from GPU to GPU of one machine; gloo: the same path between CPUs"),
+    ] = "auto"
     slots: Annotated[int, Meta(ge=2, description="ring slots, beside those injection needs")] = 4
 
 

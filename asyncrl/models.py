@@ -26,6 +26,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
+PROBE_TOKENS = 8
 ALIGN = 64  # bytes; every tensor of the flat layout starts at a multiple
 Manifest = list[tuple[str, str, list[int], int, int]]  # name, dtype, shape, offset, bytes
 Arrays = Sequence[np.ndarray]
@@ -119,6 +120,18 @@ def load_policy(path: str | Path, dtype: str = "float32", device: str = "auto", 
         except (OSError, ValueError, KeyError) as e:
             raise ConfigError(f"model.path: {path} cannot be loaded as a causal LM: {str(e).splitlines()[0]}") from e
     return PolicyModel(hf.to(where).eval(), str(path))
+
+
+def text_config(path: str | Path) -> Any:
+    """transformers' config of the language model in the directory `path`, without its weights.  Raises ConfigError like `load_policy`."""
+    import transformers
+
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"model.path: {path} is no model directory (it has no config.json)")
+    try:
+        return transformers.AutoConfig.from_pretrained(str(path)).get_text_config()
+    except (OSError, ValueError, KeyError) as e:
+        raise ConfigError(f"model.path: {path} cannot be loaded as a causal LM: {str(e).splitlines()[0]}") from e
 
 
 def transformers_modules(model: bare.Bare) -> Any:
@@ -236,11 +249,25 @@ def write_flat(model: PolicyModel, buffer: memoryview) -> None:
 
 
 def read_flat(buffer: memoryview, layout: Manifest) -> dict[str, torch.Tensor]:
-    """name -> tensor that views `buffer` (a writable one)."""
-    out = {}
-    for name, dtype, shape, offset, size in layout:
-        flat = torch.frombuffer(buffer, dtype=torch.uint8, count=size, offset=offset)
-        out[name] = flat.view(getattr(torch, dtype)).view(shape)
+    """name -> tensor that views `buffer` (a writable one); they share one storage."""
+    return views(torch.frombuffer(buffer, dtype=torch.uint8), layout)
+
+
+def views(flat: torch.Tensor, layout: Manifest) -> dict[str, torch.Tensor]:
+    """name -> tensor that views `flat` (uint8, on any device)."""
+    return {name: flat[offset : offset + size].view(getattr(torch, dtype)).view(shape) for name, dtype, shape, offset, size in layout}
+
+
+def probe_ids(text_config: Any) -> list[int]:
+    """PROBE_TOKENS fixed tokens of a model's vocabulary, by which an engine shows that it computes with the weights it was given."""
+    return [(7 * i * i + 3 * i + 1) % int(text_config.vocab_size) for i in range(PROBE_TOKENS)]
+
+
+@torch.no_grad()
+def probe_logprobs(model: PolicyModel) -> np.ndarray:
+    """float32 [PROBE_TOKENS - 1]: log-probabilities of the probe's tokens after the first."""
+    ids = np.array(probe_ids(model.hf.config.get_text_config()), np.int32)
+    out: np.ndarray = model.logprobs([ids[:1]], [ids[1:]], torch.ones(1, device=model.device)).logprobs.float().cpu().numpy()
     return out
 
 

@@ -135,6 +135,12 @@ def _engine(c: Any) -> list[str]:
         out.append(f"learner.gpus: {c.learner.gpus} for {c.learner.ranks} rank(s) (learner.ranks); each needs a GPU of its own")
     if c.learner.ranks > 1 and not c.learner.gpus and c.model.device.startswith("cuda"):
         out.append(f"learner.gpus: {c.learner.ranks} ranks would share model.device = {c.model.device}; give one number each")
+    if (how := c.weights.transport) in ("nccl", "gloo") and c.wires.weights_address:
+        out.append(f"wires.weights_address: weights.transport = {how} takes a free port of this machine and knows no keys; leave it out, or use tcp")
+    if how == "nccl" and not (c.learner.gpus and c.generator.gpus):
+        out.append("weights.transport: nccl connects two GPUs; give learner.gpus and generator.gpus, or use auto")
+    elif how == "nccl" and (both := sorted(set(c.learner.gpus) & set(c.generator.gpus))):
+        out.append(f"weights.transport: nccl does not connect GPU {both[0]} with itself (learner.gpus, generator.gpus); use auto")
     if c.generator.engine != "vllm" and c.generator.kv_cache_mib:
         out.append(f"generator.kv_cache_mib: belongs to generator.engine = vllm, not to {c.generator.engine}")
     if c.generator.engine != "embedded" and c.generator.mantissa_bits:

@@ -2,13 +2,15 @@
 
 ```
 DIR/manifest        msgpack: epoch, bytes, rows of the flat layout
-DIR/slot_N          header (sequence, epoch, number, xxh3-64), then the bytes, page-aligned
+DIR/slot_N          header (sequence, epoch, number, xxh3-64, probe), then the bytes, page-aligned
 DIR/pin_READER      the slot that a reader copies from, and its heartbeat
 ```
 
 The writer takes a slot that no live reader has pinned, makes the sequence odd, writes, stores label and checksum, makes it even.
 A reader pins, copies into memory of its own, and believes the copy only when sequence and checksum agree.  A pin whose heartbeat
 is older than PIN_S counts for nothing (its reader is stopped or dead): should it wake, its checksum tells it.
+
+The probe: the learner's log-probabilities of a few fixed tokens (`asyncrl.models.probe_ids`) under these weights, float32, or nothing.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ from asyncrl.versions import Label
 
 HEADER = 4096  # one page, so that the bytes are aligned
 _SLOT = struct.Struct("<QqqQ")  # sequence, epoch, number, checksum
+_PROBE = struct.Struct("<H256s")  # bytes, padded; behind _SLOT
 _PIN = struct.Struct("<qd")  # slot or -1, heartbeat (CLOCK_MONOTONIC)
 PIN_S = 5.0
 COPY = 32 << 20  # bytes between two heartbeats
@@ -54,6 +57,11 @@ def _map(path: Path, size: int, *, create: bool) -> mmap.mmap:
 def _head(slot: mmap.mmap) -> tuple[int, Label, str]:
     sequence, epoch, number, checksum = _SLOT.unpack_from(slot, 0)
     return sequence, Label(epoch, number), f"{checksum:016x}"
+
+
+def _probe(slot: mmap.mmap) -> bytes:
+    size, padded = _PROBE.unpack_from(slot, _SLOT.size)
+    return bytes(padded[:size])
 
 
 class Ring:
@@ -112,7 +120,7 @@ class Ring:
                 raise AsyncrlError(f"no weight slot has been free for {self.wait_s:g} s: held by {who}; raise weights.slots ({len(self.slots)})")
             time.sleep(0.001)
 
-    def write(self, label: Label, fill: Callable[[memoryview], None], keep: Iterable[Label] = ()) -> str:
+    def write(self, label: Label, fill: Callable[[memoryview], None], keep: Iterable[Label] = (), probe: bytes = b"") -> str:
         """Publish: `fill` writes the flat bytes.  Returns their digest.  Raises AsyncrlError when no slot comes free."""
         slot = self.slots[self._take(keep)]
         sequence = _head(slot)[0] | 1
@@ -120,19 +128,20 @@ class Ring:
         with memoryview(slot) as whole, whole[HEADER:] as data:
             fill(data)
             checksum = xxhash.xxh3_64_intdigest(data)
+        _PROBE.pack_into(slot, _SLOT.size, len(probe), probe)
         _SLOT.pack_into(slot, 0, sequence, *label, checksum)
         struct.pack_into("<Q", slot, 0, sequence + 1)
         return f"{checksum:016x}"
 
-    def read_part(self, label: Label, digest: str, offset: int, size: int) -> tuple[str, bytes]:
-        """(digest, bytes) of a part of version `label`, ("", b"") when it is not there: for the chunk server."""
+    def read_part(self, label: Label, digest: str, offset: int, size: int) -> tuple[str, bytes, bytes]:
+        """(digest, bytes of a part, probe) of version `label`, digest "" when it is not there: for the chunk server."""
         for slot in self.slots:
             before = _head(slot)
             if before[1] == label and not before[0] & 1 and digest in ("", before[2]):
-                data = slot[HEADER + offset : HEADER + min(offset + size, self.size)]
+                data, probe = slot[HEADER + offset : HEADER + min(offset + size, self.size)], _probe(slot)
                 if _head(slot) == before:
-                    return before[2], data
-        return "", b""
+                    return before[2], data, probe
+        return "", b"", b""
 
     def close(self, *, remove: bool = True) -> None:
         """Unmap, and remove the directory; readers that still map it keep their memory until they close."""
@@ -147,7 +156,7 @@ class RingReader:
     """A generator's end.  Raises Damaged when the ring's manifest does not parse, FileNotFoundError when there is none."""
 
     def __init__(self, directory: Path, reader_id: str) -> None:
-        self.directory = directory
+        self.directory, self.probe = directory, b""  # of the version read last
         try:
             self._manifest = msgspec.msgpack.decode((directory / "manifest").read_bytes(), type=_Manifest)
         except msgspec.MsgspecError as e:
@@ -190,6 +199,7 @@ class RingReader:
                     piece = into[at : at + COPY]
                     piece[:] = source[HEADER + at : HEADER + at + len(piece)]
                     _PIN.pack_into(self._pin, 0, n, time.monotonic())
+            self.probe = _probe(slot)
             return _head(slot) == before and xxhash.xxh3_64_hexdigest(into) == digest
         finally:
             _PIN.pack_into(self._pin, 0, -1, 0.0)

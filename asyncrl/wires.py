@@ -192,6 +192,7 @@ class _Chunk(msgspec.Struct, frozen=True):
     digest: str  # "" when these weights are not there (any more)
     data: bytes
     checksum: int
+    probe: bytes
 
 
 class ChunkServer:
@@ -201,7 +202,7 @@ class ChunkServer:
     writer: chunks are copied under the slot's own sequence lock by `read` = `Ring.read_part`.
     """
 
-    def __init__(self, address: str, manifest: list[Any], read: Callable[[Label, str, int, int], tuple[str, bytes]], curve_dir: str = "") -> None:
+    def __init__(self, address: str, manifest: list[Any], read: Callable[[Label, str, int, int], tuple[str, bytes, bytes]], curve_dir: str = "") -> None:
         check_address(address, curve_dir, "wires.weights_address")
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
@@ -224,11 +225,11 @@ class ChunkServer:
             except msgspec.MsgspecError:
                 continue
             if ask.offset < 0:
-                digest, data = "manifest", msgspec.msgpack.encode(self.manifest)
+                digest, data, probe = "manifest", msgspec.msgpack.encode(self.manifest), b""
             else:
-                digest, data = self.read(ask.label, ask.digest, ask.offset, min(ask.size, CHUNK_BYTES))
+                digest, data, probe = self.read(ask.label, ask.digest, ask.offset, min(ask.size, CHUNK_BYTES))
             self.bytes_sent += len(data)
-            self.socket.send_multipart([peer, _encoder.encode(_Chunk(digest, data, xxhash.xxh3_64_intdigest(data)))])
+            self.socket.send_multipart([peer, _encoder.encode(_Chunk(digest, data, xxhash.xxh3_64_intdigest(data), probe))])
 
     def close(self) -> None:
         self._end = True
@@ -246,6 +247,7 @@ class ChunkClient:
 
     def __init__(self, address: str, timeout: float, curve_dir: str = "") -> None:
         self.address, self.timeout, self.bytes_received = address, timeout, 0
+        self.probe = b""  # of the version fetched last
         self.context = zmq.Context()
         self.curve_dir = curve_dir
         self.socket = self._connect()
@@ -286,7 +288,7 @@ class ChunkClient:
                 for _ in range(asked - got - 1):
                     self._receive()
                 return ""
-            found = chunk.digest
+            found, self.probe = chunk.digest, chunk.probe
             into[offsets[got] : offsets[got] + len(chunk.data)] = chunk.data
             got += 1
         return found if xxhash.xxh3_64_hexdigest(into) == found else ""

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from asyncrl.config import Config
-from asyncrl.models import PolicyModel, write_flat
+from asyncrl.models import PolicyModel, probe_logprobs, write_flat
 
 
 class AdamW(torch.optim.AdamW):
@@ -112,6 +112,10 @@ class TorchBackend:
         """The weights into `buffer`, on rank 0; the other ranks give their parts."""
         assert buffer is not None
         write_flat(self.model, buffer)
+
+    def probe(self) -> bytes:
+        """The weights' log-probabilities of the probe's tokens (float32), for engines that check a swap; nothing for the others."""
+        return probe_logprobs(self.model).astype("<f4").tobytes() if self.config.generator.engine == "vllm" else b""
 
     def state(self, directory: Path) -> dict[str, Any]:
         """The optimizer's state: returned, or written below `directory` by every rank."""

@@ -265,6 +265,10 @@ class DeepSpeedBackend(TorchBackend):
                 if views:
                     views[name].copy_(p.detach())
 
+    def probe(self) -> bytes:
+        with self.guard():  # under ZeRO-3 a forward pass of every rank
+            return super().probe() if self.rank == 0 or self.config.learner.zero_stage == 3 else b""
+
     def state(self, directory: Path) -> dict[str, Any]:
         with self.guard():
             self.engine.save_checkpoint(str(directory / "deepspeed"), tag="state", save_latest=False,
@@ -354,6 +358,7 @@ def follow(core: Any) -> None:
         if what == "train":
             core.train(payload)
         elif what == "publish":
+            backend.probe()
             backend.write_flat(None)
         elif what in ("save", "export"):
             if what == "save":

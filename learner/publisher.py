@@ -1,4 +1,4 @@
-"""Weights into the ring of this epoch, and out to other hosts in chunks."""
+"""Weights into the ring of this epoch, and out to other hosts in chunks or to other GPUs by NCCL."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import shutil
 import socket
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from asyncrl import models
 from asyncrl.config import Config
@@ -16,6 +17,9 @@ from asyncrl.versions import Label
 from asyncrl.weight_ring import Ring
 from asyncrl.wires import ChunkServer
 from learner.step import LearnerCore
+
+if TYPE_CHECKING:
+    from asyncrl.weight_pairs import PairServer
 
 
 def depth(config: Config) -> int:
@@ -34,7 +38,13 @@ class Publisher:
         slots = config.weights.slots + self.depth
         self.ring = Ring(self.directory, models.flat_bytes(layout), slots, layout, epoch, most=slots + 4)
         self.keep: list[Label] = []
-        self.server = ChunkServer(config.wires.weights_address, layout, self.ring.read_part, config.wires.curve_dir) if config.wires.weights_address else None
+        self.server: ChunkServer | PairServer | None = None
+        if (how := config.weights.transport) == "nccl" or how == "gloo":
+            from asyncrl.weight_pairs import PairServer
+
+            self.server = PairServer(self.directory, how, layout, config.wires.connect_s)
+        elif config.wires.weights_address:
+            self.server = ChunkServer(config.wires.weights_address, layout, self.ring.read_part, config.wires.curve_dir)
 
     @property
     def source(self) -> WeightsSource:
@@ -49,7 +59,8 @@ class Publisher:
     def publish(self, number: int) -> str:
         """Write the model's weights as version `number`; returns their digest."""
         self.core.backend.tell("publish")
-        return self.ring.write(Label(self.epoch, number), self.core.backend.write_flat, self.keep)
+        probe = self.core.backend.probe()
+        return self.ring.write(Label(self.epoch, number), self.core.backend.write_flat, self.keep, probe)
 
     def publish_bytes(self, number: int, data: bytes) -> str:
         """Write an earlier version, as a checkpoint kept it."""

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 from test_learner_step import batch
 
 from asyncrl.config import Config
-from asyncrl.models import digest, flat_bytes
+from asyncrl.models import digest, flat_bytes, load_policy, load_weights, probe_logprobs, read_flat
 from learner import checkpoint
 from learner.step import LearnerCore
 
@@ -32,8 +33,9 @@ def held(core: LearnerCore) -> int:
 def main() -> None:
     job: dict[str, Any] = json.loads(sys.argv[1])
     config = msgspec.convert(
-        {"model": {"path": job["model"], "device": "cpu", "dtype": job.get("dtype", "float32")}, "task": {"name": "sort"}, **job["config"]}, Config
-    )
+        {"model": {"path": job["model"], "device": "cpu", "dtype": job.get("dtype", "float32")}, "task": {"name": "sort"},
+         "generator": {"engine": "vllm"}, **job["config"]}, Config
+    )  # fmt: skip
     core = LearnerCore(config, job["model"])
     if core.backend.rank > 0:
         from learner import backend_deepspeed
@@ -54,11 +56,14 @@ def main() -> None:
             checkpoint.save(Path(job["save"][1]), core, {}, 3)
     buffer = bytearray(flat_bytes(core.layout))
     core.backend.tell("publish")
+    probe = np.frombuffer(core.backend.probe(), np.float32)
     core.backend.write_flat(memoryview(buffer))
+    published = load_policy(job["model"], job.get("dtype", "float32"), "cpu")
+    load_weights(published, read_flat(memoryview(buffer), core.layout))
     parameters = list(core.model.hf.parameters())
     out = {"losses": losses, "norms": norms, "numbers": steps, "digest": digest(buffer), "held": held(core), "pid": os.getpid(),
            "weights": torch.frombuffer(buffer, dtype=getattr(torch, job.get("dtype", "float32"))).float()[:: max(1, len(buffer) // 2000)].tolist(),
-           "parameters": sum(p.numel() for p in parameters)}  # fmt: skip
+           "parameters": sum(p.numel() for p in parameters), "probe_off": float(np.abs(probe - probe_logprobs(published)).max())}  # fmt: skip
     core.backend.close()
     print(json.dumps(out))
 

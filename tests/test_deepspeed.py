@@ -68,6 +68,7 @@ def test_every_stage_is_the_torch_learner(stage: int, ranks: int, model_dir: Pat
         assert part <= r["held"] <= part + 64
         assert r["parameters"] == (0 if stage == 3 else whole)
     assert len(others) == ranks - 1
+    assert max(mine["probe_off"], plain["probe_off"]) < 1e-5  # what it publishes for a generator to check itself by is a plain forward of the published weights
 
 
 def test_an_early_stopped_step_leaves_weights_and_moments_untouched(model_dir: Path) -> None:

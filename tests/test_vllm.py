@@ -19,6 +19,7 @@ from test_engine import CUTS, expected, request
 
 from actors.engine import Answer, Request
 from actors.engine_vllm import Reference, SeededSampler, VllmEngine, make_engine
+from actors.vllm_swap import PLAIN, Direct, Unknown, fused
 from asyncrl import config_load, engines, models
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.tasks.synthetic import TASKS
@@ -31,6 +32,14 @@ CASES = {
     "bias": ("qwen2", True, "float32", "recompute_kv", 1e-5),
     "bfloat16": ("qwen3", False, "bfloat16", "recompute_kv", 5e-2),
 }
+
+
+def flat(model: models.PolicyModel) -> dict[str, torch.Tensor]:
+    """A model's weights as a generator pulls them: one buffer, and tensors that view it."""
+    layout = models.manifest(model)
+    buffer = bytearray(models.flat_bytes(layout))
+    models.write_flat(model, memoryview(buffer))
+    return models.read_flat(memoryview(buffer), layout)
 
 
 class Case:
@@ -46,8 +55,12 @@ class Case:
 
     def load(self, model: models.PolicyModel) -> Label:
         self.at += 1
-        self.engine.load(dict(models.named_weights(model)), Label(1, self.at), f"d{self.at}")
+        self.engine.load(flat(model), Label(1, self.at), f"d{self.at}", models.probe_logprobs(model).tobytes())
         return Label(1, self.at)
+
+    @property
+    def worker(self) -> Any:
+        return self.engine.llm.model_executor.driver_worker.worker
 
     def finish(self, n: int = 5) -> dict[tuple[int, int, int], Answer]:
         answers = []
@@ -122,7 +135,7 @@ def test_what_is_drawn_follows_the_seed_and_not_the_neighbours(case: Case) -> No
 
 def test_numbers_drawn_ahead_are_each_generators_own(case: Case) -> None:
     """Whatever the order in which rows draw, and for how long; a bounded number of generators is remembered."""
-    inner = case.engine.llm.collective_rpc("asyncrl_sampler") and case.engine.llm.model_executor.driver_worker.worker.model_runner.sampler
+    inner = case.engine.llm.collective_rpc("asyncrl_sampler") and case.worker.model_runner.sampler
     assert isinstance(inner.topk_topp_sampler.forward, SeededSampler)
     plain = lambda *_: None  # noqa: E731
     alone = [[s.draw(g) for _ in range(100)] for n in range(3) for s, g in [(SeededSampler(plain, 9), torch.Generator().manual_seed(n))]]
@@ -165,9 +178,45 @@ def test_a_swap_that_did_not_take_stops_the_run(case: Case) -> None:
     assert case.engine.probes == before + 2
 
 
+def test_every_way_of_loading_gives_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plain products, packed ones, and vLLM's own reload, each after another one."""
+    direct = case.worker.asyncrl_direct
+    assert isinstance(direct, Direct)
+    requests = [request(t, 0, [3, 4 + t], 12) for t in range(6)]
+    for model in (case.new, case.old):
+        for way in (PLAIN, 0, "reload", 0, PLAIN, "reload", PLAIN):
+            monkeypatch.setattr("actors.vllm_swap.PLAIN", PLAIN if way == "reload" else way)
+            case.worker.asyncrl_direct = "told to" if way == "reload" else direct
+            case.load(model)
+            case.engine.add(requests)
+            answers = case.finish()
+            assert max(case.worst(model, answers[r.key], r) for r in requests) < case.bound, way
+            layer = next(p.layer for p in direct.parts if p.product)
+            assert ("Direct" in layer.cpu_linear.__qualname__) == (way == PLAIN and case.engine.dtype == torch.float32)
+    assert case.worker.asyncrl_direct is direct
+
+
+def test_what_cannot_be_written_directly_is_known(case: Case) -> None:
+    """A layer without a published weight, a weight without a layer, another shape, and values that vLLM's own loading made differ."""
+    runner, weights = case.worker.model_runner, flat(case.old)
+    model, dtype = runner.get_model(), case.engine.dtype
+    case.load(case.old)
+    Direct(model, weights, dtype).same(weights)
+    assert fused(weights, ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"]) is not None
+    up = "model.layers.1.mlp.up_proj.weight"
+    for planted, said in (({k: v for k, v in weights.items() if k != up}, up), (weights | {"more": weights[up]}, "no layer of vLLM's takes more"),
+                          (weights | {"model.norm.weight": weights["model.norm.weight"][:-1]}, "another shape")):  # fmt: skip
+        with pytest.raises(Unknown, match=said):
+            Direct(model, planted, dtype)
+    for name in ("model.norm.weight", up, "model.embed_tokens.weight"):
+        with pytest.raises(Unknown, match="own loading changes"):
+            Direct(model, weights, dtype).same(weights | {name: weights[name] * 1.5})
+
+
 def test_without_repacking_a_tied_head_is_stale_and_the_probe_says_so(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trap that `repack` is for: should vLLM mend it one day, this test tells that `repack` can go."""
-    tied = case.old.hf.config.tie_word_embeddings
+    """The trap that `repack` is for, on vLLM's own reload: should vLLM mend it one day, this test tells that `repack` can go."""
+    tied, direct = case.old.hf.config.tie_word_embeddings, case.worker.asyncrl_direct
+    case.worker.asyncrl_direct = "told to"
     case.load(case.old)
     case.finish()
     case.engine.step(3)
@@ -181,6 +230,7 @@ def test_without_repacking_a_tied_head_is_stale_and_the_probe_says_so(case: Case
         case.engine.step(3)
         assert case.engine.probes == before + 1
     monkeypatch.undo()
+    case.worker.asyncrl_direct = direct
     case.load(case.old)
     case.engine.step(3)
 
@@ -189,11 +239,12 @@ def test_the_reference_holds_no_copy_of_the_weights(tmp_path: Path) -> None:
     model = models.build_model(tmp_path, "abcdefgh", seed=3, **SHAPE)
     reference = Reference(str(tmp_path), "float32")
     got = reference.logprobs(dict(models.named_weights(model)))
-    ids = torch.tensor([reference.ids])
+    ids = torch.tensor([models.probe_ids(model.hf.config)])
     with torch.no_grad():
         want = torch.log_softmax(model.hf(input_ids=ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
     assert np.allclose(got, want.numpy(), atol=1e-6)
-    assert sum(p.numel() for p in reference.hf.parameters()) == 0
+    assert np.allclose(models.probe_logprobs(model), want.numpy(), atol=1e-6)  # the packed forward's, as the learner publishes them
+    assert sum(p.numel() for p in reference.model.hf.parameters()) == 0
 
 
 def test_a_head_that_vllm_has_no_kernel_for(tmp_path: Path) -> None:

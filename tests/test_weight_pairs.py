@@ -1,0 +1,185 @@
+"""Weights through groups of two, Gloo between real processes: the path that NCCL takes between GPUs."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+import xxhash
+from conftest import ENV, ROOT
+
+from asyncrl import config_load, weight_pairs, weight_ring
+from asyncrl.errors import ConfigError, PeerUnreachable
+from asyncrl.versions import Label
+from asyncrl.weight_pairs import PairClient, PairServer, mark
+
+SIZE, DEADLINE_S = 1 << 20, 3.0
+ROWS: weight_ring.Rows = [("w", "uint8", [SIZE], 0, SIZE)]
+
+# Generators, forked from one process that has imported everything: "fetch NUMBER DIGEST", or ask for NUMBER and then "stall" or "die".
+GENERATORS = """
+import os, signal, sys, time
+import msgspec, torch, xxhash
+from asyncrl import weight_pairs
+from asyncrl.messages import WeightsSource
+from asyncrl.config import Config
+from asyncrl.versions import Label
+from actors.weights import WeightsReceiver
+torch.set_num_threads(1)
+config = msgspec.convert({"model": {"path": "m"}, "task": {"name": "sort"}, "weights": {"transport": "gloo"}, "wires": {"connect_s": 3.0}}, Config)
+for n, pair in enumerate(sys.argv[1:]):
+    if os.fork() == 0:
+        orders, answers = (os.fdopen(int(fd), mode) for fd, mode in zip(pair.split(":"), "rw"))
+        print(os.getpid(), file=answers, flush=True)
+        receiver = WeightsReceiver(config, f"generator-{n}")
+        for line in orders:
+            what, source, number, digest = line.split(" ", 3)
+            source, label, digest = msgspec.json.decode(source, type=WeightsSource), Label(1, int(number)), digest.strip() or None
+            if what == "fetch":
+                got = receiver.pull(source, label, digest)
+                print("none" if got is None else f"{got[1]} {xxhash.xxh3_64_hexdigest(got[0]['w'].numpy())} {got[2].decode()}", file=answers, flush=True)
+                continue
+            receiver.open(source)
+            receiver.pair.pair.write(weight_pairs._Ask(label, ""))
+            receiver.pair.pair.read(weight_pairs._Reply)
+            print("asked", file=answers, flush=True)
+            time.sleep(1000) if what == "stall" else os.kill(os.getpid(), signal.SIGKILL)
+        os._exit(0)
+for _ in sys.argv[1:]:
+    os.wait()
+"""
+
+
+class Generator:
+    """One of them, spoken to by pipes of its own."""
+
+    def __init__(self) -> None:
+        self.theirs_in, mine_out = os.pipe()
+        mine_in, self.theirs_out = os.pipe()
+        self.orders, self.answers = os.fdopen(mine_out, "w"), os.fdopen(mine_in)
+
+    def order(self, what: str, source: Any, number: int, digest: str = "") -> None:
+        print(what, msgspec.json.encode(source).decode(), number, digest, file=self.orders, flush=True)
+
+    def answer(self) -> str:
+        assert select.select([self.answers], [], [], 60)[0], "no answer"
+        return self.answers.readline().strip()
+
+
+@pytest.fixture
+def generators() -> Iterator[list[Generator]]:
+    made = [Generator() for _ in range(4)]
+    fds = [fd for g in made for fd in (g.theirs_in, g.theirs_out)]
+    argv = [sys.executable, "-c", GENERATORS, *[f"{g.theirs_in}:{g.theirs_out}" for g in made]]
+    process = subprocess.Popen(argv, cwd=ROOT, env=ENV, pass_fds=fds)
+    for fd in fds:
+        os.close(fd)
+    pids = [int(g.answer()) for g in made]
+    yield made
+    for pid in [*pids, process.pid]:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    process.wait()
+
+
+def fill(value: int) -> Callable[[memoryview], None]:
+    def write(buffer: memoryview) -> None:
+        buffer[:] = bytes([value]) * SIZE
+
+    return write
+
+
+def test_each_generator_has_a_pair_of_its_own_and_none_holds_up_the_others(tmp_path: Path, generators: list[Generator]) -> None:
+    """One is killed between the answer and the bytes, one stands still there: the learner publishes on, the third and a fourth receive."""
+    from asyncrl.messages import WeightsSource
+
+    ring = weight_ring.Ring(tmp_path / "ring", SIZE, 2, ROWS, 1)
+    server = PairServer(tmp_path / "ring", "gloo", ROWS, DEADLINE_S)
+    source = WeightsSource(1, socket.gethostname(), str(tmp_path / "ring"), server.address)
+    good, killed, still, late = generators
+    digests = []
+    for n in range(6):
+        began = time.monotonic()
+        digests.append(ring.write(Label(1, n), fill(n), probe=b"probe%d" % n))
+        assert time.monotonic() - began < DEADLINE_S / 2  # whatever the others do
+        if n == 1:
+            killed.order("die", source, 1)
+            still.order("stall", source, 1)
+            assert still.answer() == "asked" and killed.answer() == "asked"
+        for g in [good, late] if n > 2 else [good]:
+            g.order("fetch", source, n, digests[-1] if n % 2 else "")
+            assert g.answer() == f"{digests[n]} {xxhash.xxh3_64_hexdigest(bytes([n]) * SIZE)} probe{n}"
+    good.order("fetch", source, 0, digests[0])
+    assert good.answer() == "none"  # two slots: it has gone
+    end = time.monotonic() + 20
+    while (alive := {t.name for t in threading.enumerate() if t.name.startswith("weight-pair-")}) != {"weight-pair-1", "weight-pair-4"}:
+        assert time.monotonic() < end, f"the threads of lost generators still wait: {alive}"
+        time.sleep(0.05)
+    assert server.bytes_sent == (6 + 3) * SIZE
+    server.close()
+    ring.close()
+
+
+def test_a_learner_that_ends_is_told_to_the_generator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ring = weight_ring.Ring(tmp_path / "ring", SIZE, 2, ROWS, 1)
+    digest = ring.write(Label(1, 0), fill(3))
+    server = PairServer(tmp_path / "ring", "gloo", ROWS, DEADLINE_S)
+    client = PairClient(server.address, "gloo", DEADLINE_S)
+    assert client.fetch(Label(1, 0), digest) == digest and bool((client.flat == 3).all())
+    monkeypatch.setattr(weight_pairs, "mark", lambda flat: 1)
+    with pytest.raises(PeerUnreachable, match="changed on its way"):
+        client.fetch(Label(1, 0), digest)
+    server.close()
+    with pytest.raises(PeerUnreachable, match="is the learner running"):
+        client.fetch(Label(1, 0), digest)
+    with pytest.raises(PeerUnreachable):
+        PairClient("tcp://127.0.0.1:9", "gloo", 0.5)
+    ring.close()
+
+
+def test_the_mark_changes_with_every_bit_and_place() -> None:
+    words = torch.arange(3 * weight_pairs.WORDS // 2, dtype=torch.int64)
+    flat, seen = words.view(torch.uint8), {mark(words.view(torch.uint8))}
+    for at in (0, 7, 8, 8 * weight_pairs.WORDS, len(flat) - 1):
+        for bit in (1, 128):
+            changed = flat.clone()
+            changed[at] ^= bit
+            seen.add(mark(changed))
+            changed[15] ^= bit  # two signs at once do not cancel out
+            seen.add(mark(changed))
+    swapped = words.roll(weight_pairs.WORDS)
+    assert len(seen) == 21 and mark(swapped.view(torch.uint8)) not in seen
+
+
+def test_in_a_run_with_kills_the_weights_come_out_as_through_shared_memory(forked: Any, tmp_path: Path) -> None:
+    sets = ("exact=true", "staleness.max_lag=1", "staleness.inject=1", "generators=2")
+    plain = forked(tmp_path / "plain", *sets)
+    pairs = forked(tmp_path / "pairs", *sets, "weights.transport='gloo'", die={"generator-0": 6, "learner": 3})
+    assert sorted(pairs["deaths"]) == ["generator-0", "learner"] and pairs["digest"] == plain["digest"]
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (["weights.transport='nccl'"], "nccl connects two GPUs"),
+        (["weights.transport='nccl'", "model.device='cuda'", "learner.gpus=[1]", "generator.gpus=[0, 1]"], "nccl does not connect GPU 1 with itself"),
+        (["weights.transport='gloo'", "wires.weights_address='tcp://127.0.0.1:0'"], "weights_address: weights.transport = gloo takes a free port"),
+    ],
+)
+def test_what_cannot_work_is_refused(sets: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        config_load.load("configs/demo.toml", sets)
