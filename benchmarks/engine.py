@@ -31,7 +31,7 @@ from asyncrl.versions import Label
 
 SIZES: dict[str, tuple[dict[str, int], int]] = {  # build_model's arguments, slots
     "84k": ({"hidden": 64, "layers": 2, "heads": 4}, 256),
-    "332k": ({"hidden": 128, "layers": 2, "heads": 4}, 64),
+    "332k": ({"hidden": 128, "layers": 2, "heads": 4}, 256),
     "2.6M": ({"hidden": 256, "layers": 4, "heads": 8}, 64),
 }
 PROMPT, MOST, GROUP, A_SLOT = 12, 48, 8, 10
