@@ -34,8 +34,7 @@ def optimizer_for(config: Config, parameters: Sequence[torch.nn.Parameter]) -> t
     c = config.learner
     if c.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=c.lr, weight_decay=c.weight_decay)
-    kind = torch.optim.AdamW if c.backend == "deepspeed" else AdamW  # DeepSpeed knows optimizers by their class
-    return kind(parameters, lr=c.lr, betas=(c.beta1, c.beta2), weight_decay=c.weight_decay, fused=True)
+    return AdamW(parameters, lr=c.lr, betas=(c.beta1, c.beta2), weight_decay=c.weight_decay, fused=True)
 
 
 class TorchBackend:

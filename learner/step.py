@@ -42,7 +42,8 @@ class LearnerCore:
     def __init__(self, config: Config, model_dir: str | Path, run_dir: Path | None = None) -> None:
         torch.set_num_threads(config.learner.threads)
         self.config, self.run_dir = config, run_dir
-        self.model = load_policy(model_dir, config.model.dtype, config.model.device, whole=config.learner.backend == "deepspeed")
+        by_modules = config.learner.backend == "deepspeed" and config.learner.zero_stage == 3  # they fetch their parameters by hooks
+        self.model = load_policy(model_dir, config.model.dtype, config.model.device, whole=by_modules)
         self.model.exact = bool(config.exact)
         self.reference: PolicyModel | None = None
         if config.kl.coefficient > 0:
