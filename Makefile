@@ -57,5 +57,5 @@ check: env
 	$(PY) -m pytest --ignore tests/test_run.py --ignore tests/test_tasks_learn.py --ignore tests/test_report.py
 
 bench: env
-	for name in demo_seeds engine vllm_engine learner buffer loop losses exact repeatable simulate memory lab kills; do $(PY) benchmarks/$$name.py || exit 1; done
+	for name in demo_seeds engine vllm_engine learner buffer loop losses exact repeatable simulate memory startup lab kills; do $(PY) benchmarks/$$name.py || exit 1; done
 	$(PY) benchmarks/table.py
