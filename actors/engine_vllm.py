@@ -9,11 +9,13 @@ engine, against those that the learner published with the weights.  No answer le
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import numpy as np
@@ -24,6 +26,7 @@ from actors.vllm_swap import Direct, Unknown, pack
 from asyncrl.config import Config
 from asyncrl.engines import missing_vllm
 from asyncrl.errors import ConfigError, ProtocolError
+from asyncrl.importing import no_garbage
 from asyncrl.messages import Span
 from asyncrl.models import load_policy, probe_ids, probe_logprobs, text_config
 from asyncrl.versions import Label
@@ -156,7 +159,8 @@ class VllmEngine:
         self.dtype = getattr(torch, dtype)
         self.path, self.published = path, published or dtype
         self.reference: Reference | None = None  # made when it is needed
-        shape = text_config(path)
+        with no_garbage():
+            shape = text_config(path)
         self.ids = probe_ids(shape)
         self.llm = start(path, shape, slots=slots, context=context, dtype=dtype, device=device, kv_bytes=kv_bytes, seed=seed)
         self.llm.collective_rpc("asyncrl_sampler")
@@ -288,13 +292,30 @@ def request_seed(r: Request) -> int:
     return int(float(uniforms(r.seed, r.key[0], r.key[1], 1)[0]) * 2**31)
 
 
+class Unneeded(ModuleType):
+    """In the place of a module that `import vllm` begins with: it imports torch's whole compiler, a tenth of all that a start costs, to mend
+    parts of it that an eager engine on a CPU never runs.  Should something ask for one of its names, it is imported after all.
+    """
+
+    NAME = "vllm.env_override"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        sys.modules.pop(self.NAME, None)
+        return getattr(importlib.import_module(self.NAME), name)
+
+
 def start(path: str, shape: Any, *, slots: int, context: int, dtype: str, device: str, kv_bytes: int, seed: int) -> Any:
     """vLLM's engine on the Hugging Face directory `path`, its core in this process."""
     cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
     for name, value in (SETTINGS | (CPU_SETTINGS if cpu else {})).items():
         os.environ.setdefault(name, value)
-    from vllm import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
+    if cpu and "vllm" not in sys.modules:
+        sys.modules[Unneeded.NAME] = Unneeded(Unneeded.NAME)
+    with no_garbage():
+        from vllm import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
 
     heads = getattr(shape, "num_key_value_heads", None) or shape.num_attention_heads
     head = getattr(shape, "head_dim", None) or shape.hidden_size // shape.num_attention_heads
@@ -306,15 +327,17 @@ def start(path: str, shape: Any, *, slots: int, context: int, dtype: str, device
             raise ConfigError(f"model.path: {path} has {head} dimensions a head; vLLM on a CPU has kernels for {', '.join(map(str, sizes))}: "
                               "use generator.engine = embedded")  # fmt: skip
     blocks = (slots + 1) * -(-context // BLOCK) + 16
+    args = EngineArgs(
+        model=str(path), tokenizer=str(path), skip_tokenizer_init=True, dtype=dtype, seed=seed, max_model_len=context, max_num_seqs=slots + 1,
+        max_num_batched_tokens=max(2048, context), block_size=BLOCK, kv_cache_memory_bytes=kv_bytes or blocks * BLOCK * token,
+        gpu_memory_utilization=0.05,  # a check at the start and nothing else, as the size of the cache is given: the learner may share the GPU
+        enable_prefix_caching=True, async_scheduling=False, scheduling_policy="priority", logprobs_mode="processed_logprobs", max_logprobs=1,
+        generation_config="vllm", enforce_eager=cpu, disable_log_stats=True, use_tqdm_on_load=False,
+        worker_extension_cls="actors.engine_vllm.SwapExtension",
+    )  # fmt: skip
     try:
-        return LLMEngine.from_engine_args(EngineArgs(
-            model=str(path), tokenizer=str(path), skip_tokenizer_init=True, dtype=dtype, seed=seed, max_model_len=context, max_num_seqs=slots + 1,
-            max_num_batched_tokens=max(2048, context), block_size=BLOCK, kv_cache_memory_bytes=kv_bytes or blocks * BLOCK * token,
-            gpu_memory_utilization=0.05,  # a check at the start and nothing else, as the size of the cache is given: the learner may share the GPU
-            enable_prefix_caching=True, async_scheduling=False, scheduling_policy="priority", logprobs_mode="processed_logprobs", max_logprobs=1,
-            generation_config="vllm", enforce_eager=cpu, disable_log_stats=True, use_tqdm_on_load=False,
-            worker_extension_cls="actors.engine_vllm.SwapExtension",
-        ))  # fmt: skip
+        with no_garbage():  # it imports as much again
+            return LLMEngine.from_engine_args(args)
     except (ValueError, RuntimeError, NotImplementedError, AssertionError) as e:
         raise ConfigError(f"model.path: vLLM refuses {Path(path)}: {str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__}") from e
 
