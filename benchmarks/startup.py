@@ -25,7 +25,7 @@ from typing import Any
 import rounds
 from results_file import ROOT
 
-from asyncrl import config_load, live, messages, rundir, wires
+from asyncrl import live, messages, rundir, wires
 
 AGAINST = "588263e"  # the last commit whose processes imported transformers
 READY_S = 120.0
@@ -69,18 +69,13 @@ class Case:
         build_model(work / "model", TASKS["sort"]().symbols)
         self.sets = [f"model.path={str(work / 'model')!r}", *SETS]
 
-    def directory(self) -> tuple[Any, Path]:
-        self.count += 1
-        config, run_dir = config_load.load(ROOT / "configs" / "demo.toml", self.sets), self.work / f"run{self.count}"
-        rundir.prepare(config, config_load.dump(config), run_dir)
-        return config, run_dir
-
     def ready(self, tree: Path, part: str) -> tuple[float, float]:
         """CPU and wall seconds until a part is ready; it is killed then."""
-        config, run_dir = self.directory()
-        address = rundir.buffer_address(config, run_dir)
+        self.count += 1
+        run_dir, address = self.work / f"run{self.count}", f"ipc://{self.work}/socket{self.count}"
         server = None if part == "buffer" else wires.BufferSocket(address)
-        began, process = time.perf_counter(), spawn(tree, part, str(run_dir / "config.toml"), "--run-dir", str(run_dir))
+        sets = [x for s in (*self.sets, f"wires.address={address!r}") for x in ("--set", s)]
+        began, process = time.perf_counter(), spawn(tree, part, "configs/demo.toml", "--run-dir", str(run_dir), *sets)
         try:
             while process.poll() is None and time.perf_counter() - began < READY_S:
                 if server is None:
@@ -96,7 +91,8 @@ class Case:
             process.wait()
             if server is not None:
                 server.close()
-            rundir.clean(run_dir)
+            if (run_dir / "run_id").exists():
+                rundir.clean(run_dir)
 
     def run(self, tree: Path, digests: set[str]) -> tuple[float, float]:
         self.count += 1
