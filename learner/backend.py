@@ -125,12 +125,3 @@ class TorchBackend:
 
     def close(self) -> None:
         """End the other ranks."""
-
-
-def make_backend(config: Config, model: PolicyModel) -> TorchBackend:
-    """The backend that `learner.backend` names."""
-    if config.learner.backend == "deepspeed":
-        from learner.backend_deepspeed import DeepSpeedBackend
-
-        return DeepSpeedBackend(config, model)
-    return TorchBackend(config, model)

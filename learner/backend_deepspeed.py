@@ -34,6 +34,7 @@ from asyncrl.errors import AsyncrlError, ConfigError, Damaged
 from asyncrl.messages import Batch
 from asyncrl.models import PolicyModel, manifest, read_flat
 from learner.backend import TorchBackend, optimizer_for
+from learner.state import State
 
 START_S, END_S = 60.0, 20.0  # more than learner.rank_timeout_s to come together, imports and all; to end
 TRANSPORT = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe")
@@ -347,7 +348,6 @@ def _first_line(e: BaseException) -> str:
 def follow(core: Any) -> None:
     """A rank above 0: do what rank 0 tells, until it tells the end."""
     from asyncrl.models import load_policy, load_weights, named_weights  # the order of rank 0's own imports
-    from learner.step import State
 
     backend: DeepSpeedBackend = core.backend
     while True:

@@ -27,7 +27,8 @@ import xxhash
 
 from asyncrl.errors import AsyncrlError, Damaged
 from asyncrl.models import export, load_policy, load_weights, manifest, named_weights
-from learner.step import LearnerCore, State
+from learner.state import State
+from learner.step import LearnerCore
 
 
 def epochs(root: Path, *, claimed: bool) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +16,12 @@ from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.messages import Batch
 from asyncrl.models import PolicyModel, load_policy, manifest
-from learner.backend import make_backend
+from learner.backend import TorchBackend
 from learner.batch import Packed, micro_batches, pack
 from learner.critic import Critic
+from learner.state import State
 
 BAD_IN_A_ROW = 3
-
-
-@dataclass
-class State:
-    """What a learner carries from batch to batch beside weights and optimizer."""
-
-    number: int = 0
-    baseline: float = 0.0
-    beta: float = 0.0
-    early_stops: int = 0
-    skipped: int = 0
-    bad_in_a_row: int = 0
 
 
 class LearnerCore:
@@ -280,3 +268,12 @@ class LearnerCore:
         k = self.config.kl
         if k.controller == "adaptive" and "kl/target_ref_k1" in metrics:
             self.state.beta = kl.adaptive(self.state.beta, metrics["kl/target_ref_k1"], k.target, len(packed.groups), k.horizon)
+
+
+def make_backend(config: Config, model: PolicyModel) -> TorchBackend:
+    """The backend that `learner.backend` names."""
+    if config.learner.backend == "deepspeed":
+        from learner.backend_deepspeed import DeepSpeedBackend
+
+        return DeepSpeedBackend(config, model)
+    return TorchBackend(config, model)
