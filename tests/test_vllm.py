@@ -178,6 +178,22 @@ def test_a_swap_that_did_not_take_stops_the_run(case: Case) -> None:
     assert case.engine.probes == before + 2
 
 
+def test_without_a_published_probe_the_generator_computes_it(case: Case) -> None:
+    """A version from before a resume; and a published probe of other weights is found out like weights that were not loaded."""
+    assert case.engine.reference is None
+    before = case.engine.probes
+    case.engine.load(flat(case.old), Label(1, 900), "d")
+    case.engine.step(3)
+    assert case.engine.probes == before + 1 and case.engine.reference is not None
+    case.engine.reference = None
+    case.engine.load(flat(case.old), Label(1, 901), "d", models.probe_logprobs(case.new).tobytes())
+    with pytest.raises(ProtocolError, match="nats off"):
+        case.engine.step(3)
+    case.load(case.old)
+    case.engine.step(3)
+    assert case.engine.probes == before + 2
+
+
 def test_every_way_of_loading_gives_the_same(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plain products, packed ones, and vLLM's own reload, each after another one."""
     direct = case.worker.asyncrl_direct
