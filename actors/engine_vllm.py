@@ -263,7 +263,7 @@ class VllmEngine:
         off, limit = float(np.abs(got - self.expected).max()), TOLERANCE[self.dtype]
         if not off <= limit:  # also when it is not a number
             raise ProtocolError(f"vLLM does not compute with the weights it was given: after loading {self.label} (digest {self.digest}) the "
-                                f"log-probabilities of the probe are {off:.2g} nats off a plain forward of the published weights (limit {limit:g}); "
+                                f"log-probabilities of the probe are {off:.2g} nats off those that the learner published (limit {limit:g}); "
                                 "its swap does not work for this model: use generator.engine = embedded")  # fmt: skip
         self.expected, self.probes = None, self.probes + 1
 
