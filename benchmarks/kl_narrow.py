@@ -22,16 +22,18 @@ COLUMNS = {"start": "start", "end": "exact", "ood": "ood", "kl_ref_last": "KL re
 
 
 def main() -> None:
-    p = studies.parser(__doc__, "runs/kl_narrow", steps=50, groups=16)
+    p = studies.parser(__doc__, "runs/kl_narrow", steps=60, groups=16)
     p.add_argument("--betas", default="0.1,0.3")
-    p.add_argument("--ends", default="5,10,20,40", help="batches after which the run without KL is ended")
+    p.add_argument("--lr", default="5e-4", help="at 2e-4 fifty of these batches forget nothing yet")
+    p.add_argument("--ends", default="10,20,30", help="batches after which the run without KL is ended")
     p.add_argument("--blocks", default="terms,ends,stops,distillation", help="which of them, in this order")
     p.add_argument("--limits", default="0.0003,0.001,0.003", help="of KL early stopping, in nats a token")
     args = p.parse_args()
     if args.quick:
         args.steps, args.ends = 3, "2"
     betas, ends = args.betas.split(","), args.ends.split(",")
-    study = studies.Study(args, "rlenarrow", "narrow", ["staleness.max_lag=0", f"learner.steps={args.steps}", *studies.EVALUATION])
+    common = ["staleness.max_lag=0", f"learner.steps={args.steps}", f"learner.lr={args.lr}", *studies.EVALUATION]
+    study = studies.Study(args, "rlenarrow", f"narrow-lr{args.lr}", common)
     four = [*MEASURED, "learner.minibatches=4"]
     blocks = {
         "terms": {"no KL": MEASURED} | {f"{p}, {b}": kl_placement.sets(p, b) for b in betas for p in ("k1 in reward", "k3 in loss")},
@@ -48,7 +50,7 @@ def main() -> None:
     pairs += [(f"no KL, ended at {n}", k1[-1]) for n in ends] + [(f"4 steps, stop at {x}", k1[-1]) for x in args.limits.split(",")]
     pairs += [(f"4 steps, stop at {x}", "4 steps") for x in args.limits.split(",")]
     found = studies.analyse(study, "no KL", pairs=pairs)
-    studies.finish(study, "kl_narrow", found, {"task": "rlenarrow", "betas": args.betas, "ends": args.ends, "limits": args.limits}, COLUMNS)
+    studies.finish(study, "kl_narrow", found, {"task": "rlenarrow", "lr": args.lr, "betas": args.betas, "ends": args.ends, "limits": args.limits}, COLUMNS)
 
 
 if __name__ == "__main__":
