@@ -3,12 +3,14 @@
     python benchmarks/mismatch.py --out runs/mismatch                 # three seeds, each with a warm start of its own
     python benchmarks/mismatch.py --out runs/mismatch --look           # which mismatch matters: no correction, one seed, several generators
     python benchmarks/mismatch.py --out runs/mismatch --switch         # begun without correction, gone on with MIS: `asyncrl run --resume`
+    python benchmarks/mismatch.py --out runs/mismatch --learner         # seed 0 again, in this process: what the learner's own policy can do
     python benchmarks/mismatch.py --out runs/mismatch --table          # the result of what is finished, run nothing
 
 `rle`, synchronous (lag 0), so that mu differs from pi_prox by the engine's numbers alone: `bf16` computes in bfloat16; `b3` has weights
 rounded to 3 stored mantissa bits, as fp8 e4m3 has them, `b2` to 2, as e5m2 (generator.mantissa_bits).  The learner is fp32.  On a warm start
 k3 is 1e-4 for bf16, 4e-3 for b3, 1.7e-2 for b2, 6e-2 for b1.
-Compared with `fp32, none`, and within each generator with `none`.  Accuracies are the generator's own, coarse weights and all.
+Compared with `fp32, none`, and within each generator with `none`.  Accuracies are the generator's own, coarse weights and all;
+`--learner` adds the accuracy of the fp32 policy at the end of finished runs, with transformers' own sampling.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import results_file
@@ -103,19 +106,46 @@ def switch(args: Any, study: studies.Study) -> dict[str, Any]:
     return out
 
 
+# ---- the learner's own policy ----------------------------------------------------------------------------------------
+
+
+def learners(args: Any, study: studies.Study) -> list[dict[str, Any]]:
+    """Finished runs of seed 0 made again, bitwise, and the fp32 policy that they end with; kept in OUT/learner.json."""
+    from asyncrl.compare import runner
+    from asyncrl.tasks.synthetic import TASKS
+    from asyncrl.tasks.warm_start import accuracy
+
+    path = study.out / "learner.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    for arm, names in study.arms.items():
+        if not args.learner or arm in [r["arm"] for r in rows] or not study.cells.path(names[0]).exists():
+            continue
+        config, record = study.cells.configs[names[0]], study.cells.read(names[0])
+        run = runner.Run(config)
+        again = run.go()
+        run.core.model.tokenizer_dir = Path(config.model.path)
+        rows.append({"arm": arm, "seed": 0, "generator": record["accuracy"][1][-1], "same_weights": again["weights_digest"] == record["weights_digest"],
+                     "learner": accuracy(run.core.model, TASKS[study.task](), 0)})  # fmt: skip
+        say(json.dumps(rows[-1]))
+        path.write_text(json.dumps(rows))
+    return rows
+
+
 def main() -> None:
     p = studies.parser(__doc__, "runs/mismatch", steps=40, groups=16)
     p.add_argument("--lr", default="5e-4")
     p.add_argument("--engines", default="b2,bf16:none+mis", help=f"of {', '.join(ENGINES)}; bf16:none+mis for some of the arms")
     p.add_argument("--look", action="store_true")
     p.add_argument("--switch", action="store_true", help="real processes, with the first of --engines")
+    p.add_argument("--learner", action="store_true", help="the fp32 policies of finished runs of seed 0")
     p.add_argument("--late", default="", help="further --set items of the late correction, separated by commas")
     args = p.parse_args()
     if args.quick:
         args.steps = 2
     study = plan(args)
-    if not args.table and not args.switch:
+    if not args.table and not args.switch and not args.learner:
         study.run()
+    own = learners(args, study)
     found = studies.analyse(study, "fp32, none", pairs=[(a, f"{a.split(', ')[0]}, none") for a in study.arms if not a.endswith(", none")])
     if args.look:
         print("\n".join(studies.table(found, COLUMNS)))
@@ -123,8 +153,8 @@ def main() -> None:
     late = switch(args, study) if args.switch or (study.out / "switch.json").exists() else {}
     if args.switch and late:
         print(json.dumps({k: clean(late[k]) for k in ("ends", "mis_less_none") if k in late}))
-    if not args.switch:
-        studies.finish(study, "mismatch", found, {"task": "rle", "lr": args.lr, "engines": args.engines}, COLUMNS, switch=late)
+    if not args.switch and not args.learner:
+        studies.finish(study, "mismatch", found, {"task": "rle", "lr": args.lr, "engines": args.engines}, COLUMNS, switch=late, learners=own)
 
 
 if __name__ == "__main__":
