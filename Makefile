@@ -44,9 +44,9 @@ browser:
 demo: $(VENV)/.demo
 	$(PY) -m asyncrl.cli run configs/demo.toml
 
-# CPU seconds by group (printed at the end of every run; one start of learner or generator is about 7 of them):
-#   DeepSpeed 460   built-in tasks learn 300   shutdown and stand-still 360   bad input 310   runs, kills, durability, versions 660
-#   compare, sweep 270   vLLM, and both engines together 260   algorithms, store, schedules, protocol model, all others 400
+# CPU seconds by group (printed at the end of every run; these at load 12, which makes them about a quarter larger; a start of learner or generator is 2):
+#   DeepSpeed 450   built-in tasks learn 380   shutdown and stand-still 160   bad input 150   runs, kills, durability, versions 330
+#   compare, sweep 160   vLLM, and both engines together 310   algorithms, store, schedules, protocol model, all others 460
 test: env browser
 	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal
 

@@ -1,4 +1,4 @@
-"""Models: load, build, export, flat weights, and the log-probabilities of answers.  The only importer of transformers.
+"""Models: load, build, export, flat weights, and the log-probabilities of answers.  The only importer of transformers' models.
 
 `PolicyModel.logprobs` has two paths with the same result: a packed one for Llama-like models (fast_forward.py), and plain
 transformers for every other causal LM.  Neither holds [B, T, V] for a whole batch.

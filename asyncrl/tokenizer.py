@@ -1,7 +1,8 @@
 """The tokenizer of a model directory and what a prompt is to it, without torch; and a look at the weight files.
 
 transformers takes seconds of CPU to import and wraps the Rust library that does the work.  Where its configuration adds nothing to
-`tokenizer.json`, that library is used alone, with the same results (a test compares them); everything else goes through transformers.
+`tokenizer.json`, that library is used alone, with the same results (a test compares them); everything else goes through transformers:
+published Qwen models by their class, which needs no torch, the rest by AutoTokenizer, which imports models and all.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Prompt
 
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 KNOWN_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tokenizer_config.json", "spiece.model")
@@ -82,6 +84,18 @@ def plain(path: Path) -> dict[str, Any] | None:
     return settings if same else None
 
 
+def qwens(path: Path) -> bool:
+    """Whether AutoTokenizer would choose Qwen2Tokenizer for this directory."""
+    if str(path).lower().startswith(("deepseek-ai/", "stepfun-ai/")):  # names for which it has another opinion
+        return False
+    try:
+        family = json.loads((path / "config.json").read_text()).get("model_type")
+        settings = json.loads((path / "tokenizer_config.json").read_text())
+        return family in ("qwen2", "qwen3") and settings.get("tokenizer_class") in ("Qwen2Tokenizer", "Qwen2TokenizerFast") and "auto_map" not in settings
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def load_tokenizer(path: str | Path) -> Any:
     """The tokenizer in a model directory.  Raises ConfigError when there is none."""
     if not any((Path(path) / name).is_file() for name in KNOWN_FILES):
@@ -92,6 +106,13 @@ def load_tokenizer(path: str | Path) -> Any:
             return PlainTokenizer(path, settings)
         except Exception:  # the tokenizers library raises bare Exception; transformers words it
             pass
+    if qwens(Path(path)):
+        from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
+
+        try:
+            return Qwen2Tokenizer.from_pretrained(str(path))
+        except (OSError, ValueError, KeyError, TypeError) as e:
+            raise ConfigError(f"model.path: {path} has no tokenizer that loads: {str(e).splitlines()[0]}") from e
     from asyncrl.models import transformers_tokenizer
 
     return transformers_tokenizer(path)

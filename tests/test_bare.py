@@ -122,6 +122,30 @@ def test_the_tokenizer_alone_does_what_transformers_class_does(small_model: Path
     assert encode_prompt(load_tokenizer(path), turns).tolist() == theirs.encode("12=3=", add_special_tokens=False)
 
 
+QWEN = """
+import json, sys
+from asyncrl.tokenizer import load_tokenizer
+t = load_tokenizer(sys.argv[1])
+print(json.dumps([type(t).__name__, t.encode("12 low<|im_end|>", add_special_tokens=False), t.eos_token_id, "torch" in sys.modules,
+                  t.apply_chat_template([{"role": "user", "content": "low"}], add_generation_prompt=True, tokenize=True, return_dict=False)]))
+"""
+
+
+def test_a_qwen_models_tokenizer_is_the_one_that_transformers_chooses_and_imports_no_torch(small_model: Path, tmp_path: Path) -> None:
+    path = shutil.copytree(small_model, tmp_path / "m")
+    vocab = {c: i for i, c in enumerate(["l", "o", "w", "1", "2", "Ġ", "lo", "low"])}
+    made = transformers.Qwen2Tokenizer(vocab=vocab, merges=[("l", "o"), ("lo", "w")], eos_token="<|im_end|>", pad_token="<|endoftext|>")
+    made.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}1{% endif %}"
+    made.save_pretrained(path)
+    done = subprocess.run([sys.executable, "-c", QWEN, str(path)], cwd=ROOT, env=ENV, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    theirs = transformers.AutoTokenizer.from_pretrained(path)
+    ids = theirs.encode("12 low<|im_end|>", add_special_tokens=False)
+    turns = theirs.apply_chat_template([{"role": "user", "content": "low"}], add_generation_prompt=True, tokenize=True, return_dict=False)
+    assert json.loads(done.stdout) == [type(theirs).__name__, ids, theirs.eos_token_id, False, turns] and type(theirs).__name__ == "Qwen2Tokenizer"
+    assert 7 in ids and turns[-1] == 3
+
+
 @pytest.mark.parametrize(
     ("file", "keys"),
     [("tokenizer_config.json", {"tokenizer_class": "Qwen2Tokenizer"}), ("tokenizer_config.json", {"clean_up_tokenization_spaces": True}),
