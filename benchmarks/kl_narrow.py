@@ -47,7 +47,7 @@ def main() -> None:
         study.run()
     k1 = [f"k1 in reward, {b}" for b in betas]
     pairs = [(k, f"k3 in loss, {b}") for k, b in zip(k1, betas, strict=True)]
-    pairs += [(f"no KL, ended at {n}", k1[-1]) for n in ends] + [(f"4 steps, stop at {x}", k1[-1]) for x in args.limits.split(",")]
+    pairs += [(f"no KL, ended at {n}", k) for n in ends for k in k1] + [(f"4 steps, stop at {x}", k1[-1]) for x in args.limits.split(",")]
     pairs += [(f"4 steps, stop at {x}", "4 steps") for x in args.limits.split(",")]
     found = studies.analyse(study, "no KL", pairs=pairs)
     studies.finish(study, "kl_narrow", found, {"task": "rlenarrow", "lr": args.lr, "betas": args.betas, "ends": args.ends, "limits": args.limits}, COLUMNS)
