@@ -322,7 +322,7 @@ def main() -> None:
             cpu = {k: round(rounds.median(starts, k, 1), 2) for k in starts}
             goals.append(rounds.goal("84k: seconds from nothing to ready, wall", rounds.median(starts, "ours"), 12.0, at_least=False, cpu_s=cpu))
             result["start"] = starts
-    rounds.report("vllm_engine", goals, result, args)
+    rounds.report("_".join(["vllm_engine", *(args.parts if len(args.parts) < 3 else [])]), goals, result, args)
 
 
 if __name__ == "__main__":
