@@ -165,7 +165,12 @@ def main() -> None:
             for spread in (3, 1):
                 found, details[f"{name} spread {spread}"] = measure(name, spread, 2 if args.quick else args.rounds, work, quick=args.quick)
                 goals += found
-    rounds.report("_".join(["engine", *(args.sizes if len(args.sizes) < len(SIZES) else [])]), goals, {"what": "engine against generate, one core, wall time by turns", "runs": details}, args)
+    rounds.report(
+        "_".join(["engine", *(args.sizes if len(args.sizes) < len(SIZES) else [])]),
+        goals,
+        {"what": "engine against generate, one core, wall time by turns", "runs": details},
+        args,
+    )
 
 
 if __name__ == "__main__":
