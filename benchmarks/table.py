@@ -31,6 +31,8 @@ def rows() -> list[dict[str, Any]]:
     """figure, value, goal, met; programs without a list of goals give one row."""
     out = []
     for name, result in newest().items():
+        if not result.get("goals") and "met" not in result:
+            continue  # a study: its findings are in docs/log.md
         goals = result.get("goals") or [{"figure": str(result.get("what", name)), "value": "", "goal": result.get("goal", ""), "met": result.get("met")}]
         out += [{"program": name, "commit": result.get("commit", "")} | {k: g.get(k, "") for k in ("figure", "value", "goal", "met")} for g in goals]
     return out
