@@ -11,8 +11,6 @@ goes on run by run.
 
 from __future__ import annotations
 
-import json
-import shutil
 import statistics
 import sys
 from pathlib import Path
@@ -128,12 +126,7 @@ def main() -> None:
     setting = {k: getattr(args, k) for k in ("task", "lr", "limit", "delay", "groups", "seeds", "steps")}
     result = clean({"beside": args.beside, "runs_made_at": args.made_at or results_file.commit(), "setting": setting, "missing": found["missing"],
                     "synchronous": found["sync"]["final"], "arms": arms})  # fmt: skip
-    if not args.quick:
-        path = results_file.write("orders", result)
-        shutil.copy(page, path.with_suffix(".html"))
-        say(str(path))
-    if args.json:
-        print(json.dumps(result))
+    results_file.finish("orders", result, page, args)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -35,3 +37,13 @@ def write(name: str, result: dict[str, Any]) -> Path:
         + "\n"
     )
     return path
+
+
+def finish(name: str, result: dict[str, Any], page: Path, args: Any) -> None:
+    """A study's end: the result and its page side by side (not with --quick), and the JSON on stdout if asked for."""
+    if not args.quick:
+        path = write(name, result)
+        shutil.copy(page, path.with_suffix(".html"))
+        print(path, file=sys.stderr)
+    if args.json:
+        print(json.dumps(result))

@@ -12,9 +12,7 @@ in warm processes; interrupted, the same command goes on run by run.
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 import statistics
 import sys
 from pathlib import Path
@@ -198,12 +196,7 @@ def main() -> None:
     setting = {k: getattr(args, k) for k in ("task", "lr", "groups", "minibatches", "lags", "seeds", "steps")}
     result = clean({"beside": args.beside, "runs_made_at": args.made_at or results_file.commit(), "setting": setting, "target": target, "calibration": tried,
                     "arms": {n: what for n, (what, _) in ARMS.items()}, "missing": found["missing"], "by_lag": by_lag})  # fmt: skip
-    if not args.quick:
-        path = results_file.write("trust_regions", result)
-        shutil.copy(page, path.with_suffix(".html"))
-        say(str(path))
-    if args.json:
-        print(json.dumps(result))
+    results_file.finish("trust_regions", result, page, args)
 
 
 if __name__ == "__main__":
