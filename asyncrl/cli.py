@@ -279,7 +279,7 @@ def export(run_dir: Path, path: Path, as_json: bool) -> None:
 @click.option("--arm", "arms", multiple=True, metavar="NAME:KEY=VALUE,...", help="an arm; the first is what the others are compared with; repeatable")
 @click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="seeds of each arm, from the config's on")
 @click.option("--out", type=click.Path(path_type=Path), help="the comparison's directory; an unfinished one goes on")
-@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="runs at a time; more than one disturbs the timings")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="real runs at a time; more than one disturbs the timings")
 @click.option("--real", is_flag=True, help="every run as processes of its own, also those that could go in a warm one")
 @click.option("--dry-run", is_flag=True, help="print the arms and what would run")
 def compare(source: str, sets: tuple[str, ...], as_json: bool, arms: tuple[str, ...], seeds: int, out: Path | None, jobs: int, real: bool,
@@ -288,6 +288,7 @@ def compare(source: str, sets: tuple[str, ...], as_json: bool, arms: tuple[str, 
     from asyncrl import config_load
     from asyncrl.compare import comparison as comparing
     from asyncrl.compare import page as compare_report
+    from asyncrl.compare.live import CompareProgress, print_table
     from asyncrl.run import preflight, say
 
     base = config_load.load(source, sets)
@@ -304,21 +305,18 @@ def compare(source: str, sets: tuple[str, ...], as_json: bool, arms: tuple[str, 
     comparison = comparing.Comparison(where, source, sets, chosen, seeds, say, real=real)
     for c in comparison.configs.values():
         preflight(c)
-    cells = comparison.run(jobs)
+    with CompareProgress(comparison) as progress:
+        cells = comparison.run(jobs, progress.tell)
     found = comparing.analyse(cells, comparison.configs)
     settings = [(a.name, ", ".join(comparison.sets_of(a)) or "as configured") for a in comparison.arms]
     page = compare_report.write(where, where.name, cells, found, settings, base)
     if as_json:
         print(json.dumps(compare_report.clean(found)))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    shown = [i for i, h in enumerate(compare_report.HEAD) if h not in ("each seed", "tokens trained", "max lag")]  # a terminal's width
-    table = Table(*[compare_report.HEAD[i] for i in shown], title=f"{where.name}: {seeds} seed(s)")
-    for row in compare_report.rows(found):
-        table.add_row(*[row[i] for i in shown])
-    Console().print(table)
+    short = {"arm": "arm", "end": "end", "area": "area", "seconds of RL": "seconds", "trained tok/s": "tok/s", "mean lag": "lag", "ESS": "ESS",
+             "unstable": "unstable", "processes": ""}  # fmt: skip
+    start = next(iter(found["arms"].values()))["heldout_start"]
+    print_table(compare_report.HEAD, compare_report.rows(found), short, f"{where.name}: {seeds} seed(s), held-out accuracy from {start:.3f}")
     for v in found["verdicts"]:
         print(v["text"])
     for t in found["trade"]:
@@ -345,7 +343,7 @@ def sweep(source: str, sets: tuple[str, ...], as_json: bool, limits: str, chosen
     from asyncrl.compare import sweep_page
     from asyncrl.compare.comparison import design
     from asyncrl.compare.frontier import analyse
-    from asyncrl.compare.sweep_live import Progress
+    from asyncrl.compare.live import SweepProgress, print_table
     from asyncrl.run import preflight, say
 
     corrections = [sweeping.parse_correction(x) for x in chosen or ("configured", "none")]
@@ -361,7 +359,7 @@ def sweep(source: str, sets: tuple[str, ...], as_json: bool, limits: str, chosen
     for arm in dict.fromkeys([sweeping.SYNC, *(what.cell[n, what.limits[-1]] for n, _ in corrections)]):
         preflight(what.arms[arm])
     say(design(len(what.arms), seeds))
-    with Progress(made) as progress:
+    with SweepProgress(made) as progress:
         made.run(workers, progress.tell, abandon=not no_abandon)
     found = analyse(made)
     told = [(n, sweeping.CORRECTIONS.get(n, ("", []))[0] or ", ".join(items)) for n, items in corrections]
@@ -370,14 +368,8 @@ def sweep(source: str, sets: tuple[str, ...], as_json: bool, limits: str, chosen
     if as_json:
         print(json.dumps(compare_report.clean(found)))
         return
-    from rich.console import Console
-    from rich.table import Table
-
-    shown = [i for i, h in enumerate(sweep_page.HEAD) if h not in ("each seed", "p", "area", "KL max", "mean lag", "lost", "seeds")]  # a terminal's width
-    table = Table(*[sweep_page.HEAD[i] for i in shown], title=f"{where.name}: {seeds} seed(s)")
-    for row in sweep_page.rows(found):
-        table.add_row(*[row[i] for i in shown])
-    Console().print(table)
+    short = ("correction", "limit", "end", "vs sync", "interval", "ESS", "unstable", "speed")
+    print_table(sweep_page.HEAD, sweep_page.rows(found), {h: h for h in short}, f"{where.name}: {seeds} seed(s)")
     print(found["suggestion"]["reason"])
     if found["suggestion"]["set"]:
         print(found["suggestion"]["set"])

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import pty
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +24,24 @@ def compare(model: Path, out: Path, *words: str, timeout: float = 300) -> Ended:
     return Ended(subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=timeout))
 
 
+def on_a_terminal(model: Path, out: Path, *words: str) -> tuple[int, str]:
+    """The exit code, and what came to a terminal on stderr."""
+    ours, theirs = pty.openpty()
+    argv = [sys.executable, "-m", "asyncrl.cli", "compare", "configs/demo.toml", "--out", str(out)]
+    argv += [x for s in (*SETS, f"model.path={str(model)!r}") for x in ("--set", s)] + list(words)
+    env = ENV | {"TERM": "xterm", "COLUMNS": "110", "LINES": "40", "NO_COLOR": "1"}
+    process = subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.DEVNULL, stderr=theirs)
+    os.close(theirs)
+    seen = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            seen += chunk
+    except OSError as e:  # Linux says EIO when the other side has gone
+        assert e.errno == errno.EIO
+    os.close(ours)
+    return process.wait(60), seen.decode()
+
+
 def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) -> None:
     arms = ("--arm", "sync:staleness.max_lag=0", "--arm", "twin:same-as=sync", "--arm", "late:staleness.max_lag=2,staleness.inject=2", "--seeds", "2")
     out = tmp_path / "c"
@@ -34,6 +56,7 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     assert found["same_data"] == {"twin": [True, True], "late": [True, True]}
     assert found["arms"]["sync"]["lag"] == 0 and found["arms"]["late"]["lag_max"] == 2
     assert "found with 80 % power" in done.err
+    assert len(re.findall(r"^(sync|twin|late)-seed[01]: accuracy [\d.]+ in \d+ s \([1-6] of 6", done.err, re.M)) == 6, done.err
     page = (out / "report.html").read_text()
     assert "late against sync" in page or "late is" in page
     assert json.loads((out / "comparison.json").read_text()) == found and any((out / "tensorboard").rglob("events*"))
@@ -41,8 +64,13 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     # Interrupted: what is finished is not made again.
     kept = (out / "cells" / "sync-seed0.json").stat().st_mtime_ns
     (out / "cells" / "late-seed1.json").unlink()
+    code, shown = on_a_terminal(sort_model, out, *arms)
+    assert code == 0 and "5 of 6 runs are finished already" in shown
+    table = re.findall(r"late[ \u2502]+([\d.]+), \d+ s[ \u2502]+(\S+)", shown)  # as it was redrawn: the second seed comes last
+    ends = [f"{x:.3f}" for x in found["arms"]["late"]["each"]]
+    assert {x for x, _ in table} == {ends[0]} and table[0][1] == "-" and table[-1][1] == f"{ends[1]},", shown[-3000:]
     again = compare(sort_model, out, *arms, "--json")
-    assert again.code == 0 and "5 of 6 runs are finished already" in again.err
+    assert again.code == 0 and "6 of 6 runs are finished already" in again.err
     assert (out / "cells" / "sync-seed0.json").stat().st_mtime_ns == kept
     assert again.json["arms"]["late"]["weights_digests"] == found["arms"]["late"]["weights_digests"]
 

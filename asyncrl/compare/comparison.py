@@ -15,8 +15,6 @@ import re
 import shutil
 import subprocess
 import sys
-import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -177,8 +175,11 @@ class Comparison:
         path = self.run_dir(arm, seed) / "summary.json"
         return path.exists() and json.loads(path.read_text())["steps"] >= self.configs[arm].learner.steps
 
-    def run(self, jobs: int) -> list[Cell]:
-        """All cells, seed by seed with the arms in turn, `jobs` at a time."""
+    def run(self, jobs: int, tell: pool.Tell = lambda name, event: None) -> list[Cell]:
+        """All cells, seed by seed with the arms in turn: `jobs` real runs at a time.  `tell` hears of every run (`pool.Tell`).
+
+        Warm cells, whose wall times nobody compares, take every core that this process may use, unless they share a GPU.
+        """
         plan = []
         for i, seed in enumerate(self.seeds):
             names = list(self.configs)
@@ -187,26 +188,17 @@ class Comparison:
         if len(todo) < len(plan):
             self.say(f"{len(plan) - len(todo)} of {len(plan)} runs are finished already")
         self.say(design(len(self.configs), len(self.seeds)))
-        began, lock, made = time.monotonic(), threading.Lock(), 0
-
-        def done(*_: Any) -> None:
-            nonlocal made
-            with lock:
-                made += 1
-                left = (time.monotonic() - began) / made * (len(todo) - made)
-                self.say(f"{len(plan) - len(todo) + made} of {len(plan)} runs finished, about {left:.0f} s to go")
-
         for arm, seed in todo:
             if arm in self.warm:
                 self.cells.add(f"{arm}-seed{seed}", self.configs[arm], seed)
-        self.cells.run(jobs, lambda _, event: done() if "done" in event else None, abandon=False)
+        self.cells.run(max(jobs, 1 if uses_gpu(next(iter(self.configs.values()))) else len(os.sched_getaffinity(0))), tell, abandon=False)
         with ThreadPoolExecutor(jobs) as team:
-            for _ in team.map(lambda x: self.one(*x), [x for x in todo if x[0] not in self.warm]):
-                done()
+            for arm, seed in team.map(lambda x: self.one(*x), [x for x in todo if x[0] not in self.warm]):
+                tell(f"{arm}-seed{seed}", {"done": True})
         return [self.read(n, s) for n in self.configs for s in self.seeds]
 
-    def one(self, arm: str, seed: int) -> None:
-        """Make one run, from its last checkpoint when an earlier try left one."""
+    def one(self, arm: str, seed: int) -> tuple[str, int]:
+        """Make one run, from its last checkpoint when an earlier try left one.  Returns what it was given."""
         run_dir, base = self.run_dir(arm, seed), [sys.executable, "-m", "asyncrl.cli", "run"]
         where = [x for a in self.arms if a.name == arm for x in self.sets_of(a)]
         sets = [*self.sets, *where, f"seed={seed}", f"runs={str(self.directory / 'runs')!r}", f"name={run_dir.name!r}"]
@@ -222,6 +214,7 @@ class Comparison:
         if not self.finished(arm, seed):
             last = [x for x in log.read_text().splitlines() if x.strip()][-1:]
             raise AsyncrlError(f"run {run_dir.name} ended with exit code {code}: {' '.join(last)} (log: {log}); the same command goes on from here")
+        return arm, seed
 
     def sets_of(self, a: Arm) -> list[str]:
         return self.sets_of(next(b for b in self.arms if b.name == a.same_as)) if a.same_as else a.sets
@@ -249,6 +242,14 @@ def warm_arms(configs: dict[str, Config]) -> set[str]:
     injected = {n for n in able if configs[n].staleness.inject is not None}
     sync = {n for n, c in configs.items() if c.staleness.max_lag == 0}
     return injected | ((sync & able) if len(injected | sync) == len(configs) else set())
+
+
+def uses_gpu(config: Config) -> bool:
+    if config.model.device == "auto":
+        import torch
+
+        return torch.cuda.is_available()
+    return config.model.device != "cpu"
 
 
 def warm_cell(arm: str, seed: int, record: dict[str, Any]) -> Cell:

@@ -1,7 +1,7 @@
 """Warm workers: processes that make run after run, with imports, engine and CPU caches kept; one file a finished cell.
 
 DIR/cells/NAME.toml is the cell's whole config (`asyncrl run` takes it too), DIR/cells/NAME.json its record, written when it is
-finished: an interrupted grid goes on cell by cell.  A worker is `python -m asyncrl.compare.pool DIR`: names come in on stdin, one a line;
+finished: an interrupted grid goes on cell by cell.  A worker is `python -m asyncrl.compare.worker DIR`: names come in on stdin, one a line;
 events go out on stdout, one JSON object a line.
 """
 
@@ -24,7 +24,6 @@ from asyncrl import config_load
 from asyncrl.compare import judgement
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.importing import no_garbage
 from asyncrl.launch import _die_with_parent, signal_name
 
 Tell = Callable[[str, dict[str, Any]], None]  # (cell, {"step", "accuracy"} along the way or {"done": True})
@@ -35,7 +34,7 @@ def collapsed(_steps: list[float], accuracy: list[float]) -> str:
     return next((x for x in judgement.stability(accuracy, []) if x.startswith("collapse")), "")
 
 
-def _write(path: Path, text: str) -> None:
+def write(path: Path, text: str) -> None:
     part = path.with_suffix(path.suffix + ".part")
     part.write_text(text)
     os.replace(part, path)
@@ -69,7 +68,7 @@ class Cells:
         (self.directory / "cells").mkdir(parents=True, exist_ok=True)
         for name, config in self.configs.items():
             if not self.path(name).with_suffix(".toml").exists():
-                _write(self.path(name).with_suffix(".toml"), config_load.dump(config))
+                write(self.path(name).with_suffix(".toml"), config_load.dump(config))
         queue = deque(self.todo())
         team = [Worker(self.directory, n, queue, tell, abandon) for n in range(min(workers, len(queue)))]
         try:
@@ -94,7 +93,7 @@ class Worker:
         self.queue, self.tell, self.failed = queue, tell, ""
         self.log = directory / "logs" / f"worker_{number}.log"
         self.log.parent.mkdir(exist_ok=True)
-        argv = [sys.executable, "-m", "asyncrl.compare.pool", str(directory), *(["--abandon"] if abandon else [])]
+        argv = [sys.executable, "-m", "asyncrl.compare.worker", str(directory), *(["--abandon"] if abandon else [])]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
                                             env=os.environ | {"OMP_NUM_THREADS": "1"}, preexec_fn=_die_with_parent)  # fmt: skip
@@ -137,36 +136,3 @@ def cold(config: Config) -> str:
     if config.learner.backend != "torch":
         return f"learner.backend: {config.learner.backend} does not run in a warm process; use torch"
     return ""
-
-
-def main(directory: Path, abandon: bool) -> None:
-    """A worker: until stdin ends."""
-    with no_garbage():
-        from asyncrl.compare import runner
-
-    events = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library or a reward function prints goes to the log
-
-    def say(**event: Any) -> None:
-        events.write(json.dumps(event) + "\n")
-        events.flush()
-
-    for line in sys.stdin:
-        path = directory / "cells" / f"{line.strip()}.toml"
-        config = config_load.load(path)
-
-        def watch(steps: list[float], accuracy: list[float]) -> str:
-            say(step=int(steps[-1]), accuracy=accuracy[-1])
-            return collapsed(steps, accuracy) if abandon else ""
-
-        try:
-            record = runner.one(config, config.seed, watch)
-        except AsyncrlError as e:
-            say(error=str(e))
-            continue
-        _write(path.with_suffix(".json"), json.dumps(record))
-        say(done=True)
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), "--abandon" in sys.argv[2:])
