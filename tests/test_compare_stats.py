@@ -70,6 +70,16 @@ def test_paired_t_by_hand() -> None:
     assert (d.low, d.high) == (pytest.approx(-0.0484, abs=1e-4), pytest.approx(0.4484, abs=1e-4))
 
 
+def test_differences_that_are_all_the_same_are_no_certainty() -> None:
+    """Two seeds that both gained four of 64 prompts: a spread of one prompt, t = .0625 / (1/64 / sqrt 2) = 5.66 with 1 degree of freedom."""
+    d = cs.paired([0.5, 0.75], [0.4375, 0.6875], prompts=64)
+    assert d.p == pytest.approx(0.1114, abs=1e-4) and d.low < 0 < d.high
+    d = cs.paired([0.5, 0.7, 0.9], [0.4, 0.6, 0.8])
+    assert d.p == 0.25 and math.isnan(d.low)
+    twin = cs.paired([0.5, 0.7], [0.5, 0.7], prompts=64)
+    assert (twin.p, twin.low, twin.high) == (1.0, 0.0, 0.0)
+
+
 def test_holm_by_hand() -> None:
     found = {n: cs.Difference(0.1, 0.1, 3, p, 0, 0) for n, p in (("a", 0.01), ("b", 0.04), ("c", 0.03))}
     cs.holm(found)

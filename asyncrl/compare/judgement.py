@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 LEVEL, POWER = 0.05, 0.8
+EQUAL = 1e-12  # what rounding leaves of a difference
 
 
 @dataclass
@@ -35,15 +36,21 @@ class Difference:
 
 
 def paired(arm: Sequence[float], base: Sequence[float], prompts: int = 0) -> Difference:
-    """arm, base: one value a seed, in the same order.  prompts: n of each accuracy; 0: no prompt interval."""
+    """arm, base: one value a seed, in the same order.  prompts: n of each accuracy; 0: no prompt interval.
+
+    Accuracies come in steps of 1 / n, so a spread over seeds below that is not known and counts as that.  Without n, differences that are all
+    the same get what the sign test makes of them, p = 2^(1 - seeds), and no interval.
+    """
     from scipy import stats  # a second of CPU: not for a command that only refuses
 
     d = [a - b for a, b in zip(arm, base, strict=True)]
     n, mean = len(d), sum(d) / len(d)
     sd = math.sqrt(sum((x - mean) ** 2 for x in d) / (n - 1)) if n > 1 else math.nan
     p, low, high = math.nan, math.nan, math.nan
-    if n > 1 and sd == 0:
-        p, low, high = (1.0 if mean == 0 else 0.0), mean, mean
+    if n > 1 and mean and prompts:
+        sd = max(sd, 1 / prompts)
+    if n > 1 and sd < EQUAL:
+        p, low, high = (2.0 ** (1 - n), math.nan, math.nan) if abs(mean) > EQUAL else (1.0, mean, mean)
     elif n > 1:
         half = float(stats.t.ppf(1 - LEVEL / 2, n - 1)) * sd / math.sqrt(n)
         p, low, high = float(2 * stats.t.sf(abs(mean) / (sd / math.sqrt(n)), n - 1)), mean - half, mean + half
