@@ -3,43 +3,73 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import xxhash
 
-from asyncrl.messages import Batch
+from asyncrl.messages import Batch, Trajectory
 
 
 @dataclass
 class Row:
-    """One batch: how many samples, a digest of their ids, trained tokens by lag."""
+    """One batch: how many samples, a digest of their ids, trained tokens by lag, tickets in runs [first, last] (none in older files)."""
 
     samples: int
     ids: str
     lags: dict[int, int]
+    tickets: list[list[int]] = field(default_factory=list)
+
+
+def digest(samples: Sequence[Trajectory]) -> str:
+    """Of the ids of a batch's samples, in their order."""
+    return xxhash.xxh3_64_hexdigest(";".join(f"{s.ticket}.{s.sample}" for s in samples).encode())
+
+
+def runs(tickets: Iterable[int]) -> list[list[int]]:
+    """Ascending runs [first, last] without repetition.
+
+    >>> runs([3, 1, 2, 2, 7])
+    [[1, 3], [7, 7]]
+    """
+    out: list[list[int]] = []
+    for t in sorted(set(tickets)):
+        if out and t == out[-1][1] + 1:
+            out[-1][1] = t
+        else:
+            out.append([t, t])
+    return out
+
+
+def read(path: Path) -> dict[int, Row]:
+    """number -> batch of the surviving history in a `trained.jsonl`; empty when there is none."""
+    rows: dict[int, Row] = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        if line.endswith("}"):
+            _take(rows, json.loads(line))
+    return rows
+
+
+def _take(rows: dict[int, Row], row: dict[str, Any]) -> None:
+    if "from" in row:
+        for n in [n for n in rows if n >= row["from"]]:
+            del rows[n]
+    else:
+        lags = {int(k): int(v) for k, v in row["lags"].items()}
+        rows[int(row["batch"])] = Row(int(row["samples"]), str(row["ids"]), lags, [list(r) for r in row.get("tickets", ())])
 
 
 class Trained:
     """The batches of the surviving history, kept in `trained.jsonl`: the last row of a batch counts."""
 
     def __init__(self, path: Path) -> None:
-        self.rows: dict[int, Row] = {}
-        if path.exists():
-            for line in path.read_text().splitlines():
-                if line.endswith("}"):
-                    self._take(json.loads(line))
+        self.rows = read(path)
         self.file = path.open("a", buffering=1)
 
-    def _take(self, row: dict[str, object]) -> None:
-        if "from" in row:
-            self.rows = {n: r for n, r in self.rows.items() if n < int(str(row["from"]))}
-        else:
-            lags = {int(k): int(v) for k, v in dict(row["lags"]).items()}  # type: ignore[call-overload]
-            self.rows[int(str(row["batch"]))] = Row(int(str(row["samples"])), str(row["ids"]), lags)
-
-    def _write(self, row: dict[str, object]) -> None:
-        self._take(row)
+    def _write(self, row: dict[str, Any]) -> None:
+        _take(self.rows, row)
         self.file.write(json.dumps(row) + "\n")
 
     def roll_back(self, number: int) -> None:
@@ -50,12 +80,12 @@ class Trained:
     def add(self, batch: Batch, limit: float) -> dict[int, int]:
         """A committed batch; tokens past `limit` were masked.  Returns its trained tokens by lag."""
         counts: dict[int, int] = {}
-        for runs in batch.token_lags:
-            for start, end, lag in runs:
+        for sample in batch.token_lags:
+            for start, end, lag in sample:
                 if lag <= limit:
                     counts[lag] = counts.get(lag, 0) + end - start
-        ids = xxhash.xxh3_64_hexdigest(";".join(f"{s.ticket}.{s.sample}" for s in batch.samples).encode())
-        self._write({"batch": batch.number, "samples": len(batch.samples), "ids": ids, "lags": counts})
+        tickets = runs(s.ticket for s in batch.samples)
+        self._write({"batch": batch.number, "samples": len(batch.samples), "ids": digest(batch.samples), "lags": counts, "tickets": tickets})
         return counts
 
     def lags(self) -> dict[int, int]:

@@ -14,6 +14,10 @@ from pathlib import Path
 import pytest
 from conftest import ENV, ROOT, Ended
 
+from asyncrl import config_load
+from asyncrl.compare.comparison import Cell, analyse, data_apart
+from buffer import trained
+
 SETS = ("learner.steps=5", "learner.groups=8", "learner.group_size=4", "evaluation.every=2", "evaluation.prompts=32", "evaluation.final_prompts=32",
         "evaluation.ood_prompts=0")  # fmt: skip
 
@@ -54,6 +58,9 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     assert found["arms"]["sync"]["weights_digests"] == found["arms"]["twin"]["weights_digests"]
     assert words["late", "heldout_end"]["verdict"] in ("no difference visible", "better", "worse")
     assert found["same_data"] == {"twin": [True, True], "late": [True, True]}
+    assert found["data_apart"] == {"twin": ["", ""], "late": ["", ""]}
+    assert found["arms"]["sync"]["target"] == pytest.approx(0.9 * found["arms"]["sync"]["heldout_end"]) and found["arms"]["sync"]["reached"] == 2
+    assert all(f"accuracy {found['arms']['sync']['target']:.3f}" in t for t in found["trade"])
     assert found["arms"]["sync"]["lag"] == 0 and found["arms"]["late"]["lag_max"] == 2
     assert "found with 80 % power" in done.err
     assert len(re.findall(r"^(sync|twin|late)-seed[01]: accuracy [\d.]+ in \d+ s \([1-6] of 6", done.err, re.M)) == 6, done.err
@@ -81,10 +88,40 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     assert real["arms"]["sync"]["weights_digests"] == found["arms"]["sync"]["weights_digests"][:1]
     assert real["arms"]["sync"]["each"] == found["arms"]["sync"]["each"][:1] and real["arms"]["late"]["lag_max"] == 2
     assert real["same_data"]["late"] == [True]
+    warm, apart = (
+        json.loads((out / "cells" / "late-seed0.json").read_text())["batches"],
+        trained.read(tmp_path / "real" / "runs" / "late-seed0" / "trained.jsonl"),
+    )
+    assert [b["tickets"] for b in warm] == [apart[n].tickets for n in range(5)] == [[[8 * n, 8 * n + 7]] for n in range(5)]
 
     # Other settings in the same directory.
     other = compare(sort_model, out, *arms, "--set", "learner.lr=1e-3")
     assert other.code == 2 and "learner.lr: 0.0003, now 0.001" in other.err and "--out" in other.err
+
+
+def cell(arm: str, *batches: list[list[int]], ids: str = "", steps: tuple[float, ...] = (0, 2, 4), accuracy: tuple[float, ...] = (0.4, 0.6, 0.8)) -> Cell:
+    rows = [{"step": n, "t": 10.0 * n} for n in range(4)]
+    summary = {"trained_ids": ids or str(batches), "heldout_end": accuracy[-1], "heldout_start": accuracy[0], "wall_s": 40.0, "tokens": 100,
+               "ledger": {"generated": 100}, "lag": {"mean": 0.0, "max": 0}, "weights_digest": arm}  # fmt: skip
+    return Cell(arm, 0, summary, list(steps), list(accuracy), rows, batches=[(str(b), b) for b in batches])
+
+
+def test_how_far_the_data_of_two_runs_differ() -> None:
+    base = cell("a", [[0, 3]], [[4, 7]])
+    assert data_apart(cell("b", [[0, 3]], [[4, 7]]), base) == ""
+    assert data_apart(cell("b", [[0, 3]], [[4, 5], [8, 9]]), base) == "75% of the groups in common, in other batches from number 1 on"
+    assert data_apart(cell("b", [[0, 3]]), base) == "50% of the groups in common, in other batches from number 1 on"
+    assert data_apart(cell("b", ids="of an older version"), base) == "other samples"
+
+
+def test_the_time_to_an_accuracy() -> None:
+    """Base ends at .8, so the target is .72: the base is there at its third evaluation, the other at its second, and one never."""
+    config = config_load.load("configs/demo.toml")
+    cells = [cell("a"), cell("fast", accuracy=(0.4, 0.75, 0.8)), cell("low", accuracy=(0.4, 0.5, 0.6))]
+    found = analyse(cells, dict.fromkeys(("a", "fast", "low"), config))
+    assert found["arms"]["fast"]["steps_to_target"] == 2 and found["arms"]["fast"]["seconds_to_target"] == 20
+    assert found["trade"][0].endswith("accuracy 0.720 at batch 2 (a 4), after 20 s (30)")
+    assert found["trade"][1].endswith("accuracy 0.720 was never reached")
 
 
 @pytest.mark.parametrize(

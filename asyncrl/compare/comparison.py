@@ -27,7 +27,9 @@ from asyncrl import config_load, metrics
 from asyncrl.compare import judgement, pool
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
+from buffer import trained
 
+TARGET = 0.9  # of the first arm's accuracy at the end: how soon the others come there
 INJECTED = 4  # lag of the default injected arm when the config's limit is 0 or inf
 SHARED = ("seed", "model", "task", "learner.steps", "learner.groups", "learner.group_size", "evaluation")  # what no arm may change
 
@@ -52,6 +54,7 @@ class Cell:
     accuracy: list[float] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
     trouble: list[str] = field(default_factory=list)
+    batches: list[tuple[str, list[list[int]]]] = field(default_factory=list)  # trained: digest of the samples' ids, runs of tickets
     warm: bool = False
 
     @property
@@ -230,6 +233,7 @@ class Comparison:
         points = {r["step"]: r["eval/heldout"] for r in every if "eval/heldout" in r}
         cell.steps, cell.accuracy = [float(s) for s in sorted(points)], [points[s] for s in sorted(points)]
         cell.trouble = judgement.stability(cell.accuracy, cell.rows)
+        cell.batches = [(r.ids, r.tickets) for _, r in sorted(trained.read(run_dir / "trained.jsonl").items())]
         return cell
 
 
@@ -263,7 +267,19 @@ def warm_cell(arm: str, seed: int, record: dict[str, Any]) -> Cell:
                "trained_ids": record["trained_ids"]}  # fmt: skip
     rows = [{"step": r["version"] - 1} | {k: x for k, x in r.items() if k != "version"} for r in record["curve"]]
     trouble = judgement.stability(accuracy, rows) + ([f"failed: {record['failed']}"] if record.get("failed") else [])
-    return Cell(arm, seed, summary, steps, accuracy, rows, trouble, warm=True)
+    batches = [(str(b["ids"]), b["tickets"]) for b in record.get("batches", ())]
+    return Cell(arm, seed, summary, steps, accuracy, rows, trouble, batches, warm=True)
+
+
+def data_apart(a: Cell, b: Cell) -> str:
+    """How far the samples that two runs trained differ, in words; empty: they are the same, in the same order."""
+    if a.summary["trained_ids"] == b.summary["trained_ids"]:
+        return ""
+    first = next((i for i, (x, y) in enumerate(zip(a.batches, b.batches, strict=False)) if x[0] != y[0]), min(len(a.batches), len(b.batches)))
+    mine, other = ({t for _, runs in c.batches for low, high in runs for t in range(low, high + 1)} for c in (a, b))
+    if not mine or not other:
+        return "other samples"
+    return f"{len(mine & other) / max(len(mine), len(other)):.0%} of the groups in common, in other batches from number {first} on"
 
 
 # ---- what it says --------------------------------------------------------------------------------------------------
@@ -293,7 +309,8 @@ def analyse(cells: Sequence[Cell], configs: dict[str, Config]) -> dict[str, Any]
     names, seeds = list(configs), sorted({c.seed for c in cells})
     of = {n: sorted((c for c in cells if c.arm == n), key=lambda c: c.seed) for n in names}
     base, prompts = names[0], configs[names[0]].evaluation.final_prompts
-    arms = {n: about(of[n], configs[n]) for n in names}
+    target = TARGET * mean([c.final for c in of[base]])
+    arms = {n: about(of[n], configs[n], target) for n in names}
     verdicts: list[dict[str, Any]] = []
 
     def judge(metric: str, what: str, value: Callable[[Cell], float], n_prompts: int) -> None:
@@ -310,24 +327,36 @@ def analyse(cells: Sequence[Cell], configs: dict[str, Config]) -> dict[str, Any]
 
     judge("heldout_end", "final accuracy", lambda c: c.final, prompts)
     judge("area", "mean accuracy over training", lambda c: c.area, 0)
-    data = {n: [a.summary["trained_ids"] == b.summary["trained_ids"] for a, b in zip(of[n], of[base], strict=True)] for n in names[1:]}
+    apart = {n: [data_apart(a, b) for a, b in zip(of[n], of[base], strict=True)] for n in names[1:]}
+    data = {n: [not x for x in found] for n, found in apart.items()}
     trade = []
     for n in names[1:]:
         speed = arms[base]["wall_s"] / max(arms[n]["wall_s"], 1e-9)
         alike = not arms[n]["warm"] and not arms[base]["warm"]
         said = f"{speed:.2f} times the speed of {base}" if alike else "run in a warm process by turns, so its speed says nothing"
-        trade.append(f"{n}: {said}, accuracy {arms[n]['heldout_end'] - arms[base]['heldout_end']:+.3f}")
-    return {"arms": arms, "verdicts": verdicts, "seeds": seeds, "same_data": data, "trade": trade}
+        trade.append(f"{n}: {said}, accuracy {arms[n]['heldout_end'] - arms[base]['heldout_end']:+.3f}; {reached(arms[n], arms[base], base, alike)}")
+    return {"arms": arms, "verdicts": verdicts, "seeds": seeds, "same_data": data, "data_apart": apart, "trade": trade}
 
 
-def about(cells: Sequence[Cell], config: Config) -> dict[str, Any]:
-    """One arm over its seeds."""
-    goal = 0.8 * max((max(c.accuracy, default=0.0) for c in cells), default=0.0)
+def reached(arm: dict[str, Any], base: dict[str, Any], name: str, timed: bool) -> str:
+    """When an arm came to the accuracy asked for, beside the base."""
+    goal, missed = f"{arm['target']:.3f}", len(arm["each"]) - arm["reached"]
+    if not arm["reached"] or not base["reached"]:
+        return f"accuracy {goal} was never reached" + ("" if arm["reached"] == base["reached"] else f" by {name}" if arm["reached"] else "")
+    what = f"accuracy {goal} at batch {arm['steps_to_target']:.0f} ({name} {base['steps_to_target']:.0f})"
+    what += f", after {arm['seconds_to_target']:.0f} s ({base['seconds_to_target']:.0f})" if timed else ""
+    return what + (f", never in {missed} of {len(arm['each'])} runs" if missed else "")
 
-    def seconds(c: Cell) -> float:
-        step = next((s for s, a in zip(c.steps, c.accuracy, strict=True) if a >= goal), math.nan)
-        return next((float(r["t"]) for r in c.rows if r["step"] >= step), math.nan) if step == step else math.nan
 
+def about(cells: Sequence[Cell], config: Config, target: float) -> dict[str, Any]:
+    """One arm over its seeds.  target: the accuracy whose time is asked for, over the runs that reach it."""
+
+    def when(c: Cell) -> tuple[float, float]:
+        """Batch and seconds of the first evaluation at the target or above; nan: never."""
+        step = next((s for s, a in zip(c.steps, c.accuracy, strict=True) if a >= target), math.nan)
+        return step, next((float(r["t"]) for r in c.rows if r["step"] >= min(step, c.rows[-1]["step"])), math.nan) if step == step else math.nan
+
+    times = [x for x in map(when, cells) if x[0] == x[0]]
     trouble = sorted({x.split(":")[0] for c in cells for x in c.trouble})
     return {
         "heldout_start": mean([float(c.summary["heldout_start"]) for c in cells]), "heldout_end": mean([c.final for c in cells]),
@@ -335,7 +364,8 @@ def about(cells: Sequence[Cell], config: Config) -> dict[str, Any]:
         "tokens": mean([c.summary["tokens"] for c in cells]), "generated": mean([c.summary["ledger"]["generated"] for c in cells]),
         "tokens_per_s": mean([c.summary["tokens"] / max(c.summary["wall_s"], 1e-9) for c in cells]), "lag": mean([c.summary["lag"]["mean"] for c in cells]),
         "lag_max": max(c.summary["lag"]["max"] for c in cells), "ess": mean([r["is/target_ess"] for c in cells for r in c.rows if "is/target_ess" in r]),
-        "seconds_to_80_percent_of_best": mean([s for s in map(seconds, cells) if s == s]), "unstable": sum(bool(c.trouble) for c in cells),
+        "target": target, "reached": len(times), "steps_to_target": mean([x for x, _ in times]),
+        "seconds_to_target": mean([x for _, x in times]), "unstable": sum(bool(c.trouble) for c in cells),
         "trouble": trouble, "cause": cause(config, trouble), "weights_digests": [c.summary["weights_digest"] for c in cells],
         "warm": all(c.warm for c in cells),
     }  # fmt: skip

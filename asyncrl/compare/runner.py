@@ -31,10 +31,10 @@ from asyncrl.models import named_weights, weights_digest
 from asyncrl.tasks import get_task
 from asyncrl.tokenizer import encode_prompt, load_tokenizer
 from asyncrl.versions import Label
+from buffer import trained
 from buffer.evaluation import EVAL_BASE, OOD_BASE
 from buffer.service import evaluations, settings
 from buffer.store import Store
-from buffer.trained import mean
 from learner.step import LearnerCore
 
 EPOCH, SLICE = 1, 4  # decode steps between two looks at the buffer
@@ -87,7 +87,7 @@ class Run:
         self.curve: list[dict[str, float]] = []
         self.evals: dict[tuple[str, int], dict[int, float]] = {}
         self.lags: dict[int, int] = {}
-        self.ids: list[str] = []
+        self.batches: list[dict[str, Any]] = []  # what was trained
         self.late: Late[tuple[Ticket, Answer]] = Late()
 
     def publish(self) -> tuple[Label, str]:
@@ -161,7 +161,7 @@ class Run:
         if not groups:
             return False
         batch = self.store.batch(groups, EPOCH, number)
-        self.ids.append(xxhash.xxh3_64_hexdigest(";".join(f"{s.ticket}.{s.sample}" for s in batch.samples).encode()))
+        self.batches.append({"ids": trained.digest(batch.samples), "tickets": trained.runs(s.ticket for s in batch.samples)})
         counted: dict[int, int] = {}
         for runs in batch.token_lags:
             for start, end, lag in runs:
@@ -174,7 +174,7 @@ class Run:
         began = time.monotonic()
         metrics = self.core.train(batch)
         self.learning += time.monotonic() - began
-        row = {"version": number + 1, "t": time.monotonic() - self.began, "lag/mean": mean(counted)}
+        row = {"version": number + 1, "t": time.monotonic() - self.began, "lag/mean": trained.mean(counted)}
         self.curve.append(row | {k: metrics[k] for k in KEPT if k in metrics})
         self.pending, self.busy_until = (number, *self.publish()), self.clock + self.update
         return True
@@ -223,7 +223,8 @@ class Run:
         evals = {split: {str(n): [by[i] for i in sorted(by)] for (s, n), by in sorted(self.evals.items()) if s == split} for split in ("heldout", "ood")}
         return {
             "seed": self.config.seed, "steps": self.store.committed, "tokens": self.tokens, "wall_s": wall, "decode_s": self.decoding, "learn_s": self.learning,
-            "clock": self.clock, "weights_digest": weights_digest(self.core.model), "trained_ids": xxhash.xxh3_64_hexdigest("".join(self.ids).encode()),
+            "clock": self.clock, "weights_digest": weights_digest(self.core.model), "batches": self.batches,
+            "trained_ids": xxhash.xxh3_64_hexdigest("".join(b["ids"] for b in self.batches).encode()),
             "lag_histogram": {str(k): v for k, v in sorted(self.lags.items())}, "curve": self.curve, "evals": evals,
             "accuracy": [steps, accuracy], "abandoned": self.abandoned, "ledger_lines": self.store.ledger(),
         }  # fmt: skip
