@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,10 @@ from msgspec import to_builtins
 from asyncrl.errors import EXIT_CODES, AsyncrlError, ConfigError
 from asyncrl.importing import no_garbage
 from asyncrl.lab.command import lab
+
+# Before anything loads OpenMP: threads that wait for each other sleep.  As they come, they spin for milliseconds, and on cores shared with other work
+# a warm start of half a minute took seven.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
 class Group(click.Group):

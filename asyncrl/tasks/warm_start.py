@@ -20,10 +20,7 @@ MOST = 56  # tokens of the longest answer of any built-in task
 
 
 def warm_start(config: Config, path: str | Path, *, steps: int | None = None, threads: int = 2) -> dict[str, Any]:
-    """Write a Hugging Face directory at `path`, atomically.  Deterministic for (task, seed, threads).  Returns what it did.
-
-    Beside other work two threads spin on each other: tests use one.
-    """
+    """Write a Hugging Face directory at `path`, atomically.  Deterministic for (task, seed, threads).  Returns what it did."""
     import torch
 
     from asyncrl import models
