@@ -23,7 +23,7 @@ import rounds
 
 ROOT = rounds.results_file.ROOT
 MINUTES = 10.0
-SLOW = ("reward.function=benchmarks.slow_reward:waiting", "reward.workers=32", "learner.groups=8", "generator.slots=64", "learner.steps=100")
+SLOW = ("reward.function=benchmarks.slow_reward:waiting", "reward.workers=32", "learner.groups=8", "generator.slots=64", "learner.steps=60")
 PARTS: dict[str, list[str]] = {
     "default": [],
     "slow": [*(x for s in SLOW for x in ("--set", s)), "--arm", "sync:staleness.max_lag=0", "--arm", "async:staleness.max_lag=4"],
