@@ -121,7 +121,7 @@ class MetricsWriter:
         self.board: Any = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=5)
 
     def write(self, step: int, values: dict[str, float], t: float = 0.0, histograms: dict[str, list[float]] | None = None) -> None:
-        """One row: `step` counts versions, t seconds since the first ticket."""
+        """One row: `step` counts versions, t is the RunClock's."""
         if unknown := [n for n in values if not known(n)]:
             raise AsyncrlError(f"metrics not in the table of asyncrl/metrics.py: {', '.join(unknown)}")
         row: dict[str, Any] = {"step": step, "t": round(t, 4)} | values
@@ -150,3 +150,19 @@ def read(run_dir: Path) -> list[dict[str, Any]]:
         return []
     rows = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{") and line.endswith("}")]
     return rows
+
+
+class RunClock:
+    """Seconds of a run's work: from the first ticket on, over every life of its buffer, without the pauses between them."""
+
+    def __init__(self, run_dir: Path) -> None:
+        """A resumed run goes on from the last row of its metrics.jsonl."""
+        self.before = max((float(r["t"]) for r in read(run_dir)), default=0.0)
+        self.began = 0.0  # in this life; 0: not yet
+
+    def start(self, now: float) -> None:
+        """Work is handed out at `now` (time.monotonic()); the first time counts."""
+        self.began = self.began or now
+
+    def at(self, now: float) -> float:
+        return self.before + (max(0.0, now - self.began) if self.began else 0.0)

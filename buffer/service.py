@@ -18,7 +18,7 @@ from typing import Any
 from asyncrl import messages as m
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError
-from asyncrl.metrics import MetricsWriter
+from asyncrl.metrics import MetricsWriter, RunClock
 from asyncrl.rundir import Lock, buffer_address, run_id
 from asyncrl.tasks import Task, get_task
 from asyncrl.watchdog import WaitLog
@@ -90,7 +90,8 @@ class Service:
         self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
         self.latest: dict[str, float] = {}
         self.leased: dict[int, m.Batch] = {}
-        self.first_ticket = self.last_commit = self.last_metrics = 0.0
+        self.clock = RunClock(run_dir)
+        self.last_commit = self.last_metrics = 0.0
         self.generated = self.counted = 0.0
         self.trained = Trained(run_dir / "trained.jsonl")
         self.error, self.stop = "", False
@@ -254,6 +255,7 @@ class Service:
             if groups:
                 batch = self.store.batch(groups, ask.epoch, ask.number)
                 self.leased[ask.number] = batch
+                self.clock.start(time.monotonic())  # after a restart the first batch may need no ticket
                 self.send(peer, batch)
                 self.wait("learner", "")
             elif why != "late copy":
@@ -275,8 +277,8 @@ class Service:
         for name, (peer, want) in list(self.wants.items()):
             tickets = self.store.grant(want.producer, want.session, want.samples, now)
             if tickets or self.store.finished or want.holding != self.store.policy:
-                if not self.first_ticket and any(t.kind == "train" for t in tickets):
-                    self.first_ticket = now
+                if any(t.kind == "train" for t in tickets):
+                    self.clock.start(now)
                 if tickets or self.store.finished or self.news(name):
                     self.send(peer, m.Tickets(want.session, want.sequence, tickets, self.store.announcement(), self.store.finished))
                 if self.store.finished:
@@ -321,7 +323,7 @@ class Service:
             "buffer/leases": sum(g.lease is not None for g in self.store.alive.values()),
         }  # fmt: skip
         self.latest |= values
-        self.metrics.write(commit.number, values, now - self.first_ticket, histogram)
+        self.metrics.write(commit.number, values, self.clock.at(now), histogram)
 
     def lags(self, batch: m.Batch) -> dict[str, float]:
         """Lag over the batch's trained tokens, and what its samples were made of."""
@@ -346,7 +348,7 @@ class Service:
                 last = entry.setdefault("counted", {}).get(name, 0.0)
                 totals[name] += max(0.0, value - last)
                 entry["counted"][name] = value
-        span, self.last_metrics = now - (self.last_metrics or self.first_ticket or now), now
+        span, self.last_metrics = now - (self.last_metrics or self.clock.began or now), now
         self.counted += totals["tokens"]
         share = totals["idle_s"] / max(totals["busy_s"] + totals["idle_s"], 1e-9)
         if not totals["busy_s"] + totals["idle_s"]:
@@ -368,7 +370,7 @@ class Service:
         fresh, self.store.evaluations.fresh = self.store.evaluations.fresh, []
         for number, values in fresh:
             self.latest |= values
-            self.metrics.write(number, values, time.monotonic() - self.first_ticket if self.first_ticket else 0.0)
+            self.metrics.write(number, values, self.clock.at(time.monotonic()))
 
     def waits(self) -> list[tuple[str, str, str, float]]:
         """Who waits, for what, held by whom, for how many seconds."""
@@ -400,7 +402,7 @@ class Service:
 
         ledger, lags = s.ledger(), self.trained.lags()
         return {
-            "wall_s": max(0.0, self.last_commit - self.first_ticket), "steps": s.committed, "trajectories": sum(r.samples for r in self.trained.rows.values()),
+            "wall_s": self.clock.at(self.last_commit), "steps": s.committed, "trajectories": sum(r.samples for r in self.trained.rows.values()),
             "tokens": sum(lags.values()),
             "heldout_start": value("heldout", 0), "heldout_end": value("heldout", numbers[-1] if numbers else None), "ood_end": value("ood", s.s.steps),
             "lag": {"mean": mean(lags), "p95": quantile(lags, 0.95), "max": max(lags, default=0)},

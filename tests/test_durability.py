@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from test_run import check_summary, children, finish, start, steps_done, wait_until
 
+from asyncrl import metrics
+
 
 @pytest.mark.parametrize("mode", ["process", "disk"])
 def test_a_killed_buffer_costs_only_its_time(mode: str, tmp_path: Path, sort_model: Path) -> None:
@@ -38,3 +40,5 @@ def test_a_killed_memory_buffer_ends_the_run_and_a_resume_goes_on(tmp_path: Path
     summary = finish(process, tmp_path)
     assert summary["steps"] == 20 and summary["trajectories"] == 20 * 64  # each batch counts once, over both lives
     assert summary["ledger"]["trained"] >= summary["tokens"] > 0
+    times = [r["t"] for r in metrics.read(run_dir) if "reward/mean" in r]  # the clock of the second life goes on where the first one's stood
+    assert len(times) >= 20 and times == sorted(times) and summary["wall_s"] == pytest.approx(times[-1], abs=0.01)

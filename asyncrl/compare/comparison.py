@@ -206,7 +206,7 @@ class Comparison:
         where = [x for a in self.arms if a.name == arm for x in self.sets_of(a)]
         sets = [*self.sets, *where, f"seed={seed}", f"runs={str(self.directory / 'runs')!r}", f"name={run_dir.name!r}"]
         fresh = [*base, self.source, *[x for s in sets for x in ("--set", s)], "--json"]
-        resumable = any(run_dir.glob("checkpoints/epoch_*/number_*/manifest")) and not (run_dir / "summary.json").exists()
+        resumable = any(run_dir.glob("checkpoints/epoch_*/number_*/manifest"))
         if run_dir.exists() and not resumable:
             shutil.rmtree(run_dir)
         argv = [*base, "--resume", str(run_dir), "--json"] if resumable else fresh

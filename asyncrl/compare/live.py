@@ -32,9 +32,11 @@ class Progress:
             self.live.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self.live is not None:
             self.live.stop()
+        if kind is KeyboardInterrupt:
+            print(f"interrupted with {self.before + self.made} of {self.total} runs finished; the same command goes on from here", file=sys.stderr)
 
     def tell(self, name: str, event: dict[str, Any]) -> None:
         """`name`: of the run; `event`: {"step", "accuracy"} along the way, {"done": True} at its end."""
