@@ -98,8 +98,10 @@ def test_stability_by_rule() -> None:
     assert cs.stability([0.4, 0.6, 0.8], flat) == []
     assert "collapse" in cs.stability([0.4, 0.8, 0.3, 0.2], flat)[0]
     assert cs.stability([0.4, 0.8, 0.3, 0.7], flat) == []
-    assert "KL" in cs.stability([0.4], [*flat, flat[0] | {"kl/behavior_target_k3": 2.0}])[0]
-    assert "gradient norm" in cs.stability([0.4], [*flat, flat[0] | {"optim/grad_norm": 50.0}])[0]
+    wide, steep = flat[0] | {"kl/behavior_target_k3": 2.0}, flat[0] | {"optim/grad_norm": 50.0}
+    assert "KL" in cs.stability([0.4], [*flat, wide, wide, wide])[0] and cs.stability([0.4], [*flat, wide, wide]) == []
+    assert "KL" in cs.stability([0.4], [*flat, flat[0] | {"kl/behavior_target_k3": math.nan}])[0]
+    assert "in 3 batches, up to 50" in cs.stability([0.4], [*flat, steep, *flat, steep, steep])[0] and cs.stability([0.4], [*flat, steep, steep]) == []
     assert "entropy" in cs.stability([0.4], [*flat, flat[0] | {"policy/entropy": 0.01}])[0]
     assert "oscillation" in cs.stability([0.4, 0.7, 0.4, 0.7, 0.4], flat)[0]
     assert "length" in cs.stability([0.4], [*flat, *[flat[0] | {"answer/truncated_share": 0.9}] * 3])[0]

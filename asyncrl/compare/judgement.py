@@ -120,11 +120,17 @@ class Bounds:
     """When a run counts as unstable; stated in every report."""
 
     evaluations: int = 2  # in a row
+    batches: int = 3  # past one of the next two bounds: a single spike is cut by gradient clipping
     kl: float = 0.5  # nats a token, behaviour to target
     gradient: float = 20.0  # times the median of the first tenth
     entropy: float = 0.05  # of its start
     swing: float = 0.15  # accuracy between neighbouring evaluations
     truncated: float = 0.5  # share of answers cut at the limit
+
+    def __str__(self) -> str:
+        return (f"accuracy below half its best for {self.evaluations} evaluations; KL above {self.kl:g} nats a token or gradient norm above "
+                f"{self.gradient:g} times its start in {self.batches} batches; entropy below {self.entropy:.0%} of its start; "
+                f"three swings above {self.swing:g}; more than {self.truncated:.0%} of answers cut; loss not finite")  # fmt: skip
 
 
 def stability(accuracy: Sequence[float], rows: Sequence[Mapping[str, float]], b: Bounds | None = None) -> list[str]:
@@ -138,14 +144,15 @@ def stability(accuracy: Sequence[float], rows: Sequence[Mapping[str, float]], b:
             out.append(f"collapse: accuracy below half its best ({best:.2f}) for {b.evaluations} evaluations")
             break
     kls = [r["kl/behavior_target_k3"] for r in rows if "kl/behavior_target_k3" in r]
-    if any(x > b.kl or not math.isfinite(x) for x in kls):
-        out.append(f"divergence: KL(behaviour, target) reached {max(kls):.2f} nats a token, bound {b.kl:g}")
+    if sum(x > b.kl for x in kls) >= b.batches or not all(map(math.isfinite, kls)):
+        out.append(f"divergence: KL(behaviour, target) above {b.kl:g} nats a token in {sum(not x <= b.kl for x in kls)} batches, up to {max(kls):.2f}")
     norms = [r["optim/grad_norm"] for r in rows if "optim/grad_norm" in r]
     if len(norms) >= 10:
         start = sorted(norms[: max(5, len(norms) // 10)])
         middle = start[len(start) // 2]
-        if max(norms) > b.gradient * max(middle, 1e-12):
-            out.append(f"divergence: gradient norm {max(norms):.2g}, {b.gradient:g} times its start ({middle:.2g})")
+        over = sum(x > b.gradient * max(middle, 1e-12) for x in norms)
+        if over >= b.batches:
+            out.append(f"divergence: gradient norm more than {b.gradient:g} times its start ({middle:.2g}) in {over} batches, up to {max(norms):.2g}")
     entropy = [r["policy/entropy"] for r in rows if "policy/entropy" in r]
     if entropy and min(entropy[-5:]) < b.entropy * entropy[0]:
         out.append(f"entropy collapse: {entropy[-1]:.3f} of {entropy[0]:.3f} nats a token")

@@ -20,13 +20,13 @@ PAGE = """<!doctype html>
  h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem } .sub { color: #6b7280 }
  .grid { display: grid; grid-template-columns: 1fr 1fr; gap: .5rem } li { margin: .3rem 0 }
  table { border-collapse: collapse } td, th { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #e5e7eb }
- td:first-child, th:first-child { text-align: left } code { background: #f3f4f6; padding: 0 .3rem } .bad { color: #b91c1c }
+ td:first-child, th:first-child, .left { text-align: left; white-space: nowrap } code { background: #f3f4f6; padding: 0 .3rem } .bad { color: #b91c1c }
 </style>{{ library }}</head><body>
 <h1>{{ name }}</h1><div class="sub">{{ seeds }} seed(s), {{ steps }} steps of {{ groups }} x {{ size }};
 the first arm is what the others are compared with</div>
 <h2>What differs</h2>
-<table><tr><th>arm</th><th>settings</th></tr>{% for n, s in settings %}<tr><td>{{ n }}</td>
-<td style="text-align:left"><code>{{ s }}</code></td></tr>{% endfor %}</table>
+<table><tr><th>arm</th><th class="left">settings</th></tr>{% for n, s in settings %}<tr><td>{{ n }}</td>
+<td class="left"><code>{{ s }}</code></td></tr>{% endfor %}</table>
 <h2>Verdict</h2><ul id="verdicts">{% for v in verdicts %}<li>{{ v }}</li>{% endfor %}</ul>
 <ul>{% for t in trade %}<li>{{ t }}</li>{% endfor %}</ul>
 <h2>Arms, mean over seeds</h2>
@@ -36,8 +36,8 @@ the first arm is what the others are compared with</div>
 <div class="grid">{% for plot in plots %}<div>{{ plot }}</div>{% endfor %}</div>
 <h2>How to read this</h2>
 <p>Verdicts are paired by seed (t intervals, Holm's correction over the arms) and speak of seeds nobody has run; the interval for other prompts
-alone is in the JSON. Warm runs go by turns in one process: they train what a real run trains, in other seconds. The target is nine tenths of the first
-arm's accuracy at the end; its time is the mean over the runs that reach it.
+alone is in the JSON. Warm runs go by turns in one process: they train what a real run trains, in other seconds, which stand in brackets.
+The target is nine tenths of the first arm's accuracy at the end; its time is the mean over the runs that reach it.
 A run counts as unstable by these rules: {{ rules }}. Arms on the same data: {{ data }}.</p>
 <script type="application/json" id="comparison">{{ blob }}</script>
 </body></html>"""
@@ -88,9 +88,13 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
     def show(x: float | None, form: str) -> str:
         return "-" if x is None or not math.isfinite(x) else format(x, form)
 
+    def timed(a: dict[str, Any], key: str, form: str) -> str:
+        """A warm run's times are not those of a real one."""
+        return f"({show(a[key], form)})" if a["warm"] else show(a[key], form)
+
     return [
         [n, show(a["heldout_start"], ".3f"), show(a["heldout_end"], ".3f"), " ".join(f"{x:.3f}" for x in a["each"]), show(a["area"], ".3f"),
-         show(a["wall_s"], ".1f"), show(a["seconds_to_target"], ".1f"), show(a["tokens"], ",.0f"), show(a["tokens_per_s"], ",.0f"),
+         timed(a, "wall_s", ".1f"), timed(a, "seconds_to_target", ".1f"), show(a["tokens"], ",.0f"), timed(a, "tokens_per_s", ",.0f"),
          show(a["lag"], ".2f"), str(a["lag_max"]), show(a["ess"], ".3f"), f"{a['unstable']} of {len(a['each'])}", "warm" if a["warm"] else "real"]
         for n, a in found["arms"].items()
     ]  # fmt: skip
@@ -103,7 +107,7 @@ def write(directory: Path, name: str, cells: Sequence[Cell], found: dict[str, An
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 
-    arms, b = list(found["arms"]), judgement.Bounds()
+    arms = list(found["arms"])
     figures = [
         curves("Accuracy on held-out prompts", "accuracy", arms, cells, lambda c: list(zip(c.steps, c.accuracy, strict=True))),
         curves("Lag of trained tokens", "versions, mean", arms, cells, _metric("lag/mean")),
@@ -116,9 +120,6 @@ def write(directory: Path, name: str, cells: Sequence[Cell], found: dict[str, An
     ]
     plots = [Markup(pio.to_html(f, include_plotlyjs=False, full_html=False, config={"displaylogo": False, "displayModeBar": False})) for f in figures]
     blob = json.dumps(clean(found))
-    rules = (f"accuracy below half its best for {b.evaluations} evaluations; KL above {b.kl:g} nats a token; "
-             f"gradient norm above {b.gradient:g} times its start; entropy below {b.entropy:.0%} of its start; three swings above {b.swing:g}; "
-             f"more than {b.truncated:.0%} of answers cut")  # fmt: skip
     trouble = [f"{c.arm}, seed {c.seed}: {x}" for c in cells for x in c.trouble]
     trouble += [f"{n}: likely cause: {a['cause']}" for n, a in found["arms"].items() if a["cause"]]
     same = "; ".join(f"{n} {sum(x)} of {len(x)} seeds" for n, x in found["same_data"].items())
@@ -126,7 +127,7 @@ def write(directory: Path, name: str, cells: Sequence[Cell], found: dict[str, An
     page = jinja2.Environment(autoescape=True).from_string(PAGE).render(
         name=name, seeds=len(found["seeds"]), steps=config.learner.steps, groups=config.learner.groups, size=config.learner.group_size, settings=settings,
         data=same, verdicts=[v["text"] for v in found["verdicts"]], trade=found["trade"], head=HEAD, table=rows(found), trouble=trouble, plots=plots,
-        rules=rules,         library=Markup(f"<script>{get_plotlyjs()}</script>"), blob=Markup(blob.replace("</", "<\\/")),
+        rules=judgement.Bounds(), library=Markup(f"<script>{get_plotlyjs()}</script>"), blob=Markup(blob.replace("</", "<\\/")),
     )  # fmt: skip
     for path, text in ((directory / "report.html", page), (directory / "comparison.json", blob)):
         part = path.with_suffix(".part")

@@ -158,19 +158,17 @@ def write(directory: Path, name: str, found: dict[str, Any], corrections: Sequen
             [(c["correction"], colour[c["correction"]], mean_curve(c["curves"]), True) for c in found["cells"] if c["limit"] == x], "version", "accuracy")
         for x in found["limits"]
     ]  # fmt: skip
-    s, b = found["suggestion"], judgement.Bounds()
+    s = found["suggestion"]
     headline = (
         "No suggestion" if s["limit"] is None else f"Suggested: staleness.max_lag = {s['limit']}" + (f" with {s['correction']}" if s.get("correction") else "")
     )
-    rules = (f"accuracy below half its best for {b.evaluations} evaluations; KL above {b.kl:g} nats a token; "
-             f"gradient norm above {b.gradient:g} times its start; entropy below {b.entropy:.0%} of its start; three swings above {b.swing:g}; "
-             f"more than {b.truncated:.0%} of answers cut; loss not finite")  # fmt: skip
     trouble = [f"{c['correction']}, limit {c['limit']}: {c['unstable']} of {c['seeds']}: {', '.join(c['trouble'])}"
                + (f"; likely cause: {c['cause']}" if c["cause"] else "") for c in found["cells"] if c["unstable"]]  # fmt: skip
     blob = json.dumps(clean(found))
     sync = found["sync"]
     page = jinja2.Environment(autoescape=True).from_string(PAGE).render(
-        name=name, subtitle=subtitle, suggestion=s, headline=headline, missing=found["missing"], head=HEAD, table=rows(found), trouble=trouble, rules=rules,
+        name=name, subtitle=subtitle, suggestion=s, headline=headline, missing=found["missing"], head=HEAD, table=rows(found), trouble=trouble,
+        rules=judgement.Bounds(),
         losses=[(f"{c['correction']}, limit {c['limit']}", by_length(c)) for c in found["cells"] if takes(c)],
         sync=f"{sync['final']:.3f} over {sync['seeds']} seed(s)", corrections=corrections, curves=[Markup(g) for g in graphs],
         accuracy=Markup(heat(found, lambda c: float(c["final"]), under, 0.0, best)),
