@@ -86,7 +86,7 @@ def main() -> None:
         if not args.quick:
             stem = max((ROOT / "benchmarks" / "results").glob(f"*_{name}.json"), key=lambda f: f.stat().st_mtime)
             for part in parts:
-                shutil.copy(out / part / "report.html", stem.with_name(f"{stem.stem}_{part}.html"))
+                shutil.copy(out / part / "report.html", stem.with_name(f"{stem.stem}.html" if args.part == [part] else f"{stem.stem}_{part}.html"))
 
 
 if __name__ == "__main__":
