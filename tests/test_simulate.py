@@ -307,9 +307,24 @@ def test_questions_are_answered_with_the_same_seeds() -> None:
     assert limit.ratio > 1.2 and "A limit of 2 instead of 0" in limit.sentence and "times the throughput" in limit.sentence
     assert more.outcome["generators"] == 2 and "2 generators instead of 1" in more.sentence
     assert abs(sync.ratio - 1) < questions.NOTHING and "no throughput to speak of" in sync.sentence, "1 ms of 0.7 s"
+    assert limit.lag_range is not None and limit.lag_range[0] <= limit.outcome["lag_mean"] <= limit.lag_range[1] and more.lag_range is None
     slow = change(known, publish=0.4, swap=0.4)
     faster = questions.answers(c, slow, questions.several(c, slow, 2, evaluate=False), [], [], [4.0], evaluate=False)[0]
     assert faster.ratio > 1.3 and faster.least <= faster.ratio <= faster.largest
+
+
+def test_sides_of_equal_speed_leave_the_lag_open() -> None:
+    """Where the learner is much the slower side, the lag is at the limit either way; where both take as long, 5 % of its speed move the lag."""
+    c = config("staleness.max_lag=8", "generator.slots=8", "learner.steps=150")
+    writing = questions.several(c, change(rough(), train=1e-4), 1, evaluate=False)[0].step_s  # seconds in which the generator writes a batch
+    ranges = []
+    for train in (3 * writing, writing):
+        known = change(rough(), train=train)
+        answer = questions.answers(c, known, questions.several(c, known, 1, evaluate=False), [8], [], [], evaluate=False)[0]
+        low, high = answer.lag_range or (0.0, 0.0)
+        ranges.append((high - low, "if the learner's speed is 5% off" in answer.sentence))
+    (firm, unsaid), (open_, said) = ranges
+    assert firm < questions.WIDE < open_ and said and not unsaid, ranges
 
 
 def command(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

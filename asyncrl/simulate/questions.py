@@ -16,10 +16,16 @@ from asyncrl.simulate.times import Times, change, scaled
 NOTHING = 0.02  # a change of throughput below this is called none
 BUSY = 0.1  # idle share below which a side is what limits, if it is less than half the other's
 BUFFER_BUSY = 0.2  # the same for the buffer, whose work comes in bursts
+WIDE = 0.2  # a range of the mean lag below this is not worth a word
+DRIFT = 0.05  # two sides of nearly the same speed: how far the learner's may be off
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """One question: `ratio` is the throughput against the base, seed by seed: mean, least, largest."""
+    """One question: `ratio` is the throughput against the base, seed by seed: mean, least, largest.
+
+    lag_range: the mean lag if the learner is DRIFT faster or slower than its times say, of questions about the limit.  Where neither side is
+    held up the lag adds up the difference of their speeds, and a small one moves it from one end to the other.
+    """
 
     question: str
     ratio: float
@@ -27,6 +33,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     largest: float
     sentence: str
     outcome: dict[str, Any]
+    lag_range: tuple[float, float] | None = None
 
 
 def with_limit(config: Config, limit: float) -> Config:
@@ -50,6 +57,11 @@ def with_steps(config: Config, n: int) -> Config:
 def with_sync(times: Times, factor: float) -> Times:
     """Publishing and swapping `factor` times as fast."""
     return change(times, publish=scaled(times.publish, 1 / factor), swap=scaled(times.swap, 1 / factor))
+
+
+def with_learner(times: Times, factor: float) -> Times:
+    """Training `factor` times as long."""
+    return change(times, train=scaled(times.train, factor))
 
 
 def several(config: Config, times: Times, seeds: int, *, evaluate: bool = True) -> list[Outcome]:
@@ -88,8 +100,8 @@ def limited_by(o: dict[str, Any]) -> str:
     return f"both sides wait for each other (generators idle {g:.0%}, learner {learner:.0%})"
 
 
-def ask(question: str, instead: str, base: Sequence[Outcome], other: Sequence[Outcome]) -> Answer:
-    """The answer to `question`, paired by seed; `instead` names what the base has."""
+def ask(question: str, instead: str, base: Sequence[Outcome], other: Sequence[Outcome], ends: Sequence[Outcome] = ()) -> Answer:
+    """The answer to `question`, paired by seed; `instead` names what the base has; `ends`: the same with a faster and a slower learner."""
     ratios = [o.tokens_per_s / max(b.tokens_per_s, 1e-9) for b, o in zip(base, other, strict=True)]
     mean, was, now = sum(ratios) / len(ratios), together(base), together(other)
     spread = f" (seeds {min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
@@ -99,8 +111,11 @@ def ask(question: str, instead: str, base: Sequence[Outcome], other: Sequence[Ou
         speeds = f"{now['tokens_per_s']:,.0f} tokens/s instead of {was['tokens_per_s']:,.0f}"
         head = f"{question} instead of {instead}: {mean:.2f} times the throughput{spread}, {speeds}"
     head = head[0].upper() + head[1:]
-    tail = f"mean lag {now['lag_mean']:.2f} instead of {was['lag_mean']:.2f}; then {limited_by(now)}."
-    return Answer(question=question, ratio=mean, least=min(ratios), largest=max(ratios), sentence=f"{head}; {tail}", outcome=now)
+    lags = [now["lag_mean"], *(o.lag_mean for o in ends)]
+    wide = f" ({min(lags):.2f} to {max(lags):.2f} if the learner's speed is {DRIFT:.0%} off)" if max(lags) - min(lags) > WIDE else ""
+    tail = f"mean lag {now['lag_mean']:.2f}{wide} instead of {was['lag_mean']:.2f}; then {limited_by(now)}."
+    return Answer(question=question, ratio=mean, least=min(ratios), largest=max(ratios), sentence=f"{head}; {tail}", outcome=now,
+                  lag_range=(min(lags), max(lags)) if ends else None)  # fmt: skip
 
 
 def answers(config: Config, times: Times, base: Sequence[Outcome], limits: Sequence[float], more: Sequence[int], syncs: Sequence[float], *,
@@ -109,7 +124,9 @@ def answers(config: Config, times: Times, base: Sequence[Outcome], limits: Seque
     n, now = len(base), config.staleness.max_lag
     out = []
     for k in limits:
-        out.append(ask(f"a limit of {k:g}", f"{now:g}", base, several(with_limit(config, k), times, n, evaluate=evaluate)))
+        other = with_limit(config, k)
+        ends = [simulate(other, with_learner(times, f), config.seed, evaluate=evaluate) for f in (1 - DRIFT, 1 + DRIFT)]
+        out.append(ask(f"a limit of {k:g}", f"{now:g}", base, several(other, times, n, evaluate=evaluate), ends))
     for m in more:
         changed = with_generators(config, config.generators + m)
         out.append(ask(f"{config.generators + m} generators", f"{config.generators}", base, several(changed, times, n, evaluate=evaluate)))
