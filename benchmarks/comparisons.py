@@ -82,11 +82,9 @@ def main() -> None:
         made = {part: run(part, out, cores, args.quick) for part in parts}
         name = "_".join(["comparisons", *(args.part or ())])
         result = {"what": "the whole of each comparison under `found`", "cores": len(cores), "parts": made}
-        rounds.report(name, [g for part in parts for g in goals(part, made[part])], result, args)
-        if not args.quick:
-            stem = max((ROOT / "benchmarks" / "results").glob(f"*_{name}.json"), key=lambda f: f.stat().st_mtime)
-            for part in parts:
-                shutil.copy(out / part / "report.html", stem.with_name(f"{stem.stem}.html" if args.part == [part] else f"{stem.stem}_{part}.html"))
+        path = rounds.report(name, [g for part in parts for g in goals(part, made[part])], result, args)
+        for part in parts if path else ():
+            shutil.copy(out / part / "report.html", path.with_name(f"{path.stem}.html" if args.part == [part] else f"{path.stem}_{part}.html"))
 
 
 if __name__ == "__main__":

@@ -78,14 +78,16 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     return p
 
 
-def report(name: str, goals: list[dict[str, Any]], result: dict[str, Any], args: argparse.Namespace) -> None:
-    """Write the result file (not with --quick) and print the table, or the JSON."""
+def report(name: str, goals: list[dict[str, Any]], result: dict[str, Any], args: argparse.Namespace) -> Path | None:
+    """Write the result file (not with --quick; its path comes back) and print the table, or the JSON."""
     result = {"goals": goals, "met": all(g["met"] for g in goals), "beside": args.beside} | result
-    if not args.quick:
-        print(results_file.write(name, result), file=sys.stderr)
+    path = None if args.quick else results_file.write(name, result)
+    if path:
+        print(path, file=sys.stderr)
     if args.json:
         print(json.dumps(result))
-        return
+        return path
     for g in goals:
         rest = "  ".join(f"{k} {v}" for k, v in g.items() if k not in ("figure", "value", "goal", "met"))
         print(f"{g['figure']:52} {g['value']:>9.3f}  {g['goal']:>9}  {'met' if g['met'] else 'NOT MET'}  {rest}")
+    return path

@@ -196,12 +196,13 @@ class Comparison:
                 self.cells.add(f"{arm}-seed{seed}", self.configs[arm], seed)
         self.cells.run(max(jobs, 1 if uses_gpu(next(iter(self.configs.values()))) else len(os.sched_getaffinity(0))), tell, abandon=False)
         with ThreadPoolExecutor(jobs) as team:
-            for arm, seed in team.map(lambda x: self.one(*x), [x for x in todo if x[0] not in self.warm]):
+            real = [x for x in todo if x[0] not in self.warm]
+            for (arm, seed), _ in zip(real, team.map(lambda x: self.one(*x), real), strict=True):
                 tell(f"{arm}-seed{seed}", {"done": True})
         return [self.read(n, s) for n in self.configs for s in self.seeds]
 
-    def one(self, arm: str, seed: int) -> tuple[str, int]:
-        """Make one run, from its last checkpoint when an earlier try left one.  Returns what it was given."""
+    def one(self, arm: str, seed: int) -> None:
+        """Make one run, from its last checkpoint when an earlier try left one."""
         run_dir, base = self.run_dir(arm, seed), [sys.executable, "-m", "asyncrl.cli", "run"]
         where = [x for a in self.arms if a.name == arm for x in self.sets_of(a)]
         sets = [*self.sets, *where, f"seed={seed}", f"runs={str(self.directory / 'runs')!r}", f"name={run_dir.name!r}"]
@@ -217,7 +218,6 @@ class Comparison:
         if not self.finished(arm, seed):
             last = [x for x in log.read_text().splitlines() if x.strip()][-1:]
             raise AsyncrlError(f"run {run_dir.name} ended with exit code {code}: {' '.join(last)} (log: {log}); the same command goes on from here")
-        return arm, seed
 
     def sets_of(self, a: Arm) -> list[str]:
         return self.sets_of(next(b for b in self.arms if b.name == a.same_as)) if a.same_as else a.sets
@@ -249,6 +249,7 @@ def warm_arms(configs: dict[str, Config]) -> set[str]:
 
 
 def uses_gpu(config: Config) -> bool:
+    """Whether `model.device` comes to a GPU on this machine."""
     if config.model.device == "auto":
         import torch
 

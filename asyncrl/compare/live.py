@@ -1,10 +1,11 @@
-"""What a sweep or a comparison says while it runs: a table that redraws on a terminal, a line for each finished run elsewhere.  Both on stderr."""
+"""What a sweep or a comparison says: while it runs a table that redraws, off a terminal a line for each finished run, on stderr; at its end a table."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -14,7 +15,7 @@ from asyncrl.compare.frontier import curve
 from asyncrl.compare.sweep import SYNC, Sweep, label
 
 
-class Progress:
+class Progress(ABC):
     """Use as a context; `tell` is the callback of the runs and may be called from several threads."""
 
     def __init__(self, total: int) -> None:
@@ -56,12 +57,13 @@ class Progress:
         ahead = f", about {seconds / 60:.0f} min to go" if self.made and left else ""
         return f"{self.total - left} of {self.total}{ahead}"
 
+    @abstractmethod
     def ended(self, name: str) -> str:
         """Take note of a finished run; what is said of it."""
-        raise NotImplementedError
 
+    @abstractmethod
     def table(self) -> Any:
-        raise NotImplementedError
+        """What the terminal shows."""
 
 
 class SweepProgress(Progress):

@@ -24,7 +24,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """One question: `ratio` is the throughput against the base, seed by seed: mean, least, largest.
 
     lag_range: the mean lag if the learner is DRIFT faster or slower than its times say, of questions about the limit.  Where neither side is
-    held up the lag adds up the difference of their speeds, and a small one moves it from one end to the other.
+    held up the lag adds up the difference of their speeds, and a small one moves it.
     """
 
     question: str
