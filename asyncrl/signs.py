@@ -1,9 +1,11 @@
-"""Signs that a run does not learn what it was meant to: rules over the rows of metrics.jsonl, each with what to try.
+"""Signs that a run does not learn what it was meant to: rules over metrics.jsonl, with what to try.
 
-Pure: reads no file and imports no torch.  `asyncrl run` says each sign once on the terminal, the summary and the report's first lines keep them.
-A rule is a function of the rows that returns a `Sign` or None; put it in RULES, or in END_RULES if only a finished run can be judged by it.
+Pure: reads no file and imports no torch.  `asyncrl run` says each sign once on the terminal; the
+summary and the report's first lines keep them.  A rule is a function of the rows that returns a
+`Sign` or None; it belongs into RULES, or into END_RULES if only a finished run can be judged by it.
 
->>> stuck = [{"step": n, "reward/mean": 0.0, "reward/no_spread_share": 1.0, "reward/min": 0.0, "reward/max": 0.0} for n in range(8)]
+>>> one = {"reward/mean": 0.0, "reward/no_spread_share": 1.0, "reward/min": 0.0, "reward/max": 0.0}
+>>> stuck = [{"step": n} | one for n in range(8)]
 >>> [s.name for s in signs(stuck)]
 ['constant_rewards']
 >>> signs(stuck)[0].said
@@ -54,10 +56,13 @@ def constant_rewards(rows: Rows) -> Sign | None:
         return None
     values = {float(r[k]) for r in last for k in ("reward/min", "reward/max") if k in r}
     if len(values) != 1:
-        said = f"in {share:.0%} of the groups of the last {len(last)} batches all answers have the same reward: hardly anything to learn from"
+        said = (f"in {share:.0%} of the groups of the last {len(last)} batches all answers have the same "
+                "reward: hardly anything to learn from")  # fmt: skip
     else:
-        said = f"every answer of the last {len(last)} batches was given the reward {values.pop():g}: no group has a spread to learn from"
-    return Sign("constant_rewards", said, "look at rewards by `asyncrl task try`; prompts of another difficulty, or a reward with more steps, give a spread")
+        said = (f"every answer of the last {len(last)} batches was given the reward {values.pop():g}: "
+                "no group has a spread to learn from")  # fmt: skip
+    return Sign("constant_rewards", said, "look at rewards by `asyncrl task try`; prompts of another "
+                "difficulty, or a reward with more steps, give a spread")  # fmt: skip
 
 
 def all_truncated(rows: Rows) -> Sign | None:
@@ -66,17 +71,18 @@ def all_truncated(rows: Rows) -> Sign | None:
     share = mean(last, "answer/truncated_share")
     if share is None or share < NEARLY_ALL:
         return None
-    return Sign("all_truncated", f"{share:.0%} of the answers of the last {len(last)} batches were cut at generator.max_new_tokens",
-                "raise it, or look whether the model ends its answers at all (its end-of-sequence token, generator.stop)")  # fmt: skip
+    said = f"{share:.0%} of the answers of the last {len(last)} batches were cut at generator.max_new_tokens"
+    return Sign("all_truncated", said, "raise it, or look whether the model ends its answers at all "
+                "(its end-of-sequence token)")  # fmt: skip
 
 
 def interval(p: float, n: float, lo: float, hi: float) -> float:
-    """Half the 95 % interval of a mean of n values that lie in [lo, hi]: their variance is at most (p - lo)(hi - p)."""
+    """Half the 95 % interval of a mean p of n values in [lo, hi]: their variance is at most (p - lo)(hi - p)."""
     return Z * math.sqrt(max((p - lo) * (hi - p), 0.0) / max(n, 1.0))
 
 
 def unmoved_accuracy(rows: Rows) -> Sign | None:
-    """Held-out accuracy at the end differs from that at the start by less than chance alone may make of it."""
+    """Held-out accuracy at the end differs from that at the start by less than chance may make of it."""
     evals = sorted((r for r in rows if r.get("eval/heldout_n")), key=lambda r: r["step"])
     batches = trained(rows, least=1, window=len(rows))
     if len(evals) < 2 or not batches or evals[0]["step"] == evals[-1]["step"]:
@@ -85,18 +91,22 @@ def unmoved_accuracy(rows: Rows) -> Sign | None:
     a, b = float(first["eval/heldout"]), float(last["eval/heldout"])
     seen = [float(r[k]) for r in batches for k in ("reward/min", "reward/max") if k in r]
     lo, hi = min([0.0, a, b, *seen]), max([1.0, a, b, *seen])
-    half = math.hypot(*(interval(p, float(r["eval/heldout_n"]), lo, hi) for p, r in ((a, first), (b, last))))
+    sizes = [float(r["eval/heldout_n"]) for r in (first, last)]
+    half = math.hypot(interval(a, sizes[0], lo, hi), interval(b, sizes[1], lo, hi))
     if abs(b - a) > half:
         return None
-    n = " and ".join(str(x) for x in dict.fromkeys(int(r["eval/heldout_n"]) for r in (first, last)))
-    return Sign("unmoved_accuracy", f"held-out accuracy went from {a:.3f} to {b:.3f} in {len(batches)} batches, which is within chance (+-{half:.3f} at n = {n})",
-                "more steps, a larger learner.lr, or more evaluation.final_prompts to see smaller gains")  # fmt: skip
+    n = " and ".join(f"{x:g}" for x in dict.fromkeys(sizes))
+    said = (f"held-out accuracy went from {a:.3f} to {b:.3f} in {len(batches)} batches, which is within "
+            f"chance (+-{half:.3f} at n = {n})")  # fmt: skip
+    return Sign("unmoved_accuracy", said, "more steps, a larger learner.lr, or more "
+                "evaluation.final_prompts to see smaller gains")  # fmt: skip
 
 
 def answers_missing(path: str, without: int, of: int) -> Sign:
-    """`without` of the `of` prompts in the file have no answer to compare with, and the reward is the built-in comparison."""
-    return Sign("answers_missing", f"{path}: {without} of {of} prompts have no `answer`, and the task's own reward is 1 only where the text equals it",
-                "add answers to the file, or give reward.function")  # fmt: skip
+    """`without` of the `of` prompts have nothing that the built-in reward could compare with."""
+    said = (f"{path}: {without} of {of} prompts have no `answer`, and the task's own reward is 1 only "
+            "where the text equals it")  # fmt: skip
+    return Sign("answers_missing", said, "add answers to the file, or give reward.function")
 
 
 RULES: tuple[Callable[[Rows], Sign | None], ...] = (constant_rewards, all_truncated)
