@@ -22,9 +22,11 @@ PAGE = """<!doctype html>
  .cards { display: flex; flex-wrap: wrap; gap: .75rem; margin: 1.2rem 0 } .card { background: #f3f4f6; border-radius: 8px; padding: .6rem 1rem }
  .card b { display: block; font-size: 1.25rem } .grid { display: grid; grid-template-columns: 1fr 1fr; gap: .5rem }
  table { border-collapse: collapse } td, th { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #e5e7eb }
+ #signs { background: #fef3c7; border-radius: 8px; padding: .6rem 1rem .6rem 2rem; margin: 1rem 0 0 }
  td:first-child, th:first-child { text-align: left } code { background: #f3f4f6; padding: 0 .3rem } pre { white-space: pre-wrap }
 </style>{{ library }}</head><body>
 <h1>{{ name }}</h1><div class="sub">{{ subtitle }}</div>
+{% if signs %}<ul id="signs">{% for s in signs %}<li><b>{{ s.said }}</b>; {{ s.try_this }}</li>{% endfor %}</ul>{% endif %}
 <div class="cards">{% for label, value, id in cards %}<div class="card">{{ label }}<b id="{{ id }}">{{ value }}</b></div>{% endfor %}</div>
 <div class="grid">{% for plot in plots %}<div>{{ plot }}</div>{% endfor %}</div>
 <h2>Timeline: {{ seconds }} s from the middle of the run</h2>{{ timeline }}
@@ -182,6 +184,7 @@ def write(run_dir: Path) -> Path:
     commit = (run_dir / "commit").read_text().strip()[:12]
     page = jinja2.Environment(autoescape=True).from_string(PAGE).render(
         name=run_dir.name, subtitle=f"commit {commit} · {(run_dir / 'command').read_text().strip()}", library=Markup(f"<script>{get_plotlyjs()}</script>"),
+        signs=summary.get("signs", []),
         cards=_cards(summary), plots=[draw(f) for f in _plots(rows, summary)], timeline=draw(timeline), seconds=f"{seconds:g}", ledger=_ledger(summary),
         by_length=by_length(summary),
         samples=[*samples[:4], *samples[-8:]], config=(run_dir / "config.toml").read_text(),

@@ -8,20 +8,60 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl import config_load, devices, live, metrics, recording, report, rundir, trace
+from asyncrl import config_load, devices, live, metrics, recording, report, rundir, signs, trace
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, NothingToDo
 from asyncrl.launch import Supervisor
+from asyncrl.messages import Status
 
 FIXED_ON_RESUME = ("seed", "model.path", "model.dtype", "task", "learner.groups", "learner.group_size", "durability")
 
 
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+class Watcher:
+    """Says each sign that there is nothing to learn once, while the run goes on.
+
+    It reads the whole of metrics.jsonl when the run has grown by a quarter, so all its readings
+    together cost as much as five at the end.
+    """
+
+    def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:
+        self.run_dir, self.say = run_dir, say
+        self.said: set[str] = set()
+        self.next = signs.LEAST
+
+    def tell(self, found: Sequence[signs.Sign]) -> None:
+        for sign in found:
+            if sign.name not in self.said:
+                self.said.add(sign.name)
+                self.say(f"note: {sign.line()}")
+
+    def look(self, committed: int) -> None:
+        """After `committed` batches of the run."""
+        if committed >= self.next:
+            self.next = max(committed + 1, committed * 5 // 4)
+            self.tell(signs.signs(metrics.read(self.run_dir)))
+
+
+def task_signs(config: Config) -> list[signs.Sign]:
+    """What the task's own files say: prompts without the answers that their reward compares with."""
+    from asyncrl.tasks import get_task
+    from asyncrl.tasks.file import FileTask
+
+    try:
+        task = get_task(config.task)
+    except ConfigError:  # of a run that is over, whose file has gone since
+        return []
+    if not isinstance(task, FileTask) or config.reward.function or not task.unanswered:
+        return []
+    return [signs.answers_missing(config.task.prompts, task.unanswered, len(task.sets["train"]))]
 
 
 def preflight(config: Config) -> None:
@@ -92,7 +132,7 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
     return config
 
 
-def supervise(config: Config, run_dir: Path) -> int:
+def supervise(config: Config, run_dir: Path, watcher: Watcher) -> int:
     """Run all processes to their end; 130 when interrupted.  Raises what ended the run otherwise."""
     lock = rundir.Lock(run_dir)
     supervisor = Supervisor(config, run_dir, say)
@@ -102,10 +142,14 @@ def supervise(config: Config, run_dir: Path) -> int:
         supervisor.interrupts += 1
         say("stopping: the learner finishes its batch and writes a checkpoint; once more stops at once" if supervisor.interrupts == 1 else "stopping now")
 
+    def observe(status: Status) -> None:
+        supervisor.observe(status)
+        watcher.look(status.committed)
+
     previous = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         supervisor.start()
-        live.follow(rundir.buffer_address(config, run_dir), config.wires.curve_dir, lambda: supervisor.poll() or supervisor.interrupts > 0, supervisor.observe)
+        live.follow(rundir.buffer_address(config, run_dir), config.wires.curve_dir, lambda: supervisor.poll() or supervisor.interrupts > 0, observe)
         supervisor.end(gently=supervisor.interrupts < 2)
         return 130 if supervisor.interrupts else 0
     finally:
@@ -138,6 +182,7 @@ def summarise(config: Config, run_dir: Path) -> dict[str, Any]:
         "weights_digest": digest.read_text() if digest.exists() else None, "mismatch_k3_max": left["mismatch_k3_max"], "ledger": left["ledger"],
         "ledger_lines": left["ledger_lines"], "lag_histogram": left["lag_histogram"], "trained_ids": left["trained_ids"], "failures": left["failures"],
         "seed": config.seed,
+        "signs": [s._asdict() for s in (*task_signs(config), *signs.signs(metrics.read(run_dir), ended=left["steps"] >= config.learner.steps))],
     }  # fmt: skip
     part = run_dir / "summary.json.part"
     part.write_text(json.dumps(summary, indent=1))
@@ -150,18 +195,21 @@ def run(config: Config, run_dir: Path, *, resume: bool) -> tuple[int, dict[str, 
     for warning in config_load.warnings(config):
         say(f"note: {warning}")
     preflight(config)
+    watcher = Watcher(run_dir, say)
+    watcher.tell(task_signs(config))
     if not resume:
         rundir.prepare(config, config_load.dump(config), run_dir)
     say(f"run {run_dir}: {config.generators} generator(s), {config.learner.steps} steps of {config.learner.groups} x {config.learner.group_size}")
     began = time.monotonic()
     try:
-        code = supervise(config, run_dir)
+        code = supervise(config, run_dir, watcher)
     finally:
         trace.merge(run_dir)
     if code and not (run_dir / "buffer_summary.json").exists():
         say(f"stopped at once, without a summary; go on with: asyncrl run --resume {run_dir}")
         return code, {}
     summary = summarise(config, run_dir)
+    watcher.tell([signs.Sign(**s) for s in summary["signs"]])
     report.write(run_dir)
     say(f"{run_dir}: held-out {_show(summary['heldout_start'])} -> {_show(summary['heldout_end'])} in {summary['wall_s']:.0f} s of RL "
         f"({time.monotonic() - began:.0f} s in all), mean lag {summary['lag']['mean']:.2f}")  # fmt: skip

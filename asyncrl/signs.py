@@ -104,8 +104,8 @@ def unmoved_accuracy(rows: Rows) -> Sign | None:
 
 def answers_missing(path: str, without: int, of: int) -> Sign:
     """`without` of the `of` prompts have nothing that the built-in reward could compare with."""
-    said = (f"{path}: {without} of {of} prompts have no `answer`, and the task's own reward is 1 only "
-            "where the text equals it")  # fmt: skip
+    said = (f"{path}: {without} of {of} prompts have no `answer`, which the task's own reward compares "
+            "with: it is 0 for them")  # fmt: skip
     return Sign("answers_missing", said, "add answers to the file, or give reward.function")
 
 

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+from pathlib import Path
 from typing import Any
 
+from conftest import ENV, ROOT, SMALL, Ended, demo_command
+
+from asyncrl import run as runner
 from asyncrl import signs
+from asyncrl.config_load import load
 from asyncrl.signs import Sign
+from asyncrl.tasks.file import FileTask
 
 
 def rows(n: int, **keys: Any) -> list[dict[str, Any]]:
@@ -70,3 +78,44 @@ def test_the_interval_follows_the_range_of_the_rewards() -> None:
 
 def test_one_evaluation_is_no_movement() -> None:
     assert signs.signs([{"step": 0, "eval/heldout": 0.5, "eval/heldout_n": 10}, *rows(30)], ended=True) == []
+
+
+def test_signs_are_said_once_while_a_run_goes_on(tmp_path: Path) -> None:
+    """Each on one line, at the first look that finds it; ever fewer looks at the file."""
+    told: list[str] = []
+    watcher = runner.Watcher(tmp_path, told.append)
+    for n in range(1, 40):
+        with (tmp_path / "metrics.jsonl").open("a") as f:
+            flat = {"reward_no_spread_share": 1.0, "reward_min": 0.0, "reward_max": 0.0}
+            f.write(json.dumps(rows(1, **flat)[0] | {"step": n - 1}) + "\n")
+        watcher.look(n)
+        assert len(told) == (n >= 5)
+    assert told[0].startswith("note: every answer of the last 5 batches was given the reward 0")
+    assert watcher.next == 41  # looked after 5 6 7 8 10 12 15 18 22 27 33
+
+
+def test_prompts_without_answers(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"{i}="} | ({"answer": "1"} if i % 2 else {})) for i in range(20)))
+    config = load("configs/demo.toml", ["task.name=file", f"task.prompts={str(path)!r}"])
+    (sign,) = runner.task_signs(config)
+    left = len(FileTask(str(path)).sets["train"])
+    assert sign.name == "answers_missing" and f"of {left} prompts have no `answer`" in sign.said and "reward.function" in sign.try_this
+    with_function = load("configs/demo.toml", ["task.name=file", f"task.prompts={str(path)!r}", "reward.function='a:b'"])
+    assert runner.task_signs(with_function) == [] == runner.task_signs(load("configs/demo.toml"))
+
+
+def test_a_run_with_nothing_to_learn_says_so_on_the_terminal_and_in_its_report(tmp_path: Path, small_model: Path) -> None:
+    """For real: prompts without answers, so that no answer is ever right."""
+    path = tmp_path / "p.jsonl"
+    path.write_text("\n".join(json.dumps({"prompt": f"{i}{i}="}) for i in range(10, 40)))
+    words = ("task.name='file'", f"task.prompts={str(path)!r}", *SMALL[:-1], "generator.max_new_tokens=12", "learner.steps=8", "name='r'")
+    done = Ended(subprocess.run(demo_command("run", tmp_path, small_model, *words), cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=240))
+    assert done.code == 0, done.err[-3000:]
+    found = ["answers_missing", "constant_rewards", "unmoved_accuracy"]
+    assert [s["name"] for s in done.json["signs"]] == found
+    html = (tmp_path / "runs" / "r" / "report.html").read_text()
+    for sign in done.json["signs"]:
+        assert done.err.count(f"note: {sign['said']}") == 1, done.err
+    head = html.index('<ul id="signs">')
+    assert html.index("</h1>") < head < html.index('class="card"') and html[head : html.index("</ul>", head)].count("<li>") == 3

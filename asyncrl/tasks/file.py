@@ -80,6 +80,7 @@ class FileTask:
     """A task read from files.  Without `heldout`, a fixed tenth of the problems (at least one) is held out.
 
     A training prompt that is also in `heldout` or `ood` is left out of training (`overlap` counts them).
+    `unanswered`: training prompts without an answer.
     """
 
     name = "file"
@@ -102,6 +103,7 @@ class FileTask:
         if not fresh:
             raise ConfigError(f"{prompts}: every prompt is also in task.heldout or task.ood; nothing is left to train on")
         self.sets["train"] = fresh
+        self.unanswered = sum(not p.answer for p in fresh)
         self._order: tuple[tuple[int, int], list[int]] = ((-1, -1), [])
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
@@ -121,5 +123,8 @@ class FileTask:
         return None if split == "train" else len(self.sets[split])
 
     def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
-        """1 when the answer is met exactly, white space aside; give `reward.function` for anything else."""
-        return float(text.strip() == prompt.answer.strip())
+        """1 when the answer is met exactly, white space aside; give `reward.function` for anything else.
+
+        A prompt without an answer gives 0: silence, which would equal it, is not what it asks for.
+        """
+        return float(bool(prompt.answer) and text.strip() == prompt.answer.strip())
