@@ -17,7 +17,9 @@
 Glossary, one word for one thing in code, configs, metrics and docs:
 
 - behaviour policy (mu): drew the token; `behavior_logprobs` are recorded by the engine, after temperature, top-p and top-k.
-- proximal policy (pi_prox): where the learner starts the batch. Target policy (pi_theta): the learner now. Reference: frozen.
+- start (pi_start): the learner as the batch begins, which is what staleness and mismatch are measured from.
+- proximal policy (pi_prox), the loss's anchor: what the trust region divides by; pi_start, mu or between (`correction.proximal`).
+- target policy (pi_theta): the learner now. Reference (pi_ref): frozen.
 - version, label: (epoch, number). The number counts committed batches, the epoch the learner's lives.
 - lag: versions between the policy that drew a token and the one its batch starts from. Staleness: the fact of lag.
 - group: the samples of one prompt. Ticket: the order to write one group. Lease, attempt: one grant of a ticket.

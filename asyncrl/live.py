@@ -55,7 +55,7 @@ def table(s: Status) -> Any:
     row("accuracy", ("held-out", "eval/heldout", ".3f"), ("reward", "reward/mean", ".3f"))
     row("learner", ("tok/s", "throughput/learner_tokens_per_s", ",.0f"), ("idle", "time/learner_idle_share", ".0%"), ("step s", "time/step", ".2f"))
     row("generators", ("tok/s", "throughput/generator_tokens_per_s", ",.0f"), ("idle", "time/generator_idle_share", ".0%"))
-    row("lag", ("mean", "lag/mean", ".2f"), ("max", "lag/max", ".0f"), ("ESS", "is/ess", ".3f"), ("KL mu-prox", "kl/behavior_prox_k3", ".2e"))
+    row("lag", ("mean", "lag/mean", ".2f"), ("max", "lag/max", ".0f"), ("ESS", "is/ess", ".3f"), ("KL mu-start", "kl/behavior_start_k3", ".2e"))
     row("policy", ("entropy", "policy/entropy", ".3f"), ("length", "answer/length", ".1f"), ("grad norm", "optim/grad_norm", ".3f"))
     for who, what, on, age in s.waits:
         t.add_row("waits", who, f"{age:.1f} s for {what} ({on})")

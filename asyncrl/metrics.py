@@ -31,19 +31,17 @@ METRICS: dict[str, Metric] = {
     "lag/in_queue": Metric("versions", "part of the mean sample lag that arose in the buffer"),
     "lag/samples": Metric("versions", "histogram of the samples' lag"),
     "is/mean_weight": Metric("-", "mean importance weight: an effective learning rate"),
-    "is/ess": Metric("share", "effective sample size of the importance weights"),
-    "is/ratio_max": Metric("-", "largest proximal/behaviour ratio of a token, before bounds"),
+    "is/ess": Metric("share", "effective sample size of the raw ratios start/behaviour: what staleness and mismatch leave of a batch"),
+    "is/ratio_max": Metric("-", "largest start/behaviour ratio of a token"),
     "is/zero_share": Metric("share", "tokens whose weight the bound set to 0"),
-    "kl/behavior_prox_k1": Metric("nats/token", "k1 estimate of KL(behaviour || proximal)"),
-    "kl/behavior_prox_k3": Metric("nats/token", "k3 estimate of KL(behaviour || proximal): staleness and engine mismatch"),
-    "kl/prox_target_k3": Metric("nats/token", "k3 estimate of KL(proximal || target), mean over the batch's updates"),
+    "kl/behavior_start_k1": Metric("nats/token", "k1 estimate of KL(behaviour || start), start: the learner as the batch begins"),
+    "kl/behavior_start_k3": Metric("nats/token", "k3 estimate of KL(behaviour || start): staleness and engine mismatch, whatever the loss divides by"),
+    "kl/start_target_k3": Metric("nats/token", "k3 estimate of KL(start || target), mean over the batch's updates"),
     "kl/behavior_target_k3": Metric("nats/token", "k3 estimate of KL(behaviour || target)"),
     "kl/moved": Metric("nats/token", "k3 estimate of KL(policy before the batch || policy after it), with record.kl_moved"),
     "kl/target_ref_k1": Metric("nats/token", "k1 estimate of KL(target || reference)"),
     "kl/target_ref_k3": Metric("nats/token", "k3 estimate of KL(target || reference)"),
     "kl/beta": Metric("-", "coefficient of the KL term"),
-    "split/staleness_and_mismatch": Metric("nats/token", "mean of log mu - log pi_prox"),
-    "split/update": Metric("nats/token", "mean of log pi_prox - log pi_theta"),
     "mismatch/k3_at_lag_0": Metric("nats/token", "k3 between engine and learner on tokens drawn by the batch's own starting weights"),
     "clip/share": Metric("share", "tokens whose gradient the trust region cut"),
     "loss/policy": Metric("-", "value of the (negated) surrogate objective"),
@@ -78,7 +76,7 @@ METRICS: dict[str, Metric] = {
 METRICS |= {_name: Metric(*_entry) for _name, _entry in METRIC_NAMES.items()}
 BUCKETS = ("0", "1", "2", "3to4", "5to8", "9plus")
 for _b in BUCKETS:
-    METRICS[f"by_lag/k3_{_b}"] = Metric("nats/token", f"kl/behavior_prox_k3 of tokens at lag {_b}")
+    METRICS[f"by_lag/k3_{_b}"] = Metric("nats/token", f"kl/behavior_start_k3 of tokens at lag {_b}")
     METRICS[f"by_lag/weight_{_b}"] = Metric("-", f"mean importance weight of tokens at lag {_b}")
     METRICS[f"by_lag/tokens_{_b}"] = Metric("tokens", f"trained tokens at lag {_b}, summed over optimizer steps")
 PATTERNS = {re.compile(r"reward_part/.+"): Metric("reward", "mean of a named part of the reward")}
@@ -91,7 +89,7 @@ def known(name: str) -> bool:
 def markdown() -> str:
     """docs/metrics.md."""
     rows = [f"| `{n}` | {m.unit} | {m.meaning} |" for n, m in METRICS.items() if not n.startswith("by_lag/")]
-    by_lag = (("k3", "nats/token", "kl/behavior_prox_k3"), ("weight", "-", "mean importance weight"), ("tokens", "tokens", "trained tokens"),
+    by_lag = (("k3", "nats/token", "kl/behavior_start_k3"), ("weight", "-", "mean importance weight"), ("tokens", "tokens", "trained tokens"),
               *((k, u, f"`{m}`") for k, (u, m) in BY_LAG.items()))  # fmt: skip
     rows += [f"| `by_lag/{kind}_B` | {unit} | {what} at lag B, one of {', '.join(BUCKETS)} |" for kind, unit, what in by_lag]
     rows.append("| `reward_part/NAME` | reward | mean of a named part of the reward |")

@@ -57,12 +57,7 @@ class LearnerCore:
         c = self.config
         packed = pack(batch, greedy=c.advantage.name == "remax").to(self.where)
         everyone = range(len(packed.responses))
-        if step_loss.needs_proximal_first(c) and c.correction.proximal != "behavior":
-            packed.loss.proximal = self._forward(self.model, packed, everyone)
-        if c.correction.proximal == "behavior":
-            packed.loss.proximal = packed.loss.behavior
-        elif c.correction.proximal == "interpolate":
-            packed.loss.proximal = self._interpolated(packed, everyone)
+        self._anchor(packed, everyone)
         if self.reference is not None:
             packed.loss.reference = self._forward(self.reference, packed, everyone)
         if self.critic is not None:
@@ -148,7 +143,7 @@ class LearnerCore:
             loss, more = step_loss.micro_loss(prep, step, part, lp, entropy, values, self._step_kl(packed, micro, out.hidden) if self.full_kl else None)
             self.backend.backward(loss, last=at == rounds - 1)
             step_loss.add_sums(sums, more)
-            if self.config.stop.kl_max and prep.batch.proximal is not None:
+            if self.config.stop.kl_max and prep.batch.anchor is not None:
                 a, b = step_loss.stop_statistic(prep, part, lp.detach())
                 stop = [stop[0] + a, stop[1] + b]
         if self.backend.ranks > 1:
@@ -161,8 +156,8 @@ class LearnerCore:
         if not self.config.stop.kl_max:
             return 0.0
         now = total / weight.clamp(min=1)
-        if self.config.stop.against == "behavior" and prep.batch.proximal is not None:
-            now = now - ratios.masked_mean(kl.k3(ratios.log_ratio(prep.batch.behavior, prep.batch.proximal)), prep.valid)
+        if self.config.stop.against == "behavior" and prep.batch.anchor is not None:
+            now = now - ratios.masked_mean(kl.k3(ratios.log_ratio(prep.batch.behavior, prep.batch.anchor)), prep.valid)
         return max(0.0, float(now))
 
     def _mine(self, packed: Packed, samples: Sequence[int]) -> tuple[list[list[int]], int]:
@@ -235,11 +230,24 @@ class LearnerCore:
             self._run(model, packed, [samples[0]], entropy=False)
         return self.backend.total(out) if model is self.model else out
 
-    def _interpolated(self, packed: Packed, samples: Sequence[int]) -> torch.Tensor:
-        """a lp_behavior + (1 - a) lp_theta with a = 1 / (lag + 1), frozen at the batch's first pass (A-3PO; AReaL)."""
-        a = 1.0 / (packed.loss.token_lag.float() + 1.0)
-        now = packed.loss.proximal if packed.loss.proximal is not None else self._forward(self.model, packed, samples)
-        return a * packed.loss.behavior + (1 - a) * now
+    def _anchor(self, packed: Packed, samples: Sequence[int]) -> None:
+        """The anchor by correction.proximal, and the learner's start wherever a forward is made for one of them.
+
+        interpolate: a lp_behavior + (1 - a) lp_theta with a = 1 / (lag + 1), frozen at the batch's first pass (A-3PO; AReaL).
+        Left out where the first optimizer step's own forward gives it.
+        """
+        c, loss = self.config, packed.loss
+        recompute = c.correction.proximal == "recompute" and step_loss.needs_anchor_first(c)
+        if recompute or c.correction.proximal == "interpolate" or step_loss.needs_start_first(c):
+            loss.start = self._forward(self.model, packed, samples)
+        if c.correction.proximal == "recompute":
+            loss.anchor = loss.start
+        elif c.correction.proximal == "behavior":
+            loss.anchor = loss.behavior
+        else:
+            assert loss.start is not None
+            share = 1.0 / (loss.token_lag.float() + 1.0)
+            loss.anchor = share * loss.behavior + (1 - share) * loss.start
 
     @staticmethod
     def _moved(prep: step_loss.Prepared, before: torch.Tensor, after: torch.Tensor) -> float:

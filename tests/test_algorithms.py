@@ -34,13 +34,13 @@ def batch(seed: int = 0, groups: int = 3, size: int = 4, spread: float = 0.4, pr
     return LossBatch(
         seq=torch.repeat_interleave(torch.arange(n), lengths), behavior=behavior, mask=mask, token_lag=torch.randint(0, 6, (total,), generator=g),
         rewards=torch.rand(n, generator=g, dtype=D), groups=torch.arange(n) // size, truncated=torch.rand(n, generator=g) < 0.2,
-        proximal=behavior + spread * torch.randn(total, generator=g, dtype=D) if proximal else None,
+        anchor=behavior + spread * torch.randn(total, generator=g, dtype=D) if proximal else None,
         reference=behavior + 0.3 * torch.randn(total, generator=g, dtype=D),
     )  # fmt: skip
 
 
 def theta(b: LossBatch, seed: int = 9, spread: float = 0.4) -> torch.Tensor:
-    start = b.behavior if b.proximal is None else b.proximal
+    start = b.behavior if b.anchor is None else b.anchor
     return (start + spread * torch.randn(len(start), generator=torch.Generator().manual_seed(seed), dtype=D)).requires_grad_(True)
 
 
@@ -63,7 +63,7 @@ def gradient(b: LossBatch, c: Config, lp: torch.Tensor, parts: list[list[int]] |
 
 def test_decoupled_ppo_with_prox_on_behaviour_is_ppo() -> None:
     b = batch()
-    b.proximal = b.behavior.clone()
+    b.anchor = b.behavior.clone()
     lp = theta(b)
     a = gradient(b, config(loss={"surrogate": "decoupled_ppo"}), lp)
     p = gradient(b, config(loss={"surrogate": "ppo"}, correction={"proximal": "behavior"}), lp)
@@ -98,7 +98,7 @@ def test_gspo_with_sequence_means_has_the_published_gradient() -> None:
     b.mask[:] = True
     lp = theta(b, spread=0.05)
     c = config(loss={"surrogate": "gspo", "reduction": "seq-mean-token-mean", "eps_low": 0.02, "eps_high": 0.02}, correction={"proximal": "behavior"})
-    b.proximal = b.behavior.clone()
+    b.anchor = b.behavior.clone()
     _, ours, _ = gradient(b, c, lp)
     n = len(b.rewards)
     adv = advantages.rloo(b.rewards, b.groups)
@@ -109,7 +109,7 @@ def test_gspo_with_sequence_means_has_the_published_gradient() -> None:
 
 def test_reshape_with_gamma_one_is_vanilla_on_behaviour() -> None:
     b = batch()
-    b.proximal = b.behavior.clone()
+    b.anchor = b.behavior.clone()
     lp = theta(b)
     bypass = {"correction": {"proximal": "behavior"}}
     one = config(loss={"surrogate": "reshape"}, reshape={"mode": "constant", "gamma": 1.0, "gamma_min": 0.0}, **bypass)
@@ -118,7 +118,7 @@ def test_reshape_with_gamma_one_is_vanilla_on_behaviour() -> None:
 
 def test_box_cox_at_gamma_zero_is_weighted_log_likelihood() -> None:
     b = batch()
-    b.proximal = b.behavior.clone()
+    b.anchor = b.behavior.clone()
     lp = theta(b)
     c = config(loss={"surrogate": "reshape"}, reshape={"form": "box_cox", "mode": "constant", "gamma": 0.0}, correction={"proximal": "behavior"})
     adv = advantages.rloo(b.rewards, b.groups)[b.seq]
@@ -235,7 +235,7 @@ VARIANTS: list[dict[str, Any]] = [
 def prepared(seed: int, variant: dict[str, Any]) -> tuple[LossBatch, Config]:
     b, c = batch(seed), config(**variant)
     if c.correction.proximal == "behavior":
-        b.proximal = b.behavior.clone()
+        b.anchor = b.behavior.clone()
     return b, c
 
 
@@ -260,7 +260,7 @@ def test_what_lies_behind_the_mask_changes_nothing(variant: dict[str, Any]) -> N
     bad = torch.tensor([math.nan, math.inf, -math.inf, 1e4], dtype=D)
     out = ~dirty.mask
     fill = bad.repeat(len(out))[: int(out.sum())]
-    for name in ("behavior", "proximal", "reference"):
+    for name in ("behavior", "anchor", "reference"):
         getattr(dirty, name)[out] = fill
     spoiled = lp.detach().clone()
     spoiled[out] = fill.flip(0)
@@ -291,7 +291,7 @@ def test_the_order_of_the_answers_changes_nothing(seed: int, variant: dict[str, 
     at = torch.cat([torch.nonzero(b.seq == i)[:, 0] for i in order])
     lengths = torch.bincount(b.seq, minlength=len(b.rewards))[order]
     moved = LossBatch(torch.repeat_interleave(torch.arange(len(order)), lengths), b.behavior[at], b.mask[at], b.token_lag[at], b.rewards[order],
-                      b.groups[order], b.truncated[order], None if b.proximal is None else b.proximal[at], b.reference[at])  # fmt: skip
+                      b.groups[order], b.truncated[order], None if b.anchor is None else b.anchor[at], b.reference[at])  # fmt: skip
     other, g, _ = gradient(moved, c, lp.detach()[at].requires_grad_(True))
     assert torch.allclose(other, loss) and torch.allclose(g, grad[at], atol=1e-12)
 
@@ -305,9 +305,9 @@ def test_an_empty_mask_gives_zero() -> None:
 
 def test_float16_logprobs_do_not_overflow() -> None:
     b = batch()
-    b.behavior, b.proximal, b.reference = b.behavior.half().float(), b.proximal.half().float(), b.reference.half().float()
+    b.behavior, b.anchor, b.reference = b.behavior.half().float(), b.anchor.half().float(), b.reference.half().float()
     b.rewards = b.rewards.float()
-    lp = (b.proximal.half() + 5).requires_grad_(True)
+    lp = (b.anchor.half() + 5).requires_grad_(True)
     prep = sl.prepare(b, config())
     loss, _ = sl.micro_loss(prep, sl.begin_step(prep, torch.arange(12)), torch.arange(len(b.seq)), lp.float())
     assert bool(loss.isfinite())

@@ -27,7 +27,7 @@ def surrogate(name: str) -> tuple[LossBatch, Any]:
     b = batch(5)
     own = {"proximal": "behavior"} if name in surrogates.ON_BEHAVIOR else {}
     if own:
-        b.proximal = b.behavior.clone()
+        b.anchor = b.behavior.clone()
     return b, config(loss={"surrogate": name, "cov_share": 0.2, "cov_lo": -1.0}, correction=own)
 
 
@@ -62,7 +62,7 @@ def test_decoupled_ppo_by_hand() -> None:
     zero = torch.zeros(4, dtype=torch.long)
     prox = torch.cat([behavior + rho.log(), vec(-1)])
     b = LossBatch(torch.tensor([0, 0, 0, 1]), torch.cat([behavior, vec(-1)]), torch.tensor([True, True, True, False]), zero, vec(1, 0),
-                  torch.tensor([0, 1]), torch.tensor([False, False]), proximal=prox)  # fmt: skip
+                  torch.tensor([0, 1]), torch.tensor([False, False]), anchor=prox)  # fmt: skip
     lp = torch.cat([prox[:3] + r.log(), vec(-1)]).requires_grad_(True)
     c = config(advantage={"name": "reinforce", "baseline": "batch"}, correction={"preset": "tis", "hi": 2.0})
     _, grad, sums = gradient(b, c, lp)
@@ -127,7 +127,7 @@ def test_gamma_zero_in_the_power_form_has_no_gradient() -> None:
 
 def test_repair_c_adds_the_gradient_of_the_penalty() -> None:
     b = batch(6)
-    b.proximal = b.behavior.clone()
+    b.anchor = b.behavior.clone()
     lp = theta(b)
     run = {"loss": {"surrogate": "reshape"}, "correction": {"proximal": "behavior"}}
     plain = gradient(b, config(**run), lp)[1]
@@ -175,7 +175,7 @@ def numbers_of_three(**keys: Any) -> tuple[torch.Tensor, dict[str, Any]]:
     seq = torch.tensor([0, 1, 1, 2, 2, 2])
     m = torch.ones(6, dtype=torch.bool)
     b = LossBatch(seq, vec(*[-1.0] * 6), m, seq * 0, vec(1, 0, 2), torch.zeros(3, dtype=torch.long), torch.tensor([False, False, True]),
-                  proximal=vec(-0.5, *[-1.0] * 5), reference=vec(*[-1.0] * 6))  # fmt: skip
+                  start=vec(-0.5, *[-1.0] * 5), reference=vec(*[-1.0] * 6))  # fmt: skip
     settings = {"name": "reinforce", "baseline": "none", **keys.pop("advantage", {})}
     c = config(advantage=settings, generator={"max_new_tokens": 3, "context": 64}, **keys)
     adv, _, numbers = advantage(b, m, c, keys.get("baseline", 0.0), c.kl.coefficient)
@@ -236,13 +236,14 @@ def test_diagnostics_by_hand() -> None:
         reference=mu,
     )  # fmt: skip
     m = sl.finish(diagnostics.sums(v))
-    assert m["is/mean_weight"] == pytest.approx(2.5 / 3) and m["is/ess"] == pytest.approx(2.5**2 / (3 * 4.25))
+    assert m["is/mean_weight"] == pytest.approx(2.5 / 3) and m["is/weight_ess"] == pytest.approx(2.5**2 / (3 * 4.25))
+    assert m["is/ess"] == pytest.approx(6.5**2 / (3 * 20.25))
     assert m["is/chi2"] == pytest.approx((4 + 0.25 + 16) / 3 - 1) and m["is/ratio_max"] == pytest.approx(4)
     w = (v.target - mu)[:3].exp()
     assert m["is/target_ess"] == pytest.approx(float(w.sum() ** 2 / (3 * w.square().sum())))
-    assert m["kl/behavior_prox_k1"] == pytest.approx(-math.log(4) / 3)
-    assert m["kl/behavior_prox_k3"] == pytest.approx(((2 + 0.5 + 4) - 3 - math.log(4)) / 3)
-    assert m["split/staleness_and_mismatch"] + m["split/update"] == pytest.approx(m["kl/behavior_target_k1"], abs=1e-15)
+    assert m["kl/behavior_start_k1"] == pytest.approx(-math.log(4) / 3)
+    assert m["kl/behavior_start_k3"] == pytest.approx(((2 + 0.5 + 4) - 3 - math.log(4)) / 3)
+    assert m["kl/behavior_start_k1"] + m["kl/start_target_k1"] == pytest.approx(m["kl/behavior_target_k1"], abs=1e-15)
     assert m["kl/behavior_target_k1"] == pytest.approx(float((mu - v.target)[:3].mean()))
     assert m["perplexity/behavior"] == pytest.approx(math.exp(2)) and m["perplexity_by_answer/behavior"] == pytest.approx(math.exp((1.5 + 3) / 2))
     assert m["clip/high"] == pytest.approx(1 / 3) and m["clip/low"] == 0
@@ -261,7 +262,7 @@ def test_diagnostics_by_hand() -> None:
 def test_log_ratio_quantiles_are_upper_edges_of_their_bins() -> None:
     b, c = batch(1, groups=40, spread=0.4), config()
     m = sl.finish(gradient(b, c, theta(b))[2])
-    size = (b.proximal - b.behavior).abs()[b.mask]
+    size = (b.anchor - b.behavior).abs()[b.mask]
     for name, q in (("p50", 0.5), ("p99", 0.99)):
         exact = float(size.quantile(q))
         assert exact / 1.02 <= m[f"is/log_ratio_{name}"] <= exact * 1.2

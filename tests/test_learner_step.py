@@ -258,3 +258,59 @@ def test_the_host_waits_once_a_step_however_many_micro_batches(model_dir: Path, 
     assert whole == pieces, "a micro-batch reads nothing"
     for_each_step = cost(3, 40) - pieces
     assert for_each_step == (2 if "loss" in variant and "surrogate" in variant["loss"] else 1)
+
+
+# ---- what is measured is the learner's start, whatever the loss divides by -------------------------------------------
+
+MEASURED = ("kl/behavior_start_k1", "kl/behavior_start_k3", "is/ess", "is/chi2", "is/ratio_max", "perplexity/start")
+ANCHORS: list[dict[str, Any]] = [
+    {"correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}},
+    {"correction": {"proximal": "interpolate", "preset": "tis"}},
+    {"correction": {"proximal": "recompute", "preset": "tis"}},
+    {"correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}, "learner": {"epochs": 2}},
+]
+
+
+@pytest.mark.parametrize("how", ANCHORS, ids=str)
+def test_the_instruments_read_the_learners_start_under_every_anchor(model_dir: Path, how: dict[str, Any]) -> None:
+    """By hand from one forward before the batch: x = log pi_start - log mu over all tokens; ess, chi2, KL and the split of both."""
+    c, packed = core(model_dir, **how), pack(batch())
+    start = c._forward(c.model, packed, range(GROUPS * SIZE)).double()
+    x = start - packed.loss.behavior.double()
+    m = c.train(batch())
+    ratio = x.exp()
+    assert m["kl/behavior_start_k1"] == pytest.approx(float(-x.mean()), rel=1e-5)
+    assert m["kl/behavior_start_k3"] == pytest.approx(float((ratio - 1 - x).mean()), rel=1e-5) and m["kl/behavior_start_k3"] > 0.01
+    assert m["is/ess"] == pytest.approx(float(ratio.sum() ** 2 / (len(x) * ratio.square().sum())), rel=1e-5) and m["is/ess"] < 0.99
+    assert m["is/chi2"] == pytest.approx(float(ratio.square().mean() - 1), rel=1e-5)
+    assert m["is/ratio_max"] == pytest.approx(float(ratio.max()), rel=1e-5)
+    assert m["perplexity/start"] == pytest.approx(float((-start).mean().exp()), rel=1e-5)
+    at_zero = packed.loss.token_lag == 0
+    assert m["mismatch/k3_at_lag_0"] == pytest.approx(float((ratio - 1 - x)[at_zero].mean()), rel=1e-5)
+    assert m["by_lag/ess_0"] == pytest.approx(float(ratio[at_zero].sum() ** 2 / (at_zero.sum() * ratio[at_zero].square().sum())), rel=1e-5)
+    if how.get("learner"):  # two passes over the same answers: the second is under the policy that the first step made
+        assert m["kl/start_target_k3"] > 1e-8
+    else:
+        assert m["kl/start_target_k3"] == pytest.approx(0.0, abs=1e-12)
+    assert m["kl/behavior_start_k1"] + m["kl/start_target_k1"] == pytest.approx(m["kl/behavior_target_k1"], abs=1e-6)
+
+
+def test_several_minibatches_measure_the_first_ones_answers(model_dir: Path) -> None:
+    """Only the first optimizer step's forward is the learner's start; the later ones' answers are left out, not taken for it."""
+    c = core(model_dir, learner={"minibatches": 3, "lr": 5.0}, correction={"proximal": "behavior"}, loss={"surrogate": "ppo"})
+    packed = pack(batch())
+    start = c._forward(c.model, packed, range(GROUPS * SIZE)).double()
+    first = packed.part(c._minibatches(packed, 0)[0])
+    x = (start - packed.loss.behavior.double())[first]
+    m = c.train(batch())
+    assert m["kl/behavior_start_k1"] == pytest.approx(float(-x.mean()), rel=1e-5) and m["kl/start_target_k3"] == pytest.approx(0.0, abs=1e-12)
+
+
+def test_kl_in_the_reward_is_charged_at_the_learners_start_under_a_bypass(model_dir: Path) -> None:
+    """beta k1(start, reference) is 0 while both are the initial model, also where the loss divides by mu, far away."""
+    how: dict[str, Any] = {"correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}}
+    charged = core(model_dir, kl={"coefficient": 5.0, "placement": "reward", "estimator": "k1"}, **how)
+    free = core(model_dir, **how)
+    m = charged.train(batch())
+    free.train(batch())
+    assert m["kl/gradient_share"] == pytest.approx(0.0, abs=1e-5) and torch.allclose(weights(charged), weights(free), atol=1e-6)

@@ -16,16 +16,22 @@ from asyncrl.algorithms.surrogates import DUAL, HIGH, LOW
 
 BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 10**9))
 BUCKET_NAMES = ("0", "1", "2", "3to4", "5to8", "9plus")
-TOKENS = ("n", "w", "w2", "rho", "rho2", "ab_k1", "ab_k3", "bt_k1", "bt_k3", "at_k3", "nll_mu", "nll_prox", "nll", "entropy", "low", "high", "dual",
-          "rejected", "vetoed", "masked", "ref_k1", "ref_k3", "ref_forward", "ref_nll", "t", "t2")  # fmt: skip
-SAMPLES = ("n", "nll_mu", "nll_prox", "nll", "w", "w2", "rejected", "rejected_length", "rejected_reward", "vetoed", "vetoed_length",
-           "vetoed_reward", "masked", "masked_length", "masked_reward")  # fmt: skip
+# of every valid token; then, from "known" on, of those whose log-probability at the learner's start is known (b behaviour, s start, t target)
+TOKENS = ("n", "w", "w2", "bt_k1", "bt_k3", "nll_mu", "nll", "entropy", "low", "high", "dual",
+          "rejected", "vetoed", "masked", "ref_k1", "ref_k3", "ref_forward", "ref_nll", "t", "t2",
+          "known", "rho", "rho2", "bs_k1", "bs_k3", "st_k1", "st_k3", "nll_start")  # fmt: skip
+OF_START = TOKENS[TOKENS.index("known") :]
+SAMPLES = ("n", "nll_mu", "nll", "w", "w2", "rejected", "rejected_length", "rejected_reward", "vetoed", "vetoed_length",
+           "vetoed_reward", "masked", "masked_length", "masked_reward", "known", "nll_start")  # fmt: skip
 EDGES = 0.01 * 1.15 ** torch.arange(48)  # |log rho| histogram: from 0.01 to about 7
 
 
 @dataclass
 class View:
-    """What is looked at, [n] tokens of whole samples, detached.  valid bool [n]; reference, entropy may be None."""
+    """What is looked at, [n] tokens of whole samples, detached.  valid bool [n]; reference, entropy may be None.
+
+    start: the learner's policy as the batch began, where `known` bool [n] (None: everywhere); elsewhere it is not looked at.
+    """
 
     seq: torch.Tensor
     lag: torch.Tensor
@@ -33,34 +39,37 @@ class View:
     kept: torch.Tensor
     vetoed: torch.Tensor
     behavior: torch.Tensor
-    proximal: torch.Tensor
+    start: torch.Tensor
     target: torch.Tensor
     weight: torch.Tensor
     clipped: torch.Tensor
     rewards: torch.Tensor  # [B]
     reference: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
+    known: torch.Tensor | None = None
 
 
 def sums(v: View) -> dict[str, torch.Tensor]:
     """`tokens` [TOKENS, 1 + buckets], `samples` [SAMPLES], `ratios` [bins], `max/ratio`: all float64, on the tokens' device."""
-    a, b, t = log_ratio(v.proximal, v.behavior), log_ratio(v.target, v.proximal), log_ratio(v.target, v.behavior)
+    a, b, t = log_ratio(v.start, v.behavior), log_ratio(v.target, v.start), log_ratio(v.target, v.behavior)
     zero, rho = torch.zeros_like(a), a.exp()
+    known = v.valid if v.known is None else v.valid & v.known
     x = zero if v.reference is None else log_ratio(v.target, v.reference)
     masked = v.kept & (v.weight == 0)
     columns = {
-        "n": torch.ones_like(a), "w": v.weight, "w2": v.weight.square(), "rho": rho, "rho2": rho.square(), "ab_k1": -a, "ab_k3": kl.k3(-a),
-        "bt_k1": -b, "bt_k3": kl.k3(-b), "at_k3": kl.k3(-t), "nll_mu": -v.behavior, "nll_prox": -v.proximal, "nll": -v.target,
+        "n": torch.ones_like(a), "w": v.weight, "w2": v.weight.square(), "bt_k1": -t, "bt_k3": kl.k3(-t), "nll_mu": -v.behavior, "nll": -v.target,
         "entropy": zero if v.entropy is None else v.entropy, "low": v.clipped == LOW, "high": v.clipped == HIGH, "dual": v.clipped == DUAL,
         "rejected": ~v.kept & ~v.vetoed, "vetoed": v.vetoed, "masked": masked, "ref_k1": x, "ref_k3": kl.k3(x), "ref_forward": kl.forward_k3(x),
         "ref_nll": zero if v.reference is None else -v.reference, "t": t.exp(), "t2": (2 * t).exp(),
+        "known": torch.ones_like(a), "rho": rho, "rho2": rho.square(), "bs_k1": -a, "bs_k3": kl.k3(-a), "st_k1": -b, "st_k3": kl.k3(-b),
+        "nll_start": -v.start,
     }  # fmt: skip
-    table = torch.stack([torch.where(v.valid, columns[name].double(), 0.0) for name in TOKENS])
+    table = torch.stack([torch.where(known if name in OF_START else v.valid, columns[name].double(), 0.0) for name in TOKENS])
     inside = torch.stack([v.valid] + [v.valid & (v.lag >= lo) & (v.lag <= hi) for lo, hi in BUCKETS], 1).double()
     bins = torch.bucketize(a.abs().double(), EDGES.to(a.device, torch.float64))
     out = {
-        "tokens": table @ inside, "samples": _samples(v), "max/ratio": torch.where(v.valid, rho, 0.0).amax().double() if len(a) else a.sum().double(),
-        "ratios": torch.zeros(len(EDGES) + 1, dtype=torch.float64, device=a.device).index_add_(0, bins, v.valid.double()),
+        "tokens": table @ inside, "samples": _samples(v), "max/ratio": torch.where(known, rho, 0.0).amax().double() if len(a) else a.sum().double(),
+        "ratios": torch.zeros(len(EDGES) + 1, dtype=torch.float64, device=a.device).index_add_(0, bins, known.double()),
     }  # fmt: skip
     return out
 
@@ -77,11 +86,14 @@ def _samples(v: View) -> torch.Tensor:
     gone = (per(~v.kept) == length).double() * some
     w, vetoed, masked = per(v.weight) / size, (per(v.vetoed) > 0).double(), per(v.kept & (v.weight == 0))
     rewards = v.rewards.double()
+    seen = torch.ones_like(v.valid) if v.known is None else v.known
+    known = (per(seen) == length).double() * some  # a pass covers whole answers
     rows = {
-        "n": some, "nll_mu": per(-v.behavior) / size, "nll_prox": per(-v.proximal) / size, "nll": per(-v.target) / size, "w": w * some,
+        "n": some, "nll_mu": per(-v.behavior) / size, "nll": per(-v.target) / size, "w": w * some,
         "w2": w.square() * some, "rejected": gone, "rejected_length": gone * length, "rejected_reward": gone * rewards,
         "vetoed": vetoed, "vetoed_length": vetoed * length, "vetoed_reward": vetoed * rewards,
         "masked": masked, "masked_length": masked * length, "masked_reward": masked * rewards,
+        "known": known, "nll_start": known * per(torch.where(seen, -v.start, 0.0)) / size,
     }  # fmt: skip
     return torch.stack([rows[name].sum() for name in SAMPLES])
 
@@ -115,9 +127,11 @@ def metrics(total: dict[str, torch.Tensor]) -> dict[str, float]:
     width = 1 + len(BUCKETS)
     table = {name: host["tokens"][i * width : (i + 1) * width] for i, name in enumerate(TOKENS)}
     out = _of_tokens({name: row[0] for name, row in table.items()}) | _of_samples(dict(zip(SAMPLES, host["samples"], strict=True)))
-    out |= {"is/ratio_max": host["max/ratio"][0], "is/log_ratio_p50": _quantile(host["ratios"], 0.5), "is/log_ratio_p99": _quantile(host["ratios"], 0.99)}
-    if table["n"][1] > 0:
-        out["mismatch/k3_at_lag_0"] = table["ab_k3"][1] / table["n"][1]
+    if table["known"][0] > 0:
+        quantiles = {f"is/log_ratio_{name}": _quantile(host["ratios"], q) for name, q in (("p50", 0.5), ("p99", 0.99))}
+        out |= {"is/ratio_max": host["max/ratio"][0]} | quantiles
+    if table["known"][1] > 0:
+        out["mismatch/k3_at_lag_0"] = table["bs_k3"][1] / table["known"][1]
     for i, bucket in enumerate(BUCKET_NAMES, 1):
         if table["n"][i] > 0:
             out |= _of_bucket({name: row[i] for name, row in table.items()}, bucket)
@@ -137,15 +151,15 @@ def _of_tokens(s: dict[str, float]) -> dict[str, float]:
     n = max(s["n"], 1.0)
     m = {name: x / n for name, x in s.items()}
     out = {
-        "is/mean_weight": m["w"], "is/ess": _ess(s["w"], s["w2"], n), "is/target_ess": _ess(s["t"], s["t2"], n), "is/chi2": m["rho2"] - 1,
+        "is/mean_weight": m["w"], "is/weight_ess": _ess(s["w"], s["w2"], n), "is/target_ess": _ess(s["t"], s["t2"], n),
         "is/zero_share": m["masked"] + m["rejected"] + m["vetoed"],
         "is/rejected_share": m["rejected"], "is/vetoed_share": m["vetoed"], "is/masked_share": m["masked"],
-        "kl/behavior_prox_k1": m["ab_k1"], "kl/behavior_prox_k3": m["ab_k3"], "kl/prox_target_k1": m["bt_k1"], "kl/prox_target_k3": m["bt_k3"],
-        "kl/behavior_target_k1": m["ab_k1"] + m["bt_k1"], "kl/behavior_target_k3": m["at_k3"],
-        "split/staleness_and_mismatch": m["ab_k1"], "split/update": m["bt_k1"], "clip/low": m["low"], "clip/high": m["high"], "clip/dual": m["dual"],
+        "kl/behavior_target_k1": m["bt_k1"], "kl/behavior_target_k3": m["bt_k3"], "clip/low": m["low"], "clip/high": m["high"], "clip/dual": m["dual"],
         "clip/share": m["low"] + m["high"] + m["dual"], "policy/behavior_nll": m["nll_mu"], "perplexity/behavior": _exp(m["nll_mu"]),
-        "perplexity/proximal": _exp(m["nll_prox"]), "perplexity/target": _exp(m["nll"]),
+        "perplexity/target": _exp(m["nll"]),
     }  # fmt: skip
+    if s["known"]:
+        out |= _of_start({name: s[name] / s["known"] for name in OF_START}) | {"is/ess": _ess(s["rho"], s["rho2"], s["known"])}
     if s["entropy"]:
         out["policy/entropy"] = m["entropy"]
     if s["ref_nll"]:
@@ -153,9 +167,23 @@ def _of_tokens(s: dict[str, float]) -> dict[str, float]:
     return out
 
 
+def _of_start(m: dict[str, float]) -> dict[str, float]:
+    """What is measured from the learner's start; m: means over the tokens where it is known."""
+    return {
+        "is/chi2": m["rho2"] - 1,
+        "kl/behavior_start_k1": m["bs_k1"],
+        "kl/behavior_start_k3": m["bs_k3"],
+        "kl/start_target_k1": m["st_k1"],
+        "kl/start_target_k3": m["st_k3"],
+        "perplexity/start": _exp(m["nll_start"]),
+    }
+
+
 def _of_samples(s: dict[str, float]) -> dict[str, float]:
     n = max(s["n"], 1.0)
-    out = {f"perplexity_by_answer/{who}": _exp(s[key] / n) for who, key in (("behavior", "nll_mu"), ("proximal", "nll_prox"), ("target", "nll"))}
+    out = {f"perplexity_by_answer/{who}": _exp(s[key] / n) for who, key in (("behavior", "nll_mu"), ("target", "nll"))}
+    if s["known"]:
+        out["perplexity_by_answer/start"] = _exp(s["nll_start"] / s["known"])
     out |= {"is/ess_by_answer": _ess(s["w"], s["w2"], n), "is/rejected_answers": s["rejected"] / n}
     out["is/vetoed_answers"] = s["vetoed"] / n
     for what in ("rejected", "vetoed", "masked"):
@@ -167,12 +195,13 @@ def _of_samples(s: dict[str, float]) -> dict[str, float]:
 def _of_bucket(s: dict[str, float], bucket: str) -> dict[str, float]:
     n = s["n"]
     out = {
-        "k1": s["ab_k1"] / n, "update": s["bt_k1"] / n, "k3": s["ab_k3"] / n, "target_k3": s["at_k3"] / n,
-        "weight": s["w"] / n, "ess": _ess(s["w"], s["w2"], n), "tokens": n,
+        "target_k3": s["bt_k3"] / n, "weight": s["w"] / n, "tokens": n,
         "clip": (s["low"] + s["high"] + s["dual"]) / n, "zero": (s["masked"] + s["rejected"] + s["vetoed"]) / n,
     }  # fmt: skip
     if s["entropy"]:
         out["entropy"] = s["entropy"] / n
+    if known := s["known"]:
+        out |= {"k1": s["bs_k1"] / known, "k3": s["bs_k3"] / known, "update": s["st_k1"] / known, "ess": _ess(s["rho"], s["rho2"], known)}
     return {f"by_lag/{name}_{bucket}": x for name, x in out.items()}
 
 

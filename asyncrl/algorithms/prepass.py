@@ -16,8 +16,11 @@ from asyncrl.errors import ConfigError
 class LossBatch:
     """seq, token_lag int64 [N]; behavior fp32 [N]; mask bool [N]; rewards fp32 [B]; groups int64 [B]; truncated bool [B].
 
-    Optional: proximal, reference, token_rewards, values [N]; bootstrap [B]: V after the last token of a truncated answer;
+    Optional: start, anchor, reference, token_rewards, values [N]; bootstrap [B]: V after the last token of a truncated answer;
     greedy [B]: reward of a greedy answer to the same prompt.  All logprobs at the sample's own temperature.
+
+    start: the learner's policy as the batch begins, which is what is measured against.  anchor: pi_prox, what the loss divides by; it
+    is the start (correction.proximal = recompute), mu (behavior) or between the two (interpolate).
     """
 
     seq: torch.Tensor
@@ -27,12 +30,13 @@ class LossBatch:
     rewards: torch.Tensor
     groups: torch.Tensor
     truncated: torch.Tensor
-    proximal: torch.Tensor | None = None
+    anchor: torch.Tensor | None = None
     reference: torch.Tensor | None = None
     token_rewards: torch.Tensor | None = None
     values: torch.Tensor | None = None
     bootstrap: torch.Tensor | None = None
     greedy: torch.Tensor | None = None
+    start: torch.Tensor | None = None
 
 
 def section(config: Any, key: str, /, **defaults: Any) -> Any:
@@ -77,12 +81,12 @@ def _shaped(batch: LossBatch, config: Any) -> torch.Tensor:
 
 
 def _kl_in_reward(batch: LossBatch, config: Any, beta: float) -> torch.Tensor | None:
-    """beta * sg[k] per token [N], k of pi_prox against pi_ref; None without such a term."""
+    """beta * sg[k] per token [N], k of the learner's start against pi_ref, never of mu; None without such a term."""
     if beta <= 0 or config.kl.placement != "reward":
         return None
-    if batch.proximal is None or batch.reference is None:
-        raise ConfigError("kl.placement = reward: the batch carries no proximal or no reference logprobs")
-    k = kl.estimate(config.kl.estimator, ratios.log_ratio(batch.proximal, batch.reference))
+    if batch.start is None or batch.reference is None:
+        raise ConfigError("kl.placement = reward: the batch carries no logprobs of the learner's start, or none of the reference")
+    k = kl.estimate(config.kl.estimator, ratios.log_ratio(batch.start, batch.reference))
     return beta * torch.where(batch.mask, k, 0.0)
 
 

@@ -1,6 +1,6 @@
 """One batch's loss: the single entry that the learner uses.
 
-    prep = prepare(batch, config)                      # once a batch: advantages, masks, weights where the proximal policy is known
+    prep = prepare(batch, config)                      # once a batch: advantages, masks, weights where the anchor is known
     step = begin_step(prep, samples, current)          # once an optimizer step: global factors and statistics
     loss, sums = micro_loss(prep, step, part, lp)      # per micro-batch: backward `loss`; losses and sums add up to the step's
     a, b = stop_statistic(prep, part, lp)              # early stop: KL = sum a / sum b over the step's micro-batches
@@ -26,8 +26,19 @@ from asyncrl.errors import ConfigError
 add_sums = diagnostics.add
 finish = diagnostics.metrics
 __all__ = [
-    "LossBatch", "Prepared", "Step", "add_sums", "begin_step", "finish", "micro_loss", "needs_current", "needs_proximal_first", "prepare", "stop_statistic",
-]  # fmt: skip
+    "LossBatch",
+    "Prepared",
+    "Step",
+    "add_sums",
+    "begin_step",
+    "finish",
+    "micro_loss",
+    "needs_anchor_first",
+    "needs_current",
+    "needs_start_first",
+    "prepare",
+    "stop_statistic",
+]
 EPS = {"gspo": (3e-4, 4e-4)}  # clip ranges that are not 0.2
 
 
@@ -45,7 +56,11 @@ class Prepared:
     returns: torch.Tensor | None = None  # [N], with a value head
     metrics: dict[str, float] = field(default_factory=dict)
     budget: stopping.Budget | None = None  # over this batch's steps
-    steps: int = 0
+    steps: int = 0  # optimizer steps begun
+    # the learner's policy as the batch began [N], where `known`: given, or what the first optimizer step's own forward said
+    start: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    known: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    latest: torch.Tensor = field(default_factory=lambda: torch.zeros(0))  # [N] the target policy at each token's last pass so far
 
 
 @dataclass
@@ -60,12 +75,16 @@ class Step:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def needs_proximal_first(config: Any) -> bool:
-    """Must the proximal logprobs be known before the first optimizer step of a batch?"""
+def needs_anchor_first(config: Any) -> bool:
+    """Must a recomputed anchor be known before the first optimizer step of a batch?"""
     several = config.learner.epochs * config.learner.minibatches > 1
-    in_reward = config.kl.coefficient > 0 and config.kl.placement == "reward"
     after = getattr(config.correction, "denominator", "before") == "after"
-    return bool(several or weights.needs_statistics(config.correction) or in_reward or after)
+    return bool(several or weights.needs_statistics(config.correction) or after)
+
+
+def needs_start_first(config: Any) -> bool:
+    """Must the learner's start be known before the first optimizer step, whatever the anchor is?  (One forward over the batch.)"""
+    return bool(config.kl.coefficient > 0 and config.kl.placement == "reward")
 
 
 def needs_current(prep: Prepared) -> bool:
@@ -73,12 +92,12 @@ def needs_current(prep: Prepared) -> bool:
     c, stop = prep.config, _stop(prep.config)
     wanted = c.loss.surrogate in ("reshape", "kl_cov", "clip_cov") or stop.action == "slow" or stop.ess_min > 0
     wanted = wanted or (c.loss.surrogate == "reinforce" and weights.needs_statistics(c.correction))
-    return bool(wanted and not _starts_at_proximal(prep))
+    return bool(wanted and not _start_given(prep))
 
 
-def _starts_at_proximal(prep: Prepared) -> bool:
-    """Before the first step the policy is pi_prox, where that was recomputed."""
-    return prep.steps == 0 and prep.batch.proximal is not None and prep.config.correction.proximal == "recompute"
+def _start_given(prep: Prepared) -> bool:
+    """Before the first step the policy is the learner's start, where that was given."""
+    return prep.steps == 0 and prep.batch.start is not None
 
 
 def _stop(config: Any) -> Any:
@@ -92,11 +111,13 @@ def _stop(config: Any) -> Any:
 def prepare(batch: LossBatch, config: Any, *, baseline: float = 0.0, beta: float | None = None) -> Prepared:
     """The pre-pass over the whole batch.  baseline: of advantage.name = reinforce; beta: of the KL term, now."""
     beta = config.kl.coefficient if beta is None else beta
+    if batch.start is None and config.correction.proximal == "recompute":
+        batch.start = batch.anchor
     valid = batch.mask & kept(batch, config)
     adv, returns, numbers = advantage(batch, valid, config, baseline, beta)
     corrected = None
-    if batch.proximal is not None and config.loss.surrogate != "reinforce":
-        corrected = _correct(batch, torch.arange(len(batch.seq), device=batch.seq.device), batch.proximal, valid, config, None)
+    if batch.anchor is not None and config.loss.surrogate != "reinforce":
+        corrected = _correct(batch, torch.arange(len(batch.seq), device=batch.seq.device), batch.anchor, valid, config, None)
     inside = adv[valid]
     numbers |= {
         "adv/mean": inside.mean() if len(inside) else adv.new_zeros(()), "adv/abs_max": inside.abs().amax() if len(inside) else adv.new_zeros(()),
@@ -105,7 +126,10 @@ def prepare(batch: LossBatch, config: Any, *, baseline: float = 0.0, beta: float
     stop = _stop(config)
     budget = stopping.Budget(stop.kl_max) if stop.action == "slow" and stop.kl_max > 0 else None
     metrics = {name: x[0] for name, x in diagnostics.to_host(numbers).items()}
-    return Prepared(batch, config, adv, valid, fade(batch, config), corrected, beta, returns, metrics, budget)
+    given = batch.start is not None
+    start = batch.start.clone() if batch.start is not None else torch.zeros_like(batch.behavior)
+    known = torch.full_like(batch.mask, given)
+    return Prepared(batch, config, adv, valid, fade(batch, config), corrected, beta, returns, metrics, budget, start=start, known=known, latest=start.clone())
 
 
 def _correct(batch: LossBatch, part: torch.Tensor, anchor: torch.Tensor, valid: torch.Tensor, config: Any,
@@ -127,8 +151,10 @@ def begin_step(prep: Prepared, samples: torch.Tensor, current: torch.Tensor | No
     batch, c = prep.batch, prep.config
     if current is None and needs_current(prep):
         raise ConfigError(f"loss.surrogate = {c.loss.surrogate}: begin_step needs the current logprobs of the whole batch")
+    if current is not None and prep.steps == 0 and not prep.known.any():
+        prep.start, prep.known = current.to(prep.start.dtype).clone(), torch.ones_like(prep.known)
     if current is None:
-        current = batch.proximal
+        current = batch.start if _start_given(prep) else batch.anchor
     inside = torch.zeros(len(batch.rewards), dtype=torch.bool, device=batch.seq.device)
     inside[samples] = True
     counted = prep.valid & inside[batch.seq]
@@ -180,7 +206,7 @@ def _stop_kl(prep: Prepared, current: torch.Tensor, log_w: torch.Tensor, stop: A
     """KL of the policy now against the stop's anchor, over the batch: a scalar.  Against `behavior` nothing is taken off."""
     if stop.against == "behavior":
         return ratios.masked_mean(torch.expm1(log_w) - log_w, prep.valid)
-    anchor = prep.batch.proximal if prep.batch.proximal is not None else current
+    anchor = prep.batch.anchor if prep.batch.anchor is not None else current
     a, b = stopping.kl_statistic(ratios.log_ratio(current, anchor), _stop_weight(prep, anchor, prep.batch.behavior), prep.valid)
     return a / b.clamp(min=1e-12)
 
@@ -242,7 +268,8 @@ def micro_loss(prep: Prepared, step: Step, part: torch.Tensor, lp: torch.Tensor,
     b, c = prep.batch, prep.config
     now = lp.detach()
     valid, factor, behavior = prep.valid[part], step.factor[part], b.behavior[part]
-    prox = now if b.proximal is None else b.proximal[part]
+    prox = now if b.anchor is None else b.anchor[part]
+    _remember(prep, part, now)
     fixed = prep.corrected
     if fixed is None:
         fixed = _correct(b, part, now if c.loss.surrogate == "reinforce" else prox, valid, c, step.stats)
@@ -262,10 +289,20 @@ def micro_loss(prep: Prepared, step: Step, part: torch.Tensor, lp: torch.Tensor,
     sums = more | {"loss/policy": -torch.where(live, trust.objective * scale, 0.0).sum()}
     extra, terms = _terms(prep, part, live, factor, lp, coefficient, entropy, values_now, step_kl)
     view = diagnostics.View(
-        b.seq[part], b.token_lag[part], valid, fixed.kept, fixed.vetoed, behavior, prox, now, fixed.weight, trust.clipped, b.rewards,
-        None if b.reference is None else b.reference[part], None if entropy is None else entropy.detach(),
+        b.seq[part], b.token_lag[part], valid, fixed.kept, fixed.vetoed, behavior, prep.start[part], now, fixed.weight, trust.clipped, b.rewards,
+        None if b.reference is None else b.reference[part], None if entropy is None else entropy.detach(), prep.known[part],
     )  # fmt: skip
     return loss + extra, diagnostics.sums(view) | sums | terms
+
+
+def _remember(prep: Prepared, part: torch.Tensor, now: torch.Tensor) -> None:
+    """Keep the logprobs of this pass; those of the first optimizer step are the learner's start, which costs no forward of its own."""
+    now = now.to(prep.start.dtype)
+    if prep.steps == 1:
+        fresh = ~prep.known[part]
+        prep.start[part] = torch.where(fresh, now, prep.start[part])
+        prep.known[part] = True
+    prep.latest[part] = now
 
 
 def _terms(prep: Prepared, part: torch.Tensor, live: torch.Tensor, factor: torch.Tensor, lp: torch.Tensor, coefficient: torch.Tensor,
@@ -323,8 +360,8 @@ def stop_statistic(prep: Prepared, part: torch.Tensor, lp: torch.Tensor) -> tupl
     arrived with is subtracted by the caller.  Every rank must decide on the same all-reduced sums.
     """
     b, valid = prep.batch, prep.valid[part]
-    assert b.proximal is not None
-    behavior, prox = b.behavior[part], b.proximal[part]
+    assert b.anchor is not None
+    behavior, prox = b.behavior[part], b.anchor[part]
     if prep.config.stop.against == "behavior":
         return stopping.kl_statistic(ratios.log_ratio(lp.detach(), behavior), torch.ones_like(prox), valid)
     return stopping.kl_statistic(ratios.log_ratio(lp.detach(), prox), _stop_weight(prep, prox, behavior), valid)

@@ -68,7 +68,7 @@ def batch(space: Space, theta: torch.Tensor, right: torch.Tensor, samples: int, 
     n = samples * space.length
     lp = space.logprobs(theta).reshape(space.n, -1)[drawn].reshape(-1)
     return drawn, step_loss.LossBatch(
-        seq=torch.arange(samples).repeat_interleave(space.length), behavior=lp, proximal=lp, mask=torch.ones(n, dtype=torch.bool),
+        seq=torch.arange(samples).repeat_interleave(space.length), behavior=lp, anchor=lp, mask=torch.ones(n, dtype=torch.bool),
         token_lag=torch.zeros(n, dtype=torch.long), rewards=right[drawn], groups=torch.arange(samples) // GROUP,
         truncated=torch.zeros(samples, dtype=torch.bool),
     )  # fmt: skip
