@@ -127,6 +127,13 @@ class Renew(msgspec.Struct, frozen=True, tag="renew"):
     waiting: str  # "" or what for, and since when (seconds)
 
 
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """The last word of a generator that ends: its leases end now.  Sent once; should it be lost, they end by time."""
+
+    producer: str
+    session: int
+
+
 # ---- buffer to generator ------------------------------------------------------------------------------------------
 
 
@@ -286,7 +293,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Heard(msgspec.Struct, frozen=True, tag="heard"):
-    """The buffer's answer to Progress: it lives, however long the batch takes."""
+    """The buffer's answer to Progress and Renew: it lives, however long the batch or the next ticket takes."""
 
     epoch: int
 
@@ -313,7 +320,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     progress: int = 0  # commits and evaluation answers so far: what the watchdog looks at
 
 
-FromPeer = GeneratorHello | Want | Deliver | Renew | LearnerHello | Ask | Commit | Checkpointed | Goodbye | Progress | Watch
+FromPeer = GeneratorHello | Want | Deliver | Renew | Leaving | LearnerHello | Ask | Commit | Checkpointed | Goodbye | Progress | Watch
 FromBuffer = Tickets | Acks | Refused | Welcome | FencedOff | Batch | Committed | Finished | Heard | Status
 
 DISPOSITIONS = (

@@ -32,6 +32,7 @@ from buffer.trained import Trained, mean, quantile
 
 POLL_S, TICK_S = 0.25, 0.25
 SYNC_POLL_S = 0.001  # while replies wait for the disk
+NOBODY = -1  # no session: all of a producer's leases end
 LINGER_S = 5.0  # how long the end of the run is told to generators that have not asked yet
 
 
@@ -175,7 +176,7 @@ class Service:
         now = time.monotonic()
         acks = [(t.ticket, t.sample, t.attempt, self.store.deliver(t, now)) for t in message.samples]
         self.progress += sum(t.ticket >= EVAL_BASE for t in message.samples)
-        self.send(peer, m.Acks(message.session, acks, self.config.wires.credit_bytes, self.store.announcement()))
+        self.send(peer, m.Acks(message.session, acks, self.config.wires.credit_bytes, self.announcement()))
 
     def on_Renew(self, peer: bytes, message: m.Renew) -> None:
         if not self.current(message.producer, message.session):
@@ -183,6 +184,20 @@ class Service:
         entry = self.heard(message.producer, peer, message.session)
         self.store.renew(message.producer, message.session, message.progress, time.monotonic())
         entry["stats"], entry["waiting"] = message.stats, message.waiting
+        self.send(peer, m.Heard(self.store.epoch))
+
+    def on_Leaving(self, peer: bytes, message: m.Leaving) -> None:
+        """A generator ends: what it holds is due again now, and nobody waits for it."""
+        known = self.generators.get(message.producer)
+        if known is not None and known["session"] != message.session:
+            return  # a newer session has taken its name over, and its leases with it
+        self.store.end_sessions(message.producer, NOBODY)
+        self.wants.pop(message.producer, None)
+        self.generators.pop(message.producer, None)
+
+    def announcement(self) -> m.Announcement | None:
+        """What the store announces, once the learner of that epoch has been heard in this life of the buffer: a journal also names dead ones."""
+        return self.store.announcement() if self.learner else None
 
     # ---- the learner -----------------------------------------------------------------------------------------------
 
@@ -280,7 +295,7 @@ class Service:
                 if any(t.kind == "train" for t in tickets):
                     self.clock.start(now)
                 if tickets or self.store.finished or self.news(name):
-                    self.send(peer, m.Tickets(want.session, want.sequence, tickets, self.store.announcement(), self.store.finished))
+                    self.send(peer, m.Tickets(want.session, want.sequence, tickets, self.announcement(), self.store.finished))
                 if self.store.finished:
                     self.generators.pop(name, None)
                     del self.wants[name]
@@ -290,7 +305,7 @@ class Service:
     def news(self, name: str) -> bool:
         """Has this generator not been told of the newest version yet?"""
         entry = self.generators[name]
-        if entry.get("told") == self.store.policy:
+        if entry.get("told") == self.store.policy or self.announcement() is None:
             return False
         entry["told"] = self.store.policy
         return True

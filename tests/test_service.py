@@ -45,6 +45,8 @@ class Run:
         return self.peers[-1]
 
     def end(self) -> None:
+        if self.service.stop:
+            return
         self.service.stop = True
         self.thread.join(20)
         self.service.close()
@@ -192,3 +194,59 @@ def test_what_a_dead_generator_had_asked_for_is_granted_to_nobody(begin: Any) ->
     got = ask(reborn, m.Want("generator-0", 2, 1, 4, None), m.Tickets)
     assert got.session == 2 and {t.kind for t in got.tickets} == {"train", "eval"}
     assert dead.recv(0.1) is None
+
+
+def first_ticket(run: Run, generator: PeerSocket, session: int = 1) -> m.Ticket:
+    """The first training ticket; what of evaluation comes with it is answered."""
+    number = 0
+    while True:
+        number += 1
+        for t in ask(generator, m.Want("generator-0", session, number, 4, None), m.Tickets).tickets:
+            if t.kind == "train":
+                return t  # type: ignore[no-any-return]
+            ask(generator, answers(t), m.Acks)
+
+
+@pytest.mark.parametrize("mode", ["memory", "process"])
+def test_a_generator_that_leaves_gives_its_leases_back_at_once(begin: Any, mode: str) -> None:
+    """`wires.lease_s` is ten minutes: nothing of this comes by time."""
+    run = begin("wires.lease_s=600", f"durability.mode={mode!r}")
+    leaver, other, learner = run.peer(), run.peer(), run.peer()
+    ask(learner, run.hello(1), m.Welcome)
+    leaver.send(m.GeneratorHello(m.PROTOCOL, run.id, "generator-0", 1, 4, "here", 1))
+    held = first_ticket(run, leaver)
+    assert ask(leaver, m.Renew("generator-0", 1, [(held.ticket, held.attempt, 5)], {}, ""), m.Heard).epoch == 1
+    leaver.send(m.Leaving("generator-0", 1))
+    ask(leaver, m.Watch(), m.Status)  # the buffer has read it
+    again = ask(other, m.Want("generator-1", 1, 1, 4, None), m.Tickets).tickets[0]
+    assert (again.ticket, again.samples) == (held.ticket, held.samples) and again.attempt > held.attempt
+    status = ask(other, m.Watch(), m.Status)
+    assert "generator-0" not in status.peers and status.ledger["lost_with_process"]["tokens"] == 5
+
+
+def test_the_last_word_of_a_session_that_was_replaced_takes_nothing_from_the_new_one(begin: Any) -> None:
+    run = begin("wires.lease_s=600")
+    older, newer, other, learner = run.peer(), run.peer(), run.peer(), run.peer()
+    ask(learner, run.hello(1), m.Welcome)
+    newer.send(m.GeneratorHello(m.PROTOCOL, run.id, "generator-0", 2, 4, "here", 1))
+    first_ticket(run, newer, session=2)
+    older.send(m.Leaving("generator-0", 1))
+    assert "generator-0" in ask(older, m.Watch(), m.Status).peers
+    other.send(m.Want("generator-1", 1, 1, 4, None))
+    ask(other, m.Watch(), m.Status)
+    assert run.service.store.alive[0].lease.producer == "generator-0"
+
+
+def test_after_a_restart_weights_are_announced_once_their_learner_is_heard(begin: Any) -> None:
+    """The journal names the ring of a learner that may be dead; who followed it would wait for files that are gone."""
+    run = begin("durability.mode='process'")
+    ask(run.peer(), run.hello(1), m.Welcome)
+    run.end()
+    run = begin("durability.mode='process'")
+    generator, learner = run.peer(), run.peer()
+    got = ask(generator, want(1), m.Tickets)
+    assert got.announcement is None and run.service.store.policy == (1, 0)
+    generator.send(want(2))
+    ask(generator, m.Watch(), m.Status)
+    ask(learner, m.Progress("learner", "", {}, 1, 1), m.Heard)  # the same life goes on: only the buffer was away
+    assert wait(generator, m.Tickets).announcement.label == (1, 0)
