@@ -13,7 +13,7 @@ import click
 from msgspec import to_builtins
 
 from asyncrl.errors import EXIT_CODES, AsyncrlError, ConfigError
-from asyncrl.importing import no_garbage
+from asyncrl.importing import here_last, no_garbage
 from asyncrl.lab.command import lab
 
 # Before anything loads OpenMP: threads that wait for each other sleep.  As they come, they spin for milliseconds, and on cores shared with other work
@@ -25,6 +25,7 @@ class Group(click.Group):
     """Usage and expected errors are one line on stderr with their exit code; programming errors keep their traceback."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
+        here_last()
         try:
             return super().main(*args, **(kwargs | {"standalone_mode": False}))
         except click.exceptions.Exit as e:

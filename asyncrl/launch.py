@@ -11,12 +11,12 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from asyncrl import importing
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ProcessLost
 from asyncrl.messages import Status
@@ -84,7 +84,7 @@ class Supervisor:
         attempt = 1 + sum(1 for _ in (self.run_dir / "logs").glob("attempt_*"))
         self.logs = self.run_dir / "logs" / f"attempt_{attempt}"
         self.logs.mkdir(parents=True)
-        base = [sys.executable, "-m", "asyncrl.cli"]
+        base = importing.command("asyncrl.cli")
         where = [str(self.run_dir / "config.toml"), "--run-dir", str(self.run_dir)]
         c = self.config
         self.children = [Child("buffer", [*base, "buffer", *where], 1, restartable=c.durability.mode != "memory"),

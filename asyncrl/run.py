@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl import config_load, devices, live, metrics, recording, report, rundir, signs, trace
+from asyncrl import config_load, devices, importing, live, metrics, recording, report, rundir, signs, trace
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError, NothingToDo
 from asyncrl.launch import Supervisor
@@ -136,7 +136,7 @@ def supervise(config: Config, run_dir: Path, watcher: Watcher) -> int:
     """Run all processes to their end; 130 when interrupted.  Raises what ended the run otherwise."""
     lock = rundir.Lock(run_dir)
     supervisor = Supervisor(config, run_dir, say)
-    sweeper = subprocess.Popen([sys.executable, "-m", "asyncrl.sweeper", str(run_dir)], stdin=subprocess.PIPE, start_new_session=True)
+    sweeper = subprocess.Popen(importing.command("asyncrl.sweeper", str(run_dir)), stdin=subprocess.PIPE, start_new_session=True)
 
     def interrupt(number: int, _frame: Any) -> None:
         supervisor.interrupts += 1

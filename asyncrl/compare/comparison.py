@@ -14,7 +14,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl import config_load, metrics
+from asyncrl import config_load, importing, metrics
 from asyncrl.compare import judgement, pool
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
@@ -203,7 +202,7 @@ class Comparison:
 
     def one(self, arm: str, seed: int) -> None:
         """Make one run, from its last checkpoint when an earlier try left one."""
-        run_dir, base = self.run_dir(arm, seed), [sys.executable, "-m", "asyncrl.cli", "run"]
+        run_dir, base = self.run_dir(arm, seed), importing.command("asyncrl.cli", "run")
         where = [x for a in self.arms if a.name == arm for x in self.sets_of(a)]
         sets = [*self.sets, *where, f"seed={seed}", f"runs={str(self.directory / 'runs')!r}", f"name={run_dir.name!r}"]
         fresh = [*base, self.source, *[x for s in sets for x in ("--set", s)], "--json"]
