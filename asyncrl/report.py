@@ -84,6 +84,8 @@ def _plots(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[Any]:
         _lines(rows, "Lag over time", "versions", [("lag/mean", "mean"), ("lag/max", "max"), ("lag/in_flight", "in flight"), ("lag/in_queue", "in queue")]),
         _lines(rows, "KL: behaviour, learner's start, target", "nats a token (k3)", [("kl/behavior_start_k3", "behaviour to start"),
                ("kl/behavior_target_k3", "behaviour to target"), ("mismatch/k3_at_lag_0", "mismatch at lag 0"), ("kl/target_ref_k3", "target to reference")]),
+        _lines(rows, "Log ratio to the behaviour policy, in three parts", "nats a token (k3)", [("split/mismatch_k3", "engine mismatch"),
+               ("split/staleness_k3", "staleness"), ("split/update_k3", "update")]),
         _lines(rows, "Effective sample size", "share", [("is/ess", "at the learner's start"), ("is/weight_ess", "of the loss's weights"),
                ("is/target_ess", "under the trained policy"),
                ("is/mean_weight", "mean weight"), ("clip/share", "clipped")]),

@@ -326,8 +326,7 @@ class Service:
         batch = self.leased.pop(commit.number, None)
         values = dict(commit.metrics)
         values.pop("learner/busy_s", None)
-        if "mismatch/k3_at_lag_0" in values:
-            self.mismatch = max(self.mismatch, values["mismatch/k3_at_lag_0"])
+        self.mismatch = max(self.mismatch, *(values.get(name, 0.0) for name in ("mismatch/k3_at_lag_0", "mismatch/k3_one_version")))
         histogram: dict[str, list[float]] = {}
         if batch is not None:
             values |= self.lags(batch)

@@ -24,6 +24,7 @@ class Packed:
     temperature: torch.Tensor
     offsets: np.ndarray
     loss: LossBatch
+    places: list[int]  # of each answer among the batch's samples
 
     def part(self, samples: Sequence[int]) -> torch.Tensor:
         """Places among N of the tokens of `samples`, in their order."""
@@ -61,7 +62,7 @@ def pack(batch: Batch, *, greedy: bool = False) -> Packed:
         token_lag=torch.from_numpy(lag), rewards=torch.tensor([t.reward for t in s]), groups=torch.tensor(groups),
         truncated=torch.tensor([t.finish == "length" for t in s]), greedy=torch.tensor([baseline[t.ticket] for t in s]) if greedy else None,
     )  # fmt: skip
-    return Packed(prompts, responses, groups, torch.tensor([t.temperature for t in s]), offsets, loss)
+    return Packed(prompts, responses, groups, torch.tensor([t.temperature for t in s]), offsets, loss, at)
 
 
 def micro_batches(packed: Packed, samples: Sequence[int], tokens: int, rows: int = ROWS) -> list[list[int]]:

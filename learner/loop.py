@@ -53,6 +53,7 @@ class Learner:
             self.publisher.publish_bytes(n, data)
         self.digest = self.publisher.publish(self.number)
         self.ring = self.publisher.held(older)
+        self.core.measure.weights_of = self.publisher.weights_of
         self.socket = PeerSocket(buffer_address(config, run_dir), config.wires.curve_dir)
         self.tracer = Tracer(run_dir, "learner")
         self.welcomed = self.finished = self.stopping = False
