@@ -88,6 +88,20 @@ def test_a_whole_run_at_lag_0_has_a_mismatch_of_exactly_0(tmp_path: Path) -> Non
     assert max(found["false"]) > 0, "the plain engine agrees too, so that this test means nothing here"
 
 
+@pytest.mark.parametrize("in_flight", ["recompute_kv", "between_groups"])
+def test_a_stale_run_has_a_mismatch_of_exactly_0_at_every_lag(tmp_path: Path, in_flight: str) -> None:
+    """What lies between old answers and the learner's start is staleness, to the last bit; the engine adds nothing."""
+    words = ("learner.steps=6", "learner.groups=6", "learner.group_size=4", "learner.lr=0.01", "staleness.max_lag=2", f"weights.in_flight='{in_flight}'",
+             "evaluation.every=0", "evaluation.final_prompts=8", "generator.slots=9", "record.split_every=1", "exact=true", "name='stale'")  # fmt: skip
+    done = run(tmp_path, *words)
+    assert done.code == 0, done.err[-3000:]
+    rows = [json.loads(x) for x in (Path(done.json["run_dir"]) / "metrics.jsonl").read_text().splitlines()]
+    split = [r for r in rows if "split/mismatch" in r]
+    assert len(split) == 6 and all(r["mismatch/max_one_version"] == 0 and r["split/mismatch_k3"] == 0 for r in split)
+    assert any(r["lag/mean"] > 0 and r["split/staleness_k3"] > 1e-6 for r in split), "nothing was stale, so that this test means nothing here"
+    assert done.json["mismatch_k3_max"] == 0
+
+
 @pytest.mark.parametrize(("words", "says"), [
     (["generator.top_p=0.9", "staleness.max_lag=0"], "top_p"), (["model.dtype='bfloat16'", "staleness.max_lag=0"], "float32"),
     (["learner.backend='deepspeed'", "staleness.max_lag=0"], "learner.backend"), (["staleness.max_lag=2"], "keep_kv"),
