@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.messages import Prompt, Sampling, Ticket, Trajectory
+from asyncrl.messages import EVAL_BASE, Prompt, Sampling, Ticket, Trajectory
 from asyncrl.versions import Label
 
-EVAL_BASE = 1 << 40  # ticket numbers of evaluation: the same prompt has the same random stream at every version
 OOD_BASE = EVAL_BASE + (1 << 32)
 MAX_FAILURES = 3
 

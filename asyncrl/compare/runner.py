@@ -26,13 +26,13 @@ from actors.schedule import Schedule
 from asyncrl.compare.pool import cold
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.messages import LearnerHello, Ticket, WeightsSource
+from asyncrl.messages import EVAL_BASE, LearnerHello, Ticket, WeightsSource
 from asyncrl.models import named_weights, weights_digest
 from asyncrl.tasks import get_task
 from asyncrl.tokenizer import encode_prompt, load_tokenizer
 from asyncrl.versions import Label
 from buffer import trained
-from buffer.evaluation import EVAL_BASE, OOD_BASE
+from buffer.evaluation import OOD_BASE
 from buffer.service import evaluations, settings
 from buffer.store import Store
 from learner.step import LearnerCore

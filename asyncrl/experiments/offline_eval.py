@@ -10,11 +10,12 @@ from actors.engine_embedded import make_engine
 from actors.generator import stop_tokens
 from actors.rewards import RewardRunner
 from asyncrl.config import Config
+from asyncrl.messages import EVAL_BASE
 from asyncrl.models import PolicyModel, named_weights, weights_digest
 from asyncrl.tasks import get_task
 from asyncrl.tokenizer import encode_prompt, load_tokenizer
 from asyncrl.versions import Label
-from buffer.evaluation import EVAL_BASE, OOD_BASE
+from buffer.evaluation import OOD_BASE
 
 
 class Evaluator:
