@@ -72,7 +72,7 @@ def outline(s: dict[str, Any]) -> dict[str, Any]:
     lag, speed, total = s["lag"], s["speed"], max(s["ledger"]["generated"], 1)
     idle, ends = speed["idle_share"], {k: v for k, v in s["ledger"].items() if k != "generated" and v}
     return {
-        "held-out": f"{share(s['heldout_start'])} -> {share(s['heldout_end'])}   out of distribution {share(s['ood_end'])}",
+        "held-out": f"{share(s['heldout_start'])} -> {share(s['heldout_end'])}   out of distribution {share(s['ood_start'])} -> {share(s['ood_end'])}",
         "trained": f"{s['steps']} steps, {s['trajectories']:,} trajectories, {s['tokens']:,} tokens in {s['wall_s']:.1f} s",
         "lag": f"mean {lag['mean']:.2f}, p95 {lag['p95']:g}, max {lag['max']:g} of {lag['limit']} versions",
         "speed": f"generators {speed['generator_tokens_per_s']:,.0f} tokens/s ({idle['generator']:.0%} idle), "
@@ -319,7 +319,8 @@ def compare(source: str, sets: tuple[str, ...], as_json: bool, arms: tuple[str, 
     if as_json:
         print(json.dumps(compare_report.clean(found)))
         return
-    short = {"arm": "arm", "end": "end", "area": "area", "seconds of RL": "seconds", "trained tok/s": "tok/s", "mean lag": "lag", "ESS": "ESS",
+    short = {"arm": "arm", "end": "end", "OOD end": "OOD", "KL to ref": "KL ref", "area": "area", "seconds of RL": "seconds",
+             "trained tok/s": "tok/s", "mean lag": "lag", "ESS": "ESS",
              "unstable": "unstable", "processes": ""}  # fmt: skip
     start = next(iter(found["arms"].values()))["heldout_start"]
     print_table(compare_report.HEAD, compare_report.rows(found), short, f"{where.name}: {seeds} seed(s), held-out accuracy from {start:.3f}")
@@ -374,7 +375,7 @@ def sweep(source: str, sets: tuple[str, ...], as_json: bool, limits: str, chosen
     if as_json:
         print(json.dumps(compare_report.clean(found)))
         return
-    short = ("correction", "limit", "end", "vs sync", "interval", "ESS", "unstable", "speed")
+    short = ("correction", "limit", "end", "vs sync", "interval", "OOD end", "KL to ref", "ESS", "unstable", "speed")
     print_table(sweep_page.HEAD, sweep_page.rows(found), {h: h for h in short}, f"{where.name}: {seeds} seed(s)")
     print(found["suggestion"]["reason"])
     if found["suggestion"]["set"]:

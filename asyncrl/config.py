@@ -246,7 +246,8 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     every: Annotated[Count, Meta(description="versions; 0: only at the start and the end")] = 20
     prompts: Annotated[Positive, Meta(description="held-out prompts in an evaluation along the way")] = 256
     final_prompts: Annotated[Positive, Meta(description="held-out prompts of the first and the last evaluation")] = 1024
-    ood_prompts: Annotated[Count, Meta(description="out-of-distribution prompts of the last evaluation")] = 512
+    ood_every: Annotated[Count, Meta(description="the same for out-of-distribution prompts, at most `prompts` of them; 0: only at the start and the end")] = 0
+    ood_prompts: Annotated[Count, Meta(description="out-of-distribution prompts of the first and the last evaluation")] = 512
     temperature: Annotated[float, Meta(gt=0)] = 1.0
 
 

@@ -76,7 +76,8 @@ def _histogram(counts: dict[str, int]) -> Any:
 
 def _plots(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[Any]:
     accuracy = _lines(rows, "Accuracy", "mean reward", [("eval/heldout", "held-out"), ("reward/mean", "training batch"), ("eval/ood", "out of distribution")])
-    accuracy.update_traces(mode="lines+markers", selector={"name": "held-out"})
+    for name in ("held-out", "out of distribution"):
+        accuracy.update_traces(mode="lines+markers", selector={"name": name})
     accuracy.update_yaxes(range=[0, 1])
     return [
         accuracy,
@@ -131,7 +132,8 @@ def _cards(s: dict[str, Any]) -> list[tuple[str, str, str]]:
     idle = s["speed"]["idle_share"]
     return [
         ("held-out at the start", share(s["heldout_start"]), "heldout-start"), ("held-out at the end", share(s["heldout_end"]), "heldout-end"),
-        ("out of distribution", share(s["ood_end"]), "ood-end"), ("RL took", f"{s['wall_s']:.0f} s", "wall"), ("steps", str(s["steps"]), "steps"),
+        ("out of distribution: start / end", f"{share(s.get('ood_start'))} / {share(s['ood_end'])}", "ood-end"),
+        ("RL took", f"{s['wall_s']:.0f} s", "wall"), ("steps", str(s["steps"]), "steps"),
         ("mean lag", f"{s['lag']['mean']:.2f}", "lag-mean"), ("largest lag / limit", f"{s['lag']['max']} / {s['lag']['limit']}", "lag-max"),
         ("generated", f"{s['speed']['generator_tokens_per_s']:,.0f} tok/s", "gen"), ("trained", f"{s['speed']['learner_tokens_per_s']:,.0f} tok/s", "learn"),
         ("idle: generators / learner", f"{idle['generator']:.0%} / {idle['learner']:.0%}", "idle"),

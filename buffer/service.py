@@ -62,7 +62,7 @@ def evaluations(config: Config, task: Task) -> Evaluations:
         return n if size is None else min(n, size)
 
     return Evaluations(e.every, most(e.prompts, "heldout"), most(e.final_prompts, "heldout"), most(e.ood_prompts, "ood"), e.temperature,
-                       lambda split, i: task.prompt(split, i, config.seed))  # fmt: skip
+                       lambda split, i: task.prompt(split, i, config.seed), e.ood_every)  # fmt: skip
 
 
 def open_store(config: Config, run_dir: Path, task: Task) -> Store:
@@ -478,7 +478,8 @@ class Service:
         return {
             "wall_s": self.clock.at(self.last_commit), "steps": s.committed, "trajectories": sum(r.samples for r in self.trained.rows.values()),
             "tokens": sum(lags.values()),
-            "heldout_start": value("heldout", 0), "heldout_end": value("heldout", numbers[-1] if numbers else None), "ood_end": value("ood", s.s.steps),
+            "heldout_start": value("heldout", 0), "heldout_end": value("heldout", numbers[-1] if numbers else None),
+            "ood_start": value("ood", 0), "ood_end": value("ood", s.s.steps),
             "lag": {"mean": mean(lags), "p95": quantile(lags, 0.95), "max": max(lags, default=0)},
             "ledger": {"generated": tokens_of(ledger)} | {name: int(x["tokens"]) for name, x in ledger.items()}, "ledger_lines": ledger,
             "trained_ids": self.trained.ids(), "failures": s.failures, "generated_reported": self.counted, "mismatch_k3_max": self.mismatch,

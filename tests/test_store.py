@@ -432,10 +432,27 @@ def test_evaluations_start_with_the_run_every_n_versions_and_at_its_end() -> Non
                 assert judged(store, t, float(t.prompt.id)) == "evaluated"
         if n < 3:
             train(store, n)
-    assert {n: sorted(x) for n, x in seen.items()} == {0: ["heldout"] * 3, 2: ["heldout"] * 2, 3: ["heldout"] * 3 + ["ood"]}
+    assert {n: sorted(x) for n, x in seen.items()} == {0: ["heldout"] * 3 + ["ood"], 2: ["heldout"] * 2, 3: ["heldout"] * 3 + ["ood"]}
     assert store.evaluations.results["heldout", 0] == {"eval/heldout": 1.0, "eval/heldout_n": 3, "eval/heldout_length": 4.0}
     assert store.evaluations.results["ood", 3]["eval/ood_n"] == 1 and not store.evaluations.pending
     assert store.ledger()["trained"]["tokens"] == 12 == total(store)  # evaluation has no line in the training ledger
+
+
+def started(evaluations: Evaluations, number: int, steps: int) -> dict[str, int]:
+    """Split -> prompts of the rounds that a version begins."""
+    evaluations.rounds = []
+    evaluations.committed(Label(1, number), steps)
+    return {r.split: r.size for r in evaluations.rounds}
+
+
+def test_out_of_distribution_prompts_have_versions_of_their_own() -> None:
+    e = Evaluations(4, 2, 5, 3, 1.0, lambda split, i: Prompt(i, split), ood_every=3)
+    assert [started(e, n, 7) for n in range(8)] == [
+        {"heldout": 5, "ood": 3}, {}, {}, {"ood": 2}, {"heldout": 2}, {}, {"ood": 2}, {"heldout": 5, "ood": 3},
+    ]  # fmt: skip
+    few = Evaluations(4, 9, 9, 3, 1.0, lambda split, i: Prompt(i, split), ood_every=4)
+    assert started(few, 4, 7) == {"heldout": 9, "ood": 3}, "never more than there are"
+    assert started(Evaluations(1, 2, 5, 0, 1.0, lambda split, i: Prompt(i, split), ood_every=1), 1, 7) == {"heldout": 2}
 
 
 def test_lost_and_failed_evaluation_tickets_go_out_again() -> None:
