@@ -361,8 +361,8 @@ def engine_for(config: Config) -> Engine:
     return make_engine(config)
 
 
-def main(config: Config, run_dir: Path, index: int) -> None:
-    """Run generator `index` of the run in `run_dir` until the run is finished or SIGTERM asks for its end."""
+def main(config: Config, run_dir: Path, index: int) -> bool:
+    """Run generator `index` of the run in `run_dir` until the run is finished, or SIGTERM asks for its end (False)."""
     bind(config.generator.gpus, index, "generator.gpus")
     engine = engine_for(config)
     generator = Generator(config, run_dir, index, engine)
@@ -377,3 +377,4 @@ def main(config: Config, run_dir: Path, index: int) -> None:
     finally:
         generator.close()
     print(f"{generator.producer}: ended after {generator.stats['generator/tokens']:.0f} tokens", file=sys.stderr)
+    return generator.over

@@ -12,6 +12,7 @@ from typing import Any
 import click
 from msgspec import to_builtins
 
+from asyncrl import refusal
 from asyncrl.errors import EXIT_CODES, AsyncrlError, ConfigError
 from asyncrl.importing import here_last, no_garbage
 from asyncrl.lab.command import lab
@@ -36,6 +37,7 @@ class Group(click.Group):
             print(f"error: {e.format_message()}", file=sys.stderr)
             sys.exit(2)
         except AsyncrlError as e:
+            refusal.tell(e)
             print(f"error: {e}", file=sys.stderr)
             sys.exit(e.exit_code)
         except KeyboardInterrupt:
@@ -145,28 +147,33 @@ def _joined(config: Any, where: Path) -> str:
     return ""
 
 
+INTERRUPTED = 130
+
+
 def part_command(name: str, doc: str) -> None:
     @click.option("--run-dir", type=click.Path(path_type=Path), help="directory of the run; made by whoever starts first")
     @click.option("--index", default=0, help="number of this generator")
     @options()
     def command(source: str, sets: tuple[str, ...], as_json: bool, run_dir: Path | None, index: int) -> None:
+        refusal.listen()
         config, where = _part(source, sets, run_dir, joins=name == "generator")
         if name == "buffer":
             with no_garbage():
                 from buffer.service import main as start
-            start(config, where)
+            ended = start(config, where)
         elif name == "learner":
             with no_garbage():
                 from learner.loop import main as start
-            start(config, where)
+            ended = start(config, where)
         else:
             with no_garbage():
                 import torch  # noqa: F401  # which its engine needs
 
                 from actors.generator import main as start_generator
-            start_generator(config, where, index)
+            ended = start_generator(config, where, index)
         if as_json:
             print(json.dumps({"run_dir": str(where), "process": name}))
+        sys.exit(0 if ended else INTERRUPTED)
 
     command.__doc__ = doc
     main.command(name)(command)

@@ -105,6 +105,8 @@ class Service:
         self.trained = Trained(run_dir / "trained.jsonl")
         self.error, self.stop = "", False
         self.progress = 0
+        if self.store.finished and not (run_dir / "weights_digest").exists():
+            self.store.finished = False  # folded after the end, and what the learner exports is missing: it comes again, and says goodbye again
         self.ended_at = time.monotonic() if self.store.finished else 0.0  # folded after the end: only generators are left to be told
         self.told_before = self.store.finished
         self.mismatch = 0.0
@@ -498,8 +500,8 @@ class Service:
         self.socket.close()
 
 
-def main(config: Config, run_dir: Path) -> None:
-    """Serve the run in `run_dir` until it is finished or SIGTERM ends it.  Raises AsyncrlError when the run must stop."""
+def main(config: Config, run_dir: Path) -> bool:
+    """Serve the run in `run_dir` until it is finished, or SIGTERM ends it (False).  Raises AsyncrlError when the run must stop."""
     lock = Lock(run_dir, "buffer")
     service = Service(config, run_dir)
     gc.set_threshold(100_000, 50, 50)  # thousands of stored samples and no cycles among them: looking for some took a sixth of its time
@@ -511,6 +513,7 @@ def main(config: Config, run_dir: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN if os.environ.get("ASYNCRL_SUPERVISED") else end)
     try:
         service.loop()
+        return bool(service.ended_at)
     except AsyncrlError as e:
         service.error = str(e)
         for entry in [*service.generators.values(), *([service.learner] if "peer" in service.learner else [])]:

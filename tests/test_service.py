@@ -376,3 +376,31 @@ def test_an_epoch_before_any_hello_is_nobodys(begin: Any) -> None:
         stranger.send(message)
     assert ask(stranger, m.Watch(), m.Status).committed == 0 and not run.service.asks and not run.service.learner
     assert ask(run.peer(), run.hello(1), m.Welcome).epoch == 1
+
+
+@pytest.mark.parametrize("exported", [True, False])
+def test_a_buffer_folded_after_the_end_waits_for_the_learner_only_if_its_model_is_missing(begin: Any, exported: bool) -> None:
+    """With the model there, only generators are to be told, and the buffer ends; without, a learner comes again and says goodbye again."""
+    run = begin("durability.mode='process'", "learner.steps=1")
+    generator, learner = run.peer(), run.peer()
+    ask(learner, run.hello(1), m.Welcome)
+    t = first_ticket(run, generator)
+    ask(generator, answers(t), m.Acks)
+    ask(learner, m.Ask(1, 0), m.Batch)
+    ask(learner, m.Commit(1, 0, Label(1, 1), "d1", {}), m.Committed)
+    learner.send(m.Goodbye(1, 1))
+    ask(generator, answers(ask(generator, want(9), m.Tickets).tickets[0]), m.Acks)  # the last evaluation
+    wait(learner, m.Finished)
+    run.end()
+    (run.dir / "weights_digest").write_text("d") if exported else None
+    again = begin("durability.mode='process'", "learner.steps=1")
+    assert bool(again.service.ended_at) == exported == again.service.store.finished
+    generator, learner = again.peer(), again.peer()
+    generator.send(m.Want("generator-0", 2, 1, 4, None))
+    if not exported:
+        assert ask(learner, again.hello(2, number=1, origin=1), m.Welcome).epoch == 2
+        assert ask(learner, m.Goodbye(2, 1), m.Finished).epoch == 2
+    while not wait(generator, m.Tickets).finished:
+        pass
+    again.thread.join(20)
+    assert again.service.summary()["finished"] and again.service.summary()["heldout_end"] is not None
