@@ -6,6 +6,7 @@ rewards, deliver.  It never waits while a row is live; with none, it waits for t
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
@@ -37,8 +38,8 @@ from asyncrl.wires import PeerSocket
 DECODE_STEPS = 8  # between two looks at the socket
 EVERYTHING = 1 << 30  # samples
 IDLE_POLL_S = 0.02
+GREET_S = 5.0
 REWARD_POLL_S = 0.002  # nothing to decode, rewards outstanding: the core may be the one that computes them
-GONE_S = 10.0  # announced weights may be gone this long: the learner has ended, or a newer life took over and the buffer will say so
 
 
 class Generator:
@@ -61,17 +62,20 @@ class Generator:
         self.weights = WeightsReceiver(config, self.producer)
         self.socket = PeerSocket(buffer_address(config, run_dir), config.wires.curve_dir)
         self.loaded: tuple[Label, str] | None = None
-        self.prompts: dict[int, np.ndarray] = {}  # held ticket -> tokens
         self.judged: dict[Key, tuple[m.Ticket, Answer, str]] = {}  # waiting for their reward
         self.late: Late[Key] = Late()  # of these, those held back (staleness.delay)
         self.decoded = 0  # decode steps made
         self.want_sequence = 0
-        self.want_sent = self.gone_since = 0.0
+        self.want_sent = 0.0
+        self.lacking = False  # weights are to be loaded, and not to be had now
+        self.gone: tuple[m.WeightsSource, float] | None = None  # where weights were announced and are not, and since when
+        limits = config.wires.connect_s, config.watchdog.startup_s
+        self.patience_s = math.inf if os.environ.get("ASYNCRL_SUPERVISED") else max(limits)
         self.asked = 0
-        self.ending = False
-        self.heard = time.monotonic()
+        self.ending = self.over = False  # told to end; told that the run is over
+        self.unanswered = 0.0  # when the first of the requests that nothing has answered yet was sent; 0: none
         self.ever_heard = False
-        self.renewed = 0.0
+        self.renewed = self.greeted = 0.0
         self.stats = {"generator/tokens": 0.0, "generator/busy_s": 0.0, "generator/idle_s": 0.0, "generator/swap_s": 0.0, "generator/swaps": 0.0}
         self.idle_since = time.monotonic()
         self.waiting_for, self.waiting_since = "the buffer's first answer", time.monotonic()
@@ -80,10 +84,11 @@ class Generator:
     # ---- the loop --------------------------------------------------------------------------------------------------
 
     def loop(self) -> None:
-        hello = m.GeneratorHello(m.PROTOCOL, self.run, self.producer, self.session, self.engine.slots, socket.gethostname(), os.getpid())
-        self.socket.send(hello)
-        while not self.ending:
+        self.greet()
+        while True:
             self.read()
+            if self.ending or self.over:
+                break
             self.swap()
             self.admit()
             self.decode()
@@ -91,18 +96,26 @@ class Generator:
             self.deliver()
             self.want()
             self.renew()
-            if not self.ever_heard and time.monotonic() - self.heard > self.config.wires.connect_s:
-                raise PeerUnreachable(
-                    f"the buffer at {self.socket.address} has not answered for {self.config.wires.connect_s:g} s; "
-                    "start it with `asyncrl buffer`, or set wires.address"
-                )
+        if not self.over:
+            self.leave()
+
+    def request(self, message: m.FromPeer) -> None:
+        """Send what the buffer answers, each in its own time: silence counts from here."""
+        self.unanswered = self.unanswered or time.monotonic()
+        self.socket.send(message)
+
+    def greet(self) -> None:
+        """Say who this is; again and again, as a buffer that was started anew does not know."""
+        hello = m.GeneratorHello(m.PROTOCOL, self.run, self.producer, self.session, self.engine.slots, socket.gethostname(), os.getpid())
+        self.request(hello)
+        self.greeted = time.monotonic()
 
     def read(self) -> None:
         """Handle what has arrived; with nothing to do, wait a little for more."""
         timeout = 0.0 if self.engine.active else REWARD_POLL_S if self.judged else IDLE_POLL_S
         while (reply := self.socket.recv(timeout)) is not None:
             timeout = 0.0
-            self.heard, self.ever_heard = time.monotonic(), True
+            self.unanswered, self.ever_heard = 0.0, True
             if isinstance(reply, m.Tickets):
                 self.on_tickets(reply)
             elif isinstance(reply, m.Acks) and reply.session == self.session:
@@ -112,6 +125,12 @@ class Generator:
                 error = AsyncrlError(reply.reason)
                 error.exit_code = reply.exit_code
                 raise error
+        silent = time.monotonic() - self.unanswered if self.unanswered else 0.0
+        if silent > self.config.wires.connect_s:
+            raise PeerUnreachable(
+                f"the buffer at {self.socket.address} has not answered for {silent:.0f} s (wires.connect_s); "
+                "start it with `asyncrl buffer`, or set wires.address"
+            )
 
     def on_tickets(self, reply: m.Tickets) -> None:
         if reply.session != self.session:
@@ -120,24 +139,27 @@ class Generator:
         if reply.sequence == self.want_sequence:
             self.asked = 0
         for ticket in self.schedule.take(reply.tickets):
-            self.prompts[ticket.ticket] = encode_prompt(self.tokenizer, ticket.prompt)
-        if reply.finished:
-            self.ending = True
+            self.schedule.held[ticket.ticket, ticket.attempt].prompt = encode_prompt(self.tokenizer, ticket.prompt)
+        self.over = self.over or reply.finished
 
     def swap(self) -> None:
         """End what an older epoch left; load the version that the schedule wants, between two decode steps."""
         for held in self.schedule.outdated():
             self.engine.abort(self.schedule.drop(held))
-            self.prompts.pop(held.ticket.ticket, None)
         goal, said = self.schedule.wanted(self.loaded[0] if self.loaded else None), self.schedule.announced
+        self.lacking = said is None
+        if said is None and self.ever_heard:
+            self.wait("the learner: no weights have been announced yet")
         if goal is None or said is None:
             return
         began = time.monotonic()
         with self.tracer.span("weights"):
             got = self.pull(said, goal)
             if got is None:  # its slot was reused or is being written: the next announcement, or a retry, brings one
-                self.wait(f"weights {goal}")
-                time.sleep(0.001)
+                self.lacking = True
+                if self.gone is None:
+                    self.wait(f"weights {goal}")
+                time.sleep(0.001 if self.gone is None or self.engine.active else IDLE_POLL_S)
                 return
             tensors, digest, probe = got
             self.engine.load(tensors, goal, digest, probe)
@@ -146,15 +168,23 @@ class Generator:
         self.stats["generator/swaps"] += 1
 
     def pull(self, said: m.Announcement, goal: Label) -> tuple[dict[str, Any], str, bytes] | None:
-        """Weights `goal` from where they were announced to be; None: not now.  Raises PeerUnreachable when that place stays gone."""
+        """Weights `goal` from where they were announced to be; None: not now.
+
+        That place may be gone because its learner has died, and the next one needs its time to start; the buffer will then announce
+        another.  Raises PeerUnreachable when the place stays gone for longer than any start takes; under a supervisor, whose watchdog
+        judges, never.
+        """
         try:
             got = self.weights.pull(said.source, goal, said.digest if goal == said.label else None)
-        except (PeerUnreachable, FileNotFoundError):
-            self.gone_since = self.gone_since or time.monotonic()
-            if time.monotonic() - self.gone_since > GONE_S:
-                raise
+        except (PeerUnreachable, FileNotFoundError) as e:
+            if self.gone is None or self.gone[0] != said.source:
+                self.gone = said.source, time.monotonic()
+            gone_s = time.monotonic() - self.gone[1]
+            if gone_s > self.patience_s:
+                raise PeerUnreachable(f"weights {goal} have been gone for {gone_s:.0f} s: {e}; is the learner running?") from e
+            self.wait(f"weights {goal}, which are gone ({e}); the learner's next life brings others")
             return None
-        self.gone_since = 0.0
+        self.gone = None
         return got
 
     def admit(self) -> None:
@@ -163,7 +193,7 @@ class Generator:
             return
         requests = []
         for held, sample in self.schedule.admit(self.loaded[0], room):
-            ticket, tokens = held.ticket, self.prompts[held.ticket.ticket]
+            ticket, tokens = held.ticket, held.prompt
             limit = min(ticket.sampling.max_new_tokens, self.config.generator.context - len(tokens))
             key = (ticket.ticket, sample, ticket.attempt)
             if limit < 1:
@@ -223,9 +253,6 @@ class Generator:
             if failed and self.config.reward.on_error == "stop":
                 raise AsyncrlError(f"the reward function failed on prompt {ticket.prompt.id}: {failed} (reward.on_error = stop)")
             self.outbox.add(trajectory(ticket, answer, text, float(reward), parts, token_rewards, failed))
-        live = {h.ticket.ticket for h in self.schedule.held.values()}
-        for gone in [t for t in self.prompts if t not in live]:
-            del self.prompts[gone]
 
     def deliver(self) -> None:
         for frame in self.outbox.frames(time.monotonic(), flush=not self.engine.active):
@@ -253,7 +280,7 @@ class Generator:
             self.want_sequence, self.want_sent, self.asked = self.want_sequence + 1, now, free
             holding = self.loaded[0] if self.loaded else None
             self.socket.send(m.Want(self.producer, self.session, self.want_sequence, free, holding))
-        if not self.engine.active and not self.judged and not self.schedule.waiting():
+        if not self.engine.active and not self.judged and not self.schedule.waiting() and not self.lacking:
             self.wait("a ticket: the staleness limit leaves no room, or all tickets are out")
 
     def renew(self) -> None:
@@ -261,6 +288,8 @@ class Generator:
         if now - self.renewed < 0.5:
             return
         self.renewed = now
+        if now - self.greeted > GREET_S:
+            self.greet()
         waits = [(self.producer, self.waiting_for, f"the buffer at {self.socket.address}", now - self.waiting_since)] if self.waiting_for else []
         for line in self.wait_log.lines(waits):
             print(line, file=sys.stderr, flush=True)
@@ -271,7 +300,26 @@ class Generator:
                 tokens[key[0], key[2]] += count
         progress = [(t, a, n) for (t, a), n in tokens.items()]
         waiting = f"{self.waiting_for}|{now - self.waiting_since:.1f}" if self.waiting_for else ""
-        self.socket.send(m.Renew(self.producer, self.session, progress, dict(self.stats), waiting))
+        self.request(m.Renew(self.producer, self.session, progress, dict(self.stats), waiting))
+
+    def leave(self) -> None:
+        """Told to end: what is finished goes out, and how much was drawn of the rest, which is lost."""
+        for frame in self.outbox.frames(time.monotonic(), flush=True):
+            self.socket.send(frame)
+        self.renewed = 0.0
+        self.renew()
+
+    def close(self) -> None:
+        """Whatever ended it: the buffer hears that its leases are free, unless there is no buffer any more."""
+        self.rewards.close()
+        self.tracer.close()
+        if self.reward_tracer is not None:
+            self.reward_tracer.close()
+        self.weights.close()
+        if not self.over:
+            self.socket.send(m.Leaving(self.producer, self.session))
+        self.socket.close()
+
 
 
 def trajectory(ticket: m.Ticket, answer: Answer, text: str, reward: float, parts: dict[str, float], token_rewards: Any, failed: str) -> m.Trajectory:
@@ -313,8 +361,8 @@ def engine_for(config: Config) -> Engine:
     return make_engine(config)
 
 
-def main(config: Config, run_dir: Path, index: int) -> None:
-    """Run generator `index` of the run in `run_dir` until the run is finished or SIGTERM asks for its end."""
+def main(config: Config, run_dir: Path, index: int) -> bool:
+    """Run generator `index` of the run in `run_dir` until the run is finished, or SIGTERM asks for its end (False)."""
     bind(config.generator.gpus, index, "generator.gpus")
     engine = engine_for(config)
     generator = Generator(config, run_dir, index, engine)
@@ -327,10 +375,6 @@ def main(config: Config, run_dir: Path, index: int) -> None:
     try:
         generator.loop()
     finally:
-        generator.rewards.close()
-        generator.tracer.close()
-        if generator.reward_tracer is not None:
-            generator.reward_tracer.close()
-        generator.weights.close()
-        generator.socket.close()
+        generator.close()
     print(f"{generator.producer}: ended after {generator.stats['generator/tokens']:.0f} tokens", file=sys.stderr)
+    return generator.over

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from asyncrl import importing
 from asyncrl.config import Task
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Prompt
@@ -87,8 +88,7 @@ def number(x: Any, name: str) -> float:
 def resolve(path: str) -> Callable[..., Any]:
     """`module:function`, looked up from the working directory too.  Raises ConfigError."""
     module, _, name = path.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")
+    importing.here_last()
     try:
         found = getattr(importlib.import_module(module), name)
     except Exception as e:

@@ -14,7 +14,6 @@ import math
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -24,6 +23,7 @@ from typing import Any
 import msgspec
 
 from actors.reward_worker import FRAME_BYTES, Call, Reply, Setup, call
+from asyncrl import importing
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Prompt
@@ -46,7 +46,7 @@ class _Process:
     def __init__(self, setup: bytes) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            argv = [sys.executable, "-m", "actors.reward_worker", str(theirs.fileno())]
+            argv = importing.command("actors.reward_worker", str(theirs.fileno()))
             self.process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
         self.pipe = Connection(ours.detach())
         self.key: Key | None = None

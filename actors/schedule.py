@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from asyncrl.messages import Announcement, Ticket
 from asyncrl.versions import Label
@@ -29,6 +30,7 @@ class Held:
     waiting: list[int]
     live: set[int] = field(default_factory=set)
     tokens: int = 0  # of samples already delivered
+    prompt: Any = None  # its tokens, int32 [P]; whoever takes the ticket tokenises
 
     @property
     def exact(self) -> Label | None:

@@ -33,3 +33,17 @@ Around one run, each a command: `asyncrl.compare` (compare, sweep: many runs and
 run in simulated time, by the buffer's own store), `asyncrl.experiments` (replay of the stream that `learner.recorder` kept), `asyncrl.lab`
 (estimators against exact gradients).  They import the three; only commands (`asyncrl.cli`, `asyncrl.diff`) import them.
 """
+
+import sys as _sys
+
+# `python -m asyncrl...` is looking for its module, with the working directory first on sys.path: it goes
+# last before anything else is imported, so that a queue.py in it hides nothing.
+_by_name = _sys.argv[:1] == ["-m"] and "-m asyncrl" in " ".join(_sys.orig_argv) and not _sys.flags.safe_path
+if _by_name:
+    _sys.path.append(_sys.path.pop(0))
+
+from asyncrl import importing as _importing  # noqa: E402
+
+_importing.ours_first()
+if _by_name:
+    _importing.found_here()

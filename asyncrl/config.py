@@ -258,7 +258,8 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     every: Annotated[Count, Meta(description="versions; 0: only at the start and the end")] = 20
     prompts: Annotated[Positive, Meta(description="held-out prompts in an evaluation along the way")] = 256
     final_prompts: Annotated[Positive, Meta(description="held-out prompts of the first and the last evaluation")] = 1024
-    ood_prompts: Annotated[Count, Meta(description="out-of-distribution prompts of the last evaluation")] = 512
+    ood_every: Annotated[Count, Meta(description="the same for out-of-distribution prompts, at most `prompts` of them; 0: only at the start and the end")] = 0
+    ood_prompts: Annotated[Count, Meta(description="out-of-distribution prompts of the first and the last evaluation")] = 512
     temperature: Annotated[float, Meta(gt=0)] = 1.0
 
 
@@ -283,6 +284,13 @@ class Watchdog(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     samples_every: Annotated[Count, Meta(description="batches between the samples shown in samples.jsonl; 0: none")] = 10
     samples: Annotated[Count, Meta(description="samples of such a batch that are shown; 0: all")] = 4
+    split_every: Annotated[
+        Count, Meta(description="batches between splits of log pi_theta / mu into engine mismatch, staleness and update, with weights out of the ring; 0: none")
+    ] = 10
+    split_samples: Annotated[Positive, Meta(description="answers of such a batch that are split, or measured against the reference")] = 32
+    reference_kl_every: Annotated[
+        Count, Meta(description="batches between measurements of the KL to the reference where no KL term is on (a second model in memory); 0: none")
+    ] = 10
     kl_moved: Annotated[Count, Meta(description="batches between measurements of kl/moved, at two forward passes each; 0: none")] = 0
     stream: Annotated[bool, Meta(description="keep every batch as it was trained: what `asyncrl replay` trains on again")] = False
     stream_mib: Annotated[Positive, Meta(description="stream: MiB that it may take in all; recording stops there, the run goes on")] = 1024

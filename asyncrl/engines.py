@@ -58,7 +58,7 @@ def look() -> list[dict[str, Any]]:
     trials = {}
     for name, (_, names, code) in KNOWN.items():
         if version(*names):
-            trials[name] = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
+            trials[name] = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
     rows = []
     for name, (setting, names, _) in KNOWN.items():
         why = f"not installed: {INSTALL}"

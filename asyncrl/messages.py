@@ -14,6 +14,7 @@ import msgspec
 from asyncrl.versions import Label
 
 PROTOCOL = 1
+EVAL_BASE = 1 << 40  # ticket numbers from here on are of evaluations: the same prompt has the same random stream at every version
 MAX_FRAME_BYTES = 256 * 1024 * 1024  # a larger frame is refused: nothing here needs it
 
 
@@ -87,12 +88,12 @@ class Trajectory(msgspec.Struct, array_like=True):
 
 
 class GeneratorHello(msgspec.Struct, frozen=True, tag="gen_hello"):
-    """A generator's new session.  The buffer ends the leases of the producer's older sessions."""
+    """A generator says who it is; repeated now and then.  One session holds a name (buffer/sessions.py says which); what others hold ends with them."""
 
     protocol: int
     run: str
     producer: str  # stable name, "generator-0"
-    session: int  # greater than every earlier session of this producer
+    session: int  # of this process alone; the buffer orders sessions by when it hears of them, never by this number
     slots: int
     host: str  # names the machine: weights come over shared memory when it is the learner's
     pid: int
@@ -125,6 +126,13 @@ class Renew(msgspec.Struct, frozen=True, tag="renew"):
     progress: list[tuple[int, int, int]]  # (ticket, attempt, tokens so far over its samples)
     stats: dict[str, float]
     waiting: str  # "" or what for, and since when (seconds)
+
+
+class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
+    """The last word of a generator that ends: its leases end now.  Sent once; should it be lost, they end by time."""
+
+    producer: str
+    session: int
 
 
 # ---- buffer to generator ------------------------------------------------------------------------------------------
@@ -184,7 +192,7 @@ class Acks(msgspec.Struct, frozen=True, tag="acks"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The peer must stop: it speaks another protocol, belongs to another run, or broke a rule."""
+    """The peer must stop: it speaks another protocol, belongs to another run, or said what cannot be.  The run goes on without it."""
 
     reason: str
     exit_code: int = 4
@@ -286,7 +294,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Heard(msgspec.Struct, frozen=True, tag="heard"):
-    """The buffer's answer to Progress: it lives, however long the batch takes."""
+    """The buffer's answer to Progress and Renew: it lives, however long the batch or the next ticket takes."""
 
     epoch: int
 
@@ -313,7 +321,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     progress: int = 0  # commits and evaluation answers so far: what the watchdog looks at
 
 
-FromPeer = GeneratorHello | Want | Deliver | Renew | LearnerHello | Ask | Commit | Checkpointed | Goodbye | Progress | Watch
+FromPeer = GeneratorHello | Want | Deliver | Renew | Leaving | LearnerHello | Ask | Commit | Checkpointed | Goodbye | Progress | Watch
 FromBuffer = Tickets | Acks | Refused | Welcome | FencedOff | Batch | Committed | Finished | Heard | Status
 
 DISPOSITIONS = (

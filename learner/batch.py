@@ -25,6 +25,7 @@ class Packed:
     temperature: torch.Tensor
     offsets: np.ndarray
     loss: LossBatch
+    places: list[int]  # of each answer among the batch's samples
 
     def part(self, samples: Sequence[int]) -> torch.Tensor:
         """Places among N of the tokens of `samples`, in their order."""
@@ -69,7 +70,7 @@ def pack(batch: Batch, *, greedy: bool = False) -> Packed:
         loss.greedy_lengths = torch.tensor([t.length for t in beside])
     if any(t.token_rewards for t in s):
         loss.token_rewards, loss.steps = _per_token(s)
-    return Packed(prompts, responses, groups, torch.tensor([t.temperature for t in s]), offsets, loss)
+    return Packed(prompts, responses, groups, torch.tensor([t.temperature for t in s]), offsets, loss, at)
 
 
 def _per_token(samples: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:

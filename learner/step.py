@@ -20,6 +20,7 @@ from asyncrl.models import PolicyModel, load_policy, manifest
 from learner.backend import TorchBackend
 from learner.batch import Packed, micro_batches, pack
 from learner.critic import Critic
+from learner.split import Measure
 from learner.state import State
 
 BAD_IN_A_ROW = 3
@@ -48,6 +49,7 @@ class LearnerCore:
         # where the loss is computed: beside the model, so that nothing of it waits for the device; several ranks exchange it on the host
         self.where = self.model.device if self.backend.ranks == 1 and config.learner.backend == "torch" else torch.device("cpu")
         self.critic = Critic(config, self.model) if config.advantage.name == "gae" else None
+        self.measure = Measure(config, self.model, self.layout, self._forward)
         self.state = State(beta=config.kl.coefficient)
         self.told: set[str] = set()
 
@@ -74,9 +76,11 @@ class LearnerCore:
         before = self._forward(self.model, packed, everyone) if measured else None
         sums, steps, norms, stop_kl = self._epochs(prep, packed)
         metrics = prep.metrics | step_loss.finish(sums)
-        if c.exact is True and (off := metrics.get("mismatch/k3_at_lag_0", 0.0)) != 0:
+        if self.backend.rank == 0:
+            metrics |= self.measure(batch, packed, prep)
+        if c.exact is True and (off := metrics.get("mismatch/max_at_lag_0", 0.0)) != 0:
             raise AsyncrlError(
-                f'exact: engine and learner differ at lag 0 in batch {batch.number} (k3 {off:.2e}); see `asyncrl doctor --exact`, or exact = "try"'
+                f'exact: engine and learner differ at lag 0 in batch {batch.number} by {off:.1e} nats; see `asyncrl doctor --exact`, or exact = "try"'
             )
         if self.critic_norms:
             metrics["value/grad_norm"] = sum(self.critic_norms) / len(self.critic_norms)

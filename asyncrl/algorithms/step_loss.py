@@ -61,7 +61,8 @@ class Prepared:
     # the learner's policy as the batch began [N], where `known`: given, or what the first optimizer step's own forward said
     start: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     known: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
-    latest: torch.Tensor = field(default_factory=lambda: torch.zeros(0))  # [N] the target policy at each token's last pass so far
+    latest: torch.Tensor = field(default_factory=lambda: torch.zeros(0))  # [N] the target policy at each token's last pass, where `passed`
+    passed: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
 
 
 @dataclass
@@ -137,7 +138,7 @@ def prepare(batch: LossBatch, config: Any, *, baseline: float = 0.0, beta: float
     start = batch.start.clone() if batch.start is not None else torch.zeros_like(batch.behavior)
     known = torch.full_like(batch.mask, given)
     return Prepared(batch, config, adv, valid, fade(batch, config), corrected, beta, returns, metrics, budget, number=number, start=start, known=known,
-                    latest=start.clone())  # fmt: skip
+                    latest=start.clone(), passed=torch.zeros_like(known))  # fmt: skip
 
 
 def _correct(batch: LossBatch, part: torch.Tensor, anchor: torch.Tensor, valid: torch.Tensor, config: Any,
@@ -309,6 +310,7 @@ def _remember(prep: Prepared, part: torch.Tensor, now: torch.Tensor) -> None:
         prep.start[part] = torch.where(fresh, now, prep.start[part])
         prep.known[part] = True
     prep.latest[part] = now
+    prep.passed[part] = True
 
 
 def _terms(prep: Prepared, part: torch.Tensor, live: torch.Tensor, factor: torch.Tensor, lp: torch.Tensor, coefficient: torch.Tensor,

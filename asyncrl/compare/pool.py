@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl import config_load
+from asyncrl import config_load, importing
 from asyncrl.compare import judgement
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
@@ -93,7 +92,7 @@ class Worker:
         self.queue, self.tell, self.failed = queue, tell, ""
         self.log = directory / "logs" / f"worker_{number}.log"
         self.log.parent.mkdir(exist_ok=True)
-        argv = [sys.executable, "-m", "asyncrl.compare.worker", str(directory), *(["--abandon"] if abandon else [])]
+        argv = importing.command("asyncrl.compare.worker", str(directory), *(["--abandon"] if abandon else []))
         with self.log.open("w") as log:
             self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
                                             env=os.environ | {"OMP_NUM_THREADS": "1"}, preexec_fn=_die_with_parent)  # fmt: skip

@@ -1,0 +1,213 @@
+"""The generator's loop with its buffer and its engine played by hand: what a frame makes it do, and what it says when it ends."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from actors.engine import Answer, Request
+from actors.generator import Generator
+from asyncrl import config_load, rundir
+from asyncrl import messages as m
+from asyncrl.errors import PeerUnreachable
+from asyncrl.versions import Label
+
+TINY = ("wires.connect_s=5", "watchdog.startup_s=7", "generator.context=48", "generator.max_new_tokens=12")
+
+
+class Engine:
+    """Rows that end when the test says so."""
+
+    slots = 8
+
+    def __init__(self) -> None:
+        self.rows: dict[tuple[int, int, int], Request] = {}
+        self.loads: list[Label] = []
+        self.aborted: list[tuple[int, int, int]] = []
+
+    @property
+    def active(self) -> int:
+        return len(self.rows)
+
+    def load(self, tensors: Any, label: Label, digest: str, probe: bytes) -> None:
+        self.loads.append(label)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        self.rows |= {r.key: r for r in requests}
+
+    def abort(self, keys: Sequence[tuple[int, int, int]]) -> None:
+        self.aborted += keys
+        for key in keys:
+            self.rows.pop(key)
+
+    def step(self, steps: int) -> list[Answer]:
+        return []
+
+    def progress(self) -> dict[tuple[int, int, int], int]:
+        return dict.fromkeys(self.rows, 3)
+
+
+class Wire:
+    """The socket: what the buffer says is taken from `inbox`, what the generator says stands in `said`."""
+
+    address = "ipc:///nowhere"
+
+    def __init__(self) -> None:
+        self.inbox: deque[m.FromBuffer] = deque()
+        self.said: list[m.FromPeer] = []
+        self.closed = False
+
+    def send(self, message: m.FromPeer) -> None:
+        assert not self.closed
+        self.said.append(message)
+
+    def recv(self, timeout: float) -> m.FromBuffer | None:
+        return self.inbox.popleft() if self.inbox else None
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Weights:
+    """Where weights come from; `missing` sources raise as a ring does that was removed."""
+
+    def __init__(self) -> None:
+        self.missing: set[int] = set()
+
+    def pull(self, source: m.WeightsSource, label: Label, digest: str | None) -> tuple[dict[str, Any], str, bytes]:
+        if source.epoch in self.missing:
+            raise FileNotFoundError(2, "No such file or directory", f"{source.directory}/manifest")
+        return {}, digest or "d", b""
+
+    def close(self) -> None:
+        pass
+
+
+def announcement(epoch: int, number: int = 0) -> m.Announcement:
+    return m.Announcement(Label(epoch, number), f"d{epoch}.{number}", m.WeightsSource(epoch, "here", f"ring_{epoch}", ""))
+
+
+def ticket(number: int, attempt: int, epoch: int, samples: int = 2) -> m.Ticket:
+    prompt = m.Prompt(number, "31=")
+    return m.Ticket(number, attempt, "train", prompt, list(range(samples)), m.Sampling(max_new_tokens=12), Label(epoch, 0), None, 0)
+
+
+@pytest.fixture
+def make(tmp_path: Path, small_model: Path) -> Iterator[Callable[..., Generator]]:
+    made: list[Generator] = []
+
+    def generator(*sets: str) -> Generator:
+        config = config_load.load(ROOT / "configs" / "demo.toml", [f"model.path={str(small_model)!r}", *TINY, *sets])
+        rundir.ensure(config, "", tmp_path / "run")
+        g = Generator(config, tmp_path / "run", 0, Engine())  # type: ignore[arg-type]
+        g.socket.close()
+        g.socket, g.weights = Wire(), Weights()  # type: ignore[assignment]
+        made.append(g)
+        return g
+
+    yield generator
+    for g in made:
+        g.rewards.close()
+        g.tracer.close()
+    rundir.clean(tmp_path / "run")
+
+
+def one_pass(g: Generator) -> None:
+    """What the loop does between two looks at whether it is to end."""
+    for part in (g.read, g.swap, g.admit, g.decode, g.collect, g.deliver, g.want, g.renew):
+        part()
+
+
+def tickets(g: Generator, said: m.Announcement | None, *given: m.Ticket, finished: bool = False) -> m.Tickets:
+    return m.Tickets(g.session, g.want_sequence, list(given), said, finished)
+
+
+def test_an_outdated_attempt_takes_nothing_from_the_next_one(make: Callable[..., Generator]) -> None:
+    """The learner dies while an answer is written and comes back; the ticket's second attempt comes before the first one is dropped."""
+    g = make()
+    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))  # type: ignore[attr-defined]
+    one_pass(g)
+    assert set(g.engine.rows) == {(0, 0, 1), (0, 1, 1)}  # type: ignore[attr-defined]
+    g.socket.inbox.append(tickets(g, announcement(2), ticket(0, 2, epoch=2)))  # type: ignore[attr-defined]
+    one_pass(g)
+    assert g.engine.aborted == [(0, 0, 1), (0, 1, 1)] and g.engine.loads == [(1, 0), (2, 0)]  # type: ignore[attr-defined]
+    rows = g.engine.rows  # type: ignore[attr-defined]
+    assert set(rows) == {(0, 0, 2), (0, 1, 2)} and all(len(r.prompt) == 3 for r in rows.values())
+
+
+def test_told_to_end_it_says_what_it_drew_and_that_its_leases_are_free(make: Callable[..., Generator]) -> None:
+    g = make()
+    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))  # type: ignore[attr-defined]
+    one_pass(g)
+    said = g.socket.said  # type: ignore[attr-defined]
+    del said[:]
+    g.ending = True
+    g.loop()
+    g.close()
+    *_, renew, leaving = said
+    assert isinstance(renew, m.Renew) and renew.progress == [(0, 1, 6)]  # 3 tokens of each of two answers: lost, and counted
+    assert leaving == m.Leaving(g.producer, g.session) and g.socket.closed  # type: ignore[attr-defined]
+
+
+def test_told_that_the_run_is_over_it_ends_without_a_word(make: Callable[..., Generator]) -> None:
+    """Nobody waits for it any more, and a buffer that has gone would make it wait for its own last words."""
+    g = make()
+    g.socket.inbox.append(tickets(g, announcement(1), finished=True))  # type: ignore[attr-defined]
+    g.loop()
+    g.close()
+    assert [type(x) for x in g.socket.said] == [m.GeneratorHello]  # type: ignore[attr-defined]
+
+
+def test_weights_whose_learner_is_gone_are_waited_for_by_name_until_others_are_announced(make: Callable[..., Generator]) -> None:
+    g = make()
+    g.weights.missing = {1}  # type: ignore[attr-defined]
+    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))  # type: ignore[attr-defined]
+    for _ in range(3):
+        one_pass(g)
+    since = g.waiting_since
+    assert g.gone is not None and "weights 1.0, which are gone" in g.waiting_for and "ring_1/manifest" in g.waiting_for
+    one_pass(g)
+    assert g.waiting_since == since  # one wait, whose age grows, and not a new one in each pass
+    g.gone = (g.gone[0], time.monotonic() - 6)  # longer than wires.connect_s, shorter than a start may take
+    one_pass(g)
+    g.socket.inbox.append(tickets(g, announcement(2), ticket(0, 2, epoch=2)))  # type: ignore[attr-defined]
+    one_pass(g)
+    assert g.gone is None and g.engine.loads == [(2, 0)] and g.engine.active == 2  # type: ignore[attr-defined]
+
+
+def test_weights_that_stay_gone_end_a_generator_of_its_own_and_never_a_supervised_one(
+    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(g: Generator) -> None:
+        g.weights.missing = {1}  # type: ignore[attr-defined]
+        g.socket.inbox.append(tickets(g, announcement(1)))  # type: ignore[attr-defined]
+        one_pass(g)
+        assert g.gone is not None
+        g.gone = (g.gone[0], time.monotonic() - 8)  # watchdog.startup_s is 7
+        one_pass(g)
+
+    with pytest.raises(PeerUnreachable, match=r"weights 1\.0 have been gone for 8 s: .*is the learner running"):
+        gone(make())
+    monkeypatch.setenv("ASYNCRL_SUPERVISED", "1")
+    gone(make())
+
+
+def test_a_buffer_that_falls_silent_is_given_up_and_one_that_answers_is_not(make: Callable[..., Generator]) -> None:
+    g = make()
+    one_pass(g)
+    assert g.unanswered  # its renewals are answered, so silence has a beginning
+    g.unanswered -= 6  # wires.connect_s is 5
+    g.socket.inbox.append(m.Heard(0))  # type: ignore[attr-defined]
+    one_pass(g)
+    assert not g.unanswered or time.monotonic() - g.unanswered < 5
+    assert g.waiting_for == "the learner: no weights have been announced yet"
+    g.request(m.Renew(g.producer, g.session, [], {}, ""))
+    g.unanswered -= 6
+    with pytest.raises(PeerUnreachable, match=r"has not answered for 6 s \(wires.connect_s\)"):
+        one_pass(g)
