@@ -29,7 +29,7 @@ from asyncrl.devices import bind
 from asyncrl.errors import AsyncrlError, PeerUnreachable, ProtocolError
 from asyncrl.rundir import buffer_address, run_id
 from asyncrl.tasks import get_task
-from asyncrl.tokenizer import encode_prompt, load_tokenizer
+from asyncrl.tokenizer import encode_prompt, load_tokenizer, stop_tokens
 from asyncrl.trace import Tracer
 from asyncrl.versions import Label
 from asyncrl.watchdog import WaitLog
@@ -38,7 +38,6 @@ from asyncrl.wires import PeerSocket
 DECODE_STEPS = 8  # between two looks at the socket
 EVERYTHING = 1 << 30  # samples
 IDLE_POLL_S = 0.02
-GREET_S = 5.0
 REWARD_POLL_S = 0.002  # nothing to decode, rewards outstanding: the core may be the one that computes them
 
 
@@ -52,6 +51,7 @@ class Generator:
         self.lockstep = config.staleness.max_lag == 0 and config.generators == 1
         self.schedule = Schedule(drain_first=config.weights.in_flight == "between_groups", lockstep=self.lockstep)
         self.tokenizer = load_tokenizer(config.model.path)
+        self.stops = stop_tokens(self.tokenizer, config)
         self.task = get_task(config.task)
         self.rewards = RewardRunner(config, self.task)
         self.tracer = Tracer(run_dir, self.producer)
@@ -75,7 +75,7 @@ class Generator:
         self.ending = self.over = False  # told to end; told that the run is over
         self.unanswered = 0.0  # when the first of the requests that nothing has answered yet was sent; 0: none
         self.ever_heard = False
-        self.renewed = self.greeted = 0.0
+        self.renewed = 0.0
         self.stats = {"generator/tokens": 0.0, "generator/busy_s": 0.0, "generator/idle_s": 0.0, "generator/swap_s": 0.0, "generator/swaps": 0.0}
         self.idle_since = time.monotonic()
         self.waiting_for, self.waiting_since = "the buffer's first answer", time.monotonic()
@@ -84,7 +84,8 @@ class Generator:
     # ---- the loop --------------------------------------------------------------------------------------------------
 
     def loop(self) -> None:
-        self.greet()
+        hello = m.GeneratorHello(m.PROTOCOL, self.run, self.producer, self.session, self.engine.slots, socket.gethostname(), os.getpid())
+        self.request(hello)
         while True:
             self.read()
             if self.ending or self.over:
@@ -103,12 +104,6 @@ class Generator:
         """Send what the buffer answers, each in its own time: silence counts from here."""
         self.unanswered = self.unanswered or time.monotonic()
         self.socket.send(message)
-
-    def greet(self) -> None:
-        """Say who this is; again and again, as a buffer that was started anew does not know."""
-        hello = m.GeneratorHello(m.PROTOCOL, self.run, self.producer, self.session, self.engine.slots, socket.gethostname(), os.getpid())
-        self.request(hello)
-        self.greeted = time.monotonic()
 
     def read(self) -> None:
         """Handle what has arrived; with nothing to do, wait a little for more."""
@@ -202,7 +197,7 @@ class Generator:
             s = ticket.sampling
             requests.append(
                 Request(key=key, prompt=tokens, group=ticket.ticket, max_new_tokens=limit, temperature=s.temperature, top_p=s.top_p,
-                        top_k=s.kept(sample), stop=stop_tokens(self.tokenizer), seed=ticket.seed)
+                        top_k=s.kept(sample), stop=self.stops, seed=ticket.seed)
             )  # fmt: skip
         if requests:
             with self.tracer.span("prefill", len(requests)):
@@ -230,8 +225,7 @@ class Generator:
         if held is None:
             return
         self.schedule.done(key, len(answer.tokens))
-        stops = set(stop_tokens(self.tokenizer))
-        shown = [int(t) for t in answer.tokens if int(t) not in stops]
+        shown = [int(t) for t in answer.tokens if int(t) not in self.stops]
         text = self.tokenizer.decode(shown, skip_special_tokens=True)
         self.judged[key] = (held.ticket, answer, text)
         steps = decode_steps(self.config, held.ticket, len(answer.tokens))
@@ -288,8 +282,6 @@ class Generator:
         if now - self.renewed < 0.5:
             return
         self.renewed = now
-        if now - self.greeted > GREET_S:
-            self.greet()
         waits = [(self.producer, self.waiting_for, f"the buffer at {self.socket.address}", now - self.waiting_since)] if self.waiting_for else []
         for line in self.wait_log.lines(waits):
             print(line, file=sys.stderr, flush=True)
@@ -346,10 +338,6 @@ def trajectory(ticket: m.Ticket, answer: Answer, text: str, reward: float, parts
     )
 
 
-def stop_tokens(tokenizer: Any) -> tuple[int, ...]:
-    return (int(tokenizer.eos_token_id),) if tokenizer.eos_token_id is not None else ()
-
-
 def engine_for(config: Config) -> Engine:
     """The engine that `generator.engine` names."""
     if config.generator.engine == "vllm":
@@ -361,8 +349,8 @@ def engine_for(config: Config) -> Engine:
     return make_engine(config)
 
 
-def main(config: Config, run_dir: Path, index: int) -> bool:
-    """Run generator `index` of the run in `run_dir` until the run is finished, or SIGTERM asks for its end (False)."""
+def main(config: Config, run_dir: Path, index: int) -> None:
+    """Run generator `index` of the run in `run_dir` until the run is finished or SIGTERM asks for its end."""
     bind(config.generator.gpus, index, "generator.gpus")
     engine = engine_for(config)
     generator = Generator(config, run_dir, index, engine)
@@ -377,4 +365,3 @@ def main(config: Config, run_dir: Path, index: int) -> bool:
     finally:
         generator.close()
     print(f"{generator.producer}: ended after {generator.stats['generator/tokens']:.0f} tokens", file=sys.stderr)
-    return generator.over

@@ -21,12 +21,14 @@ from torch.utils.checkpoint import checkpoint
 from asyncrl import bare, fast_forward
 from asyncrl.errors import ConfigError
 from asyncrl.fast_forward import ForwardOut
+from asyncrl.tokenizer import lacks
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 PROBE_TOKENS = 8
+NOISE, NOISE_BF16 = 1e-5, 2e-2  # relative, between rows that differ in a later token only: experts get other rows beside them
 ALIGN = 64  # bytes; every tensor of the flat layout starts at a multiple
 Manifest = list[tuple[str, str, list[int], int, int]]  # name, dtype, shape, offset, bytes
 Arrays = Sequence[np.ndarray]
@@ -116,10 +118,27 @@ def load_policy(path: str | Path, dtype: str = "float32", device: str = "auto", 
         import transformers
 
         try:
-            hf = transformers.AutoModelForCausalLM.from_pretrained(str(path), dtype=getattr(torch, dtype), attn_implementation="sdpa")
-        except (OSError, ValueError, KeyError) as e:
+            hf, info = transformers.AutoModelForCausalLM.from_pretrained(
+                str(path), dtype=getattr(torch, dtype), attn_implementation="sdpa", output_loading_info=True
+            )
+        except (OSError, ValueError, KeyError, RuntimeError) as e:
             raise ConfigError(f"model.path: {path} cannot be loaded as a causal LM: {str(e).splitlines()[0]}") from e
+        if missing := sorted(info["missing_keys"]):
+            raise ConfigError(f"model.path: {lacks(path, missing)}")
+        hf = hf.to(where).eval()
+        if sees_ahead(hf):
+            raise ConfigError(f"model.path: {path} is no causal LM: what it says of a token depends on those after it ({type(hf).__name__})")
     return PolicyModel(hf.to(where).eval(), str(path))
+
+
+@torch.no_grad()
+def sees_ahead(hf: Any) -> bool:
+    """Whether the logits at a token change with a later one, as an encoder's do."""
+    a, b, c, d = probe_ids(hf.config.get_text_config())[:4]
+    ids = torch.tensor([[a, b, c], [a, b, d]], device=next(hf.parameters()).device)
+    logits = hf(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[:, :2].float()
+    noise = NOISE if hf.dtype == torch.float32 else NOISE_BF16
+    return bool((logits[0] - logits[1]).abs().max() > noise * logits.abs().max())
 
 
 def text_config(path: str | Path) -> Any:

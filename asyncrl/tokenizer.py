@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Prompt
 
@@ -28,6 +29,7 @@ OTHER_FILES = ("special_tokens_map.json", "added_tokens.json", "tokenizer.model"
 OWN_CLASS = ("qwen3", "llama")  # families for which transformers takes tokenizer_class = TokenizersBackend at its word
 NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 HARMLESS = {"tokenizer_class", "backend", "model_max_length", "chat_template", *NAMED}
+NAMED_FIRST = 3  # missing parameters that a message lists
 PATCHED_VOCABULARY = 100_000  # above it transformers looks for a faulty pre-tokenizer and mends it
 
 
@@ -48,6 +50,10 @@ class PlainTokenizer:
         if add_special_tokens:
             return list(self.whole.encode(text))
         return list(self.inner.encode(text, add_special_tokens=False).ids)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Every token with its number."""
+        return dict(self.inner.get_vocab(with_added_tokens=True))
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         return str(self.inner.decode(ids, skip_special_tokens=skip_special_tokens))
@@ -118,6 +124,28 @@ def load_tokenizer(path: str | Path) -> Any:
     return transformers_tokenizer(path)
 
 
+def stop_tokens(tokenizer: Any, config: Config) -> tuple[int, ...]:
+    """The tokens that end an answer: the tokenizer's, those of generation_config.json (one or a list), those of generator.stop.
+
+    A model without a generation_config.json has its own in config.json, as for transformers.  Raises
+    ConfigError for a text of generator.stop that is not one token.
+    """
+    found = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    for name in ("generation_config.json", "config.json"):
+        try:
+            named = json.loads((Path(config.model.path) / name).read_text()).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue
+        found += [int(x) for x in (named if isinstance(named, list) else [] if named is None else [named])]
+        break
+    for text in config.generator.stop:
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ConfigError(f"generator.stop: {text!r} is {len(ids)} tokens for the tokenizer in {config.model.path}; an answer ends at one token")
+        found += ids
+    return tuple(dict.fromkeys(found))
+
+
 def encode_prompt(tokenizer: Any, prompt: Prompt) -> np.ndarray:
     """Token ids int32 [P] of a prompt; chat turns go through the tokenizer's chat template."""
     if prompt.messages:
@@ -125,6 +153,13 @@ def encode_prompt(tokenizer: Any, prompt: Prompt) -> np.ndarray:
     else:
         ids = tokenizer.encode(prompt.text, add_special_tokens=False)
     return np.asarray(ids, dtype=np.int32)
+
+
+def lacks(path: str | Path, missing: Sequence[str]) -> str:
+    """What is wrong with weight files that have no value for these parameters."""
+    more = ", ..." if len(missing) > NAMED_FIRST else ""
+    return (f"the weights in {path} lack {len(missing)} of the parameters that its config.json asks for, which would be drawn at random: "
+            f"{', '.join(missing[:NAMED_FIRST])}{more}")  # fmt: skip
 
 
 def check_weights(path: str | Path) -> None:

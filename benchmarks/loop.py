@@ -85,13 +85,12 @@ def bare(model_dir: str) -> None:
 
     from actors.engine import Request
     from actors.engine_embedded import EmbeddedEngine
-    from actors.generator import stop_tokens
     from asyncrl import messages as m
     from asyncrl import models
     from asyncrl.config import Task
     from asyncrl.config_load import load
     from asyncrl.tasks import get_task
-    from asyncrl.tokenizer import encode_prompt, load_tokenizer
+    from asyncrl.tokenizer import encode_prompt, load_tokenizer, stop_tokens
     from asyncrl.versions import Label
     from learner.step import LearnerCore
 
@@ -101,7 +100,7 @@ def bare(model_dir: str) -> None:
     g = config.generator
     engine = EmbeddedEngine(model, slots=g.slots, context=g.context, max_new_tokens=g.max_new_tokens)
     engine.load(dict(models.named_weights(model)), Label(1, 0), "d")
-    core, stop, cursor = LearnerCore(config, model_dir), stop_tokens(tokenizer), 0
+    core, stop, cursor = LearnerCore(config, model_dir), stop_tokens(tokenizer, config), 0
 
     def requests(groups: int) -> list[Request]:
         nonlocal cursor

@@ -96,7 +96,7 @@ class Ours:
                 "model.device='cpu'", f"runs={str(run_dir.parent)!r}"]  # fmt: skip
         config = config_load.load("configs/vllm.toml", sets)
         rundir.prepare(config, config_load.dump(config), run_dir)
-        g.stop_tokens = lambda tokenizer: ()  # every answer is of the same length
+        g.stop_tokens = lambda *_: ()  # every answer is of the same length
         self.generator = g.Generator(config, run_dir, 0, g.engine_for(config))
         self.engine: Any = self.generator.engine
         model = models.load_policy(path, "float32", "cpu")

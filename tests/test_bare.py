@@ -17,7 +17,7 @@ import transformers
 from conftest import ENV, ROOT
 from test_models import FAMILIES, sample_batch
 
-from asyncrl import bare, models
+from asyncrl import bare, layout, models
 from asyncrl.bare import Bare
 from asyncrl.messages import Prompt
 from asyncrl.tokenizer import PlainTokenizer, encode_prompt, load_tokenizer
@@ -35,7 +35,7 @@ def edit(path: Path, file: str, **keys: Any) -> None:
 def biased(path: Path) -> None:
     """Give the Llama in `path` every bias that its config can ask for, with values."""
     edit(path, "config.json", attention_bias=True, mlp_bias=True)
-    tensors, shapes = safetensors.torch.load_file(path / "model.safetensors"), bare.names(json.loads((path / "config.json").read_text()))
+    tensors, shapes = safetensors.torch.load_file(path / "model.safetensors"), layout.names(json.loads((path / "config.json").read_text()))
     torch.manual_seed(1)
     safetensors.torch.save_file({n: tensors.get(n, torch.randn(s)) for n, s in shapes.items()}, path / "model.safetensors", metadata={"format": "pt"})
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 from conftest import ENV, ROOT
 from packaging.requirements import Requirement
 from test_engine import CUTS, expected, request
+from test_wrong_model import chat_model, check_ends
+from test_wrong_model import config as chat_config
 
 from actors.engine import Answer, Request
 from actors.engine_vllm import Reference, SeededSampler, VllmEngine, make_engine
@@ -23,6 +26,7 @@ from actors.vllm_swap import PLAIN, Direct, Unknown, fused
 from asyncrl import config_load, engines, models
 from asyncrl.errors import ConfigError, ProtocolError
 from asyncrl.tasks.synthetic import TASKS
+from asyncrl.tokenizer import load_tokenizer, stop_tokens
 from asyncrl.versions import Label
 
 SHAPE: dict[str, Any] = {"heads": 2, "kv_heads": 1}  # 32 dimensions a head
@@ -32,6 +36,19 @@ CASES = {
     "bias": ("qwen2", True, "float32", "recompute_kv", 1e-5),
     "bfloat16": ("qwen3", False, "bfloat16", "recompute_kv", 5e-2),
 }
+
+
+def test_answers_end_at_any_of_several_tokens(tmp_path: Path) -> None:
+    model = chat_model(tmp_path, **SHAPE)
+    e = VllmEngine(str(tmp_path), slots=8, context=64, in_flight="recompute_kv", dtype="float32", published="float32", device="cpu")
+    e.load(flat(model), Label(1, 1), "d", models.probe_logprobs(model).tobytes())
+    stops = stop_tokens(load_tokenizer(tmp_path), chat_config(tmp_path))
+    e.add([replace(request(t, 0, [4, 5, 13], 12), stop=stops) for t in range(64)])
+    answers: list[Answer] = []
+    while e.active:
+        answers += e.step(5)
+    assert len(answers) == 64
+    check_ends({a.key: a for a in answers}, stops, 12)
 
 
 def flat(model: models.PolicyModel) -> dict[str, torch.Tensor]:

@@ -7,15 +7,13 @@ import time
 
 from actors.engine import Request
 from actors.engine_embedded import make_engine
-from actors.generator import stop_tokens
 from actors.rewards import RewardRunner
 from asyncrl.config import Config
-from asyncrl.messages import EVAL_BASE
 from asyncrl.models import PolicyModel, named_weights, weights_digest
 from asyncrl.tasks import get_task
-from asyncrl.tokenizer import encode_prompt, load_tokenizer
+from asyncrl.tokenizer import encode_prompt, load_tokenizer, stop_tokens
 from asyncrl.versions import Label
-from buffer.evaluation import OOD_BASE
+from buffer.evaluation import EVAL_BASE, OOD_BASE
 
 
 class Evaluator:
@@ -24,18 +22,17 @@ class Evaluator:
     def __init__(self, config: Config) -> None:
         self.config, self.task = config, get_task(config.task)
         self.tokenizer, self.engine = load_tokenizer(config.model.path), make_engine(config)
-        self.stops, self.rewards = stop_tokens(self.tokenizer), RewardRunner(config, self.task)
+        self.stops, self.rewards = stop_tokens(self.tokenizer, config), RewardRunner(config, self.task)
 
     def at(self, model: PolicyModel, number: int, *, last: bool) -> dict[str, float]:
-        """Metrics of version `number`; empty where none is due.  last: the final evaluation, which has more prompts."""
+        """Metrics of version `number`; empty where none is due.  last: the final evaluation, which has more prompts and both splits."""
         e = self.config.evaluation
         ends = last or number == 0
-        heldout, ood = (ends or (every and number % every == 0) for every in (e.every, e.ood_every))
-        if not heldout and not ood:
+        if not ends and not (e.every and number % e.every == 0):
             return {}
         self.engine.load(dict(named_weights(model)), Label(1, number), weights_digest(model))
-        out = self.split("heldout", e.final_prompts if ends else e.prompts) if heldout else {}
-        return out | (self.split("ood", e.ood_prompts if ends else min(e.prompts, e.ood_prompts)) if ood else {})
+        out = self.split("heldout", e.final_prompts if ends else e.prompts)
+        return out | (self.split("ood", e.ood_prompts) if last else {})
 
     def split(self, split: str, n: int) -> dict[str, float]:
         """Mean reward and length over the first n prompts; a sample whose reward fails is left out."""
