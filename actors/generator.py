@@ -38,6 +38,7 @@ from asyncrl.wires import PeerSocket
 DECODE_STEPS = 8  # between two looks at the socket
 EVERYTHING = 1 << 30  # samples
 IDLE_POLL_S = 0.02
+GREET_S = 5.0
 REWARD_POLL_S = 0.002  # nothing to decode, rewards outstanding: the core may be the one that computes them
 
 
@@ -75,7 +76,7 @@ class Generator:
         self.ending = self.over = False  # told to end; told that the run is over
         self.unanswered = 0.0  # when the first of the requests that nothing has answered yet was sent; 0: none
         self.ever_heard = False
-        self.renewed = 0.0
+        self.renewed = self.greeted = 0.0
         self.stats = {"generator/tokens": 0.0, "generator/busy_s": 0.0, "generator/idle_s": 0.0, "generator/swap_s": 0.0, "generator/swaps": 0.0}
         self.idle_since = time.monotonic()
         self.waiting_for, self.waiting_since = "the buffer's first answer", time.monotonic()
@@ -84,8 +85,7 @@ class Generator:
     # ---- the loop --------------------------------------------------------------------------------------------------
 
     def loop(self) -> None:
-        hello = m.GeneratorHello(m.PROTOCOL, self.run, self.producer, self.session, self.engine.slots, socket.gethostname(), os.getpid())
-        self.request(hello)
+        self.greet()
         while True:
             self.read()
             if self.ending or self.over:
@@ -104,6 +104,12 @@ class Generator:
         """Send what the buffer answers, each in its own time: silence counts from here."""
         self.unanswered = self.unanswered or time.monotonic()
         self.socket.send(message)
+
+    def greet(self) -> None:
+        """Say who this is; again and again, as a buffer that was started anew does not know."""
+        hello = m.GeneratorHello(m.PROTOCOL, self.run, self.producer, self.session, self.engine.slots, socket.gethostname(), os.getpid())
+        self.request(hello)
+        self.greeted = time.monotonic()
 
     def read(self) -> None:
         """Handle what has arrived; with nothing to do, wait a little for more."""
@@ -282,6 +288,8 @@ class Generator:
         if now - self.renewed < 0.5:
             return
         self.renewed = now
+        if now - self.greeted > GREET_S:
+            self.greet()
         waits = [(self.producer, self.waiting_for, f"the buffer at {self.socket.address}", now - self.waiting_since)] if self.waiting_for else []
         for line in self.wait_log.lines(waits):
             print(line, file=sys.stderr, flush=True)
@@ -349,8 +357,8 @@ def engine_for(config: Config) -> Engine:
     return make_engine(config)
 
 
-def main(config: Config, run_dir: Path, index: int) -> None:
-    """Run generator `index` of the run in `run_dir` until the run is finished or SIGTERM asks for its end."""
+def main(config: Config, run_dir: Path, index: int) -> bool:
+    """Run generator `index` of the run in `run_dir` until the run is finished, or SIGTERM asks for its end (False)."""
     bind(config.generator.gpus, index, "generator.gpus")
     engine = engine_for(config)
     generator = Generator(config, run_dir, index, engine)
@@ -365,3 +373,4 @@ def main(config: Config, run_dir: Path, index: int) -> None:
     finally:
         generator.close()
     print(f"{generator.producer}: ended after {generator.stats['generator/tokens']:.0f} tokens", file=sys.stderr)
+    return generator.over

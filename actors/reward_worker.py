@@ -6,6 +6,7 @@ Frames are msgpack, never pickle.  In: Setup, then Call after Call.  Out: Reply(
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import inspect
 import math
@@ -35,11 +36,11 @@ class Setup(msgspec.Struct, frozen=True):
 
 
 class Call(msgspec.Struct, frozen=True):
-    """Runner to worker: judge this answer; `tokens` is its length."""
+    """Runner to worker: judge this answer; tokens: its ids, the stop token included."""
 
     prompt: Prompt
     text: str
-    tokens: int
+    tokens: list[int]
 
 
 class Reply(msgspec.Struct, frozen=True):
@@ -53,7 +54,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 def checked(value: Any, tokens: int) -> Judged:
-    """(reward, parts, token rewards) of what a reward function returned for an answer of `tokens` tokens.
+    """(reward, parts, token rewards) of what a reward function returned for an answer of `tokens` tokens; nan for a token given None.
 
     Raises ValueError that says what is wrong: no number, not finite, no `reward` in a dict, another count of token rewards.
     """
@@ -70,7 +71,7 @@ def checked(value: Any, tokens: int) -> Judged:
         per_token = per_token.tolist() if hasattr(per_token, "tolist") else per_token
         if not isinstance(per_token, list | tuple) or len(per_token) != tokens:
             raise ValueError(f"token_rewards must be a list of {tokens} numbers, one a token")
-        per_token = [number(x, "token_rewards") for x in per_token]
+        per_token = [math.nan if x is None else number(x, "token_rewards") for x in per_token]  # nan: nothing was said of this token
     return number(value, "reward"), parts, per_token
 
 
@@ -97,10 +98,18 @@ def resolve(path: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-def call(function: Callable[..., Any], prompt: Prompt, text: str, tokens: int) -> Judged:
-    """Call a reward function, awaiting it when it is async, and check what it returns."""
-    value = function(prompt, text)
-    return checked(asyncio.run(_await(value)) if inspect.isawaitable(value) else value, tokens)
+def call(function: Callable[..., Any], prompt: Prompt, text: str, tokens: list[int]) -> Judged:
+    """Call a reward function, with `tokens` where it has such a parameter, awaiting it when it is async, and check what it returns."""
+    value = function(prompt, text, tokens=tokens) if _takes_tokens(function) else function(prompt, text)
+    return checked(asyncio.run(_await(value)) if inspect.isawaitable(value) else value, len(tokens))
+
+
+@functools.cache
+def _takes_tokens(function: Callable[..., Any]) -> bool:
+    try:
+        return "tokens" in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # a builtin without a signature
+        return False
 
 
 async def _await(x: Any) -> Any:

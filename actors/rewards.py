@@ -1,7 +1,9 @@
 """Rewards: a task's own in place, anybody else's in processes of their own, under a deadline.
 
-A reward function is `def reward(prompt: Prompt, text: str) -> float | dict`, given as `module:function`; it may be async.  A
-dict names the parts; `reward` among them counts, `token_rewards` may be a list of one number a token.  What raises, returns
+A reward function is `def reward(prompt: Prompt, text: str) -> float | dict`, given as `module:function`; it may be async, and one
+with a parameter `tokens` is given the answer's token ids too, the stop token included.  A
+dict names the parts; `reward` among them counts, `token_rewards` may be a list of one number a token (None: of this token nothing is
+said), which `advantage.name` = gae, reinforce_pp and grpo (process supervision) train on in its place.  What raises, returns
 something else or hangs is a failed sample ("data: why"; "machinery: why" when its process died), counted, never a reward of 0.
 """
 
@@ -82,12 +84,12 @@ class RewardRunner:
         self.timed: Callable[[str, float, float], None] | None = None  # told of each call to a process: name, began, ended
 
     def submit(self, key: Key, prompt: Prompt, text: str, tokens: Any) -> None:
-        """Judge `text`, whose tokens are `tokens` (only their count is used)."""
+        """Judge `text`, whose token ids are `tokens`, the stop token included."""
         if self.processes:
-            self.queue.append((key, Call(prompt, text, len(tokens))))
+            self.queue.append((key, Call(prompt, text, [int(x) for x in tokens])))
             return
         try:
-            self.done.append((key, *call(self.task.reward, prompt, text, len(tokens)), ""))
+            self.done.append((key, *call(self.task.reward, prompt, text, [int(x) for x in tokens]), ""))
         except Exception as e:
             self._fail(key, f"data: the reward raised {type(e).__name__}: {e}")
 

@@ -12,6 +12,7 @@ from typing import Any
 import click
 from msgspec import to_builtins
 
+from asyncrl import refusal
 from asyncrl.errors import EXIT_CODES, AsyncrlError, ConfigError
 from asyncrl.importing import here_last, no_garbage
 from asyncrl.lab.command import lab
@@ -36,6 +37,7 @@ class Group(click.Group):
             print(f"error: {e.format_message()}", file=sys.stderr)
             sys.exit(2)
         except AsyncrlError as e:
+            refusal.tell(e)
             print(f"error: {e}", file=sys.stderr)
             sys.exit(e.exit_code)
         except KeyboardInterrupt:
@@ -72,7 +74,7 @@ def outline(s: dict[str, Any]) -> dict[str, Any]:
     lag, speed, total = s["lag"], s["speed"], max(s["ledger"]["generated"], 1)
     idle, ends = speed["idle_share"], {k: v for k, v in s["ledger"].items() if k != "generated" and v}
     return {
-        "held-out": f"{share(s['heldout_start'])} -> {share(s['heldout_end'])}   out of distribution {share(s['ood_end'])}",
+        "held-out": f"{share(s['heldout_start'])} -> {share(s['heldout_end'])}   out of distribution {share(s['ood_start'])} -> {share(s['ood_end'])}",
         "trained": f"{s['steps']} steps, {s['trajectories']:,} trajectories, {s['tokens']:,} tokens in {s['wall_s']:.1f} s",
         "lag": f"mean {lag['mean']:.2f}, p95 {lag['p95']:g}, max {lag['max']:g} of {lag['limit']} versions",
         "speed": f"generators {speed['generator_tokens_per_s']:,.0f} tokens/s ({idle['generator']:.0%} idle), "
@@ -145,28 +147,33 @@ def _joined(config: Any, where: Path) -> str:
     return ""
 
 
+INTERRUPTED = 130
+
+
 def part_command(name: str, doc: str) -> None:
     @click.option("--run-dir", type=click.Path(path_type=Path), help="directory of the run; made by whoever starts first")
     @click.option("--index", default=0, help="number of this generator")
     @options()
     def command(source: str, sets: tuple[str, ...], as_json: bool, run_dir: Path | None, index: int) -> None:
+        refusal.listen()
         config, where = _part(source, sets, run_dir, joins=name == "generator")
         if name == "buffer":
             with no_garbage():
                 from buffer.service import main as start
-            start(config, where)
+            ended = start(config, where)
         elif name == "learner":
             with no_garbage():
                 from learner.loop import main as start
-            start(config, where)
+            ended = start(config, where)
         else:
             with no_garbage():
                 import torch  # noqa: F401  # which its engine needs
 
                 from actors.generator import main as start_generator
-            start_generator(config, where, index)
+            ended = start_generator(config, where, index)
         if as_json:
             print(json.dumps({"run_dir": str(where), "process": name}))
+        sys.exit(0 if ended else INTERRUPTED)
 
     command.__doc__ = doc
     main.command(name)(command)
@@ -319,7 +326,8 @@ def compare(source: str, sets: tuple[str, ...], as_json: bool, arms: tuple[str, 
     if as_json:
         print(json.dumps(compare_report.clean(found)))
         return
-    short = {"arm": "arm", "end": "end", "area": "area", "seconds of RL": "seconds", "trained tok/s": "tok/s", "mean lag": "lag", "ESS": "ESS",
+    short = {"arm": "arm", "end": "end", "OOD end": "OOD", "KL to ref": "KL ref", "area": "area", "seconds of RL": "seconds",
+             "trained tok/s": "tok/s", "mean lag": "lag", "ESS": "ESS",
              "unstable": "unstable", "processes": ""}  # fmt: skip
     start = next(iter(found["arms"].values()))["heldout_start"]
     print_table(compare_report.HEAD, compare_report.rows(found), short, f"{where.name}: {seeds} seed(s), held-out accuracy from {start:.3f}")
@@ -374,7 +382,7 @@ def sweep(source: str, sets: tuple[str, ...], as_json: bool, limits: str, chosen
     if as_json:
         print(json.dumps(compare_report.clean(found)))
         return
-    short = ("correction", "limit", "end", "vs sync", "interval", "ESS", "unstable", "speed")
+    short = ("correction", "limit", "end", "vs sync", "interval", "OOD end", "KL to ref", "ESS", "unstable", "speed")
     print_table(sweep_page.HEAD, sweep_page.rows(found), {h: h for h in short}, f"{where.name}: {seeds} seed(s)")
     print(found["suggestion"]["reason"])
     if found["suggestion"]["set"]:
@@ -509,7 +517,7 @@ def try_task(source: str, sets: tuple[str, ...], as_json: bool, n: int) -> None:
     function = resolve(loaded.reward.function) if loaded.reward.function else tasks.reward
     for i in range(n):
         p = tasks.prompt("train", i, loaded.seed)
-        row = {"prompt": p.text, "answer": p.answer, "reward_of_answer": call(function, p, p.answer, 1)[0], "reward_of_nothing": call(function, p, "", 0)[0]}
+        row = {"prompt": p.text, "answer": p.answer, "reward_of_answer": call(function, p, p.answer, [0])[0], "reward_of_nothing": call(function, p, "", [])[0]}
         print(json.dumps(row))
 
 

@@ -108,10 +108,10 @@ class Advantage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         Literal["reinforce", "rloo", "grpo", "dr_grpo", "reinforce_pp", "opo", "gpg", "remax", "gae"],
         Meta(description="gae trains a value head ([value]); remax draws the first sample of each group greedily, as a baseline that is not trained on"),
     ] = "rloo"
-    baseline: Annotated[Literal["none", "batch", "ema"], Meta(description="reinforce")] = "batch"
+    baseline: Annotated[Literal["none", "batch", "ema"], Meta(description="reinforce; of the rewards after truncation, scaling and KL")] = "batch"
     ema_decay: Share = 0.9
     ddof: Annotated[Literal[0, 1], Meta(description="grpo")] = 1
-    eps: Annotated[NonNegative, Meta(description="grpo")] = 1e-4
+    eps: Annotated[NonNegative, Meta(description="grpo: added to the standard deviation; groups of equal rewards get 0 with any")] = 1e-4
     gamma: Annotated[Share, Meta(description="reinforce_pp, gae: discount of a token")] = 1.0
     lam: Annotated[Share, Meta(description="gae: 1 is return minus value, 0 the one-step residual")] = 0.95
     k_step: Annotated[Count, Meta(description="gae: cut after so many residuals; 0: never")] = 0
@@ -119,11 +119,17 @@ class Advantage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     rewards: Annotated[Literal["raw", "unit", "whiten"], Meta(description="scaled to [0, 1] or whitened over the batch")] = "raw"
     whiten: Annotated[bool, Meta(description="advantages over the batch")] = False
     truncated: Annotated[
-        Literal["keep", "penalty", "mask", "soft"], Meta(description="answers cut at max_new_tokens; soft: a linear ramp before the limit")
+        Literal["keep", "penalty", "fixed", "zero", "mask", "soft"],
+        Meta(
+            description="answers cut at max_new_tokens: penalty: their reward less truncation_penalty; fixed: minus truncation_penalty in place of "
+            "their reward; zero: only answers that end get a reward, others 0; mask: out of the loss; soft: a linear ramp of the penalty before the limit"
+        ),
     ] = "keep"
-    truncation_penalty: float = 0.0
+    truncation_penalty: Annotated[NonNegative, Meta(description="penalty, fixed, soft: above 0")] = 0.0
     truncation_ramp: Annotated[Positive, Meta(description="soft: tokens before max_new_tokens where the penalty starts")] = 16
-    no_spread: Annotated[Literal["keep", "filter"], Meta(description="groups without reward spread")] = "keep"
+    no_spread: Annotated[
+        Literal["keep", "filter"], Meta(description="groups whose rewards are all equal; filter: other prompts take their place (dynamic sampling)")
+    ] = "keep"
 
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -178,7 +184,7 @@ class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     dppo_threshold: NonNegative = 0.2
     sapo_tau_pos: float = 1.0
     sapo_tau_neg: float = 1.05
-    cispo_absolute: Annotated[bool, Meta(description="cispo: the upper bound is eps_high itself, not 1 + eps_high")] = False
+    cispo_absolute: Annotated[bool, Meta(description="cispo: the upper bound is eps_high itself, which must be given, not 1 + eps_high")] = False
     dro_beta: NonNegative = 0.05
     cov_share: Annotated[Share, Meta(description="kl_cov, clip_cov: share of the tokens that are held back")] = 2e-4
     cov_lo: Annotated[float, Meta(description="clip_cov: covariances to draw from")] = 1.0
@@ -210,7 +216,7 @@ class KL(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     placement: Literal["reward", "loss"] = "reward"
     estimator: Literal["k1", "k2", "k3", "abs", "low_var_kl", "k1+", "k2+", "k3+", "abs+", "low_var_kl+"] = "k1"
     controller: Literal["fixed", "adaptive"] = "fixed"
-    target: Annotated[NonNegative, Meta(description="adaptive")] = 6.0
+    target: Annotated[NonNegative, Meta(description="adaptive: nats an answer (kl/answer)")] = 6.0
     horizon: Annotated[Positive, Meta(description="adaptive: samples")] = 10000
     off_policy: Annotated[
         Literal["none", "ratio", "prefix", "prefix_full"],
@@ -222,11 +228,17 @@ class KL(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
 
 class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     kl_max: Annotated[NonNegative, Meta(description="KL early stopping: budget of one batch; 0: off")] = 0.0
-    against: Literal["proximal", "behavior"] = "proximal"
+    against: Annotated[
+        Literal["start", "behavior"],
+        Meta(
+            description="what this batch's updates moved: KL(start || policy), start being the learner's policy as the batch began; "
+            "or KL(behaviour || policy) less what the batch arrived with"
+        ),
+    ] = "start"
     action: Annotated[Literal["skip", "slow"], Meta(description="past kl_max: skip the rest of the batch; or scale each step by what fits into kl_max")] = (
         "skip"
     )
-    ess_min: Annotated[Share, Meta(description="skip the rest of the batch below this ESS of pi_theta / mu; 0: off")] = 0.0
+    ess_min: Annotated[Share, Meta(description="skip the rest of the batch below this ESS of pi_theta / mu, all of it where it arrives so; 0: off")] = 0.0
 
 
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -249,7 +261,8 @@ class Evaluation(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     every: Annotated[Count, Meta(description="versions; 0: only at the start and the end")] = 20
     prompts: Annotated[Positive, Meta(description="held-out prompts in an evaluation along the way")] = 256
     final_prompts: Annotated[Positive, Meta(description="held-out prompts of the first and the last evaluation")] = 1024
-    ood_prompts: Annotated[Count, Meta(description="out-of-distribution prompts of the last evaluation")] = 512
+    ood_every: Annotated[Count, Meta(description="the same for out-of-distribution prompts, at most `prompts` of them; 0: only at the start and the end")] = 0
+    ood_prompts: Annotated[Count, Meta(description="out-of-distribution prompts of the first and the last evaluation")] = 512
     temperature: Annotated[float, Meta(gt=0)] = 1.0
 
 
@@ -274,6 +287,13 @@ class Watchdog(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     samples_every: Annotated[Count, Meta(description="batches between the samples shown in samples.jsonl; 0: none")] = 10
     samples: Annotated[Count, Meta(description="samples of such a batch that are shown; 0: all")] = 4
+    split_every: Annotated[
+        Count, Meta(description="batches between splits of log pi_theta / mu into engine mismatch, staleness and update, with weights out of the ring; 0: none")
+    ] = 10
+    split_samples: Annotated[Positive, Meta(description="answers of such a batch that are split, or measured against the reference")] = 32
+    reference_kl_every: Annotated[
+        Count, Meta(description="batches between measurements of the KL to the reference where no KL term is on (a second model in memory); 0: none")
+    ] = 10
     kl_moved: Annotated[Count, Meta(description="batches between measurements of kl/moved, at two forward passes each; 0: none")] = 0
     stream: Annotated[bool, Meta(description="keep every batch as it was trained: what `asyncrl replay` trains on again")] = False
     stream_mib: Annotated[Positive, Meta(description="stream: MiB that it may take in all; recording stops there, the run goes on")] = 1024

@@ -188,8 +188,6 @@ def check(c: Config) -> list[str]:
     if inject is not None and c.advantage.no_spread == "filter":
         out.append("staleness.inject: needs advantage.no_spread = keep: filtered groups shift the planned batches")
     out += _order(c)
-    if c.advantage.name in ("rloo", "grpo") and c.learner.group_size < 2:
-        out.append(f"learner.group_size: {c.learner.group_size} sample a prompt leaves {c.advantage.name} nothing to compare with; 2 or more")
     if c.learner.groups < c.learner.minibatches:
         out.append(f"learner.minibatches: {c.learner.minibatches} minibatches of {c.learner.groups} groups: some would be empty")
     if c.generator.max_new_tokens >= c.generator.context:

@@ -54,5 +54,9 @@ class ProtocolError(AsyncrlError):
     """A peer broke the protocol, or one of our own invariants does not hold: the run stops."""
 
 
+class BadMessage(ProtocolError):
+    """A peer sent what cannot be.  Its sender is refused with this line; nothing was changed, and the run goes on."""
+
+
 class Fenced(AsyncrlError):
     """A newer epoch of the learner has taken over; this one ends quietly."""

@@ -16,9 +16,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl import importing
+from asyncrl import importing, refusal
 from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError, ProcessLost
+from asyncrl.errors import NothingToDo, ProcessLost
 from asyncrl.messages import Status
 from asyncrl.watchdog import Watchdog, culprit
 
@@ -57,7 +57,15 @@ class Child:
     process: subprocess.Popen[bytes] | None = None
     log: Path = Path()
     restarts: int = 0
-    code: int | None = None
+    code: int | None = None  # of its exit, 0 when that was no loss; None: it runs
+    pipe: int = -1  # its refusal comes here
+
+
+    def hang_up(self) -> None:
+        """Close the pipe of the life before."""
+        if self.pipe >= 0:
+            os.close(self.pipe)
+            self.pipe = -1
 
 
 @dataclass
@@ -69,7 +77,6 @@ class Supervisor:
     say: Callable[[str], None]
     children: list[Child] = field(default_factory=list)
     interrupts: int = 0
-    first_death: str = ""
     warned: bool = False
     alone_since: float = 0.0
     status: Status | None = None
@@ -97,10 +104,15 @@ class Supervisor:
 
     def spawn(self, child: Child) -> None:
         child.log = self.logs / f"{child.name}.log"
-        env = os.environ | {"OMP_NUM_THREADS": str(child.threads), "ASYNCRL_SUPERVISED": "1", "PYTHONUNBUFFERED": "1"}
-        with child.log.open("ab") as log:
-            child.process = subprocess.Popen(child.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True,
-                                             preexec_fn=_die_with_parent)  # fmt: skip
+        child.hang_up()
+        child.pipe, theirs = os.pipe()
+        env = os.environ | {"OMP_NUM_THREADS": str(child.threads), "ASYNCRL_SUPERVISED": "1", "PYTHONUNBUFFERED": "1", refusal.VARIABLE: str(theirs)}
+        try:
+            with child.log.open("ab") as log:
+                child.process = subprocess.Popen(child.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True,
+                                                 pass_fds=[theirs], preexec_fn=_die_with_parent)  # fmt: skip
+        finally:
+            os.close(theirs)
         child.code = None
 
     # ---- watching --------------------------------------------------------------------------------------------------
@@ -115,22 +127,28 @@ class Supervisor:
                 if code != 0 and not self.interrupts:
                     self.died(child, code)
         self.look()
-        if any(c.name == "learner" and c.code == 0 for c in self.children) and all(c.code == 0 for c in self.children):
+        if all(c.code == 0 for c in self.children):
             return True
-        buffer = next(c for c in self.children if c.name == "buffer")
-        if buffer.code == 0 and not self.interrupts:
-            if all(c.code == 0 for c in self.children if c.name == "learner") and self.alone_since:
-                for c in self.children:  # started again too late to be told that the run is over: there is nothing left to write
-                    if c.code is None and c.process is not None and time.monotonic() - self.alone_since > LATE_S:
-                        c.process.kill()
-                        c.process.wait()
-                        c.code = 0
-                        self.say(f"{c.name} was still starting when the run ended")
+        if self.ended and not self.interrupts:
             self.alone_since = self.alone_since or time.monotonic()
-            if time.monotonic() - self.alone_since > END_S:
-                left = ", ".join(c.name for c in self.children if c.code is None)
-                raise AsyncrlError(f"the buffer has ended and {left} has not: see the logs in {self.logs}")
+            self.end_late(time.monotonic() - self.alone_since)
         return False
+
+    @property
+    def ended(self) -> bool:
+        """The buffer has ended well: every step is made and evaluated, and the model was exported before the learner said so."""
+        return any(c.name == "buffer" and c.code == 0 for c in self.children)
+
+    def end_late(self, seconds: float) -> None:
+        """What outlives the buffer by `seconds`: the learner may take its time to close; what is started too late to be told has nothing to do."""
+        heard = self.status.peers if self.status is not None else {}
+        for c in self.children:
+            patience = END_S if c.name == "learner" and c.name in heard else LATE_S
+            if c.code is None and c.process is not None and seconds > patience:
+                c.process.kill()
+                c.process.wait()
+                c.code = 0
+                self.say(f"{c.name} was still {'ending' if patience == END_S else 'starting'} when the run had ended")
 
     def observe(self, status: Status) -> None:
         """The buffer's newest status: what the watchdog knows of the run."""
@@ -166,19 +184,20 @@ class Supervisor:
         self.watchdog.restart(now)
 
     def died(self, child: Child, code: int) -> None:
-        follows = f" (after {self.first_death} died)" if self.first_death else ""
-        self.say(f"{child.name} died: {signal_name(code)}{follows}; its log: {child.log}")
+        """A child has ended otherwise than well: no loss at the run's end, started again after a crash; raises what it refused, or ProcessLost."""
+        if self.ended or (code == NothingToDo.exit_code and child.name != "buffer"):
+            child.code = 0  # the run is over, as it knows or as its buffer does
+            self.say(f"{child.name} ended ({signal_name(code)}) when the run was over")
+            return
+        refused = refusal.heard(child.pipe)
+        self.say(f"{child.name} died: {signal_name(code)}; its log: {child.log}")
         last = self.tail(child)
         for line in last:
             self.say(f"    {line}")
-        expected = 0 < code < 128  # one of our own clear errors: starting again would meet it again
-        if not child.restartable or expected or child.restarts >= self.config.watchdog.restarts:
-            self.first_death = self.first_death or child.name
-            lost = f"{child.name} died ({signal_name(code)}) and cannot be started again; log: {child.log}"
-            message = last[-1].removeprefix("error: ") if expected and last else lost
-            error = AsyncrlError(message) if expected else ProcessLost(message)
-            error.exit_code = code if expected else 3
-            raise error
+        if refused is not None:  # starting again would meet it again
+            raise refused
+        if not child.restartable or child.restarts >= self.config.watchdog.restarts:
+            raise ProcessLost(f"{child.name} died ({signal_name(code)}) and cannot be started again; log: {child.log}")
         child.restarts += 1
         self.say(f"starting {child.name} again ({child.restarts} of {self.config.watchdog.restarts})")
         self.spawn(child)
@@ -204,3 +223,5 @@ class Supervisor:
                         c.process.kill()
                     time.sleep(0.02)
                 c.code = c.process.returncode
+        for c in self.children:
+            c.hang_up()

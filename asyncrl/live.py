@@ -52,7 +52,7 @@ def table(s: Status) -> Any:
     def row(title: str, *parts: tuple[str, str, str]) -> None:
         t.add_row(title, "", "   ".join(f"{label} {format(m[name], form) if name in m else '-'}" for label, name, form in parts))
 
-    row("accuracy", ("held-out", "eval/heldout", ".3f"), ("reward", "reward/mean", ".3f"))
+    row("accuracy", ("held-out", "eval/heldout", ".3f"), ("out of distribution", "eval/ood", ".3f"), ("reward", "reward/mean", ".3f"))
     row("learner", ("tok/s", "throughput/learner_tokens_per_s", ",.0f"), ("idle", "time/learner_idle_share", ".0%"), ("step s", "time/step", ".2f"))
     row("generators", ("tok/s", "throughput/generator_tokens_per_s", ",.0f"), ("idle", "time/generator_idle_share", ".0%"))
     row("lag", ("mean", "lag/mean", ".2f"), ("max", "lag/max", ".0f"), ("ESS", "is/ess", ".3f"), ("KL mu-start", "kl/behavior_start_k3", ".2e"))

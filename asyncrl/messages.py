@@ -14,6 +14,7 @@ import msgspec
 from asyncrl.versions import Label
 
 PROTOCOL = 1
+EVAL_BASE = 1 << 40  # ticket numbers from here on are of evaluations: the same prompt has the same random stream at every version
 MAX_FRAME_BYTES = 256 * 1024 * 1024  # a larger frame is refused: nothing here needs it
 
 
@@ -87,12 +88,12 @@ class Trajectory(msgspec.Struct, array_like=True):
 
 
 class GeneratorHello(msgspec.Struct, frozen=True, tag="gen_hello"):
-    """A generator's new session.  The buffer ends the leases of the producer's older sessions."""
+    """A generator says who it is; repeated now and then.  One session holds a name (buffer/sessions.py says which); what others hold ends with them."""
 
     protocol: int
     run: str
     producer: str  # stable name, "generator-0"
-    session: int  # greater than every earlier session of this producer
+    session: int  # of this process alone; the buffer orders sessions by when it hears of them, never by this number
     slots: int
     host: str  # names the machine: weights come over shared memory when it is the learner's
     pid: int
@@ -191,7 +192,7 @@ class Acks(msgspec.Struct, frozen=True, tag="acks"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The peer must stop: it speaks another protocol, belongs to another run, or broke a rule."""
+    """The peer must stop: it speaks another protocol, belongs to another run, or said what cannot be.  The run goes on without it."""
 
     reason: str
     exit_code: int = 4

@@ -41,8 +41,19 @@ METRICS: dict[str, Metric] = {
     "kl/moved": Metric("nats/token", "k3 estimate of KL(policy before the batch || policy after it), with record.kl_moved"),
     "kl/target_ref_k1": Metric("nats/token", "k1 estimate of KL(target || reference)"),
     "kl/target_ref_k3": Metric("nats/token", "k3 estimate of KL(target || reference)"),
-    "kl/beta": Metric("-", "coefficient of the KL term"),
+    "kl/beta": Metric("-", "coefficient of the KL term in this batch"),
     "mismatch/k3_at_lag_0": Metric("nats/token", "k3 between engine and learner on tokens drawn by the batch's own starting weights"),
+    "mismatch/max_at_lag_0": Metric("nats", "largest |log ratio| of such a token: 0 to the last bit in exact mode"),
+    "mismatch/k3_one_version": Metric("nats/token", "k3 between engine and learner under the version that drew a token and all its keys and values"),
+    "mismatch/max_one_version": Metric("nats", "largest |log ratio| of such a token: 0 to the last bit in exact mode, at any lag"),
+    "split/mismatch": Metric("nats/token", "mean of log mu - log pi_v, pi_v: the learner's forward with the weights that drew the token (record.split_every)"),
+    "split/staleness": Metric("nats/token", "mean of log pi_v - log pi_start: what the weights have moved since the token was drawn"),
+    "split/update": Metric("nats/token", "mean of log pi_start - log pi_theta, at the batch's last pass"),
+    "split/total": Metric("nats/token", "mean of log mu - log pi_theta on the same tokens: the sum of the three"),
+    "split/mismatch_k3": Metric("nats/token", "k3 of the first part: engine mismatch"),
+    "split/staleness_k3": Metric("nats/token", "k3 of the second part: staleness"),
+    "split/update_k3": Metric("nats/token", "k3 of the third part: the batch's own update"),
+    "split/coverage": Metric("share", "of the sampled tokens whose version the ring still held (weights.slots)"),
     "clip/share": Metric("share", "tokens whose gradient the trust region cut"),
     "loss/policy": Metric("-", "value of the (negated) surrogate objective"),
     "loss/kl": Metric("-", "KL term of the loss, before its coefficient"),
@@ -78,6 +89,12 @@ BUCKETS = ("0", "1", "2", "3to4", "5to8", "9plus")
 for _b in BUCKETS:
     METRICS[f"by_lag/k3_{_b}"] = Metric("nats/token", f"kl/behavior_start_k3 of tokens at lag {_b}")
     METRICS[f"by_lag/weight_{_b}"] = Metric("-", f"mean importance weight of tokens at lag {_b}")
+    for _part in ("mismatch", "staleness"):
+        METRICS[f"by_lag/{_part}_{_b}"] = Metric("nats/token", f"split/{_part} of tokens at lag {_b}")
+        METRICS[f"by_lag/{_part}_k3_{_b}"] = Metric("nats/token", f"split/{_part}_k3 of tokens at lag {_b}")
+    METRICS[f"by_age/mismatch_k3_{_b}"] = Metric(
+        "nats/token", f"split/mismatch_k3 of tokens whose oldest keys and values are {_b} versions older than the weights that drew them"
+    )
     METRICS[f"by_lag/tokens_{_b}"] = Metric("tokens", f"trained tokens at lag {_b}, summed over optimizer steps")
 PATTERNS = {re.compile(r"reward_part/.+"): Metric("reward", "mean of a named part of the reward")}
 
@@ -88,10 +105,13 @@ def known(name: str) -> bool:
 
 def markdown() -> str:
     """docs/metrics.md."""
-    rows = [f"| `{n}` | {m.unit} | {m.meaning} |" for n, m in METRICS.items() if not n.startswith("by_lag/")]
+    rows = [f"| `{n}` | {m.unit} | {m.meaning} |" for n, m in METRICS.items() if not n.startswith(("by_lag/", "by_age/"))]
     by_lag = (("k3", "nats/token", "kl/behavior_start_k3"), ("weight", "-", "mean importance weight"), ("tokens", "tokens", "trained tokens"),
+              *((f"{part}{k}", "nats/token", f"`split/{part}{k}`") for part in ("mismatch", "staleness") for k in ("", "_k3")),
               *((k, u, f"`{m}`") for k, (u, m) in BY_LAG.items()))  # fmt: skip
     rows += [f"| `by_lag/{kind}_B` | {unit} | {what} at lag B, one of {', '.join(BUCKETS)} |" for kind, unit, what in by_lag]
+    older = f"`split/mismatch_k3` by how many versions older the oldest keys and values are, {', '.join(BUCKETS)}"
+    rows.append(f"| `by_age/mismatch_k3_B` | nats/token | {older} |")
     rows.append("| `reward_part/NAME` | reward | mean of a named part of the reward |")
     head = "# Metrics\n\nGenerated from `asyncrl/metrics.py` by `asyncrl config metrics`.\n\n| name | unit | meaning |\n|---|---|---|\n"
     return head + "\n".join(rows) + "\n"

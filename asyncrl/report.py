@@ -76,7 +76,8 @@ def _histogram(counts: dict[str, int]) -> Any:
 
 def _plots(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[Any]:
     accuracy = _lines(rows, "Accuracy", "mean reward", [("eval/heldout", "held-out"), ("reward/mean", "training batch"), ("eval/ood", "out of distribution")])
-    accuracy.update_traces(mode="lines+markers", selector={"name": "held-out"})
+    for name in ("held-out", "out of distribution"):
+        accuracy.update_traces(mode="lines+markers", selector={"name": name})
     accuracy.update_yaxes(range=[0, 1])
     return [
         accuracy,
@@ -84,6 +85,8 @@ def _plots(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[Any]:
         _lines(rows, "Lag over time", "versions", [("lag/mean", "mean"), ("lag/max", "max"), ("lag/in_flight", "in flight"), ("lag/in_queue", "in queue")]),
         _lines(rows, "KL: behaviour, learner's start, target", "nats a token (k3)", [("kl/behavior_start_k3", "behaviour to start"),
                ("kl/behavior_target_k3", "behaviour to target"), ("mismatch/k3_at_lag_0", "mismatch at lag 0"), ("kl/target_ref_k3", "target to reference")]),
+        _lines(rows, "Log ratio to the behaviour policy, in three parts", "nats a token (k3)", [("split/mismatch_k3", "engine mismatch"),
+               ("split/staleness_k3", "staleness"), ("split/update_k3", "update")]),
         _lines(rows, "Effective sample size", "share", [("is/ess", "at the learner's start"), ("is/weight_ess", "of the loss's weights"),
                ("is/target_ess", "under the trained policy"),
                ("is/mean_weight", "mean weight"), ("clip/share", "clipped")]),
@@ -129,7 +132,8 @@ def _cards(s: dict[str, Any]) -> list[tuple[str, str, str]]:
     idle = s["speed"]["idle_share"]
     return [
         ("held-out at the start", share(s["heldout_start"]), "heldout-start"), ("held-out at the end", share(s["heldout_end"]), "heldout-end"),
-        ("out of distribution", share(s["ood_end"]), "ood-end"), ("RL took", f"{s['wall_s']:.0f} s", "wall"), ("steps", str(s["steps"]), "steps"),
+        ("out of distribution: start / end", f"{share(s.get('ood_start'))} / {share(s['ood_end'])}", "ood-end"),
+        ("RL took", f"{s['wall_s']:.0f} s", "wall"), ("steps", str(s["steps"]), "steps"),
         ("mean lag", f"{s['lag']['mean']:.2f}", "lag-mean"), ("largest lag / limit", f"{s['lag']['max']} / {s['lag']['limit']}", "lag-max"),
         ("generated", f"{s['speed']['generator_tokens_per_s']:,.0f} tok/s", "gen"), ("trained", f"{s['speed']['learner_tokens_per_s']:,.0f} tok/s", "learn"),
         ("idle: generators / learner", f"{idle['generator']:.0%} / {idle['learner']:.0%}", "idle"),

@@ -46,6 +46,11 @@ def _surrogate(c: Any) -> list[str]:
         out.append(f"loss.dual_clip: {c.loss.dual_clip:g} must be above 1 (0: off)")
     if c.loss.dual_clip and s not in ("ppo", "decoupled_ppo"):
         out.append(f"loss.dual_clip: belongs to ppo and decoupled_ppo, not to {s}")
+    if c.loss.cispo_absolute and s != "cispo":
+        out.append(f"loss.cispo_absolute: belongs to cispo, not to {s}")
+    elif c.loss.cispo_absolute and not (c.loss.eps_high or 0) >= 1:
+        given = "absent" if c.loss.eps_high is None else f"{c.loss.eps_high:g}"
+        out.append(f"loss.eps_high: {given}; with cispo_absolute it is the largest ratio that counts, so 1 or more, for instance 5.0")
     if c.loss.cov_lo >= c.loss.cov_hi:
         out.append(f"loss.cov_lo: {c.loss.cov_lo:g} is not below loss.cov_hi = {c.loss.cov_hi:g}")
     return out
@@ -53,6 +58,8 @@ def _surrogate(c: Any) -> list[str]:
 
 def _kl(c: Any) -> list[str]:
     k, out = c.kl, []
+    if c.loss.surrogate == "sft" and k.coefficient > 0 and k.placement == "reward":
+        out.append("kl.placement: loss.surrogate = sft takes no advantage, so KL in the reward would do nothing; set kl.placement = loss")
     if k.off_policy != "none" and k.placement == "reward":
         out.append(f"kl.off_policy: {k.off_policy} is a form of the loss term; set kl.placement = loss")
     if k.off_policy == "prefix" and k.estimator != "k3":
@@ -73,6 +80,8 @@ def _reshape(c: Any) -> list[str]:
     if c.loss.surrogate == "reshape":
         if r.budget == "tokens" and c.stop.action == "slow":
             out.append("reshape.budget: tokens and stop.action = slow would spend the same KL budget twice; choose one")
+        if r.budget == "global" and r.form == "box_cox":
+            out.append("reshape.budget: global lowers gamma, and in the box_cox form gamma = 0 still has a gradient; use budget = tokens or form = power")
         if r.budget != "none" and c.learner.epochs * c.learner.minibatches == 1:
             out.append("reshape.budget: with one optimizer step a batch there is nothing to budget; raise learner.epochs or minibatches")
     elif r.budget != "none" or r.kl_penalty > 0 or r.clip > 0:
@@ -91,14 +100,23 @@ def _stop(c: Any) -> list[str]:
 
 def _advantage(c: Any) -> list[str]:
     a, out = c.advantage, []
+    by_group = a.name in ("rloo", "grpo", "dr_grpo", "opo", "gpg") or (a.name == "reinforce_pp" and a.group_baseline)
+    if by_group and c.learner.group_size < 2 and c.loss.surrogate != "sft":
+        what = f"{a.name} with advantage.group_baseline" if a.group_baseline else a.name
+        out.append(f"learner.group_size: {c.learner.group_size} sample a prompt leaves {what} nothing to compare with; 2 or more")
+    if a.no_spread == "filter" and c.learner.group_size < 2:
+        out.append("learner.group_size: 1 sample a prompt never has a spread, so advantage.no_spread = filter would leave nothing to train on; 2 or more")
+    if a.truncated in ("penalty", "fixed", "soft") and not a.truncation_penalty > 0:
+        hint = "; or advantage.truncated = zero" if a.truncated == "fixed" else ""
+        out.append(f"advantage.truncation_penalty: 0 makes advantage.truncated = {a.truncated} do nothing of its own; give one above 0{hint}")
+    if a.name == "reinforce" and a.baseline == "ema" and a.rewards == "whiten":
+        out.append("advantage.baseline: ema follows the mean reward from batch to batch, and advantage.rewards = whiten makes it 0 in each; use none or batch")
     if a.truncated == "soft" and not 0 < a.truncation_ramp <= c.generator.max_new_tokens:
         out.append(f"advantage.truncation_ramp: {a.truncation_ramp} tokens; soft needs 1 to generator.max_new_tokens = {c.generator.max_new_tokens}")
     if a.name == "remax" and c.learner.group_size < 2:
         out.append(f"learner.group_size: {c.learner.group_size}; the first sample of a group is remax's greedy baseline, so 2 or more")
     if a.name == "remax" and c.exact:
         out.append("advantage.name: remax draws its baseline greedily, among whose logprobs exact mode does not hold; use rloo")
-    if a.name in ("opo", "gpg") and c.learner.group_size < 2:
-        out.append(f"learner.group_size: {c.learner.group_size} sample a prompt leaves {a.name} nothing to compare with; 2 or more")
     if a.group_baseline and a.name != "reinforce_pp":
         out.append(f"advantage.group_baseline: belongs to reinforce_pp, not to {a.name}")
     return out

@@ -172,10 +172,11 @@ def summarise(config: Config, run_dir: Path) -> dict[str, Any]:
 
     digest = run_dir / "weights_digest"
     limit = config.staleness.max_lag
-    first = next((r["eval/heldout"] for r in metrics.read(run_dir) if "eval/heldout" in r), None)
+    first = {split: next((r[f"eval/{split}"] for r in metrics.read(run_dir) if f"eval/{split}" in r and not r["step"]), None) for split in ("heldout", "ood")}
     summary = {
         "run_dir": str(run_dir), "wall_s": left["wall_s"], "steps": left["steps"], "trajectories": left["trajectories"], "tokens": left["tokens"],
-        "heldout_start": left["heldout_start"] if left["heldout_start"] is not None else first, "heldout_end": left["heldout_end"], "ood_end": left["ood_end"],
+        "heldout_start": left["heldout_start"] if left["heldout_start"] is not None else first["heldout"], "heldout_end": left["heldout_end"],
+        "ood_start": left["ood_start"] if left["ood_start"] is not None else first["ood"], "ood_end": left["ood_end"],
         "lag": left["lag"] | {"limit": int(limit) if limit != float("inf") else "inf"},
         "speed": {"generator_tokens_per_s": mean("throughput/generator_tokens_per_s"), "learner_tokens_per_s": mean("throughput/learner_tokens_per_s"),
                   "idle_share": {"generator": mean("time/generator_idle_share"), "learner": mean("time/learner_idle_share")}},

@@ -24,6 +24,9 @@ IPC_LIMIT = 107  # bytes of a unix socket's path
 CHUNK_BYTES = 1 << 20
 HIGH_WATER = 10_000  # messages; what may be outstanding is bounded by credit and pacing, far below this
 
+# what a decoder raises for bytes that somebody else made: wrong types, bad UTF-8, nesting without end, sizes that no memory holds
+UNDECODABLE = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError, OverflowError)
+
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -110,16 +113,18 @@ class BufferSocket:
             raise ConfigError(f"wires.address: cannot listen on {address}: {e}; is another run using it?") from e
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._decoder = msgspec.msgpack.Decoder(FromPeer)
+        self.undecodable = 0  # frames refused so far
 
     def recv(self, timeout: float) -> tuple[bytes, FromPeer] | None:
-        """The next message within `timeout` seconds, with its peer; a frame that does not decode is answered by Refused."""
+        """The next message within `timeout` seconds, with its peer; a frame that does not decode is answered by Refused, and counted."""
         if not self.socket.poll(int(timeout * 1000)):
             return None
         frames = self.socket.recv_multipart()
         try:
             return frames[0], self._decoder.decode(frames[-1])
-        except msgspec.MsgspecError as e:
-            self.send(frames[0], Refused(f"a message that is not of this protocol: {e}", 4))
+        except UNDECODABLE as e:
+            self.undecodable += 1
+            self.send(frames[0], Refused(f"a message that is not of this protocol: {type(e).__name__}: {str(e)[:200]!r}", 4))
             return None
 
     def send(self, peer: bytes, message: FromBuffer) -> None:
@@ -168,7 +173,7 @@ class PeerSocket:
             return None
         try:
             return self._decoder.decode(self.socket.recv())  # type: ignore[no-any-return]
-        except msgspec.MsgspecError as e:
+        except UNDECODABLE as e:
             raise PeerUnreachable(f"{self.address} does not speak this protocol: {e}") from e
 
     def close(self) -> None:
@@ -219,15 +224,15 @@ class ChunkServer:
         while not self._end:
             if not self.socket.poll(100):
                 continue
-            peer, payload = self.socket.recv_multipart()
+            peer, *frames = self.socket.recv_multipart()
             try:
-                ask = decoder.decode(payload)
-            except msgspec.MsgspecError:
+                ask = decoder.decode(frames[-1])
+            except UNDECODABLE:
                 continue
             if ask.offset < 0:
                 digest, data, probe = "manifest", msgspec.msgpack.encode(self.manifest), b""
             else:
-                digest, data, probe = self.read(ask.label, ask.digest, ask.offset, min(ask.size, CHUNK_BYTES))
+                digest, data, probe = self.read(ask.label, ask.digest, ask.offset, min(max(ask.size, 0), CHUNK_BYTES))
             self.bytes_sent += len(data)
             self.socket.send_multipart([peer, _encoder.encode(_Chunk(digest, data, xxhash.xxh3_64_intdigest(data), probe))])
 
@@ -265,7 +270,10 @@ class ChunkClient:
             self.socket.close()
             self.socket = self._connect()
             raise PeerUnreachable(f"the learner's chunk server at {self.address} has not answered for {self.timeout:g} s; is the learner running?")
-        chunk: _Chunk = self._decoder.decode(self.socket.recv())
+        try:
+            chunk: _Chunk = self._decoder.decode(self.socket.recv())
+        except UNDECODABLE as e:
+            raise PeerUnreachable(f"{self.address} does not speak this protocol: {e}") from e
         if xxhash.xxh3_64_intdigest(chunk.data) != chunk.checksum:
             raise PeerUnreachable(f"a damaged chunk of weights from {self.address}")
         self.bytes_received += len(chunk.data)

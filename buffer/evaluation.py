@@ -8,10 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.messages import Prompt, Sampling, Ticket, Trajectory
+from asyncrl.messages import EVAL_BASE, Prompt, Sampling, Ticket, Trajectory
 from asyncrl.versions import Label
 
-EVAL_BASE = 1 << 40  # ticket numbers of evaluation: the same prompt has the same random stream at every version
 OOD_BASE = EVAL_BASE + (1 << 32)
 MAX_FAILURES = 3
 
@@ -55,7 +54,8 @@ class Evaluations:
     """Which rounds are due, which jobs are out, and the results by (split, number of the version)."""
 
     def __init__(self, every: int = 0, prompts: int = 0, final_prompts: int = 0, ood_prompts: int = 0, temperature: float = 1.0,
-                 prompt: Callable[[str, int], Prompt] | None = None) -> None:  # fmt: skip
+                 prompt: Callable[[str, int], Prompt] | None = None, ood_every: int = 0) -> None:  # fmt: skip
+        self.ood_every = ood_every
         self.every, self.prompts, self.final_prompts, self.ood_prompts = every, prompts, final_prompts, ood_prompts
         self.temperature, self.prompt = temperature, prompt
         self.queue: deque[Job] = deque()
@@ -78,8 +78,8 @@ class Evaluations:
         ends = label.number in (0, steps)
         if ends or (self.every and label.number % self.every == 0):
             self._start(label, "heldout", self.final_prompts if ends else self.prompts)
-        if label.number == steps:
-            self._start(label, "ood", self.ood_prompts)
+        if ends or (self.ood_every and label.number % self.ood_every == 0):
+            self._start(label, "ood", self.ood_prompts if ends else min(self.prompts, self.ood_prompts))
 
     def _start(self, label: Label, split: str, size: int) -> None:
         if size and self.prompt is not None and (split, label.number) not in self.results:

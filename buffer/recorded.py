@@ -86,6 +86,7 @@ class EvalState(msgspec.Struct):
     out: list[tuple[int, Job, str, int, float]]
     rounds: list[Round]
     results: list[tuple[str, int, dict[str, float]]]
+    ood_every: int = 0  # which an older journal lacks
 
 
 class Snapshot(msgspec.Struct, tag="snapshot"):
@@ -113,6 +114,7 @@ class Snapshot(msgspec.Struct, tag="snapshot"):
 
 
 Record = Granted | Renewed | Expired | Ended | Delivered | Greeted | Asked | Committed | Retired | Finished
+EVALUATED = ("every", "prompts", "final_prompts", "ood_prompts", "temperature", "ood_every")  # a segment folds with the settings that it was written under
 PLAIN = ("epoch", "active", "cursor", "attempts", "committed", "base", "completions", "failed_samples", "failed_machinery", "stored_bytes")
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
@@ -122,7 +124,7 @@ def snapshot(s: Store) -> bytes:
     e, tree = s.evaluations, s.tree
     kept = EvalState(e.every, e.prompts, e.final_prompts, e.ood_prompts, e.temperature, list(e.queue),
                      [(a, *entry) for a, entry in e.out.items()], e.rounds,
-                     [(split, n, values) for (split, n), values in e.results.items()])  # fmt: skip
+                     [(split, n, values) for (split, n), values in e.results.items()], e.ood_every)  # fmt: skip
     plain = {name: getattr(s, name) for name in PLAIN} | {"finished": int(s.finished)}
     return _encode(Snapshot(
         FORMAT, s.s, plain, None if s.max_lag == float("inf") else s.max_lag, s.policy, s.source, list(s.alive.values()), list(s.retained.values()),
@@ -143,7 +145,8 @@ def _restore(s: Store, x: Snapshot) -> None:
     s.tree._intern = {(p, d): n for n, (p, d) in enumerate(zip(x.parents, x.digests, strict=True))}
     s.in_order = x.settings.in_order
     e, kept = s.evaluations, x.evaluations
-    e.every, e.prompts, e.final_prompts, e.ood_prompts, e.temperature = kept.every, kept.prompts, kept.final_prompts, kept.ood_prompts, kept.temperature
+    for name in EVALUATED:
+        setattr(e, name, getattr(kept, name))
     e.queue, e.rounds, e.results = deque(kept.queue), kept.rounds, {(split, n): v for split, n, v in kept.results}
     e.out = {a: (job, who, session, expires) for a, job, who, session, expires in kept.out}
 
@@ -160,10 +163,11 @@ class RecordedStore(Store):
     def open(cls, directory: Path, *, sync: bool, settings: Settings, prompt: Callable[[int], Prompt], evaluations: Evaluations, now: float,
              segment_bytes: int = 0) -> RecordedStore:  # fmt: skip
         store = cls(settings, prompt, evaluations)
-        mine = evaluations.every, evaluations.prompts, evaluations.final_prompts, evaluations.ood_prompts, evaluations.temperature
+        mine = {name: getattr(evaluations, name) for name in EVALUATED}
         if found := segments(directory):
             store._fold_segment(found[-1])
-        evaluations.every, evaluations.prompts, evaluations.final_prompts, evaluations.ood_prompts, evaluations.temperature = mine
+        for name, value in mine.items():
+            setattr(evaluations, name, value)
         store.s = settings
         store.in_order = settings.in_order
         store.finished = store.finished and store.committed >= settings.steps

@@ -15,18 +15,23 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from asyncrl import messages as m
+from asyncrl import metrics
 from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError
+from asyncrl.errors import AsyncrlError, BadMessage
 from asyncrl.metrics import MetricsWriter, RunClock
 from asyncrl.rundir import Lock, buffer_address, run_id
 from asyncrl.tasks import Task, get_task
 from asyncrl.watchdog import WaitLog
 from asyncrl.wires import BufferSocket
-from buffer.evaluation import EVAL_BASE, Evaluations
+from buffer import checks
+from buffer.evaluation import Evaluations
 from buffer.groups import Settings
 from buffer.ledger import tokens_of
 from buffer.recorded import RecordedStore
+from buffer.sessions import Sessions
 from buffer.store import Store
 from buffer.trained import Trained, mean, quantile
 
@@ -34,6 +39,7 @@ POLL_S, TICK_S = 0.25, 0.25
 SYNC_POLL_S = 0.001  # while replies wait for the disk
 NOBODY = -1  # no session: all of a producer's leases end
 LINGER_S = 5.0  # how long the end of the run is told to generators that have not asked yet
+REFUSALS_SAID = 20  # lines in the log; further ones are only counted
 
 
 def settings(config: Config) -> Settings:
@@ -56,7 +62,7 @@ def evaluations(config: Config, task: Task) -> Evaluations:
         return n if size is None else min(n, size)
 
     return Evaluations(e.every, most(e.prompts, "heldout"), most(e.final_prompts, "heldout"), most(e.ood_prompts, "ood"), e.temperature,
-                       lambda split, i: task.prompt(split, i, config.seed))  # fmt: skip
+                       lambda split, i: task.prompt(split, i, config.seed), e.ood_every)  # fmt: skip
 
 
 def open_store(config: Config, run_dir: Path, task: Task) -> Store:
@@ -86,6 +92,8 @@ class Service:
         self.asks: deque[tuple[bytes, m.Ask]] = deque()
         self.goodbyes: dict[bytes, m.Goodbye] = {}
         self.generators: dict[str, dict[str, Any]] = {}
+        self.sessions = Sessions(config.wires.lease_s)
+        self.refused = 0  # messages that said what cannot be
         self.learner: dict[str, Any] = {}
         self.waiting_since: dict[str, tuple[str, float]] = {}
         self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
@@ -97,6 +105,8 @@ class Service:
         self.trained = Trained(run_dir / "trained.jsonl")
         self.error, self.stop = "", False
         self.progress = 0
+        if self.store.finished and not (run_dir / "weights_digest").exists():
+            self.store.finished = False  # folded after the end, and what the learner exports is missing: it comes again, and says goodbye again
         self.ended_at = time.monotonic() if self.store.finished else 0.0  # folded after the end: only generators are left to be told
         self.told_before = self.store.finished
         self.mismatch = 0.0
@@ -115,6 +125,7 @@ class Service:
             if now - ticked > TICK_S:
                 ticked = now
                 self.store.expire(now)
+                self.forget(now)
                 for line in self.wait_log.lines(self.waits()):
                     print(line, file=sys.stderr, flush=True)
             self.flush()
@@ -136,15 +147,61 @@ class Service:
                 self.socket.send(*self.outgoing.popleft()[1:])
 
     def handle(self, peer: bytes, message: m.FromPeer) -> None:
+        """One message; what cannot be costs its sender, never the run."""
         kind = type(message).__name__
-        getattr(self, f"on_{kind}")(peer, message)
-
-    def heard(self, name: str, peer: bytes, session: int) -> dict[str, Any]:
-        entry = self.generators.setdefault(name, {"session": session, "stats": {}, "waiting": "", "slots": 0})
-        entry |= {"at": time.monotonic(), "peer": peer, "session": session}
-        return entry
+        try:
+            getattr(self, f"on_{kind}")(peer, message)
+        except BadMessage as e:
+            self.refused += 1
+            if self.refused <= REFUSALS_SAID:
+                print(f"refused a {kind}: {e}", file=sys.stderr, flush=True)
+            self.send(peer, m.Refused(str(e), e.exit_code))
 
     # ---- generators ------------------------------------------------------------------------------------------------
+
+    def heard(self, name: str, peer: bytes, session: int) -> dict[str, Any] | None:
+        """What is known of the generator, when this session holds its name.  Another one waits, or is told that it must end."""
+        now, known = time.monotonic(), self.sessions.token(name)
+        if known is None:
+            checks.producer(name)
+        said = self.sessions.speak(name, session, now, gone=known not in (None, session) and self.process_gone(name))
+        if said == "new":
+            self.store.end_sessions(name, session)
+            self.wants.pop(name, None)  # what a dead session asked for would be granted to nobody, and held until its lease ends
+            self.generators[name] = {"stats": {}, "waiting": "", "pid": 0, "host": ""}
+        elif said == "refused":
+            self.send(peer, m.Refused(f"another generator named {name} is running{self.where(name)}: give this one another --index, or end that one first", 2))
+        elif said == "over":
+            self.send(peer, m.Refused(f"another process has taken the name {name} over{self.where(name)}, as this one was silent: end one of them", 2))
+        elif said == "full":
+            self.send(peer, m.Refused(f"{len(self.sessions.names)} names of generators are known, and {name} is one too many", 2))
+        if said not in ("new", "holds"):
+            return None
+        entry = self.generators.setdefault(name, {"stats": {}, "waiting": "", "pid": 0, "host": ""})
+        entry |= {"at": now, "peer": peer}
+        return entry
+
+    def where(self, name: str) -> str:
+        entry = self.generators.get(name, {})
+        return f" (process {entry['pid']} on {entry['host']})" if entry.get("pid") else ""
+
+    def process_gone(self, name: str) -> bool:
+        """Is the process that holds the name known to have ended?  Only one of this machine can be looked up."""
+        pid = self.generators.get(name, {}).get("pid", 0)
+        if not pid or not self.socket.address.startswith("ipc://"):
+            return False
+        try:
+            return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return True
+        except (psutil.Error, ValueError, OverflowError):
+            return False
+
+    def forget(self, now: float) -> None:
+        """Names that nobody has carried for very long."""
+        for name in self.sessions.forget(now):
+            self.generators.pop(name, None)
+            self.wants.pop(name, None)
 
     def refuse(self, peer: bytes, protocol: int, run: str) -> bool:
         if protocol != m.PROTOCOL:
@@ -156,41 +213,39 @@ class Service:
         return True
 
     def on_GeneratorHello(self, peer: bytes, hello: m.GeneratorHello) -> None:
-        if not self.refuse(peer, hello.protocol, hello.run):
-            self.store.end_sessions(hello.producer, hello.session)
-            if hello.producer in self.wants and self.wants[hello.producer][1].session != hello.session:
-                del self.wants[hello.producer]  # what a dead session asked for would be granted to nobody, and held until its lease ends
-            self.heard(hello.producer, peer, hello.session) | {"slots": hello.slots}
-
-    def current(self, producer: str, session: int) -> bool:
-        known = self.generators.get(producer)
-        return known is None or session >= known["session"]
+        if self.refuse(peer, hello.protocol, hello.run):
+            return
+        if (entry := self.heard(hello.producer, peer, hello.session)) is not None:
+            entry |= {"pid": hello.pid, "host": hello.host}
 
     def on_Want(self, peer: bytes, want: m.Want) -> None:
-        if self.current(want.producer, want.session):
-            self.heard(want.producer, peer, want.session)
+        if self.heard(want.producer, peer, want.session) is not None:
             self.wants[want.producer] = (peer, want)
 
     def on_Deliver(self, peer: bytes, message: m.Deliver) -> None:
-        self.heard(message.producer, peer, max(message.session, self.generators.get(message.producer, {}).get("session", 0)))
+        """Finished samples are taken whoever brings them: also from a session that is over."""
+        for t in message.samples:
+            checks.sample(self.store, t)
+        self.heard(message.producer, peer, message.session)
         now = time.monotonic()
         acks = [(t.ticket, t.sample, t.attempt, self.store.deliver(t, now)) for t in message.samples]
-        self.progress += sum(t.ticket >= EVAL_BASE for t in message.samples)
+        self.progress += sum(t.ticket >= m.EVAL_BASE for t in message.samples)
         self.send(peer, m.Acks(message.session, acks, self.config.wires.credit_bytes, self.announcement()))
 
     def on_Renew(self, peer: bytes, message: m.Renew) -> None:
-        if not self.current(message.producer, message.session):
-            return
+        checks.renew(message)
+        checks.progress(self.store, message.progress)
         entry = self.heard(message.producer, peer, message.session)
+        if entry is None:
+            return
         self.store.renew(message.producer, message.session, message.progress, time.monotonic())
         entry["stats"], entry["waiting"] = message.stats, message.waiting
         self.send(peer, m.Heard(self.store.epoch))
 
     def on_Leaving(self, peer: bytes, message: m.Leaving) -> None:
         """A generator ends: what it holds is due again now, and nobody waits for it."""
-        known = self.generators.get(message.producer)
-        if known is not None and known["session"] != message.session:
-            return  # a newer session has taken its name over, and its leases with it
+        if not self.sessions.leave(message.producer, message.session):
+            return  # another session holds its name, and the leases with it
         self.store.end_sessions(message.producer, NOBODY)
         self.wants.pop(message.producer, None)
         self.generators.pop(message.producer, None)
@@ -217,6 +272,9 @@ class Service:
         self.send(peer, m.Welcome(hello.epoch, self.store.base))
 
     def fenced(self, peer: bytes, epoch: int) -> bool:
+        """Is this not of the learner that is followed?  Before any hello there is none."""
+        if self.store.policy is None:
+            return True
         if epoch < self.store.epoch:
             self.send(peer, m.FencedOff(epoch, self.store.epoch))
         elif epoch == self.store.epoch:
@@ -225,6 +283,7 @@ class Service:
 
     def on_Ask(self, peer: bytes, ask: m.Ask) -> None:
         if not self.fenced(peer, ask.epoch):
+            checks.ask(self.store, ask.number)
             if all(a.number != ask.number for _, a in self.asks):
                 self.asks.append((peer, ask))
             else:
@@ -233,6 +292,9 @@ class Service:
     def on_Commit(self, peer: bytes, commit: m.Commit) -> None:
         if self.fenced(peer, commit.epoch):
             return
+        checks.commit(self.store, commit.number, commit.label)
+        if unknown := [n for n in commit.metrics if not metrics.known(n)]:
+            raise BadMessage(f"metrics not in the table of asyncrl/metrics.py: {', '.join(unknown)[:200]}")
         if commit.number == self.store.committed and commit.number not in self.leased:  # leased by this buffer's life before
             groups = [self.store.alive[t] for t in self.store.comps[commit.number - self.store.base]]
             self.leased[commit.number] = self.store.batch(groups, commit.epoch, commit.number)
@@ -249,7 +311,8 @@ class Service:
 
     def on_Goodbye(self, peer: bytes, message: m.Goodbye) -> None:
         if not self.fenced(peer, message.epoch):
-            self.goodbyes[peer] = message
+            checks.goodbye(self.store, message.number)
+            self.goodbyes = {peer: message}  # of one learner, however often it connects
 
     def on_Progress(self, peer: bytes, message: m.Progress) -> None:
         if self.fenced(peer, message.epoch):
@@ -325,9 +388,7 @@ class Service:
         self.last_commit = now
         batch = self.leased.pop(commit.number, None)
         values = dict(commit.metrics)
-        values.pop("learner/busy_s", None)
-        if "mismatch/k3_at_lag_0" in values:
-            self.mismatch = max(self.mismatch, values["mismatch/k3_at_lag_0"])
+        self.mismatch = max(self.mismatch, *(values.get(name, 0.0) for name in ("mismatch/k3_at_lag_0", "mismatch/k3_one_version")))
         histogram: dict[str, list[float]] = {}
         if batch is not None:
             values |= self.lags(batch)
@@ -419,7 +480,8 @@ class Service:
         return {
             "wall_s": self.clock.at(self.last_commit), "steps": s.committed, "trajectories": sum(r.samples for r in self.trained.rows.values()),
             "tokens": sum(lags.values()),
-            "heldout_start": value("heldout", 0), "heldout_end": value("heldout", numbers[-1] if numbers else None), "ood_end": value("ood", s.s.steps),
+            "heldout_start": value("heldout", 0), "heldout_end": value("heldout", numbers[-1] if numbers else None),
+            "ood_start": value("ood", 0), "ood_end": value("ood", s.s.steps),
             "lag": {"mean": mean(lags), "p95": quantile(lags, 0.95), "max": max(lags, default=0)},
             "ledger": {"generated": tokens_of(ledger)} | {name: int(x["tokens"]) for name, x in ledger.items()}, "ledger_lines": ledger,
             "trained_ids": self.trained.ids(), "failures": s.failures, "generated_reported": self.counted, "mismatch_k3_max": self.mismatch,
@@ -438,8 +500,8 @@ class Service:
         self.socket.close()
 
 
-def main(config: Config, run_dir: Path) -> None:
-    """Serve the run in `run_dir` until it is finished or SIGTERM ends it.  Raises AsyncrlError when the run must stop."""
+def main(config: Config, run_dir: Path) -> bool:
+    """Serve the run in `run_dir` until it is finished, or SIGTERM ends it (False).  Raises AsyncrlError when the run must stop."""
     lock = Lock(run_dir, "buffer")
     service = Service(config, run_dir)
     gc.set_threshold(100_000, 50, 50)  # thousands of stored samples and no cycles among them: looking for some took a sixth of its time
@@ -451,6 +513,7 @@ def main(config: Config, run_dir: Path) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN if os.environ.get("ASYNCRL_SUPERVISED") else end)
     try:
         service.loop()
+        return bool(service.ended_at)
     except AsyncrlError as e:
         service.error = str(e)
         for entry in [*service.generators.values(), *([service.learner] if "peer" in service.learner else [])]:

@@ -14,11 +14,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 
 from asyncrl import admission
-from asyncrl.errors import AsyncrlError, ProtocolError
-from asyncrl.messages import Announcement, Batch, LearnerHello, Prompt, Ticket, Trajectory, WeightsSource
+from asyncrl.errors import AsyncrlError
+from asyncrl.messages import EVAL_BASE, Announcement, Batch, LearnerHello, Prompt, Ticket, Trajectory, WeightsSource
 from asyncrl.versions import Label, PolicyTree
-from buffer import batches
-from buffer.evaluation import EVAL_BASE, Evaluations
+from buffer import batches, checks
+from buffer.evaluation import Evaluations
 from buffer.groups import MAX_DROPS, Group, Lease, Settings, Stored, size
 from buffer.ledger import Ledger
 
@@ -122,7 +122,11 @@ class Store:
         return Ticket(g.ticket, self.attempts, "train", self.prompt(g.ticket), todo, self.s.sampling, least, exact, self.s.seed)
 
     def renew(self, producer: str, session: int, progress: list[tuple[int, int, int]], now: float) -> None:
-        """Decode progress: a lease whose tokens grew lasts longer, and with it those of the same generator that wait for a row."""
+        """Decode progress: a lease whose tokens grew lasts longer, and with it those of the same generator that wait for a row.
+
+        Raises BadMessage for counts that no attempt can have.
+        """
+        checks.progress(self, progress)
         moved, queued = False, []
         for ticket, attempt, tokens in progress:
             if ticket >= EVAL_BASE:
@@ -172,9 +176,8 @@ class Store:
     # ---- samples ---------------------------------------------------------------------------------------------------
 
     def deliver(self, t: Trajectory, now: float) -> str:
-        """Take one sample; returns its disposition.  Raises ProtocolError for weights that no learner registered."""
-        for span in t.spans:
-            self._check_span(span.label, span.digest, t)
+        """Take one sample; returns its disposition.  Raises BadMessage for one that no ticket asked for, or of weights that no learner registered."""
+        checks.sample(self, t)
         if t.ticket >= EVAL_BASE:
             return self.evaluations.deliver(t)
         key = (t.ticket, t.sample, t.attempt)
@@ -188,15 +191,6 @@ class Store:
         if (known := g.finals.get((t.sample, t.attempt))) is not None and "dedupe" not in self.s.off:
             return known
         return self._accept(g, t)
-
-    def _check_span(self, label: Label, digest: str, t: Trajectory) -> None:
-        if label not in self.tree:
-            raise ProtocolError(
-                f"ticket {t.ticket}: weights {label} (digest {digest}) wrote tokens, but no learner has announced them; "
-                f"known are up to {self.policy}: stop the generator that runs other weights"
-            )
-        if digest and digest != self.tree.digest(label):
-            raise ProtocolError(f"ticket {t.ticket}: weights {label} have digest {digest} at the generator and {self.tree.digest(label)} at the learner")
 
     def _accept(self, g: Group, t: Trajectory) -> str:
         self._touched(g.ticket)
@@ -228,7 +222,7 @@ class Store:
     def _fail(self, g: Group, t: Trajectory) -> str:
         g.failures += 1
         g.other.append(("failed", t.length, 0.0))
-        kind = t.failed.partition(":")[0]
+        kind = "machinery" if t.failed.startswith("machinery:") else "data"
         self.failures[kind] = self.failures.get(kind, 0) + 1
         if kind == "machinery":
             self.failed_machinery += 1
@@ -283,7 +277,8 @@ class Store:
     # ---- the learner -----------------------------------------------------------------------------------------------
 
     def hello(self, h: LearnerHello) -> bool:
-        """Follow a learner; False: it is fenced."""
+        """Follow a learner; False: it is fenced.  Raises BadMessage for a hello that contradicts itself."""
+        checks.hello(h)
         if h.epoch == self.epoch:
             return True
         if h.epoch < self.epoch or h.label.number < self.base or h.origin < self.active:
@@ -324,7 +319,11 @@ class Store:
         self.committed = number
 
     def ask(self, epoch: int, number: int) -> tuple[list[Group], str]:
-        """The groups of batch `number`, or ([], what it waits for).  Composes it when it is asked for the first time."""
+        """The groups of batch `number`, or ([], what it waits for).  Composes it when it is asked for the first time.
+
+        Raises BadMessage for a batch past the last one.
+        """
+        checks.ask(self, number)
         if number < self.committed:
             return [], "late copy"
         at = number - self.base
@@ -349,7 +348,11 @@ class Store:
         return batches.message(self, groups, epoch, number)
 
     def commit(self, number: int, label: Label, digest: str) -> bool | None:
-        """Batch `number` is trained: True; False: told before; None: an earlier commit is still on its way."""
+        """Batch `number` is trained: True; False: told before; None: an earlier commit is still on its way.
+
+        Raises BadMessage for a batch that nobody can have been given.
+        """
+        checks.commit(self, number, label)
         if number != self.committed:
             return None if number > self.committed else False
         self.tree.register(label, self.policy, digest)

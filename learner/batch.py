@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from asyncrl.algorithms.step_loss import LossBatch
-from asyncrl.messages import Batch
+from asyncrl.errors import AsyncrlError
+from asyncrl.messages import Batch, Trajectory
 
 ROWS = 64  # samples in a micro-batch at most: more rows mean more padding and colder caches
 
@@ -24,6 +25,7 @@ class Packed:
     temperature: torch.Tensor
     offsets: np.ndarray
     loss: LossBatch
+    places: list[int]  # of each answer among the batch's samples
 
     def part(self, samples: Sequence[int]) -> torch.Tensor:
         """Places among N of the tokens of `samples`, in their order."""
@@ -41,9 +43,10 @@ def pack(batch: Batch, *, greedy: bool = False) -> Packed:
     """Decode a batch.  Token ids are used exactly as they were sampled.
 
     greedy: sample 0 of each group is a baseline (remax): left out, its reward kept for the others.
+    Rewards per token come with the batch where any answer has them; an answer without has its own on its last token.
     """
     at = [i for i, t in enumerate(batch.samples) if not (greedy and t.sample == 0)]
-    s, baseline = [batch.samples[i] for i in at], {t.ticket: t.reward for t in batch.samples if t.sample == 0}
+    s, baseline = [batch.samples[i] for i in at], {t.ticket: t for t in batch.samples if t.sample == 0}
     prompts = [np.frombuffer(t.prompt_tokens, "<i4") for t in s]
     responses = [np.frombuffer(t.tokens, "<i4") for t in s]
     lengths = np.array([len(r) for r in responses])
@@ -59,9 +62,35 @@ def pack(batch: Batch, *, greedy: bool = False) -> Packed:
     loss = LossBatch(
         seq=torch.from_numpy(np.repeat(np.arange(len(s)), lengths)), behavior=torch.from_numpy(behavior), mask=torch.from_numpy(mask),
         token_lag=torch.from_numpy(lag), rewards=torch.tensor([t.reward for t in s]), groups=torch.tensor(groups),
-        truncated=torch.tensor([t.finish == "length" for t in s]), greedy=torch.tensor([baseline[t.ticket] for t in s]) if greedy else None,
+        truncated=torch.tensor([t.finish == "length" for t in s]),
     )  # fmt: skip
-    return Packed(prompts, responses, groups, torch.tensor([t.temperature for t in s]), offsets, loss)
+    if greedy:
+        beside = [baseline[t.ticket] for t in s]
+        loss.greedy, loss.greedy_truncated = torch.tensor([t.reward for t in beside]), torch.tensor([t.finish == "length" for t in beside])
+        loss.greedy_lengths = torch.tensor([t.length for t in beside])
+    if any(t.token_rewards for t in s):
+        loss.token_rewards, loss.steps = _per_token(s)
+    return Packed(prompts, responses, groups, torch.tensor([t.temperature for t in s]), offsets, loss, at)
+
+
+def _per_token(samples: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rewards fp32 [N], bool [N]: where a step of process supervision ends).  Raises AsyncrlError for another count than tokens.
+
+    A token given no number at all (NaN on the wire) ends no step and has reward 0.  Where a function gives a number for every token, its
+    steps end where that is not 0, and with the answer.
+    """
+    rewards, steps = [], []
+    for t in samples:
+        given = np.frombuffer(t.token_rewards, "<f4")
+        if len(given) not in (0, t.length):
+            raise AsyncrlError(f"ticket {t.ticket}, sample {t.sample}: {len(given)} token rewards for {t.length} tokens")
+        last = np.arange(t.length) == t.length - 1
+        if not len(given):
+            given = np.where(last, np.float32(t.reward), np.float32(0.0))
+        said = ~np.isnan(given)
+        steps.append((given != 0) | last if said.all() else said)
+        rewards.append(np.where(said, given, np.float32(0.0)))
+    return torch.from_numpy(np.concatenate(rewards)), torch.from_numpy(np.concatenate(steps))
 
 
 def micro_batches(packed: Packed, samples: Sequence[int], tokens: int, rows: int = ROWS) -> list[list[int]]:

@@ -53,6 +53,7 @@ class Learner:
             self.publisher.publish_bytes(n, data)
         self.digest = self.publisher.publish(self.number)
         self.ring = self.publisher.held(older)
+        self.core.measure.weights_of = self.publisher.weights_of
         self.socket = PeerSocket(buffer_address(config, run_dir), config.wires.curve_dir)
         self.tracer = Tracer(run_dir, "learner")
         self.welcomed = self.finished = self.stopping = False
@@ -115,6 +116,8 @@ class Learner:
             raise Fenced(f"epoch {reply.by} of the learner has taken over from epoch {self.epoch}")
         if isinstance(reply, m.Welcome) and reply.epoch == self.epoch and not self.welcomed:
             self.directory, self.welcomed = checkpoint.claim(self.directory, reply.checkpointed), True
+            if self.number < self.config.learner.steps:  # the run is not over (any more): what it exported is not its end
+                (self.run_dir / "weights_digest").unlink(missing_ok=True)
             self.publisher.remove_earlier()
         elif isinstance(reply, m.Batch) and reply.epoch == self.epoch and reply.number >= self.number:
             self.batches.setdefault(reply.number, reply)
@@ -162,17 +165,22 @@ class Learner:
             return  # stopped before it began: nothing of it is worth keeping
         if self.number not in checkpoint.numbers(self.directory):
             self.checkpoint()
-        if not self.stopping:
-            self.wait("the last evaluation")
-            while not self.finished and not self.stopping:
-                self.repeat("goodbye", m.Goodbye(self.epoch, self.number))
-                self.pump(POLL_S)
-        if not self.finished:
-            return  # stopped: the checkpoint is what it leaves; run_dir/model is the finished run's
+        if self.stopping:
+            return  # the checkpoint is what it leaves; run_dir/model is the finished run's
+        self.export()
+        self.wait("the last evaluation")
+        while not self.finished and not self.stopping:
+            self.repeat("goodbye", m.Goodbye(self.epoch, self.number))
+            self.pump(POLL_S)
+
+    def export(self) -> None:
+        """The final model, then its digest.  Before the goodbye: whoever hears that the run is over finds them, whatever dies next."""
         self.core.backend.tell("export")
         with self.core.backend.whole():
             export(self.core.model, self.run_dir / "model")
-            (self.run_dir / "weights_digest").write_text(weights_digest(self.core.model))
+            part = self.run_dir / "weights_digest.part"
+            part.write_text(weights_digest(self.core.model))
+            os.replace(part, self.run_dir / "weights_digest")
 
     def next_batch(self) -> m.Batch | None:
         """The batch to train on; None when told to stop while waiting."""
@@ -231,8 +239,8 @@ class Learner:
         self.socket.close()
 
 
-def main(config: Config, run_dir: Path) -> None:
-    """Run the learner until its last batch is committed and evaluated, or SIGTERM: finish the batch, checkpoint, end."""
+def main(config: Config, run_dir: Path) -> bool:
+    """Run the learner until its last batch is committed and evaluated, or SIGTERM: finish the batch, checkpoint, end; False: by SIGTERM."""
     asked: list[int] = []
     learner: Learner | None = None
     bind_learner(config)
@@ -242,7 +250,7 @@ def main(config: Config, run_dir: Path) -> None:
         for s in (signal.SIGTERM, signal.SIGINT):
             signal.signal(s, signal.SIG_IGN)  # rank 0 tells when it is over
         follow(LearnerCore(config, config.model.path, run_dir))
-        return
+        return True
 
     def stop(number: int, _frame: object) -> None:
         asked.append(number)
@@ -256,11 +264,12 @@ def main(config: Config, run_dir: Path) -> None:
         learner.stopping = bool(asked)
         try:
             learner.loop()
-            return
+            return learner.finished
         except Fenced as e:
             if learner.welcomed or not tries_left:
                 print(f"learner: {e}; this one ends", file=sys.stderr)
-                return
+                return True
             print(f"learner: {e} while this one was starting; it starts over from the newest checkpoint", file=sys.stderr)
         finally:
             learner.close()
+    return True

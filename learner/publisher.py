@@ -78,6 +78,10 @@ class Publisher:
                 out[label.number] = self.ring.read_part(label, digest, 0, self.ring.size)[1]
         return out
 
+    def weights_of(self, label: Label) -> bytes:
+        """Flat bytes of version `label`; empty when the ring does not hold it any more."""
+        return self.ring.read_part(label, "", 0, self.ring.size)[1]
+
     def held(self, numbers: Iterable[int]) -> list[tuple[Label, str]]:
         """(label, digest) of those of `numbers` that the ring holds."""
         wanted = set(numbers)

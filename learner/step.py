@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import msgspec
 import torch
 
 from asyncrl import fast_forward
-from asyncrl.algorithms import kl, ratios, step_loss
+from asyncrl.algorithms import advantages, kl, ratios, step_loss
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.messages import Batch
@@ -19,6 +20,7 @@ from asyncrl.models import PolicyModel, load_policy, manifest
 from learner.backend import TorchBackend
 from learner.batch import Packed, micro_batches, pack
 from learner.critic import Critic
+from learner.split import Measure
 from learner.state import State
 
 BAD_IN_A_ROW = 3
@@ -47,7 +49,9 @@ class LearnerCore:
         # where the loss is computed: beside the model, so that nothing of it waits for the device; several ranks exchange it on the host
         self.where = self.model.device if self.backend.ranks == 1 and config.learner.backend == "torch" else torch.device("cpu")
         self.critic = Critic(config, self.model) if config.advantage.name == "gae" else None
+        self.measure = Measure(config, self.model, self.layout, self._forward)
         self.state = State(beta=config.kl.coefficient)
+        self.told: set[str] = set()
 
     # ---- one batch -------------------------------------------------------------------------------------------------
 
@@ -57,32 +61,44 @@ class LearnerCore:
         c = self.config
         packed = pack(batch, greedy=c.advantage.name == "remax").to(self.where)
         everyone = range(len(packed.responses))
+        if packed.loss.token_rewards is not None and c.advantage.name not in advantages.PER_TOKEN:
+            self._tell(f"advantage.name = {c.advantage.name} takes one reward an answer, so the reward function's token_rewards are not trained on; "
+                       f"{', '.join(advantages.PER_TOKEN)} take them")  # fmt: skip
         self._anchor(packed, everyone)
         if self.reference is not None:
             packed.loss.reference = self._forward(self.reference, packed, everyone)
         if self.critic is not None:
             packed.loss.values, packed.loss.bootstrap = (x.to(self.where) for x in self.critic.start(packed, self._mine(packed, everyone)[0]))
         self.critic_norms: list[float] = []
-        prep = step_loss.prepare(packed.loss, c, baseline=self.state.baseline, beta=self.state.beta)
+        prep = step_loss.prepare(packed.loss, c, baseline=self.state.baseline, beta=self.state.beta, number=batch.number)
         rate = self._rate()
         measured = c.record.kl_moved and batch.number % c.record.kl_moved == 0
         before = self._forward(self.model, packed, everyone) if measured else None
         sums, steps, norms, stop_kl = self._epochs(prep, packed)
         metrics = prep.metrics | step_loss.finish(sums)
-        if c.exact is True and (off := metrics.get("mismatch/k3_at_lag_0", 0.0)) != 0:
+        if self.backend.rank == 0:
+            metrics |= self.measure(batch, packed, prep)
+        if c.exact is True and (off := metrics.get("mismatch/max_at_lag_0", 0.0)) != 0:
             raise AsyncrlError(
-                f'exact: engine and learner differ at lag 0 in batch {batch.number} (k3 {off:.2e}); see `asyncrl doctor --exact`, or exact = "try"'
+                f'exact: engine and learner differ at lag 0 in batch {batch.number} by {off:.1e} nats; see `asyncrl doctor --exact`, or exact = "try"'
             )
         if self.critic_norms:
             metrics["value/grad_norm"] = sum(self.critic_norms) / len(self.critic_norms)
         if before is not None:
             metrics["kl/moved"] = self._moved(prep, before, self._forward(self.model, packed, everyone))
+        used_beta = self.state.beta
         self._carry(packed, metrics)
         self.state.number = batch.number + 1
         return metrics | {
             "optim/lr": rate, "optim/steps": steps, "optim/grad_norm": sum(norms) / max(len(norms), 1), "optim/early_stops": self.state.early_stops,
-            "optim/skipped": self.state.skipped, "optim/stop_kl": stop_kl, "kl/beta": self.state.beta,
+            "optim/skipped": self.state.skipped, "optim/stop_kl": stop_kl, "kl/beta": used_beta,
         }  # fmt: skip
+
+    def _tell(self, what: str) -> None:
+        """Say something of the data on stderr, once, by rank 0."""
+        if what not in self.told and self.backend.rank == 0:
+            print(f"learner: {what}", file=sys.stderr, flush=True)
+        self.told.add(what)
 
     def _epochs(self, prep: step_loss.Prepared, packed: Packed) -> tuple[dict[str, torch.Tensor], int, list[float], float]:
         """All optimizer steps of a batch, until KL early stopping ends them."""
@@ -95,9 +111,9 @@ class LearnerCore:
                 current = self._forward(self.model, packed, range(len(packed.responses))) if first or step_loss.needs_current(prep) else None
                 step = step_loss.begin_step(prep, torch.tensor(samples, device=self.where), current)
                 prep.metrics |= step.metrics
-                stopped = step.lr_scale == 0 and done > 0
+                stopped = step.lr_scale == 0  # no step at all: one with a learning rate of 0 would still move Adam's moments
                 if first and current is not None and not stopped:
-                    stop_kl = self._stop_kl(prep, *step_loss.stop_statistic(prep, packed.part(samples), current[packed.part(samples)]))
+                    stop_kl = self._stop_kl(*step_loss.stop_statistic(prep, packed.part(samples), current[packed.part(samples)]))
                     stopped = self.config.stop.action == "skip" and stop_kl > self.config.stop.kl_max
                 sums: dict[str, torch.Tensor] = {}
                 if not stopped:
@@ -105,6 +121,8 @@ class LearnerCore:
                     over = self.config.stop.kl_max and self.config.stop.action == "skip" and stop_kl > self.config.stop.kl_max
                     stopped = bool(over) and done > 0
                 if stopped:
+                    if not total:
+                        total = self._untrained(prep, step, packed, samples)
                     self.state.early_stops += 1
                     self._zero_grad()
                     return total, done, norms, stop_kl
@@ -114,6 +132,14 @@ class LearnerCore:
                     norms.append(norm)
                     done += 1
         return total, done, norms, stop_kl
+
+    def _untrained(self, prep: step_loss.Prepared, step: step_loss.Step, packed: Packed, samples: Sequence[int]) -> dict[str, torch.Tensor]:
+        """The sums of a batch whose first step was stopped, so that its metrics say why; its gradient, if one was made, is dropped."""
+        if not self.backend.stops_first:
+            return self._gradient(prep, step, packed, samples)[0]
+        part = packed.part(samples)
+        with torch.no_grad():
+            return step_loss.micro_loss(prep, step, part, prep.start[part])[1]
 
     def _minibatches(self, packed: Packed, epoch: int) -> list[list[int]]:
         """Whole groups, dealt to the epoch's minibatches by a permutation that (seed, batch, epoch) fixes."""
@@ -143,22 +169,17 @@ class LearnerCore:
             loss, more = step_loss.micro_loss(prep, step, part, lp, entropy, values, self._step_kl(packed, micro, out.hidden) if self.full_kl else None)
             self.backend.backward(loss, last=at == rounds - 1)
             step_loss.add_sums(sums, more)
-            if self.config.stop.kl_max and prep.batch.anchor is not None:
+            if self.config.stop.kl_max:
                 a, b = step_loss.stop_statistic(prep, part, lp.detach())
                 stop = [stop[0] + a, stop[1] + b]
         if self.backend.ranks > 1:
             sums = self._summed(sums, prep)
             stop = [self.backend.total(x.clone()) for x in stop]
-        return sums, self._stop_kl(prep, stop[0], stop[1])
+        return sums, self._stop_kl(*stop)
 
-    def _stop_kl(self, prep: step_loss.Prepared, total: torch.Tensor, weight: torch.Tensor) -> float:
-        """The KL that early stopping looks at: against the behaviour policy, less what the batch arrived with."""
-        if not self.config.stop.kl_max:
-            return 0.0
-        now = total / weight.clamp(min=1)
-        if self.config.stop.against == "behavior" and prep.batch.anchor is not None:
-            now = now - ratios.masked_mean(kl.k3(ratios.log_ratio(prep.batch.behavior, prep.batch.anchor)), prep.valid)
-        return max(0.0, float(now))
+    def _stop_kl(self, total: torch.Tensor, weight: torch.Tensor) -> float:
+        """The KL that early stopping looks at, from the sums of `step_loss.stop_statistic`."""
+        return max(0.0, float(total / weight.clamp(min=1e-12))) if self.config.stop.kl_max else 0.0
 
     def _mine(self, packed: Packed, samples: Sequence[int]) -> tuple[list[list[int]], int]:
         """This rank's micro-batches of `samples`, and how many the busiest rank has."""
@@ -270,12 +291,13 @@ class LearnerCore:
         return shape * min(1.0, (n + 1) / (c.warmup_steps + 1))
 
     def _carry(self, packed: Packed, metrics: dict[str, float]) -> None:
-        """Running mean of the rewards, and the adaptive KL coefficient."""
-        mean, decay = float(packed.loss.rewards.mean()), self.config.advantage.ema_decay
+        """Running mean of the rewards as the advantage took them, and the adaptive KL coefficient."""
+        mean, decay = metrics["reward/used_mean"], self.config.advantage.ema_decay
         self.state.baseline = mean if self.state.number == 0 else decay * self.state.baseline + (1 - decay) * mean
         k = self.config.kl
-        if k.controller == "adaptive" and "kl/target_ref_k1" in metrics:
-            self.state.beta = kl.adaptive(self.state.beta, metrics["kl/target_ref_k1"], k.target, len(packed.groups), k.horizon)
+        if "kl/answer" in metrics:
+            controller = kl.Controller(self.state.beta, k.controller, k.target, k.horizon)
+            self.state.beta = controller.update(metrics["kl/answer"], len(packed.groups))
 
 
 def make_backend(config: Config, model: PolicyModel) -> TorchBackend:

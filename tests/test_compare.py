@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import pty
 import re
@@ -15,11 +16,12 @@ import pytest
 from conftest import ENV, ROOT, Ended
 
 from asyncrl import config_load
-from asyncrl.compare.comparison import Cell, analyse, data_apart
+from asyncrl.compare import page
+from asyncrl.compare.comparison import Cell, analyse, data_apart, reference_kl
 from buffer import trained
 
 SETS = ("learner.steps=5", "learner.groups=8", "learner.group_size=4", "evaluation.every=2", "evaluation.prompts=32", "evaluation.final_prompts=32",
-        "evaluation.ood_prompts=0")  # fmt: skip
+        "evaluation.ood_prompts=8", "evaluation.ood_every=3")  # fmt: skip
 
 
 def compare(model: Path, out: Path, *words: str, timeout: float = 300) -> Ended:
@@ -62,10 +64,12 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     assert found["arms"]["sync"]["target"] == pytest.approx(0.9 * found["arms"]["sync"]["heldout_end"]) and found["arms"]["sync"]["reached"] == 2
     assert all(f"accuracy {found['arms']['sync']['target']:.3f}" in t for t in found["trade"])
     assert found["arms"]["sync"]["lag"] == 0 and found["arms"]["late"]["lag_max"] == 2
+    assert ("twin", "ood_end") in words and all(0 <= x <= 1 for a in found["arms"].values() for x in (a["ood_start"], a["ood_end"], *a["ood_each"]))
     assert "found with 80 % power" in done.err
     assert len(re.findall(r"^(sync|twin|late)-seed[01]: accuracy [\d.]+ in \d+ s \([1-6] of 6", done.err, re.M)) == 6, done.err
-    page = (out / "report.html").read_text()
-    assert "late against sync" in page or "late is" in page
+    html = (out / "report.html").read_text()
+    assert ("late against sync" in html or "late is" in html) and "<th>OOD end</th>" in html and "<th>KL to ref</th>" in html
+    assert "Accuracy on out-of-distribution prompts" in html and "KL from target to reference" in html
     assert json.loads((out / "comparison.json").read_text()) == found and any((out / "tensorboard").rglob("events*"))
 
     # Interrupted: what is finished is not made again.
@@ -86,6 +90,7 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     real = compare(sort_model, tmp_path / "real", *arms[:2], *arms[4:6], "--seeds", "1", "--real", "--jobs", "2", "--json").json
     assert not any(a["warm"] for a in real["arms"].values())
     assert real["arms"]["sync"]["weights_digests"] == found["arms"]["sync"]["weights_digests"][:1]
+    assert real["arms"]["sync"]["ood_each"] == found["arms"]["sync"]["ood_each"][:1] and real["arms"]["sync"]["ood_start"] == found["arms"]["sync"]["ood_start"]
     assert real["arms"]["sync"]["each"] == found["arms"]["sync"]["each"][:1] and real["arms"]["late"]["lag_max"] == 2
     assert real["same_data"]["late"] == [True]
     warm, apart = (
@@ -122,6 +127,29 @@ def test_the_time_to_an_accuracy() -> None:
     assert found["arms"]["fast"]["steps_to_target"] == 2 and found["arms"]["fast"]["seconds_to_target"] == 20
     assert found["trade"][0].endswith("accuracy 0.720 at batch 2 (a 4), after 20 s (30)")
     assert found["trade"][1].endswith("accuracy 0.720 was never reached")
+
+
+def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_every_arm() -> None:
+    """Means over the runs that have them; KL over the last 20 batches; a verdict only when every run has its end."""
+    config = config_load.load("configs/demo.toml", ["evaluation.ood_prompts=50"])
+    base, arm, gone = cell("base"), cell("arm"), cell("arm")
+    base.ood, arm.ood = {0.0: 0.2, 2.0: 0.3, 4.0: 0.1}, {0.0: 0.2, 4.0: 0.4}
+    base.rows = [{"step": n, "t": 0.0} | ({"kl/target_ref_k3": float(n)} if n % 2 else {}) for n in range(29)]  # 28 is the last
+    found = analyse([base, arm], {"base": config, "arm": config})
+    a, b = found["arms"]["arm"], found["arms"]["base"]
+    assert (b["ood_start"], b["ood_end"], a["ood_end"], b["ood_each"]) == (0.2, 0.1, 0.4, [0.1])
+    assert b["kl_ref"] == (9 + 27) / 2 and math.isnan(a["kl_ref"])
+    assert reference_kl(base.rows[:8]) == (1 + 3 + 5 + 7) / 4 and reference_kl([*base.rows[:4], *[{"step": 5}] * 20]) == 3
+    (far,) = [v for v in found["verdicts"] if v["metric"] == "ood_end"]
+    assert far["difference"] == pytest.approx(0.3) and "out-of-distribution accuracy +0.300" in far["text"] and math.isfinite(far["interval_other_prompts"][0])
+    row = dict(zip(page.HEAD, page.rows(found)[1], strict=True))
+    assert (row["OOD start"], row["OOD end"], row["KL to ref"]) == ("0.200", "0.400", "-")
+    assert dict(zip(page.HEAD, page.rows(found)[0], strict=True))["KL to ref"] == "18"
+    other = cell("base")
+    other.seed, other.ood, gone.seed, gone.ood = 1, {0.0: 0.2, 4.0: 0.3}, 1, {0.0: 0.4, 2.0: 0.9}  # the last has no end
+    short = analyse([base, other, arm, gone], {"base": config, "arm": config})
+    assert short["arms"]["arm"]["ood_end"] == 0.4 and short["arms"]["arm"]["ood_start"] == pytest.approx(0.3)
+    assert not [v for v in short["verdicts"] if v["metric"] == "ood_end"]
 
 
 @pytest.mark.parametrize(

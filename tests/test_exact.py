@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -86,6 +87,19 @@ def test_a_whole_run_at_lag_0_has_a_mismatch_of_exactly_0(tmp_path: Path) -> Non
         assert ("agree bitwise in the self-test" in done.err) == (name == "true")
     assert found["true"] == [0.0] * 5
     assert max(found["false"]) > 0, "the plain engine agrees too, so that this test means nothing here"
+
+
+def test_a_stale_run_has_a_mismatch_of_exactly_0_at_every_lag(asyncrl: Callable[..., Ended]) -> None:
+    """Answers of the version before last: what lies between them and the learner's start is staleness, to the last bit."""
+    done = asyncrl("run", "learner.steps=5", "learner.groups=8", "learner.lr=0.001", "staleness.inject=2", "weights.in_flight='recompute_kv'",
+                   "evaluation.every=0", "evaluation.final_prompts=8", "record.split_every=1", "exact=true", "name='stale'")  # fmt: skip
+    assert done.code == 0, done.err[-3000:]
+    rows = [json.loads(x) for x in (Path(done.json["run_dir"]) / "metrics.jsonl").read_text().splitlines()]
+    split = [r for r in rows if "split/mismatch" in r]
+    assert len(split) == 5 and all(r["mismatch/max_one_version"] == 0 and r["split/mismatch_k3"] == 0 for r in split)
+    assert [r["lag/mean"] for r in split] == [0, 1, 2, 2, 2] and all(r["split/coverage"] == 1 for r in split)
+    assert all(r["split/staleness_k3"] > 1e-6 and r["by_lag/mismatch_2"] == 0 for r in split[2:])
+    assert done.json["mismatch_k3_max"] == 0
 
 
 @pytest.mark.parametrize(("words", "says"), [

@@ -121,7 +121,7 @@ def test_group_commit_makes_nothing_durable_before_the_disk_has_it(tmp_path: Pat
 
 
 def evaluations() -> Evaluations:
-    return Evaluations(2, 2, 3, 1, 0.7, lambda split, i: Prompt(i, split))
+    return Evaluations(2, 2, 3, 1, 0.7, lambda split, i: Prompt(i, split), ood_every=5)
 
 
 def state(store: Store) -> Snapshot:
@@ -179,7 +179,7 @@ def test_evaluations_out_and_queued_survive(tmp_path: Path) -> None:
     judged(store, a, 1.0)
     store.settle()
     again = recorded(tmp_path)
-    assert state(again) == state(store) and again.evaluations.labels() == [(1, 0)]
+    assert state(again) == state(store) and again.evaluations.labels() == [(1, 0), (1, 0)] and again.evaluations.ood_every == 5
     judged(again, b, 1.0)
     (c, *_) = again.grant("g", 1, 1, 0.0)
     judged(again, c, 0.5)

@@ -262,7 +262,6 @@ def test_the_host_waits_once_a_step_however_many_micro_batches(model_dir: Path, 
 
 # ---- what is measured is the learner's start, whatever the loss divides by -------------------------------------------
 
-MEASURED = ("kl/behavior_start_k1", "kl/behavior_start_k3", "is/ess", "is/chi2", "is/ratio_max", "perplexity/start")
 ANCHORS: list[dict[str, Any]] = [
     {"correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}},
     {"correction": {"proximal": "interpolate", "preset": "tis"}},

@@ -6,12 +6,14 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from asyncrl import config_load, metrics, recording
 from asyncrl.cli import main
+from asyncrl.experiments import offline_eval
 from asyncrl.experiments import replay as replaying
 from asyncrl.models import load_policy, weights_digest
 from asyncrl.recording import Life, Log, Step
@@ -64,6 +66,19 @@ def test_nothing_changed_gives_the_same_bits(recorded: dict[str, Any], capsys: p
         assert {k: row[k] for k in row if k != "t"} == {k: was[n][k] for k in row if k != "t"}
     assert [r["step"] for r in metrics.read(Path(found["replay_dir"])) if "eval/heldout" in r] == [0, 3, 6]
     assert 0 < found["replayed"]["heldout_end"] == pytest.approx(found["recorded"]["heldout_end"], abs=0.2)  # five answers each; the batches differ
+
+
+def test_evaluations_are_those_of_a_run(small_model: Path) -> None:
+    """Both splits at both ends, in full; along the way each at versions of its own, the out-of-distribution one with the smaller number."""
+    sets = [f"evaluation.{k}" for k in ("every=2", "ood_every=3", "prompts=4", "final_prompts=9", "ood_prompts=6")]
+    e = object.__new__(offline_eval.Evaluator)
+    e.config = config_load.load("configs/demo.toml", sets)
+    e.engine = SimpleNamespace(load=lambda *_: None)  # type: ignore[assignment]
+    e.split = lambda split, n: {split: float(n)}  # type: ignore[method-assign]
+    model = load_policy(small_model)
+    assert [e.at(model, n, last=n == 7) for n in range(8)] == [
+        {"heldout": 9, "ood": 6}, {}, {"heldout": 4}, {"ood": 4}, {"heldout": 4}, {}, {"heldout": 4, "ood": 4}, {"heldout": 9, "ood": 6},
+    ]  # fmt: skip
 
 
 def test_a_change_is_shown_on_the_same_data(recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from asyncrl.errors import AsyncrlError, ProtocolError
-from asyncrl.messages import LearnerHello, Prompt, Sampling, Span, Ticket, Trajectory, WeightsSource
+from asyncrl.errors import AsyncrlError, BadMessage
+from asyncrl.messages import EVAL_BASE, LearnerHello, Prompt, Sampling, Span, Ticket, Trajectory, WeightsSource
 from asyncrl.versions import Label
-from buffer.evaluation import EVAL_BASE, Evaluations
+from buffer.evaluation import Evaluations
 from buffer.groups import Settings
 from buffer.ledger import tokens_of
 from buffer.store import Store
@@ -131,15 +131,18 @@ def test_a_leased_batch_comes_again_the_same_and_late_asks_are_ignored() -> None
     assert store.ask(1, 2) == ([], "batch 1 to be composed")
     train(store, 0)
     assert store.ask(1, 0) == ([], "late copy")
-    assert store.commit(0, Label(1, 1), "d1") is False and store.commit(2, Label(1, 3), "d3") is None
+    assert store.commit(0, Label(1, 1), "d1") is False
+    store.ask(1, 1)
+    write(store, store.grant("g", 1, 9, 0.0)[0])
+    assert store.ask(1, 2)[0] and store.commit(2, Label(1, 3), "d3") is None  # the commit before it is on its way
 
 
-def test_unknown_weights_stop_the_run_with_both_names() -> None:
+def test_unknown_weights_are_refused_with_both_names() -> None:
     store = make()
     (t, *_) = store.grant("g", 1, 9, 0.0)
-    with pytest.raises(ProtocolError, match=r"weights 1\.7 .*up to 1\.0"):
+    with pytest.raises(BadMessage, match=r"weights 1\.7 .*up to 1\.0"):
         store.deliver(sample(t, 0, (Label(1, 7), 3)), 0.0)
-    with pytest.raises(ProtocolError, match="digest other at the generator and d0 at the learner"):
+    with pytest.raises(BadMessage, match="digest other at the generator and d0 at the learner"):
         store.deliver(sample(t, digest="other"), 0.0)
 
 
@@ -429,10 +432,27 @@ def test_evaluations_start_with_the_run_every_n_versions_and_at_its_end() -> Non
                 assert judged(store, t, float(t.prompt.id)) == "evaluated"
         if n < 3:
             train(store, n)
-    assert {n: sorted(x) for n, x in seen.items()} == {0: ["heldout"] * 3, 2: ["heldout"] * 2, 3: ["heldout"] * 3 + ["ood"]}
+    assert {n: sorted(x) for n, x in seen.items()} == {0: ["heldout"] * 3 + ["ood"], 2: ["heldout"] * 2, 3: ["heldout"] * 3 + ["ood"]}
     assert store.evaluations.results["heldout", 0] == {"eval/heldout": 1.0, "eval/heldout_n": 3, "eval/heldout_length": 4.0}
     assert store.evaluations.results["ood", 3]["eval/ood_n"] == 1 and not store.evaluations.pending
     assert store.ledger()["trained"]["tokens"] == 12 == total(store)  # evaluation has no line in the training ledger
+
+
+def started(evaluations: Evaluations, number: int, steps: int) -> dict[str, int]:
+    """Split -> prompts of the rounds that a version begins."""
+    evaluations.rounds = []
+    evaluations.committed(Label(1, number), steps)
+    return {r.split: r.size for r in evaluations.rounds}
+
+
+def test_out_of_distribution_prompts_have_versions_of_their_own() -> None:
+    e = Evaluations(4, 2, 5, 3, 1.0, lambda split, i: Prompt(i, split), ood_every=3)
+    assert [started(e, n, 7) for n in range(8)] == [
+        {"heldout": 5, "ood": 3}, {}, {}, {"ood": 2}, {"heldout": 2}, {}, {"ood": 2}, {"heldout": 5, "ood": 3},
+    ]  # fmt: skip
+    few = Evaluations(4, 9, 9, 3, 1.0, lambda split, i: Prompt(i, split), ood_every=4)
+    assert started(few, 4, 7) == {"heldout": 9, "ood": 3}, "never more than there are"
+    assert started(Evaluations(1, 2, 5, 0, 1.0, lambda split, i: Prompt(i, split), ood_every=1), 1, 7) == {"heldout": 2}
 
 
 def test_lost_and_failed_evaluation_tickets_go_out_again() -> None:

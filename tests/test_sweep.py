@@ -12,7 +12,7 @@ import pytest
 from conftest import ENV, ROOT, Ended
 
 from asyncrl import config_load
-from asyncrl.compare import frontier, pool, runner, sweep
+from asyncrl.compare import frontier, pool, runner, sweep, sweep_page
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.models import build_model
 
@@ -36,7 +36,7 @@ def call(model: Path, out: Path, *words: str) -> Ended:
 
 def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "s"
-    words = ("--inject", "--limits", "0,2", "--correction", "configured", "--correction", "other:loss.entropy=0.2",
+    words = ("--set", "evaluation.ood_prompts=4", "--inject", "--limits", "0,2", "--correction", "configured", "--correction", "other:loss.entropy=0.2",
              "--seeds", "2", "--json")  # fmt: skip
     done = call(model, out, *words)
     assert done.code == 0, done.err[-3000:]
@@ -47,6 +47,7 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
     assert [cells[n, "2"]["lag_max"] for n in ("configured", "other")] == [2, 2] and cells["other", "0"]["lag_max"] == 0
     assert cells["other", "2"]["digests"] != cells["configured", "2"]["digests"]
     assert len({tuple(c["trained_ids"]) for c in cells.values()}) == 1, "every cell trains the same samples in the same order"
+    assert [c["ood_each"] for c in cells.values()] == [[0.0, 0.0]] * 4 and found["sync"]["ood_end"] == found["sync"]["ood_start"] == 0
     assert found["speed"]["2"] >= found["speed"]["0"] == 1
     # An untrained model scores 0 everywhere: no interval can exclude zero, so the largest limit it is.
     assert found["suggestion"]["limit"] == "2" and found["suggestion"]["set"].startswith("--set staleness.max_lag=2")
@@ -63,7 +64,8 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
     assert json.loads(gone.read_text())["weights_digest"] == before
 
     with pytest.raises(ConfigError, match=r"learner.lr: 0.0003, now 0.001.*choose another directory by --out"):
-        what = sweep.plan("configs/demo.toml", [*SMALL, f"model.path={str(model)!r}", "learner.lr=1e-3"], [("configured", [])], [0.0, 2.0], injected=True)
+        sets = [*SMALL, f"model.path={str(model)!r}", "learner.lr=1e-3", "evaluation.ood_prompts=4"]
+        what = sweep.plan("configs/demo.toml", sets, [("configured", [])], [0.0, 2.0], injected=True)
         sweep.Sweep(out, what, 2, print)
 
 
@@ -122,6 +124,25 @@ def cell(correction: str, limit: str, low: float, high: float, *, ess: float = 0
     d = {"mean": (low + high) / 2, "interval": [low, high], "detectable": 0.02}
     return {"correction": correction, "limit": limit, "difference": d, "ess": ess, "unstable": unstable, "seeds": 3, "trouble": ["collapse"],
             "final": final, "speed": {"1": 1.5, "2": 1.9, "4": 1.91, "8": 1.91}[limit]}  # fmt: skip
+
+
+def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_a_cell() -> None:
+    """The end counts only where the run came to it; KL is the mean over the last 20 batches."""
+
+    def record(ood: list[list[float]], kls: list[float]) -> dict[str, Any]:
+        curve = [{"version": n + 1, "t": 0.0} | {"kl/target_ref_k3": k} for n, k in enumerate(kls)]
+        return {"curve": curve, "accuracy": [[0.0, 4.0], [0.5, 0.6]], "lag_histogram": {"0": 1}, "steps": 4, "abandoned": "", "ledger_lines": {},
+                "weights_digest": "", "trained_ids": "", "ood": ood}  # fmt: skip
+
+    given_up, old = record([[0.0, 2.0], [0.5, 0.9]], []), record([], [])
+    del old["ood"]
+    found = frontier._cell([record([[0.0, 4.0], [0.3, 0.2]], [9.0, 1.0, 2.0] + [3.0] * 18), given_up, old], 4)
+    assert found["ood_start"] == pytest.approx(0.4) and found["ood_end"] == found["ood_each"][0] == 0.2
+    assert found["kl_ref"] == pytest.approx((1 + 2 + 3 * 18) / 20)
+    against = {"difference": {"mean": 0.0, "interval": [0, 0], "p": 1.0}, "speed": 1.0}
+    (row,) = sweep_page.rows({"cells": [cell("ppo", "1", 0, 0) | found | against]})
+    shown = dict(zip(sweep_page.HEAD, row, strict=True))
+    assert (shown["OOD end"], shown["KL to ref"]) == ("0.200", "2.85")
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from asyncrl.algorithms.ratios import Rows, discounted_suffix, seq_sum
+from asyncrl.algorithms.ratios import Rows, discounted_suffix, seq_max, seq_sum
 from asyncrl.errors import ConfigError
 
 NAMES = ("reinforce", "rloo", "grpo", "dr_grpo", "reinforce_pp", "opo", "gpg", "remax", "gae")
+PER_TOKEN = ("reinforce_pp", "gae", "grpo")  # those that take rewards per token, where the reward function gives them
 TOKEN_LEVEL = ("reinforce_pp", "gae")  # a KL term in the reward is charged token by token; elsewhere to the whole answer
+EQUAL = 1e-6  # numbers that differ by less than this share of the larger one are equal: what rounding to float32 leaves of equal rewards
 
 
 def _sum(x: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -29,8 +31,25 @@ def group_mean(x: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 
 
 def no_spread(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Bool [B]: samples of groups whose rewards are all equal, which teach nothing."""
-    return group_mean((rewards - group_mean(rewards, groups)).abs(), groups) < 1e-9
+    """Bool [B]: samples of groups whose rewards are all equal (to EQUAL of the largest), which teach nothing."""
+    every, n = torch.ones_like(groups, dtype=torch.bool), int(groups.max()) + 1
+    most, least = seq_max(rewards, every, groups, n), -seq_max(-rewards, every, groups, n)
+    return (most - least <= EQUAL * torch.maximum(most.abs(), least.abs()))[groups]
+
+
+def centred(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """r_i minus its group's mean; exactly 0 where the group's rewards are equal.
+
+    The mean of equal rewards is often not the reward itself in floating point (0.7 three times): what is left of it would be blown
+    up to full size by a standard deviation as small, or by Adam, whatever the advantage.
+    """
+    return torch.where(no_spread(rewards, groups), 0.0, rewards - group_mean(rewards, groups))
+
+
+def _less(rewards: torch.Tensor, baseline: torch.Tensor) -> torch.Tensor:
+    """r - b, exactly 0 where the two are equal (to EQUAL of the larger)."""
+    size = torch.maximum(rewards.abs(), baseline.abs())
+    return torch.where((rewards - baseline).abs() <= EQUAL * size, 0.0, rewards - baseline)
 
 
 def rloo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -38,38 +57,42 @@ def rloo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     n = _counts(groups)
     if int(n.min()) < 2:
         raise ConfigError("advantage.name = rloo needs at least two samples of each prompt: raise learner.group_size")
-    return (rewards - group_mean(rewards, groups)) * n / (n - 1)
+    return centred(rewards, groups) * n / (n - 1)
 
 
 def grpo(rewards: torch.Tensor, groups: torch.Tensor, *, ddof: int = 1, eps: float = 1e-4) -> torch.Tensor:
-    """(r_i - mean) / (std + eps) (DeepSeekMath, arXiv 2402.03300).  Raises ConfigError for ddof = 1 and a group of one."""
+    """(r_i - mean) / (std + eps) (DeepSeekMath, arXiv 2402.03300); 0 where the group's rewards are equal, with eps = 0 too.
+
+    Raises ConfigError for ddof = 1 and a group of one.
+    """
     n = _counts(groups)
     if int(n.min()) <= ddof:
         raise ConfigError(f"advantage.name = grpo with ddof = {ddof} needs more than {ddof} samples of each prompt: raise learner.group_size")
-    centred = rewards - group_mean(rewards, groups)
-    var = group_mean(centred.square(), groups) * n / (n - ddof)
-    return centred / (var.sqrt() + eps)
+    apart = centred(rewards, groups)
+    var = group_mean(apart.square(), groups) * n / (n - ddof)
+    return torch.where(apart == 0, 0.0, apart / (var.sqrt() + eps))
 
 
 def dr_grpo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """r_i - mean, no division (Liu et al. 2025, arXiv 2503.20783)."""
-    return rewards - group_mean(rewards, groups)
+    return centred(rewards, groups)
 
 
 def reinforce(rewards: torch.Tensor, baseline: float) -> torch.Tensor:
     """r - b (Williams 1992)."""
-    return rewards - baseline
+    return _less(rewards, torch.full_like(rewards, baseline))
 
 
 def opo(rewards: torch.Tensor, groups: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
     """r_i minus the length-weighted mean of the group's rewards; lengths [B] in tokens (Hao et al. 2025, arXiv 2505.23585)."""
     t = lengths.to(rewards.dtype)
-    return rewards - _sum(t * rewards, groups) / _sum(t, groups).clamp(min=1)
+    apart = rewards - _sum(t * rewards, groups) / _sum(t, groups).clamp(min=1)
+    return torch.where(no_spread(rewards, groups), 0.0, apart)
 
 
 def remax(rewards: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
     """r_i minus the reward [B] of a greedy answer to the same prompt (Li et al. 2023, arXiv 2310.10505)."""
-    return rewards - greedy
+    return _less(rewards, greedy)
 
 
 def gpg(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -147,26 +170,69 @@ def k_step(token_rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
     return out
 
 
-def process_grpo(token_rewards: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, groups: torch.Tensor, *, ddof: int = 1,
+def process_grpo(token_rewards: torch.Tensor, step: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, groups: torch.Tensor, *, ddof: int = 1,
                  eps: float = 1e-4) -> torch.Tensor:  # fmt: skip
     """The process-supervised form of grpo (DeepSeekMath, section 4.1.3): [N].
 
-    Steps are the tokens whose reward is not 0; each is normalised by mean and std over all steps of its group, and a token's
-    advantage is the sum of the normalised rewards from it on.
+    step bool [N]: the tokens that end a step (a reward of 0 is a step's reward too; see `steps`).  Each is normalised by mean and std
+    over all steps of its group, and a token's advantage is the sum of the normalised rewards from it on.  With one step an answer, on
+    its last token, this is `grpo`.
     """
-    step = mask & (token_rewards != 0)
-    group, many = groups[seq], int(groups.max()) + 1
-    one, r = step.to(token_rewards.dtype), torch.where(step, token_rewards, 0.0)
-    count = seq_sum(one, group, many).clamp(min=1)
-    mean = seq_sum(r, group, many) / count
-    centred = torch.where(step, token_rewards - mean[group], 0.0)
-    std = (seq_sum(centred.square(), group, many) / (count - ddof).clamp(min=1)).sqrt()
-    return _skipping(centred / (std[group] + eps), mask, seq, 1.0)
+    step = step & mask
+    out = torch.zeros_like(token_rewards)
+    if bool(step.any()):
+        group = groups[seq][step]
+        r, n = token_rewards[step], _counts(group)
+        apart = centred(r, group)
+        std = (_sum(apart.square(), group) / (n - ddof).clamp(min=1)).sqrt()
+        out[step] = torch.where(apart == 0, 0.0, apart / (std + eps))
+    return _skipping(out, mask, seq, 1.0)
 
 
-def whiten(x: torch.Tensor, eps: float = 1e-8) -> torch.Tensor:
-    """Mean 0, standard deviation 1 over the batch (ddof 1); a single value becomes 0."""
-    return (x - x.mean()) / (x.std() + eps) if len(x) > 1 else torch.zeros_like(x)
+def steps(token_rewards: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
+    """Bool [N]: where a step of process supervision ends, if nobody says it: tokens whose reward is not 0, and each answer's last."""
+    last = on_last_token(torch.ones(n, dtype=token_rewards.dtype, device=seq.device), mask, seq) > 0
+    return mask & ((token_rewards != 0) | last)
+
+
+def _moved(x: torch.Tensor, at: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+    """x [N] added up at the places `at` int64 [N]; what would leave its own answer, or the batch (-1 or N), is dropped."""
+    padded = torch.cat([seq, seq.new_full((1,), -1)])
+    return torch.zeros_like(x).index_add_(0, at.clamp(0, max(len(seq) - 1, 0)), torch.where(padded[at] == seq, x, 0.0))
+
+
+def on_trained(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+    """x [N] of tokens outside the mask counts for the last token of the mask before them, which led there: [N].
+
+    What an answer gets before its first token of the mask is owed to none of them and dropped.
+    """
+    place = torch.arange(len(seq), device=seq.device)
+    return _moved(x, torch.where(mask, place, -1).cummax(0).values, seq)
+
+
+def by_step(x: torch.Tensor, step: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+    """x [N] summed over each step, on the token that ends it (step bool [N]); what follows an answer's last step is that one's: [N]."""
+    place, n = torch.arange(len(seq), device=seq.device), len(seq)
+    ends = torch.where(step, place, n).flip(0).cummin(0).values.flip(0)  # the next end, at or after each token
+    before = torch.where(step, place, -1).cummax(0).values  # the last end, at or before it
+    inside = torch.cat([seq, seq.new_full((1,), -1)])[ends] == seq
+    return _moved(x, torch.where(inside, ends, before), seq)
+
+
+def whiten(x: torch.Tensor, eps: float = 1e-8, over: torch.Tensor | None = None) -> torch.Tensor:
+    """Mean 0, standard deviation 1 over the batch (ddof 1); a single value, and values that are all equal, become 0.
+
+    over: the values whose mean and deviation are taken, when they are not x itself.
+    """
+    over = x if over is None else over
+    if len(over) < 2:
+        return torch.zeros_like(x)
+    return torch.where(_flat(over), 0.0, (x - over.mean()) / (over.std() + eps))
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """Bool scalar: are all values equal, to EQUAL of the largest?"""
+    return x.amax() - x.amin() <= EQUAL * x.abs().amax()
 
 
 def masked_whiten(x: torch.Tensor, mask: torch.Tensor, eps: float = 1e-8) -> torch.Tensor:
@@ -176,9 +242,10 @@ def masked_whiten(x: torch.Tensor, mask: torch.Tensor, eps: float = 1e-8) -> tor
     return out
 
 
-def to_unit(x: torch.Tensor) -> torch.Tensor:
-    """Rewards scaled to [0, 1] over the batch; all equal: 0."""
-    return (x - x.min()) / (x.max() - x.min()).clamp(min=1e-12) if len(x) else x
+def to_unit(x: torch.Tensor, over: torch.Tensor | None = None) -> torch.Tensor:
+    """Rewards scaled to [0, 1] over the batch; all equal: 0.  over: the values that become 0 to 1, when they are not x itself."""
+    over = x if over is None else over
+    return torch.where(_flat(over), 0.0, (x - over.min()) / (over.max() - over.min())) if len(over) else x
 
 
 def overlong_penalty(lengths: torch.Tensor, limit: int, ramp: int) -> torch.Tensor:

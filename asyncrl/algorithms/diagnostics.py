@@ -69,6 +69,7 @@ def sums(v: View) -> dict[str, torch.Tensor]:
     bins = torch.bucketize(a.abs().double(), EDGES.to(a.device, torch.float64))
     out = {
         "tokens": table @ inside, "samples": _samples(v), "max/ratio": torch.where(known, rho, 0.0).amax().double() if len(a) else a.sum().double(),
+        "max/at_lag_0": torch.where(known & (v.lag == 0), a.abs(), 0.0).amax().double() if len(a) else a.sum().double(),
         "ratios": torch.zeros(len(EDGES) + 1, dtype=torch.float64, device=a.device).index_add_(0, bins, known.double()),
     }  # fmt: skip
     return out
@@ -131,7 +132,7 @@ def metrics(total: dict[str, torch.Tensor]) -> dict[str, float]:
         quantiles = {f"is/log_ratio_{name}": _quantile(host["ratios"], q) for name, q in (("p50", 0.5), ("p99", 0.99))}
         out |= {"is/ratio_max": host["max/ratio"][0]} | quantiles
     if table["known"][1] > 0:
-        out["mismatch/k3_at_lag_0"] = table["bs_k3"][1] / table["known"][1]
+        out |= {"mismatch/k3_at_lag_0": table["bs_k3"][1] / table["known"][1], "mismatch/max_at_lag_0": host["max/at_lag_0"][0]}
     for i, bucket in enumerate(BUCKET_NAMES, 1):
         if table["n"][i] > 0:
             out |= _of_bucket({name: row[i] for name, row in table.items()}, bucket)

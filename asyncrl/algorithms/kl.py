@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.algorithms.ratios import CLAMP, discounted_suffix, running_sum, unknown
+from asyncrl.algorithms.ratios import CLAMP, difference, discounted_suffix, log_ratio, running_sum, unknown
 
 OFF_POLICY = ("none", "ratio", "prefix", "prefix_full")
 
@@ -28,12 +28,13 @@ def k2(x: torch.Tensor) -> torch.Tensor:
 
 
 def k3(x: torch.Tensor) -> torch.Tensor:
-    """exp(-x) - 1 + x: its gradient in the loss is that of the token-level forward KL."""
+    """exp(-x) - 1 + x: its gradient in the loss is that of the token-level forward KL.  Below -20, where exp would overflow, constant."""
+    x = x.clamp(min=-CLAMP)
     return torch.expm1(-x) + x
 
 
 def low_var_kl(x: torch.Tensor) -> torch.Tensor:
-    """k3 clamped to [-10, 10]."""
+    """k3 clamped to [-10, 10]: no gradient beyond."""
     return k3(x).clamp(-10, 10)
 
 
@@ -49,7 +50,8 @@ def estimate(name: str, x: torch.Tensor) -> torch.Tensor:
 
 
 def forward_k3(x: torch.Tensor) -> torch.Tensor:
-    """Estimate of the forward KL(ref || theta) from samples of theta: r log r - (r - 1) with r = exp(-x); never negative."""
+    """Estimate of the forward KL(ref || theta) from samples of theta: r log r - (r - 1) with r = exp(-x), x from -20; never negative."""
+    x = x.clamp(min=-CLAMP)
     return -x * torch.exp(-x) - torch.expm1(-x)
 
 
@@ -58,17 +60,17 @@ def ratio(name: str, x: torch.Tensor, lp: torch.Tensor, behavior: torch.Tensor) 
 
     Right on the behaviour policy's states only: the states' own distribution is not corrected.
     """
-    return (lp - behavior).clamp(-CLAMP, CLAMP).exp() * estimate(name, x)
+    return log_ratio(lp, behavior).exp() * estimate(name, x)
 
 
 def _straight_through(coefficient: torch.Tensor, lp: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Value `value`, gradient coefficient * grad lp."""
-    return coefficient.detach() * (lp - lp.detach()) + value.detach()
+    return coefficient.detach() * difference(lp, lp.detach()) + value.detach()
 
 
 def prefix_weights(lp: torch.Tensor, behavior: torch.Tensor, seq: torch.Tensor, truncate: float = torch.inf) -> torch.Tensor:
-    """W_{1:t} = prod_{u<=t} pi_theta / mu [N], detached; min(W, truncate)."""
-    log_w = (lp.detach() - behavior).clamp(-CLAMP, CLAMP)
+    """W_{1:t} = prod_{u<=t} pi_theta / mu [N], detached; min(W, truncate).  The running sum is clamped, not each of its tokens."""
+    log_w = difference(lp.detach(), behavior)
     return running_sum(log_w, seq).clamp(-CLAMP, CLAMP).exp().clamp(max=truncate)
 
 
@@ -80,7 +82,7 @@ def prefix(lp: torch.Tensor, ref: torch.Tensor, behavior: torch.Tensor, seq: tor
     Its gradient is sum_t grad lp_t [W_{1:t} k1_t + sum_{k>t} discount^(k-t) W_{1:k} k3_k], written here as a straight-through;
     (discount, truncate) = (1, inf) is exact, discount 0 the token level.  Compare Tang and Munos 2025, arXiv 2506.09477.
     """
-    x = (lp.detach() - ref).clamp(-CLAMP, CLAMP)
+    x = difference(lp.detach(), ref)
     w = prefix_weights(lp, behavior, seq, truncate)
     value = w * k3(x)
     later = discounted_suffix(value, seq, discount) - value
@@ -91,7 +93,7 @@ def prefix_full(step_kl: torch.Tensor, lp: torch.Tensor, behavior: torch.Tensor,
                 truncate: float = torch.inf) -> torch.Tensor:  # fmt: skip
     """Per token [N], summing to L = sum_k W_{1:k-1} KL_k; step_kl [N]: the exact KL(theta || ref) over the vocabulary at each state,
     with gradient.  Exact like `prefix` with less variance (Tang and Munos 2025, arXiv 2506.09477)."""
-    log_w = (lp.detach() - behavior).clamp(-CLAMP, CLAMP)
+    log_w = difference(lp.detach(), behavior)
     w = (running_sum(log_w, seq) - log_w).clamp(-CLAMP, CLAMP).exp().clamp(max=truncate)
     value = w * step_kl.detach()
     later = discounted_suffix(value, seq, discount) - value
@@ -107,7 +109,7 @@ def term(lp: torch.Tensor, ref: torch.Tensor, behavior: torch.Tensor, seq: torch
         if step_kl is None:
             raise unknown("kl.off_policy", "prefix_full (needs the exact KL of each step over the vocabulary)", OFF_POLICY[:-1])
         return prefix_full(step_kl, lp, behavior, seq, discount=discount, truncate=truncate)
-    x = (lp - ref).clamp(-CLAMP, CLAMP)
+    x = difference(lp, ref)  # what exponentiates it clamps it; k1, k2 and abs pull however far the policy has gone
     if off_policy == "ratio":
         return ratio(estimator, x, lp, behavior)
     if off_policy != "none":
@@ -122,7 +124,7 @@ def adaptive(beta: float, kl: float, target: float, samples: int, horizon: int) 
 
 @dataclass
 class Controller:
-    """beta over a run: `fixed`, or `adaptive` towards kl = target.  horizon in samples."""
+    """beta over a run: `fixed`, or `adaptive` towards kl = target, both in nats an answer (as published).  horizon in samples."""
 
     beta: float
     kind: str = "fixed"

@@ -5,6 +5,7 @@ from __future__ import annotations
 METRIC_NAMES: dict[str, tuple[str, str]] = {
     "reward/min": ("reward", "smallest reward of the batch"),
     "reward/max": ("reward", "largest reward of the batch"),
+    "reward/used_mean": ("reward", "mean reward as the advantage takes it, after truncation, scaling and KL: what baseline = ema follows"),
     "reward/greedy": ("reward", "mean reward of the groups' greedy answers, remax's baseline; they are in no other metric of the loss"),
     "adv/mean": ("-", "mean advantage over valid tokens"),
     "adv/abs_max": ("-", "largest |advantage| of a valid token"),
@@ -29,6 +30,7 @@ METRIC_NAMES: dict[str, tuple[str, str]] = {
     "kl/start_target_k1": ("nats/token", "k1 estimate of KL(start || target): the mean of log pi_start - log pi_theta over the batch's updates"),
     "kl/behavior_target_k1": ("nats/token", "k1 estimate of KL(behaviour || target)"),
     "kl/ref_target": ("nats/token", "forward KL(reference || target) on the samples: mean of r log r - r + 1, r = reference/target"),
+    "kl/answer": ("nats/answer", "with KL in the reward: k1 estimate of KL(start || reference) over whole answers, which kl.controller = adaptive steers"),
     "kl/gradient_share": ("-", "norm of the KL term's gradient over the policy term's, both with respect to the logprobs (in the reward: of the advantages)"),
     "clip/low": ("share", "tokens cut at the lower bound"),
     "clip/high": ("share", "tokens cut at the upper bound"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,9 @@ class LossBatch:
     """seq, token_lag int64 [N]; behavior fp32 [N]; mask bool [N]; rewards fp32 [B]; groups int64 [B]; truncated bool [B].
 
     Optional: start, anchor, reference, token_rewards, values [N]; bootstrap [B]: V after the last token of a truncated answer;
-    greedy [B]: reward of a greedy answer to the same prompt.  All logprobs at the sample's own temperature.
+    greedy [B]: reward of a greedy answer to the same prompt, greedy_truncated bool and greedy_lengths int64 [B] of that answer.
+    token_rewards: an answer without any has its reward on its last token; steps bool [N]: where a step of process supervision ends,
+    absent: see `advantages.steps`.  All logprobs at the sample's own temperature.
 
     start: the learner's policy as the batch begins, which is what is measured against.  anchor: pi_prox, what the loss divides by; it
     is the start (correction.proximal = recompute), mu (behavior) or between the two (interpolate).
@@ -37,6 +40,9 @@ class LossBatch:
     bootstrap: torch.Tensor | None = None
     greedy: torch.Tensor | None = None
     start: torch.Tensor | None = None
+    greedy_truncated: torch.Tensor | None = None
+    greedy_lengths: torch.Tensor | None = None
+    steps: torch.Tensor | None = None
 
 
 def section(config: Any, key: str, /, **defaults: Any) -> Any:
@@ -66,39 +72,88 @@ def fade(batch: LossBatch, config: Any) -> torch.Tensor:
     return factor
 
 
-def _shaped(batch: LossBatch, config: Any) -> torch.Tensor:
-    """Rewards [B] after the truncation penalty and scaling."""
-    a = section(config, "advantage", truncated="keep", truncation_penalty=0.0, truncation_ramp=1, rewards="raw")
-    rewards = batch.rewards.clone()
+@dataclass
+class Shaped:
+    """Rewards as the advantage takes them: after what befalls answers that were cut, and scaling; before KL.
+
+    answers [B]; greedy [B]: of the greedy answers, shaped the same; tokens [N]: per token, on trained tokens, where the batch has
+    them and the advantage takes them: with `answers - totals` on each answer's last token they add up to `answers`.
+    """
+
+    answers: torch.Tensor
+    greedy: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
+    totals: torch.Tensor | None = None
+
+
+def _cut(rewards: torch.Tensor, truncated: torch.Tensor, lengths: torch.Tensor, config: Any) -> torch.Tensor:
+    """Rewards [B] after `advantage.truncated`: truncated bool [B], lengths int64 [B] in tokens."""
+    a = section(config, "advantage", truncated="keep", truncation_penalty=0.0, truncation_ramp=1)
+    penalty = float(a.truncation_penalty)
     if a.truncated == "penalty":
-        rewards = rewards - a.truncation_penalty * batch.truncated
-    elif a.truncated == "soft":
-        lengths = torch.bincount(batch.seq, minlength=len(rewards))
-        rewards = rewards - a.truncation_penalty * advantages.overlong_penalty(lengths, config.generator.max_new_tokens, a.truncation_ramp)
+        return rewards - penalty * truncated
+    if a.truncated == "soft":
+        return rewards - penalty * advantages.overlong_penalty(lengths, config.generator.max_new_tokens, a.truncation_ramp)
+    if a.truncated in ("zero", "fixed"):
+        return torch.where(truncated, -penalty if a.truncated == "fixed" else 0.0, rewards)
+    return rewards
+
+
+def shaped(batch: LossBatch, valid: torch.Tensor, config: Any) -> Shaped:
+    """The batch's rewards after `advantage.truncated` and `advantage.rewards`.  A baseline that is a reward is treated as one."""
+    a = section(config, "advantage", name="", truncated="keep", rewards="raw")
+    n = len(batch.rewards)
+    given = batch.token_rewards if a.name in advantages.PER_TOKEN else None
+    earned = batch.rewards if given is None else ratios.seq_sum(given, batch.seq, n)
+    rewards = _cut(earned, batch.truncated, torch.bincount(batch.seq, minlength=n), config)
+    greedy = None
+    if batch.greedy is not None:
+        assert batch.greedy_truncated is not None and batch.greedy_lengths is not None
+        greedy = _cut(batch.greedy, batch.greedy_truncated, batch.greedy_lengths, config)
+    over = rewards if greedy is None else torch.cat([rewards, greedy])
+    scale: Callable[[torch.Tensor], torch.Tensor] = lambda x: x  # noqa: E731
     if a.rewards == "unit":
-        return advantages.to_unit(rewards)
-    return advantages.whiten(rewards) if a.rewards == "whiten" else rewards
+        scale = lambda x: advantages.to_unit(x, over)  # noqa: E731
+    elif a.rewards == "whiten":
+        scale = lambda x: advantages.whiten(x, over=over)  # noqa: E731
+    out = Shaped(scale(rewards), None if greedy is None else scale(greedy))
+    if given is not None:
+        one, zero = scale(torch.tensor([1.0, 0.0], dtype=rewards.dtype, device=rewards.device))
+        factor = (one - zero).expand(n)
+        if a.truncated in ("zero", "fixed"):  # in the place of all that a cut answer was given
+            factor = torch.where(batch.truncated, 0.0, factor)
+        out.tokens, out.totals = advantages.on_trained(factor[batch.seq] * given, valid, batch.seq), factor * earned
+    return out
 
 
-def _kl_in_reward(batch: LossBatch, config: Any, beta: float) -> torch.Tensor | None:
-    """beta * sg[k] per token [N], k of the learner's start against pi_ref, never of mu; None without such a term."""
+def _kl_in_reward(batch: LossBatch, valid: torch.Tensor, config: Any, beta: float) -> torch.Tensor | None:
+    """beta * sg[k] per token [N], k of the learner's start against pi_ref, 0 outside `valid`; None without such a term."""
     if beta <= 0 or config.kl.placement != "reward":
         return None
     if batch.start is None or batch.reference is None:
         raise ConfigError("kl.placement = reward: the batch carries no logprobs of the learner's start, or none of the reference")
-    k = kl.estimate(config.kl.estimator, ratios.log_ratio(batch.start, batch.reference))
-    return beta * torch.where(batch.mask, k, 0.0)
+    k = kl.estimate(config.kl.estimator, ratios.difference(batch.start, batch.reference))
+    return beta * torch.where(valid, k, 0.0)
+
+
+def _kl_of_answers(batch: LossBatch, valid: torch.Tensor) -> torch.Tensor:
+    """k1 estimate of KL(start || reference) in nats an answer: mean over answers with a token in the loss of the sum over its tokens."""
+    assert batch.start is not None and batch.reference is not None
+    x = torch.where(valid, ratios.difference(batch.start, batch.reference), 0.0)
+    some = ratios.seq_sum(valid.to(x.dtype), batch.seq, len(batch.rewards)) > 0
+    return x.sum() / some.sum().clamp(min=1)
 
 
 def advantage(batch: LossBatch, valid: torch.Tensor, config: Any, baseline: float,
                 beta: float) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:  # fmt: skip
     """(advantage [N], returns [N] or None, numbers for the metrics)."""
-    rewards, charge = _shaped(batch, config), _kl_in_reward(batch, config, beta)
+    rewards, charge = shaped(batch, valid, config), _kl_in_reward(batch, valid, config, beta)
     adv, returns = _charged(batch, valid, rewards, charge, config, baseline)
+    used = rewards.answers if charge is None else rewards.answers - ratios.seq_sum(charge, batch.seq, len(batch.rewards))
     numbers = {
         "reward/mean": batch.rewards.mean(), "reward/std": _std(batch.rewards),
-        "reward/min": batch.rewards.amin(), "reward/max": batch.rewards.amax(),
-        "advantage/std": _std(ratios.seq_mean(adv, batch.mask, batch.seq, len(rewards))),
+        "reward/min": batch.rewards.amin(), "reward/max": batch.rewards.amax(), "reward/used_mean": used.mean(),
+        "advantage/std": _std(ratios.seq_mean(adv, batch.mask, batch.seq, len(batch.rewards))),
         "reward/no_spread_share": advantages.no_spread(batch.rewards, batch.groups).float().mean(),
         "answer/truncated_share": batch.truncated.float().mean(),
     }  # fmt: skip
@@ -106,6 +161,8 @@ def advantage(batch: LossBatch, valid: torch.Tensor, config: Any, baseline: floa
         plain = _charged(batch, valid, rewards, None, config, baseline)[0]
         norm, own = (torch.where(valid, x, 0.0).norm() for x in (plain, adv - plain))
         numbers["kl/gradient_share"] = own / norm.clamp(min=1e-15)
+    if charge is not None:
+        numbers["kl/answer"] = _kl_of_answers(batch, valid)
     if batch.greedy is not None:
         numbers["reward/greedy"] = batch.greedy.mean()
     if returns is not None and batch.values is not None:
@@ -114,17 +171,18 @@ def advantage(batch: LossBatch, valid: torch.Tensor, config: Any, baseline: floa
     return torch.where(valid, adv, 0.0), returns, numbers
 
 
-def _charged(batch: LossBatch, valid: torch.Tensor, rewards: torch.Tensor, charge: torch.Tensor | None, config: Any,
+def _charged(batch: LossBatch, valid: torch.Tensor, rewards: Shaped, charge: torch.Tensor | None, config: Any,
              baseline: float) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-    """(advantage [N], returns [N] or None) of rewards [B] less the KL charge [N]."""
+    """(advantage [N], returns [N] or None) of the rewards less the KL charge [N]."""
     a = config.advantage
     if config.loss.surrogate == "sft":
-        return (batch.rewards > 0).to(rewards.dtype)[batch.seq], None
-    if a.name in advantages.TOKEN_LEVEL or (batch.token_rewards is not None and a.name == "grpo"):
+        return (batch.rewards > 0).to(batch.rewards.dtype)[batch.seq], None
+    if a.name in advantages.TOKEN_LEVEL or (rewards.tokens is not None and a.name == "grpo"):
         return _token_level(batch, valid, rewards, charge, config)
+    left = rewards.answers
     if charge is not None:
-        rewards = rewards - ratios.seq_sum(charge, batch.seq, len(rewards))
-    adv = _by_answer(rewards, batch, a, baseline)
+        left = left - ratios.seq_sum(charge, batch.seq, len(left))
+    adv = _by_answer(left, rewards.greedy, batch, a, baseline)
     return (advantages.whiten(adv) if a.whiten else adv)[batch.seq], None
 
 
@@ -132,8 +190,8 @@ def _std(x: torch.Tensor) -> torch.Tensor:
     return x.std() if len(x) > 1 else x.new_zeros(())
 
 
-def _by_answer(rewards: torch.Tensor, batch: LossBatch, a: Any, baseline: float) -> torch.Tensor:
-    """One advantage an answer: [B]."""
+def _by_answer(rewards: torch.Tensor, greedy: torch.Tensor | None, batch: LossBatch, a: Any, baseline: float) -> torch.Tensor:
+    """One advantage an answer: [B].  greedy [B], baseline: shaped as the rewards are."""
     if a.name == "rloo":
         return advantages.rloo(rewards, batch.groups)
     if a.name == "grpo":
@@ -145,34 +203,49 @@ def _by_answer(rewards: torch.Tensor, batch: LossBatch, a: Any, baseline: float)
     if a.name == "gpg":
         return advantages.gpg(rewards, batch.groups)
     if a.name == "remax":
-        if batch.greedy is None:
+        if greedy is None:
             raise ConfigError("advantage.name = remax needs the reward of a greedy answer to each prompt (LossBatch.greedy)")
-        return advantages.remax(rewards, batch.greedy)
+        return advantages.remax(rewards, greedy)
     if a.name != "reinforce":
         raise ratios.unknown("advantage.name", a.name, advantages.NAMES)
     if a.baseline not in ("none", "batch", "ema"):
         raise ratios.unknown("advantage.baseline", a.baseline, ("none", "batch", "ema"))
     if a.baseline == "batch":
-        return rewards - rewards.mean()
+        return advantages.centred(rewards, torch.zeros_like(batch.groups))
     return advantages.reinforce(rewards, baseline if a.baseline == "ema" else 0.0)
 
 
-def _token_level(batch: LossBatch, valid: torch.Tensor, rewards: torch.Tensor, charge: torch.Tensor | None,
+def _token_level(batch: LossBatch, valid: torch.Tensor, rewards: Shaped, charge: torch.Tensor | None,
                  config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """reinforce_pp, gae and process-supervised grpo: (advantage [N], returns [N] or None)."""
     a = section(config, "advantage", name="", gamma=1.0, lam=0.95, k_step=0, group_baseline=False, whiten=False, ddof=1, eps=1e-4)
+    answers, n = rewards.answers, len(batch.rewards)
     if a.name == "reinforce_pp" and a.group_baseline:
-        rewards = advantages.dr_grpo(rewards, batch.groups)
-    given = advantages.on_last_token(rewards, valid, batch.seq) if batch.token_rewards is None else batch.token_rewards
-    per_token = torch.where(valid, given if charge is None else given - charge, 0.0)
+        answers = advantages.dr_grpo(answers, batch.groups)
+    if rewards.tokens is None:
+        per_token = advantages.on_last_token(answers, valid, batch.seq)
+    else:
+        assert rewards.totals is not None
+        per_token = rewards.tokens + advantages.on_last_token(answers - rewards.totals, valid, batch.seq)
+    if charge is not None:
+        per_token = per_token - charge
     if a.name == "grpo":
-        return advantages.process_grpo(per_token, valid, batch.seq, batch.groups, ddof=a.ddof, eps=a.eps), None
+        step = _steps(batch, valid, n)
+        return advantages.process_grpo(advantages.by_step(per_token, step, batch.seq), step, valid, batch.seq, batch.groups, ddof=a.ddof, eps=a.eps), None
     if a.name == "reinforce_pp":
         return advantages.reinforce_pp(per_token, valid, batch.seq, gamma=a.gamma), None
     if batch.values is None:
         raise ConfigError("advantage.name = gae needs values (LossBatch.values): a value head")
-    end = rewards.new_zeros(len(rewards)) if batch.bootstrap is None else torch.where(batch.truncated, batch.bootstrap, 0.0)
+    end = answers.new_zeros(n) if batch.bootstrap is None else torch.where(batch.truncated, batch.bootstrap, 0.0)
     adv, returns = advantages.gae(per_token, batch.values, valid, batch.seq, end, gamma=a.gamma, lam=a.lam)
     if a.k_step > 0:
         adv = advantages.k_step(per_token, batch.values, valid, batch.seq, end, k=a.k_step, gamma=a.gamma, lam=a.lam)
     return advantages.masked_whiten(adv, valid) if a.whiten else adv, returns
+
+
+def _steps(batch: LossBatch, valid: torch.Tensor, n: int) -> torch.Tensor:
+    """Bool [N]: the trained tokens that end a step, by what the reward function rewarded: no KL charge makes one."""
+    assert batch.token_rewards is not None
+    if batch.steps is None:
+        return advantages.steps(advantages.on_trained(batch.token_rewards, valid, batch.seq), valid, batch.seq, n)
+    return advantages.on_trained(batch.steps.to(batch.rewards.dtype), valid, batch.seq) > 0

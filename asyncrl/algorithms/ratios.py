@@ -1,6 +1,7 @@
 """Log-ratios and sums over samples.  Packed: tensors [N] over tokens, seq int64 [N] the sample of each, n samples.
 
-Every log-ratio, a token's and a sequence's sum, is clamped to [-20, 20] before exp.
+A log-ratio is clamped to [-20, 20] where it is exponentiated: a token's own, and for a whole answer the sum (or mean) of its tokens'
+log-ratios, not each of them before: the product of ratios is what it is, and one token beyond the clamp would make it another.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 from asyncrl.errors import ConfigError
 
 CLAMP = 20.0
+FAR = 1000.0  # what an infinite log-ratio counts as: beyond every clamp, and sums of them are numbers still
 
 
 def unknown(key: str, name: object, valid: Iterable[str]) -> ConfigError:
@@ -19,9 +21,15 @@ def unknown(key: str, name: object, valid: Iterable[str]) -> ConfigError:
     return ConfigError(f"{key} = {name}: choose one of {', '.join(valid)}")
 
 
+def difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """a - b with its gradient, not clamped.  Both -inf, or not a number: 0; infinite: +-FAR; these without gradient."""
+    x = a - b
+    return torch.where(x.isfinite(), x, torch.nan_to_num(x.detach(), nan=0.0, posinf=FAR, neginf=-FAR))
+
+
 def log_ratio(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """clamp(a - b, -20, 20); where both are -inf the ratio is 1, and what is not a number counts as 0."""
-    return torch.nan_to_num(a - b, nan=0.0, posinf=CLAMP, neginf=-CLAMP).clamp(-CLAMP, CLAMP)
+    return difference(a, b).clamp(-CLAMP, CLAMP)
 
 
 def seq_sum(x: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ power:   objective  w^gamma A               gradient coefficient  gamma w^gamma 
 box_cox: objective  A (w^gamma - 1) / gamma gradient coefficient  w^gamma A         (gamma -> 0: weighted log-likelihood)
 
 gamma = 1 is `vanilla` on the behaviour policy in both.  It controls variance and not drift; the repairs are A an early stop
-(`[stop]`), B `clip`, C a KL penalty towards mu, D a KL budget on gamma (here) or on the learning rate (`stopping.Budget`).
+(`[stop]`), B `clip`, C a KL penalty towards mu, D a KL budget on gamma or the coefficient (here) or on the learning rate (`stopping.Budget`).
 IS-reshape v3.1 (technical report); Box and Cox 1964 for the second form.
 """
 
@@ -62,16 +62,20 @@ def gamma(log_w: torch.Tensor, adv: torch.Tensor, stats: Statistics, c: Any) -> 
     if c.budget == "none":
         return g
     if c.budget == "tokens":
-        return torch.where(adv * log_w > 0, g * stats.share, g)
+        return g if c.form == "box_cox" else torch.where(adv * log_w > 0, g * stats.share, g)
     if c.budget != "global":
         raise unknown("reshape.budget", c.budget, BUDGETS)
     target = (c.kl_budget / stats.kl.clamp(min=1e-30)).sqrt().clamp(max=1.0)  # the report's wording of D: gamma_kl for the whole batch
     return torch.minimum(stats.base, target).expand_as(log_w)
 
 
-def reshape(log_w: torch.Tensor, adv: torch.Tensor, g: torch.Tensor, c: Any) -> Trust:
+def reshape(log_w: torch.Tensor, adv: torch.Tensor, g: torch.Tensor, c: Any, share: float = 1.0) -> Trust:
     """The Trust of log w [N], A [N], gamma [N]; `c.clip` e > 0 is repair B: no gradient where w (not w^gamma, which overshoots)
-    has left [1-e, 1+e] in the direction of A; `c.weight_max` > 0 bounds w^gamma."""
+    has left [1-e, 1+e] in the direction of A; `c.weight_max` > 0 bounds w^gamma.
+
+    share: of repair D by tokens, for the Box-Cox form: there gamma = 0 leaves the full gradient of the log-likelihood, so what pushes
+    away is multiplied by the share itself (the power form has it in gamma, whose gradient goes to 0 with it).
+    """
     w = (g * log_w).exp()
     bounded = w.clamp(max=c.weight_max) if c.weight_max > 0 else w
     if c.form == "power":
@@ -79,7 +83,8 @@ def reshape(log_w: torch.Tensor, adv: torch.Tensor, g: torch.Tensor, c: Any) -> 
     elif c.form == "box_cox":
         # w^gamma - 1 over gamma, whose limit at 0 is log w
         value = adv * torch.where(g > 1e-6, torch.expm1(g * log_w) / g.clamp(min=1e-6), log_w)
-        coefficient = bounded * adv
+        slow = torch.where(adv * log_w > 0, share, 1.0).to(adv.dtype) if c.budget == "tokens" else torch.ones_like(adv)
+        coefficient, value = slow * bounded * adv, slow * value
     else:
         raise unknown("reshape.form", c.form, FORMS)
     r = log_w.exp()

@@ -57,10 +57,12 @@ class Prepared:
     metrics: dict[str, float] = field(default_factory=dict)
     budget: stopping.Budget | None = None  # over this batch's steps
     steps: int = 0  # optimizer steps begun
+    number: int = 0  # of the batch: what is drawn at random is a function of (seed, number, step)
     # the learner's policy as the batch began [N], where `known`: given, or what the first optimizer step's own forward said
     start: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
     known: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
-    latest: torch.Tensor = field(default_factory=lambda: torch.zeros(0))  # [N] the target policy at each token's last pass so far
+    latest: torch.Tensor = field(default_factory=lambda: torch.zeros(0))  # [N] the target policy at each token's last pass, where `passed`
+    passed: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
 
 
 @dataclass
@@ -83,8 +85,14 @@ def needs_anchor_first(config: Any) -> bool:
 
 
 def needs_start_first(config: Any) -> bool:
-    """Must the learner's start be known before the first optimizer step, whatever the anchor is?  (One forward over the batch.)"""
-    return bool(config.kl.coefficient > 0 and config.kl.placement == "reward")
+    """Must the learner's start be known before the first optimizer step, whatever the anchor is?  (One forward over the batch.)
+
+    KL in the reward is measured there.  Early stopping measures from it: with minibatches the first step shows only some of it, and of
+    several ranks each sees its own samples.
+    """
+    in_reward = config.kl.coefficient > 0 and config.kl.placement == "reward"
+    in_parts = config.learner.minibatches > 1 or getattr(config.learner, "backend", "torch") != "torch"
+    return bool(in_reward or (_stop(config).kl_max > 0 and in_parts))
 
 
 def needs_current(prep: Prepared) -> bool:
@@ -101,15 +109,15 @@ def _start_given(prep: Prepared) -> bool:
 
 
 def _stop(config: Any) -> Any:
-    return section(config, "stop", kl_max=0.0, against="proximal", action="skip", ess_min=0.0)
+    return section(config, "stop", kl_max=0.0, against="start", action="skip", ess_min=0.0)
 
 
 # ---- once a batch --------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def prepare(batch: LossBatch, config: Any, *, baseline: float = 0.0, beta: float | None = None) -> Prepared:
-    """The pre-pass over the whole batch.  baseline: of advantage.name = reinforce; beta: of the KL term, now."""
+def prepare(batch: LossBatch, config: Any, *, baseline: float = 0.0, beta: float | None = None, number: int = 0) -> Prepared:
+    """The pre-pass over the whole batch.  baseline: of advantage.name = reinforce; beta: of the KL term, now; number: the batch's."""
     beta = config.kl.coefficient if beta is None else beta
     if batch.start is None and config.correction.proximal == "recompute":
         batch.start = batch.anchor
@@ -129,13 +137,14 @@ def prepare(batch: LossBatch, config: Any, *, baseline: float = 0.0, beta: float
     given = batch.start is not None
     start = batch.start.clone() if batch.start is not None else torch.zeros_like(batch.behavior)
     known = torch.full_like(batch.mask, given)
-    return Prepared(batch, config, adv, valid, fade(batch, config), corrected, beta, returns, metrics, budget, start=start, known=known, latest=start.clone())
+    return Prepared(batch, config, adv, valid, fade(batch, config), corrected, beta, returns, metrics, budget, number=number, start=start, known=known,
+                    latest=start.clone(), passed=torch.zeros_like(known))  # fmt: skip
 
 
 def _correct(batch: LossBatch, part: torch.Tensor, anchor: torch.Tensor, valid: torch.Tensor, config: Any,
              stats: weights.Statistics | None) -> weights.Corrected:  # fmt: skip
     """Weights of the tokens `part`; anchor, valid [n]: pi_prox (or pi_theta for surrogate = reinforce) and its mask."""
-    log_rho = ratios.log_ratio(anchor, batch.behavior[part])
+    log_rho = ratios.difference(anchor, batch.behavior[part])
     return weights.correct(log_rho, anchor, valid, batch.seq[part], len(batch.rewards), config.correction, stats)
 
 
@@ -179,14 +188,15 @@ def _statistics(prep: Prepared, step: Step, current: torch.Tensor | None) -> Non
         if name == "kl_cov":
             step.chosen = surrogates.highest(cov, prep.valid, c.loss.cov_share)
         else:
-            step.chosen = surrogates.drawn(cov, prep.valid, c.loss.cov_share, c.loss.cov_lo, c.loss.cov_hi, prep.steps)
+            seed = ((getattr(c, "seed", 0) * 1_000_003 + prep.number) * 1009 + prep.steps) % 2**63
+            step.chosen = surrogates.drawn(cov, prep.valid, c.loss.cov_share, c.loss.cov_lo, c.loss.cov_hi, seed)
     if current is None or not (name == "reshape" or stop.action == "slow" or stop.ess_min > 0):
         return
     log_w = ratios.log_ratio(current, batch.behavior)
     read: dict[str, torch.Tensor] = {}
     stops = stop.action == "slow" or stop.ess_min > 0
     if stops:
-        read |= {"stop": _stop_kl(prep, current, log_w, stop), "ess": weights.effective_sample_size(log_w.exp(), prep.valid)}
+        read |= {"stop": _stop_kl(prep, current), "ess": weights.effective_sample_size(log_w.exp(), prep.valid)}
     if name == "reshape":
         step.reshape = reshape.statistics(log_w, prep.valid, c.reshape.rho_min)
         read |= {"k": step.reshape.kl, "base": step.reshape.base, "sigma2": step.reshape.sigma2}
@@ -202,20 +212,18 @@ def _statistics(prep: Prepared, step: Step, current: torch.Tensor | None) -> Non
         step.metrics |= {"reshape/gamma_base": host["base"], "reshape/sigma2": host["sigma2"], "reshape/share": step.reshape.share}
 
 
-def _stop_kl(prep: Prepared, current: torch.Tensor, log_w: torch.Tensor, stop: Any) -> torch.Tensor:
-    """KL of the policy now against the stop's anchor, over the batch: a scalar.  Against `behavior` nothing is taken off."""
-    if stop.against == "behavior":
-        return ratios.masked_mean(torch.expm1(log_w) - log_w, prep.valid)
-    anchor = prep.batch.anchor if prep.batch.anchor is not None else current
-    a, b = stopping.kl_statistic(ratios.log_ratio(current, anchor), _stop_weight(prep, anchor, prep.batch.behavior), prep.valid)
-    return a / b.clamp(min=1e-12)
+def _stop_kl(prep: Prepared, current: torch.Tensor) -> torch.Tensor:
+    """The KL of the batch's update so far, over the whole batch, as `stop_statistic` measures it: a scalar."""
+    total, weight = stop_statistic(prep, torch.arange(len(prep.valid), device=prep.valid.device), current)
+    return (total / weight.clamp(min=1e-12)).clamp(min=0)
 
 
 # ---- per micro-batch -----------------------------------------------------------------------------------------------
 
 
-def _trust(prep: Prepared, step: Step, part: torch.Tensor, log_r: torch.Tensor, now: torch.Tensor, valid: torch.Tensor) -> surrogates.Trust:
-    """The surrogate named in the config, on the tokens `part`."""
+def _trust(prep: Prepared, step: Step, part: torch.Tensor, raw: torch.Tensor, now: torch.Tensor, valid: torch.Tensor) -> surrogates.Trust:
+    """The surrogate named in the config, on the tokens `part`.  raw [n]: log pi_theta / anchor, not clamped."""
+    log_r = raw.clamp(-ratios.CLAMP, ratios.CLAMP)
     loss, seq, n, adv = prep.config.loss, prep.batch.seq[part], len(prep.batch.rewards), prep.advantage[part]
     name, (low, high) = loss.surrogate, EPS.get(loss.surrogate, (0.2, 0.2))
     low, high = low if loss.eps_low is None else loss.eps_low, high if loss.eps_high is None else loss.eps_high
@@ -226,7 +234,7 @@ def _trust(prep: Prepared, step: Step, part: torch.Tensor, log_r: torch.Tensor, 
     if name in ("reinforce", "gpg", "sft"):
         return surrogates.plain(now, adv)
     if name == "gspo":
-        return surrogates.gspo(log_r, adv, valid, seq, n, low=low, high=high)
+        return surrogates.gspo(raw, adv, valid, seq, n, low=low, high=high)
     if name == "cispo":
         bound = high if getattr(loss, "cispo_absolute", False) else 1 + high
         return surrogates.cispo(log_r, adv, now, lo=0.0 if loss.eps_low is None else 1 - loss.eps_low, hi=bound)
@@ -235,7 +243,7 @@ def _trust(prep: Prepared, step: Step, part: torch.Tensor, log_r: torch.Tensor, 
     if name == "dppo":
         return surrogates.dppo(log_r, adv, now.exp(), threshold=loss.dppo_threshold)
     if name == "topr":
-        return surrogates.topr(log_r, adv, now, valid, seq, n)
+        return surrogates.topr(raw, adv, now, valid, seq, n)
     if name == "dro":
         return surrogates.dro(log_r, adv, now, beta=loss.dro_beta)
     if name in ("kl_cov", "clip_cov"):
@@ -255,7 +263,7 @@ def _reshaped(prep: Prepared, step: Step, part: torch.Tensor, log_w: torch.Tenso
     push, w = adv * log_w, (g * log_w).exp()
     rows = [torch.ones_like(g), g, log_w.exp(), w, w * adv, (w * adv).square(), g * (push > 0), push > 0, g * (push < 0), push < 0]
     sums = torch.stack([torch.where(valid, x.double(), 0.0).sum() for x in rows])
-    return reshape.reshape(log_w, adv, g, c), {"reshape": sums}
+    return reshape.reshape(log_w, adv, g, c, step.reshape.share), {"reshape": sums}
 
 
 def micro_loss(prep: Prepared, step: Step, part: torch.Tensor, lp: torch.Tensor, entropy: torch.Tensor | None = None,
@@ -275,12 +283,11 @@ def micro_loss(prep: Prepared, step: Step, part: torch.Tensor, lp: torch.Tensor,
         fixed = _correct(b, part, now if c.loss.surrogate == "reinforce" else prox, valid, c, step.stats)
     else:
         fixed = weights.Corrected(fixed.weight[part], fixed.kept[part], fixed.vetoed[part])
-    log_r = ratios.log_ratio(now, prox)
     more: dict[str, torch.Tensor] = {}
     if c.loss.surrogate == "reshape":
         trust, more = _reshaped(prep, step, part, ratios.log_ratio(now, behavior), valid)
     else:
-        trust = _trust(prep, step, part, log_r, now, valid)
+        trust = _trust(prep, step, part, ratios.difference(now, prox), now, valid)
     live = valid & fixed.kept
     scale = torch.where(live, fixed.weight * prep.fade[part] * factor, 0.0)
     coefficient = torch.where(live, trust.coefficient * scale, 0.0)
@@ -303,6 +310,7 @@ def _remember(prep: Prepared, part: torch.Tensor, now: torch.Tensor) -> None:
         prep.start[part] = torch.where(fresh, now, prep.start[part])
         prep.known[part] = True
     prep.latest[part] = now
+    prep.passed[part] = True
 
 
 def _terms(prep: Prepared, part: torch.Tensor, live: torch.Tensor, factor: torch.Tensor, lp: torch.Tensor, coefficient: torch.Tensor,
@@ -335,7 +343,7 @@ def _terms(prep: Prepared, part: torch.Tensor, live: torch.Tensor, factor: torch
             slope = torch.autograd.grad(sums["loss/kl"], lp, retain_graph=True)[0]
             sums |= {"sq/kl": (prep.beta * slope).square().sum(), "sq/policy": coefficient.square().sum()}
     if c.loss.surrogate == "reshape" and c.reshape.kl_penalty > 0:
-        x = safe(lp - b.behavior[part]).clamp(-ratios.CLAMP, ratios.CLAMP)
+        x = ratios.difference(safe(lp), safe(b.behavior[part]))
         sums["loss/kl_penalty"] = weighed(kl.estimate(c.reshape.kl_estimator, x))
         total = total + c.reshape.kl_penalty * sums["loss/kl_penalty"]
     if values_now is not None and prep.returns is not None:
@@ -346,22 +354,17 @@ def _terms(prep: Prepared, part: torch.Tensor, live: torch.Tensor, factor: torch
     return total, {name: x.detach() for name, x in sums.items()}
 
 
-def _stop_weight(prep: Prepared, prox: torch.Tensor, behavior: torch.Tensor) -> torch.Tensor:
-    """The samples are mu's: prox / behaviour truncated at 2 where pi_prox was recomputed, else 1."""
-    if prep.config.correction.proximal != "recompute":
-        return torch.ones_like(prox)
-    return ratios.log_ratio(prox, behavior).exp().clamp(max=2.0)
-
-
+@torch.no_grad()
 def stop_statistic(prep: Prepared, part: torch.Tensor, lp: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weighted sum, weight) of r - 1 - log r over a micro-batch: their quotient estimates KL(anchor || theta), r = exp(lp - anchor).
+    """(weighted sum, weight) over the tokens `part` of what this batch's updates alone have moved: nothing, as long as lp is the start.
 
-    stop.against = proximal: weighted by the truncated prox / behaviour ratios.  behavior: the anchor is mu itself, and what the batch
-    arrived with is subtracted by the caller.  Every rank must decide on the same all-reduced sums.
+    stop.against = start: r - 1 - log r with r = pi_theta / start, whose mean estimates KL(start || theta); the samples are mu's, so each
+    counts start / mu, at most 2.  behavior: the same estimate of KL(mu || theta), less KL(mu || start) of these very tokens, with
+    which the batch arrived.  The sums of micro-batches and of ranks add up, and every rank must decide on the same ones.
     """
-    b, valid = prep.batch, prep.valid[part]
-    assert b.anchor is not None
-    behavior, prox = b.behavior[part], b.anchor[part]
-    if prep.config.stop.against == "behavior":
-        return stopping.kl_statistic(ratios.log_ratio(lp.detach(), behavior), torch.ones_like(prox), valid)
-    return stopping.kl_statistic(ratios.log_ratio(lp.detach(), prox), _stop_weight(prep, prox, behavior), valid)
+    valid, behavior, start = prep.valid[part], prep.batch.behavior[part], prep.start[part]
+    to_start = ratios.log_ratio(start, behavior)
+    if _stop(prep.config).against == "behavior":
+        now, weight = stopping.kl_statistic(ratios.log_ratio(lp, behavior), torch.ones_like(start), valid)
+        return now - stopping.kl_statistic(to_start, torch.ones_like(start), valid)[0], weight
+    return stopping.kl_statistic(ratios.log_ratio(lp, start), to_start.exp().clamp(max=2.0), valid)

@@ -74,9 +74,10 @@ def cispo(log_r: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, *, lo: float
 def gspo(log_r: torch.Tensor, adv: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int, *, low: float = 3e-4, high: float = 4e-4) -> Trust:
     """Clip on the sequence ratio s = exp(mean log r), a token's share of its gradient through s (Qwen, arXiv 2507.18071).
 
+    log_r as `ratios.difference` gives it: the mean is clamped, not each token.
     With seq-mean-token-mean the reduced coefficient of a token is s A / |answer|, the published gradient.
     """
-    return ppo(seq_mean(log_r, mask, seq, n)[seq], adv, low=low, high=high)
+    return ppo(seq_mean(log_r, mask, seq, n).clamp(-CLAMP, CLAMP)[seq], adv, low=low, high=high)
 
 
 def sapo(log_r: torch.Tensor, adv: torch.Tensor, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Trust:
@@ -87,18 +88,22 @@ def sapo(log_r: torch.Tensor, adv: torch.Tensor, *, tau_pos: float = 1.0, tau_ne
 
 
 def dppo(log_r: torch.Tensor, adv: torch.Tensor, prob: torch.Tensor, *, threshold: float = 0.2) -> Trust:
-    """r A, masked where pi_theta - anchor moved more than `threshold` in the direction of A; prob = exp(lp) [N].
+    """r A, 0 where pi_theta - anchor moved more than `threshold` in the direction of A; prob = exp(lp) [N].
 
     Divergence PPO, total-variation form (Qi et al. 2026, arXiv 2602.04879); as published the anchor is mu.
     """
     r = log_r.exp()
     moved = prob - prob / r
     clipped = sides((adv < 0) & (moved < -threshold), (adv > 0) & (moved > threshold))
-    return Trust(torch.where(clipped == OPEN, r * adv, 0.0), r * adv, clipped)
+    left = torch.where(clipped == OPEN, r * adv, 0.0)
+    return Trust(left, left.clone(), clipped)
 
 
 def topr(log_r: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> Trust:
-    """Per answer: A > 0: lp A; A < 0: min(pi_theta / mu, 1) lp A, the whole answer's ratio, detached (TOPR, arXiv 2503.14286)."""
+    """Per answer: A > 0: lp A; A < 0: min(pi_theta / mu, 1) lp A, the whole answer's ratio, detached (TOPR, arXiv 2503.14286).
+
+    log_r as `ratios.difference` gives it: the answer's sum is clamped, not each token.
+    """
     whole = seq_sum(torch.where(mask, log_r, 0.0), seq, n).clamp(-CLAMP, 0.0).exp()[seq]
     w = torch.where(adv < 0, whole, 1.0)
     return _open(w * adv, w * adv * lp)

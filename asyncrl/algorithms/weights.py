@@ -1,6 +1,10 @@
 """Correct: importance weights proximal / behaviour, always detached; and what leaves the loss because of them.
 
 `sequence` is the product over the answer and `geometric` the geometric mean: the two names never mix.
+
+log_rho comes as `ratios.difference` gives it and is clamped to [-20, 20] at the last moment: a token's where it is used by itself, a whole
+answer's after it was summed or averaged.  Clamping each token first would change the product: one token at -30 in an answer whose others add
+up to +25 weighs e^-5, not e^5.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ def weights(log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
     if level == "none":
         return torch.ones_like(x)
     if level == "token":
-        return x.exp()
+        return x.clamp(-CLAMP, CLAMP).exp()
     if level not in LEVELS:
         raise unknown("correction.level", level, LEVELS)
     total = seq_sum(x, seq, n) if level == "sequence" else seq_mean(x, mask, seq, n)
@@ -69,9 +73,10 @@ def statistic(name: str, over: str, log_rho: torch.Tensor, mask: torch.Tensor, s
 
     With x = log rho: k1 = -x, k2 = x^2/2, k3 = e^x - 1 - x.  A ratio over the answer is exp of the log-ratios' sum, mean or max.
     """
-    x = torch.where(mask, log_rho.detach(), 0.0)
+    raw = torch.where(mask, log_rho.detach(), 0.0)
+    x = raw.clamp(-CLAMP, CLAMP)
     values: dict[str, Callable[[], torch.Tensor]] = {
-        "ratio": lambda: x, "k1": lambda: -x, "k2": lambda: x.square() / 2, "k3": lambda: torch.expm1(x) - x,
+        "ratio": lambda: raw, "k1": lambda: -x, "k2": lambda: x.square() / 2, "k3": lambda: torch.expm1(x) - x,
     }  # fmt: skip
     if name not in values:
         raise unknown("correction.reject", name, STATISTICS)
@@ -160,21 +165,22 @@ def correct(log_rho: torch.Tensor, log_prox: torch.Tensor, mask: torch.Tensor, s
             stats: Statistics | None = None) -> Corrected:  # fmt: skip
     """All of Correct for whole answers, by the config section `c` (or its namesake).
 
-    log_rho, log_prox [N]; mask bool [N].  stats: of the whole batch, when these tokens are a part of it; None: they are the batch.
+    log_rho [N] not clamped, log_prox [N]; mask bool [N].  stats: of the whole batch, when these tokens are a part of it; None: they are the batch.
     Order: level, bound, rejection and veto, M2PO, self-normalisation over what is kept.
     """
     get: Callable[[str, Any], Any] = lambda name, default: getattr(c, name, default)  # noqa: E731  (sections of older configs)
     lo, hi = DEFAULT_BOUNDS.get(c.level, (0.0, torch.inf))
+    token = log_rho.clamp(-CLAMP, CLAMP)
     if function := get("function", ""):
-        w = torch.as_tensor(load_function(function)(log_rho, mask, seq, n, c)).detach()
+        w = torch.as_tensor(load_function(function)(token, mask, seq, n, c)).detach()
     else:
         w = bounded(weights(log_rho, mask, seq, n, c.level), c.bound, lo if c.lo is None else c.lo, hi if c.hi is None else c.hi)
     veto = vetoed(get("veto", "none"), get("veto_below", None), log_rho, log_prox, mask, seq, n)
     keep = ~veto & kept(get("reject", "none"), get("reject_over", "token"), get("reject_lo", None), get("reject_hi", None), log_rho, mask, seq, n)
     stats = stats or Statistics()
     if limit := get("m2", 0.0):
-        stats.m2 = m2_threshold(log_rho, mask, limit) if stats.m2 is None else stats.m2
-        w = torch.where(log_rho.abs() < stats.m2, w, 0.0)
+        stats.m2 = m2_threshold(token, mask, limit) if stats.m2 is None else stats.m2
+        w = torch.where(token.abs() < stats.m2, w, 0.0)
     w = torch.where(keep, w, 0.0)
     if c.self_normalize:
         stats.mean = mean_weight(w, mask & keep, seq, n, c.level) if stats.mean is None else stats.mean

@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
 from buffer import trained
 
+KL_BATCHES = 20  # at a run's end, over which KL to the reference is averaged
 TARGET = 0.9  # of the first arm's accuracy at the end: how soon the others come there
 INJECTED = 4  # lag of the default injected arm when the config's limit is 0 or inf
 SHARED = ("seed", "model", "task", "learner.steps", "learner.groups", "learner.group_size", "evaluation")  # what no arm may change
@@ -55,10 +56,20 @@ class Cell:
     trouble: list[str] = field(default_factory=list)
     batches: list[tuple[str, list[list[int]]]] = field(default_factory=list)  # trained: digest of the samples' ids, runs of tickets
     warm: bool = False
+    ood: dict[float, float] = field(default_factory=dict)  # step -> accuracy on out-of-distribution prompts
 
     @property
     def final(self) -> float:
         return float(self.summary["heldout_end"])
+
+    @property
+    def ood_start(self) -> float:
+        return self.ood.get(self.steps[0], math.nan)
+
+    @property
+    def ood_end(self) -> float:
+        """Where the last held-out accuracy was measured; nan for a run that ended without it."""
+        return self.ood.get(self.steps[-1], math.nan)
 
     @property
     def area(self) -> float:
@@ -231,6 +242,7 @@ class Comparison:
         cell.rows = [by_step[s] for s in sorted(by_step)]
         points = {r["step"]: r["eval/heldout"] for r in every if "eval/heldout" in r}
         cell.steps, cell.accuracy = [float(s) for s in sorted(points)], [points[s] for s in sorted(points)]
+        cell.ood = {float(r["step"]): r["eval/ood"] for r in every if "eval/ood" in r}
         cell.trouble = judgement.stability(cell.accuracy, cell.rows)
         cell.batches = [(r.ids, r.tickets) for _, r in sorted(trained.read(run_dir / "trained.jsonl").items())]
         return cell
@@ -268,7 +280,8 @@ def warm_cell(arm: str, seed: int, record: dict[str, Any]) -> Cell:
     rows = [{"step": r["version"] - 1} | {k: x for k, x in r.items() if k != "version"} for r in record["curve"]]
     trouble = judgement.stability(accuracy, rows) + ([f"failed: {record['failed']}"] if record.get("failed") else [])
     batches = [(str(b["ids"]), b["tickets"]) for b in record.get("batches", ())]
-    return Cell(arm, seed, summary, steps, accuracy, rows, trouble, batches, warm=True)
+    ood = dict(zip(*record.get("ood", ([], [])), strict=True))  # a record of an older version has none
+    return Cell(arm, seed, summary, steps, accuracy, rows, trouble, batches, warm=True, ood=ood)
 
 
 def data_apart(a: Cell, b: Cell) -> str:
@@ -287,6 +300,22 @@ def data_apart(a: Cell, b: Cell) -> str:
 
 def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else math.nan
+
+
+def known(values: Iterable[float]) -> list[float]:
+    """Those that are numbers."""
+    return [x for x in values if not math.isnan(x)]
+
+
+def reference_kl(rows: Sequence[Mapping[str, Any]]) -> float:
+    """KL(target || reference) at a run's end, k3, nats a token: mean over its last KL_BATCHES batches.
+
+    Without a KL term it is measured every record.reference_kl_every batches: where that leaves
+    none among them, the last one measured; nan without any.  rows: one a batch.
+    """
+    every = [float(r["kl/target_ref_k3"]) for r in rows if "kl/target_ref_k3" in r]
+    late = [float(r["kl/target_ref_k3"]) for r in rows[-KL_BATCHES:] if "kl/target_ref_k3" in r]
+    return mean(late or every[-1:])
 
 
 def cause(config: Config, trouble: Sequence[str]) -> str:
@@ -327,6 +356,8 @@ def analyse(cells: Sequence[Cell], configs: dict[str, Config]) -> dict[str, Any]
 
     judge("heldout_end", "final accuracy", lambda c: c.final, prompts)
     judge("area", "mean accuracy over training", lambda c: c.area, 0)
+    if len(known(c.ood_end for c in cells)) == len(cells):
+        judge("ood_end", "out-of-distribution accuracy", lambda c: c.ood_end, configs[base].evaluation.ood_prompts)
     apart = {n: [data_apart(a, b) for a, b in zip(of[n], of[base], strict=True)] for n in names[1:]}
     data = {n: [not x for x in found] for n, found in apart.items()}
     trade = []
@@ -360,6 +391,8 @@ def about(cells: Sequence[Cell], config: Config, target: float) -> dict[str, Any
     trouble = sorted({x.split(":")[0] for c in cells for x in c.trouble})
     return {
         "heldout_start": mean([float(c.summary["heldout_start"]) for c in cells]), "heldout_end": mean([c.final for c in cells]),
+        "ood_start": mean(known(c.ood_start for c in cells)), "ood_end": mean(known(c.ood_end for c in cells)), "ood_each": [c.ood_end for c in cells],
+        "kl_ref": mean(known(reference_kl(c.rows) for c in cells)),
         "each": [c.final for c in cells], "area": mean([c.area for c in cells]), "wall_s": mean([c.summary["wall_s"] for c in cells]),
         "tokens": mean([c.summary["tokens"] for c in cells]), "generated": mean([c.summary["ledger"]["generated"] for c in cells]),
         "tokens_per_s": mean([c.summary["tokens"] / max(c.summary["wall_s"], 1e-9) for c in cells]), "lag": mean([c.summary["lag"]["mean"] for c in cells]),

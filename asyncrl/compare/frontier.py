@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.compare import judgement
-from asyncrl.compare.comparison import mean
+from asyncrl.compare.comparison import known, mean, reference_kl
 from asyncrl.compare.sweep import SYNC, Plan, Sweep, label
 from asyncrl.config import Config
 
@@ -30,6 +30,12 @@ def ess(rows: Sequence[dict[str, float]]) -> float:
     x = [r["is/target_ess"] for r in rows if "is/target_ess" in r]
     width = min(ESS_WINDOW, len(x))
     return min((mean(x[i : i + width]) for i in range(len(x) - width + 1)), default=math.nan) if x else math.nan
+
+
+def ood(record: dict[str, Any], last: int) -> tuple[float, float]:
+    """Out-of-distribution accuracy at the start and after step `last`; nan where it was not measured: a run that was given up has no end."""
+    found = dict(zip(*record.get("ood", ([], [])), strict=True))
+    return found.get(0.0, math.nan), found.get(float(last), math.nan)
 
 
 def trouble(record: dict[str, Any]) -> list[str]:
@@ -98,11 +104,13 @@ def _cell(records: Sequence[dict[str, Any]], last: int) -> dict[str, Any]:
         for k, n in r["lag_histogram"].items():
             lags[int(k)] = lags.get(int(k), 0) + n
     total = max(sum(lags.values()), 1)
-    bad = [trouble(r) for r in records]
+    bad, far = [trouble(r) for r in records], [ood(r, last) for r in records]
     return {
         "seeds": len(records), "each": [a[-1] for _, a in curves], "final": mean([a[-1] for _, a in curves]),
         "area": mean([judgement.area(*c) for c in curves]), "ess": min((ess(r["curve"]) for r in records), default=math.nan),
         "kl": max((x["kl/behavior_target_k3"] for r in records for x in r["curve"] if "kl/behavior_target_k3" in x), default=math.nan),
+        "ood_start": mean(known(a for a, _ in far)), "ood_end": mean(known(b for _, b in far)), "ood_each": [b for _, b in far],
+        "kl_ref": mean(known(reference_kl(r["curve"]) for r in records)),
         "lag": sum(k * n for k, n in lags.items()) / total, "lag_max": max(lags, default=0), "unstable": sum(map(bool, bad)),
         "trouble": sorted({x.split(":")[0] for b in bad for x in b}), "abandoned": [r["steps"] for r in records if r["abandoned"] or r.get("failed")],
         "ledger_lines": summed(records), "lost": mean([lost(r) for r in records]), "tokens": mean([float(sum(r["lag_histogram"].values())) for r in records]),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.compare import judgement
-from asyncrl.compare.comparison import Cell, mean
+from asyncrl.compare.comparison import KL_BATCHES, Cell, mean
 from asyncrl.report import COLOURS
 
 PAGE = """<!doctype html>
@@ -37,11 +37,13 @@ the first arm is what the others are compared with</div>
 <h2>How to read this</h2>
 <p>Verdicts are paired by seed (t intervals, Holm's correction over the arms) and speak of seeds nobody has run; the interval for other prompts
 alone is in the JSON. Warm runs go by turns in one process: they train what a real run trains, in other seconds, which stand in brackets.
+OOD: accuracy on out-of-distribution prompts. KL to ref: KL(target || reference), k3, nats a token, mean over the last {{ kl_batches }} batches.
 The target is nine tenths of the first arm's accuracy at the end; its time is the mean over the runs that reach it.
 A run counts as unstable by these rules: {{ rules }}. Arms on the same data: {{ data }}.</p>
 <script type="application/json" id="comparison">{{ blob }}</script>
 </body></html>"""
-HEAD = ("arm", "start", "end", "each seed", "area", "seconds of RL", "seconds to target", "tokens trained", "trained tok/s", "mean lag", "max lag", "ESS",
+HEAD = ("arm", "start", "end", "each seed", "OOD start", "OOD end", "KL to ref", "area",
+        "seconds of RL", "seconds to target", "tokens trained", "trained tok/s", "mean lag", "max lag", "ESS",
         "unstable", "processes")  # fmt: skip
 
 
@@ -93,7 +95,8 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
         return f"({show(a[key], form)})" if a["warm"] else show(a[key], form)
 
     return [
-        [n, show(a["heldout_start"], ".3f"), show(a["heldout_end"], ".3f"), " ".join(f"{x:.3f}" for x in a["each"]), show(a["area"], ".3f"),
+        [n, show(a["heldout_start"], ".3f"), show(a["heldout_end"], ".3f"), " ".join(f"{x:.3f}" for x in a["each"]),
+         show(a["ood_start"], ".3f"), show(a["ood_end"], ".3f"), show(a["kl_ref"], ".3g"), show(a["area"], ".3f"),
          timed(a, "wall_s", ".1f"), timed(a, "seconds_to_target", ".1f"), show(a["tokens"], ",.0f"), timed(a, "tokens_per_s", ",.0f"),
          show(a["lag"], ".2f"), str(a["lag_max"]), show(a["ess"], ".3f"), f"{a['unstable']} of {len(a['each'])}", "warm" if a["warm"] else "real"]
         for n, a in found["arms"].items()
@@ -110,6 +113,8 @@ def write(directory: Path, name: str, cells: Sequence[Cell], found: dict[str, An
     arms = list(found["arms"])
     figures = [
         curves("Accuracy on held-out prompts", "accuracy", arms, cells, lambda c: list(zip(c.steps, c.accuracy, strict=True))),
+        curves("Accuracy on out-of-distribution prompts", "accuracy", arms, cells, lambda c: sorted(c.ood.items())),
+        curves("KL from target to reference", "nats a token (k3)", arms, cells, _metric("kl/target_ref_k3")),
         curves("Lag of trained tokens", "versions, mean", arms, cells, _metric("lag/mean")),
         curves("Effective sample size of the raw ratios", "share", arms, cells, _metric("is/target_ess")),
         curves("KL from behaviour to target", "nats a token (k3)", arms, cells, _metric("kl/behavior_target_k3")),
@@ -127,7 +132,7 @@ def write(directory: Path, name: str, cells: Sequence[Cell], found: dict[str, An
     page = jinja2.Environment(autoescape=True).from_string(PAGE).render(
         name=name, seeds=len(found["seeds"]), steps=config.learner.steps, groups=config.learner.groups, size=config.learner.group_size, settings=settings,
         data=same, verdicts=[v["text"] for v in found["verdicts"]], trade=found["trade"], head=HEAD, table=rows(found), trouble=trouble, plots=plots,
-        rules=judgement.Bounds(), library=Markup(f"<script>{get_plotlyjs()}</script>"), blob=Markup(blob.replace("</", "<\\/")),
+        rules=judgement.Bounds(), kl_batches=KL_BATCHES, library=Markup(f"<script>{get_plotlyjs()}</script>"), blob=Markup(blob.replace("</", "<\\/")),
     )  # fmt: skip
     for path, text in ((directory / "report.html", page), (directory / "comparison.json", blob)):
         part = path.with_suffix(".part")
@@ -149,8 +154,10 @@ def _board(directory: Path, cells: Sequence[Cell], settings: Sequence[tuple[str,
         with SummaryWriter(str(directory / f"{c.arm}-seed{c.seed}")) as board:
             for x, y in zip(c.steps, c.accuracy, strict=True):
                 board.add_scalar("eval/heldout", y, int(x))
+            for x, y in sorted(c.ood.items()):
+                board.add_scalar("eval/ood", y, int(x))
             for r in c.rows:
-                for name in ("lag/mean", "is/target_ess", "kl/behavior_target_k3", "policy/entropy", "reward/mean"):
+                for name in ("lag/mean", "is/target_ess", "kl/behavior_target_k3", "kl/target_ref_k3", "policy/entropy", "reward/mean"):
                     if name in r:
                         board.add_scalar(name, r[name], int(r["step"]))
             board.add_hparams({"arm": c.arm, "seed": c.seed, "settings": told[c.arm]}, {"final/heldout": c.final}, name=".")

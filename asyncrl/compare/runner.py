@@ -26,13 +26,13 @@ from actors.schedule import Schedule
 from asyncrl.compare.pool import cold
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.messages import LearnerHello, Ticket, WeightsSource
+from asyncrl.messages import EVAL_BASE, LearnerHello, Ticket, WeightsSource
 from asyncrl.models import named_weights, weights_digest
 from asyncrl.tasks import get_task
 from asyncrl.tokenizer import encode_prompt, load_tokenizer, stop_tokens
 from asyncrl.versions import Label
 from buffer import trained
-from buffer.evaluation import EVAL_BASE, OOD_BASE
+from buffer.evaluation import OOD_BASE
 from buffer.service import evaluations, settings
 from buffer.store import Store
 from learner.step import LearnerCore
@@ -207,27 +207,27 @@ class Run:
         ends += [self.late.next - SLICE] if self.late.next < math.inf else []  # `generate` looks one slice ahead
         return math.ceil(min(ends, default=0))
 
-    def heldout(self) -> tuple[list[float], list[float]]:
-        """Steps and accuracies of the finished evaluations."""
-        found = {n: x["eval/heldout"] for (split, n), x in self.store.evaluations.results.items() if split == "heldout"}
+    def evaluated(self, split: str) -> tuple[list[float], list[float]]:
+        """Steps and accuracies of the finished evaluations of `heldout` or `ood`."""
+        found = {n: x[f"eval/{split}"] for (of, n), x in self.store.evaluations.results.items() if of == split}
         return [float(n) for n in sorted(found)], [found[n] for n in sorted(found)]
 
     def looked(self) -> bool:
         """After an evaluation: does `watch` end the run here?"""
         fresh, self.store.evaluations.fresh = self.store.evaluations.fresh, []
         if self.watch is not None and any("eval/heldout" in x for _, x in fresh):
-            self.abandoned = self.watch(*self.heldout())
+            self.abandoned = self.watch(*self.evaluated("heldout"))
         return bool(self.abandoned)
 
     def record(self, wall: float) -> dict[str, Any]:
-        steps, accuracy = self.heldout()
+        steps, accuracy = self.evaluated("heldout")
         evals = {split: {str(n): [by[i] for i in sorted(by)] for (s, n), by in sorted(self.evals.items()) if s == split} for split in ("heldout", "ood")}
         return {
             "seed": self.config.seed, "steps": self.store.committed, "tokens": self.tokens, "wall_s": wall, "decode_s": self.decoding, "learn_s": self.learning,
             "clock": self.clock, "weights_digest": weights_digest(self.core.model), "batches": self.batches,
             "trained_ids": xxhash.xxh3_64_hexdigest("".join(b["ids"] for b in self.batches).encode()),
             "lag_histogram": {str(k): v for k, v in sorted(self.lags.items())}, "curve": self.curve, "evals": evals,
-            "accuracy": [steps, accuracy], "abandoned": self.abandoned, "ledger_lines": self.store.ledger(),
+            "accuracy": [steps, accuracy], "ood": list(self.evaluated("ood")), "abandoned": self.abandoned, "ledger_lines": self.store.ledger(),
         }  # fmt: skip
 
 

@@ -24,7 +24,7 @@ PROBE_STEPS = 12
 _PLAIN = ["correction.preset=''", "correction.reject=none", "correction.veto=none", "correction.m2=0.0"]
 _BEHAVIOR = [*_PLAIN, "correction.proximal=behavior"]
 _RECOMPUTE = [*_PLAIN, "correction.proximal=recompute"]
-KL_STOP = 0.05  # nats a token against the behaviour policy: repair A of the IS-reshape report
+KL_STOP = 0.05  # nats a token that a batch's updates may move: repair A of the IS-reshape report
 
 
 def _preset(name: str) -> list[str]:
@@ -38,7 +38,7 @@ CORRECTIONS: dict[str, tuple[str, list[str]]] = {
     **{n: (f"decoupled PPO with the preset {n}", _preset(n)) for n in ("tis", "seq_tis", "icepop", "mis", "m2po")},
     "reshape": ("IS-reshape v3.1", [*_BEHAVIOR, "loss.surrogate=reshape", "reshape.mode=v3.1"]),
     "reshape-stop": (
-        f"IS-reshape v3.1, two optimizer steps a batch, the second only below {KL_STOP} nats a token from the behaviour policy (repair A)",
+        f"IS-reshape v3.1, two optimizer steps a batch, the second only below {KL_STOP} nats a token from the batch's start (repair A)",
         [*_BEHAVIOR, "loss.surrogate=reshape", "reshape.mode=v3.1", "learner.minibatches=2", f"stop.kl_max={KL_STOP}"],
     ),
     "k3": ("PPO as above, and 0.1 k3 towards the initial model in the loss",

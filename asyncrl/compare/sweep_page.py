@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.compare import judgement
+from asyncrl.compare.comparison import KL_BATCHES
 from asyncrl.compare.page import clean
 from asyncrl.report import by_length
 
@@ -44,9 +45,13 @@ PAGE = """<!doctype html>
 {% if losses %}<h2>What the staleness rule took, by answer length</h2>{% for name, by in losses %}<h3>{{ name }}</h3><table class="list">
 {% for row in by %}<tr>{% for x in row %}<td>{{ x }}</td>{% endfor %}</tr>{% endfor %}</table>{% endfor %}{% endif %}
 {% if trouble %}<h2 class="bad">Unstable</h2><ul>{% for t in trouble %}<li>{{ t }}</li>{% endfor %}</ul>{% endif %}
+<p class="sub">OOD end: accuracy on out-of-distribution prompts after the last batch, over the runs that got there (the synchronous run: {{ far }}).
+KL to ref: KL(target || reference), k3, nats a token, mean over a run's last {{ kl_batches }} batches (the synchronous run: {{ kl }}). KL max: behaviour to
+target.</p>
 <p class="sub">Unstable by these rules: {{ rules }}. Collapsed runs are given up at that point. p: paired t over seeds, Holm's correction over all cells.</p>
 <script type="application/json" id="sweep">{{ blob }}</script></body></html>"""
-HEAD = ("correction", "limit", "seeds", "end", "each seed", "vs sync", "interval", "p", "area", "ESS", "KL max", "mean lag", "lost", "unstable", "speed")
+HEAD = ("correction", "limit", "seeds", "end", "each seed", "vs sync", "interval", "p",
+        "OOD end", "KL to ref", "area", "ESS", "KL max", "mean lag", "lost", "unstable", "speed")  # fmt: skip
 
 
 def show(x: float | None, form: str) -> str:
@@ -58,6 +63,7 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
     return [
         [c["correction"], c["limit"], str(c["seeds"]), show(c["final"], ".3f"), " ".join(f"{x:.3f}" for x in c["each"]), show(c["difference"]["mean"], "+.3f"),
          f"[{show(c['difference']['interval'][0], '+.3f')}, {show(c['difference']['interval'][1], '+.3f')}]", show(c["difference"]["p"], ".3f"),
+         show(c["ood_end"], ".3f"), show(c["kl_ref"], ".3g"),
          show(c["area"], ".3f"), show(c["ess"], ".2f"), show(c["kl"], ".3f"), show(c["lag"], ".2f"), show(c["lost"], ".1%"),
          f"{c['unstable']} of {c['seeds']}", show(c["speed"], ".2f")]
         for c in found["cells"]
@@ -168,7 +174,7 @@ def write(directory: Path, name: str, found: dict[str, Any], corrections: Sequen
     sync = found["sync"]
     page = jinja2.Environment(autoescape=True).from_string(PAGE).render(
         name=name, subtitle=subtitle, suggestion=s, headline=headline, missing=found["missing"], head=HEAD, table=rows(found), trouble=trouble,
-        rules=judgement.Bounds(),
+        rules=judgement.Bounds(), kl_batches=KL_BATCHES, far=show(found["sync"]["ood_end"], ".3f"), kl=show(found["sync"]["kl_ref"], ".3g"),
         losses=[(f"{c['correction']}, limit {c['limit']}", by_length(c)) for c in found["cells"] if takes(c)],
         sync=f"{sync['final']:.3f} over {sync['seeds']} seed(s)", corrections=corrections, curves=[Markup(g) for g in graphs],
         accuracy=Markup(heat(found, lambda c: float(c["final"]), under, 0.0, best)),

@@ -9,11 +9,12 @@ from actors.engine import Request
 from actors.engine_embedded import make_engine
 from actors.rewards import RewardRunner
 from asyncrl.config import Config
+from asyncrl.messages import EVAL_BASE
 from asyncrl.models import PolicyModel, named_weights, weights_digest
 from asyncrl.tasks import get_task
 from asyncrl.tokenizer import encode_prompt, load_tokenizer, stop_tokens
 from asyncrl.versions import Label
-from buffer.evaluation import EVAL_BASE, OOD_BASE
+from buffer.evaluation import OOD_BASE
 
 
 class Evaluator:
@@ -25,14 +26,15 @@ class Evaluator:
         self.stops, self.rewards = stop_tokens(self.tokenizer, config), RewardRunner(config, self.task)
 
     def at(self, model: PolicyModel, number: int, *, last: bool) -> dict[str, float]:
-        """Metrics of version `number`; empty where none is due.  last: the final evaluation, which has more prompts and both splits."""
+        """Metrics of version `number`; empty where none is due.  last: the final evaluation, which has more prompts."""
         e = self.config.evaluation
         ends = last or number == 0
-        if not ends and not (e.every and number % e.every == 0):
+        heldout, ood = (ends or (every and number % every == 0) for every in (e.every, e.ood_every))
+        if not heldout and not ood:
             return {}
         self.engine.load(dict(named_weights(model)), Label(1, number), weights_digest(model))
-        out = self.split("heldout", e.final_prompts if ends else e.prompts)
-        return out | (self.split("ood", e.ood_prompts) if last else {})
+        out = self.split("heldout", e.final_prompts if ends else e.prompts) if heldout else {}
+        return out | (self.split("ood", e.ood_prompts if ends else min(e.prompts, e.ood_prompts)) if ood else {})
 
     def split(self, split: str, n: int) -> dict[str, float]:
         """Mean reward and length over the first n prompts; a sample whose reward fails is left out."""

@@ -54,7 +54,7 @@ class Case:
 
     def weight(self, level: str) -> torch.Tensor:
         """pi_theta / mu at a level of `correction.level`: [N]."""
-        return weights.weights(ratios.log_ratio(self.lp, self.lm), self.all, self.space.seq, self.space.n, level)
+        return weights.weights(ratios.difference(self.lp, self.lm), self.all, self.space.seq, self.space.n, level)
 
     def rows(self, parts: Parts) -> torch.Tensor:
         return self.space.rows(self.theta, parts[0], parts[1], self.ref)

@@ -50,7 +50,7 @@ class Stale:
         self.space, self.theta, self.seed = space, theta, seed
         self.p, self.mask = space.probability(mu), torch.ones_like(space.seq, dtype=torch.bool)
         self.lp = space.logprobs(theta)
-        self.log_rho = ratios.log_ratio(self.lp, space.logprobs(mu))
+        self.log_rho = ratios.difference(self.lp, space.logprobs(mu))
         self.adv = (right - (self.p * right).sum())[space.seq]
         self.exact = exact_gradient(lambda t: (space.probability(t) * right).sum(), theta)
         self.drawn = space.draw(mu, MANY, seed)

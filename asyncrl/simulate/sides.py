@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from actors.delivery import LINGER_S, size
 from actors.schedule import Schedule
 from asyncrl.config import Config
-from asyncrl.messages import Announcement, Span, Ticket, Trajectory
+from asyncrl.messages import EVAL_BASE, Announcement, Span, Ticket, Trajectory
 from asyncrl.simulate.times import Draw, Times, along, draw
 from asyncrl.simulate.world import Buffer, Clock
 from asyncrl.versions import Label
-from buffer.evaluation import EVAL_BASE
 
 DECODE_STEPS, IDLE_POLL_S, RENEW_S, EVERYTHING = 8, 0.02, 0.5, 1 << 30  # of actors/generator.py, which imports torch
 _TOKENS: dict[int, bytes] = {}

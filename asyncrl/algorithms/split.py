@@ -1,0 +1,74 @@
+"""The log ratio of the target to the behaviour policy in three parts that add up exactly, token by token.
+
+    log pi_theta - log mu = (log pi_v - log mu) + (log pi_start - log pi_v) + (log pi_theta - log pi_start)
+                            engine mismatch       staleness                   update
+
+v is the version that drew the token, pi_v the learner's own forward with that version's weights: what engine and learner compute
+differently for the same weights stands in the first part, and what the weights have moved since in the second.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from asyncrl.algorithms import kl
+from asyncrl.algorithms.diagnostics import BUCKET_NAMES, BUCKETS
+from asyncrl.algorithms.ratios import log_ratio
+
+PARTS = ("mismatch", "staleness", "update")
+
+
+@dataclass
+class Split:
+    """[n] tokens: logprobs under mu, pi_v, the learner's start and the target; int64 lag and age.
+
+    age: versions between the weights that drew a token and the oldest ones that computed any of the keys and values it attended to; 0:
+    one version computed all of it.
+    """
+
+    behavior: torch.Tensor
+    version: torch.Tensor
+    start: torch.Tensor
+    target: torch.Tensor
+    lag: torch.Tensor
+    age: torch.Tensor
+
+    def parts(self) -> dict[str, torch.Tensor]:
+        """Each part's log ratio [n]."""
+        pairs = ((self.version, self.behavior), (self.start, self.version), (self.target, self.start))
+        return {name: a - b for name, (a, b) in zip(PARTS, pairs, strict=True)}
+
+
+def metrics(split: Split) -> dict[str, float]:
+    """Means over the tokens: `split/PART` of minus the log ratio (k1: they add up to split/total), `split/PART_k3`, and by lag and age.
+
+    Empty without tokens.
+    """
+    if not len(split.lag):
+        return {}
+    parts = split.parts()
+    nothing = torch.zeros_like(split.behavior)
+    k3 = {name: kl.k3(-log_ratio(x, nothing)).double() for name, x in parts.items()}
+    out = {f"split/{name}": -_mean(x) for name, x in parts.items()}
+    out |= {f"split/{name}_k3": _mean(x) for name, x in k3.items()}
+    out["split/total"] = -_mean(split.target - split.behavior)
+    one = split.age == 0
+    if one.any():
+        out["mismatch/k3_one_version"] = _mean(k3["mismatch"][one])
+        out["mismatch/max_one_version"] = float(parts["mismatch"][one].abs().amax())
+    for name, (low, high) in zip(BUCKET_NAMES, BUCKETS, strict=True):
+        at = (split.lag >= low) & (split.lag <= high)
+        if at.any():
+            for part in PARTS[:2]:
+                out[f"by_lag/{part}_{name}"] = -_mean(parts[part][at])
+                out[f"by_lag/{part}_k3_{name}"] = _mean(k3[part][at])
+        at = (split.age >= low) & (split.age <= high)
+        if at.any():
+            out[f"by_age/mismatch_k3_{name}"] = _mean(k3["mismatch"][at])
+    return out
+
+
+def _mean(x: torch.Tensor) -> float:
+    return float(x.double().mean())

@@ -1,0 +1,109 @@
+"""Which life of a generator counts, when several carry one name: by the order in which they are heard, never by a clock of theirs.
+
+```
+nobody --speaks--> holder <--speaks again--+
+                     |   another speaks: a claim; it waits
+                     |      the holder is gone, or silent for `silent_s`: the claimant holds the name, the leases are given back
+                     |      the holder is heard again, twice and MARGIN_S apart: two live ones of one name; the claimant is refused
+                     +-- once replaced it is over for good: refused, and only finished samples are taken from it
+```
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+MARGIN_S = 1.0  # frames of a dead process may still arrive: they come at once, a live one is heard again later
+PROOFS = 2
+CLAIMS, ENDED, NAMES = 8, 64, 4096  # of a name; of a name; in all
+FORGET = 30  # silences after which a name is forgotten
+
+
+@dataclass
+class Claim:
+    heard: float  # when it began, then when the holder was heard of last, MARGIN_S later at least
+    proofs: int = 0
+
+
+@dataclass
+class Holder:
+    token: int | None  # None: it has left
+    heard: float
+    ended: deque[int] = field(default_factory=lambda: deque(maxlen=ENDED))
+    claims: dict[int, Claim] = field(default_factory=dict)
+
+
+class Sessions:
+    """name -> the session that holds it.
+
+    >>> s = Sessions(silent_s=20.0)
+    >>> s.speak("g", 7, 0.0), s.speak("g", 3, 1.0), s.speak("g", 7, 3.0), s.speak("g", 7, 5.0), s.speak("g", 3, 5.5)
+    ('new', 'waits', 'holds', 'holds', 'refused')
+    >>> s.speak("g", 3, 30.0), s.speak("g", 7, 31.0)       # the first one has been silent: the second takes over, for good
+    ('new', 'over')
+    """
+
+    def __init__(self, silent_s: float) -> None:
+        self.silent_s = silent_s
+        self.names: dict[str, Holder] = {}
+
+    def speak(self, name: str, token: int, now: float, *, gone: bool = False) -> str:
+        """A session of `name` is heard: "new" (it holds the name from now on), "holds", "waits", "refused", "over" or "full".
+
+        gone: the holder's process is known to have ended.
+        """
+        holder = self.names.get(name)
+        if holder is None:
+            if len(self.names) >= NAMES:
+                return "full"
+            self.names[name] = Holder(token, now)
+            return "new"
+        if token == holder.token:
+            self._proof(holder, now)
+            return "holds"
+        if token in holder.ended:
+            return "over"
+        if holder.token is None or gone or now - holder.heard > self.silent_s:
+            self._over(holder)
+            self.names[name] = Holder(token, now, holder.ended)
+            return "new"
+        if token not in holder.claims and len(holder.claims) >= CLAIMS:
+            del holder.claims[next(iter(holder.claims))]
+        claim = holder.claims.setdefault(token, Claim(now))
+        return "refused" if claim.proofs >= PROOFS else "waits"
+
+    def leave(self, name: str, token: int) -> bool:
+        """The holder says that it ends; False: it is another that holds the name."""
+        holder = self.names.get(name)
+        if holder is None:
+            return True
+        if holder.token != token:
+            return False
+        self._over(holder)
+        return True
+
+    @staticmethod
+    def _over(holder: Holder) -> None:
+        if holder.token is not None:
+            holder.ended.append(holder.token)
+        holder.token = None
+
+    @staticmethod
+    def _proof(holder: Holder, now: float) -> None:
+        holder.heard = now
+        for claim in holder.claims.values():
+            if now - claim.heard >= MARGIN_S:
+                claim.heard, claim.proofs = now, claim.proofs + 1
+
+    def token(self, name: str) -> int | None:
+        """The session that holds `name`."""
+        holder = self.names.get(name)
+        return None if holder is None else holder.token
+
+    def forget(self, now: float) -> list[str]:
+        """Drop names that have been silent for very long; returns them."""
+        late = [name for name, h in self.names.items() if now - h.heard > FORGET * self.silent_s]
+        for name in late:
+            del self.names[name]
+        return late

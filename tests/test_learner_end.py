@@ -1,0 +1,81 @@
+"""How a learner's life ends: what lies in the run directory by the time that the buffer hears of it."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from asyncrl import config_load, rundir
+from asyncrl import messages as m
+from learner.loop import Learner
+
+
+class Buffer:
+    """Welcomes, and says Finished to a goodbye; `seen`: which of the run's files were there when each message came."""
+
+    address = "ipc:///nowhere"
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir, self.inbox = run_dir, deque[m.FromBuffer]()
+        self.seen: dict[str, list[str]] = {}
+
+    def send(self, message: m.FromPeer) -> None:
+        self.seen[type(message).__name__] = [n for n in ("model/config.json", "weights_digest") if (self.run_dir / n).exists()]
+        if isinstance(message, m.LearnerHello):
+            self.inbox.append(m.Welcome(message.epoch, 0))
+        if isinstance(message, m.Goodbye):
+            self.inbox.append(m.Finished(message.epoch))
+
+    def recv(self, timeout: float) -> m.FromBuffer | None:
+        return self.inbox.popleft() if self.inbox else None
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def learner(tmp_path: Path, small_model: Path) -> Iterator[Callable[[], Learner]]:
+    made: list[Learner] = []
+
+    def make() -> Learner:
+        config = config_load.load(ROOT / "configs" / "demo.toml", [f"model.path={str(small_model)!r}", "learner.steps=2", "learner.threads=1"])
+        rundir.ensure(config, "", tmp_path / "run")
+        one = Learner(config, tmp_path / "run")
+        one.socket.close()
+        one.socket = Buffer(tmp_path / "run")  # type: ignore[assignment]
+        made.append(one)
+        return one
+
+    yield make
+    for one in made:
+        one.close()
+    rundir.clean(tmp_path / "run")
+
+
+def test_the_model_is_exported_before_the_buffer_hears_the_goodbye(learner: Callable[[], Learner]) -> None:
+    """So whoever is killed after the buffer has said Finished leaves nothing undone."""
+    one = learner()
+    one.core.state.number = 2  # a life that finds the last checkpoint at the last step
+    one.loop()
+    assert one.finished and one.socket.seen["Goodbye"] == ["model/config.json", "weights_digest"]  # type: ignore[attr-defined]
+    assert one.socket.seen["LearnerHello"] == []  # type: ignore[attr-defined]
+
+
+def test_a_run_that_goes_on_past_its_end_has_no_final_weights_until_its_new_end(learner: Callable[[], Learner]) -> None:
+    one = learner()
+    (one.run_dir / "weights_digest").write_text("of the end before")
+    one.hello()
+    assert one.welcomed and not (one.run_dir / "weights_digest").exists()
+
+
+def test_told_to_stop_it_leaves_a_checkpoint_and_exports_nothing(learner: Callable[[], Learner]) -> None:
+    one = learner()
+    one.hello()
+    one.stopping = True
+    one.loop()
+    assert not one.finished and list(one.directory.glob("number_0")) and "Goodbye" not in one.socket.seen  # type: ignore[attr-defined]
+    assert not (one.run_dir / "model").exists()
