@@ -1,6 +1,7 @@
 # make demo   from nothing: environment, then a real asynchronous run, then its report
 # make test   from nothing: environment, then every test (14 minutes on four shared cores after the installation, which takes 2 to 5)
 # make check  lint, types, import rules, fast tests (about 1 minute)
+# make mutants  do the fast tests notice a changed line: 400 mutants by a seed (half an hour of processor time; `make mutants MUTANTS="--module weights"`)
 # make bench  every benchmark, one table
 # make requirements  compile requirements/cpu.txt and gpu.txt anew
 VENV ?= .venv
@@ -8,7 +9,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env demo test check bench browser requirements
+.PHONY: env demo test check mutants bench browser requirements
 
 $(VENV)/.demo: pyproject.toml
 	test -x $(PY) || python3 -m venv $(VENV)
@@ -55,6 +56,10 @@ check: env
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(PY) -m pytest --ignore tests/test_run.py --ignore tests/test_tasks_learn.py --ignore tests/test_report.py
+
+MUTANTS ?= --sample 400 --seed 0
+mutants: env
+	nice $(PY) benchmarks/mutants.py $(MUTANTS)
 
 bench: env
 	for name in demo_seeds engine vllm_engine learner buffer loop losses exact repeatable simulate memory startup lab kills; do $(PY) benchmarks/$$name.py || exit 1; done

@@ -1,0 +1,492 @@
+"""Do the fast tests notice a changed line?  Mutants of the mathematics, the learner's step and the buffer, each against the tests that run it.
+
+    OMP_NUM_THREADS=1 python benchmarks/mutants.py [--sample 400] [--seed 0] [--module PART] [--quick] [--json]     (make mutants)
+
+Proves: at least 90 % of a seeded sample are killed.  mutmut's operators make the mutants of the files that `[tool.mutmut]` in pyproject.toml
+names; its tests are the fast ones (see `Baseline`).  This process imports torch and the other packages once, and nothing of the project;
+every mutant is a fork of it that imports the project with one file changed in memory and runs, by pytest, the tests that reach the changed
+statement, until one fails.  Nothing on disk changes.
+
+A mutant is killed when a test fails, the import fails, or the tests take ten times the processor time they take without it.  Survivors
+that mutants_equivalent.toml lists, with the reason why no test can tell them apart, count on neither side.
+--module PART: all mutants of the files whose path contains PART, survivors printed as they are found.  --planted: the mutants of
+mutants_planted.py, each against the one test that must notice it.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # faster, and no plugin of another package joins in
+os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")
+
+import argparse
+import ast
+import difflib
+import hashlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import results_file
+
+ROOT = results_file.ROOT
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # first: benchmarks/learner.py and buffer.py must not hide the packages of their names
+GOAL = 0.9
+SLOW_S = 3.0  # a test that takes longer has no place in a fork per mutant
+REAL_RUNS = {"asyncrl", "sort_model", "sort_vllm_model", "gain", "forked"}  # fixtures that start processes: a mutant in memory does not reach them
+PROJECT = ("asyncrl", "actors", "buffer", "learner")
+SURVIVED, KILLED, TIMEOUT, UNTESTED = "survived", "killed", "timeout", "untested"
+
+
+# ---- mutants -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One file with one change.  minus, plus: the changed lines, stripped; first, last: their numbers in the original."""
+
+    path: str
+    code: str
+    first: int
+    last: int
+    minus: str
+    plus: str
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.first}: {self.minus}  ->  {self.plus}"
+
+
+def mutant(path: str, old: str, new: str) -> Mutant:
+    """The mutant that makes `new` of a file's text `old`."""
+    before, after = old.splitlines(), new.splitlines()
+    blocks = [b for b in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes() if b[0] != "equal"]
+    first, last = blocks[0][1], max(blocks[-1][2], blocks[0][1] + 1)
+    minus, plus = before[first:last], after[blocks[0][3] : blocks[-1][4]]
+    return Mutant(path, new, first + 1, last, " ".join(x.strip() for x in minus), " ".join(x.strip() for x in plus))
+
+
+def catalogue(paths: Sequence[str]) -> list[tuple[str, Callable[[], Mutant]]]:
+    """(path, what makes the mutant) for every mutant of the files, in their order."""
+    from mutmut.mutation.file_mutation import create_mutations
+
+    out: list[tuple[str, Callable[[], Mutant]]] = []
+    for path in paths:
+        text = (ROOT / path).read_text()
+        module, mutations, _, _ = create_mutations(path, text)
+        for m in mutations:
+            # mutmut has no public name for one mutant's source; a node of the tree, replaced, is what its own files hold
+            out.append((path, lambda m=m, module=module, path=path, text=text: mutant(path, text, module.deep_replace(m.original_node, m.mutated_node).code)))
+    return out
+
+
+def settings() -> tuple[list[str], list[str]]:
+    """(files to mutate, files of fast tests) of pyproject.toml."""
+    c = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mutmut"]
+    paths = [str(p.relative_to(ROOT)) for s in c["source_paths"] for p in (sorted((ROOT / s).glob("*.py")) if (ROOT / s).is_dir() else [ROOT / s])]
+    return [p for p in paths if p not in c["do_not_mutate"]], c["pytest_add_cli_args_test_selection"]
+
+
+class Equivalents:
+    """Survivors that no test can tell from the original, with the reason: by their two lines, or by what alone differs between them."""
+
+    def __init__(self, path: Path) -> None:
+        self.known: list[dict[str, str]] = tomllib.loads(path.read_text())["equivalent"]
+
+    def reason(self, m: Mutant) -> str | None:
+        for e in self.known:
+            if "differ_only_in" in e:
+                a, b = (re.sub(e["differ_only_in"], "", x) for x in (m.minus, m.plus))
+                if a == b and re.match(e.get("path", ""), m.path):
+                    return e["reason"]
+            elif (e["path"], e["minus"], e["plus"]) == (m.path, m.minus, m.plus):
+                return e["reason"]
+        return None
+
+
+# ---- a fork with one file changed ----------------------------------------------------------------------------------
+
+
+class Changed(importlib.abc.MetaPathFinder):
+    """Imports one module from a text in memory."""
+
+    def __init__(self, path: str, code: str) -> None:
+        self.name = path.removesuffix(".py").replace("/", ".")
+        self.path, self.code = str(ROOT / path), code
+
+    def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
+        return importlib.util.spec_from_file_location(name, self.path, loader=_Loader(name, self.path, self.code)) if name == self.name else None
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    def __init__(self, name: str, path: str, text: str) -> None:
+        super().__init__(name, path)
+        self.text = text
+
+    def get_code(self, fullname: str) -> Any:
+        return compile(self.text, self.path, "exec", dont_inherit=True)
+
+
+class Chosen:
+    """A pytest plugin: only these tests, in this order; the first that fails."""
+
+    def __init__(self, only: Sequence[str] | None) -> None:
+        self.place = None if only is None else {name: i for i, name in enumerate(only)}
+        self.failed, self.seen, self.collected = "", 0, False
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        self.collected = True
+        items[:] = [i for i in items if not REAL_RUNS & set(i.fixturenames)]
+        if self.place is not None:
+            items[:] = sorted((i for i in items if i.nodeid in self.place), key=lambda i: self.place[i.nodeid])  # type: ignore[index]
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seen += report.when == "call"
+        if report.failed and not self.failed:
+            self.failed = report.nodeid
+
+    def pytest_collectreport(self, report: Any) -> None:
+        if report.failed and not self.failed:
+            self.failed = f"the import of {report.nodeid}"
+
+
+def pytest_main(files: Sequence[str], work: Path, plugins: list[Any], *more: str) -> int:
+    import pytest
+    from hypothesis import settings as hypothesis_settings
+
+    hypothesis_settings.register_profile("mutants", derandomize=True, database=None, deadline=None)
+    hypothesis_settings.load_profile("mutants")
+    os.chdir(ROOT)
+    common = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=no", "--no-header", "--show-capture=no", f"--basetemp={work}"]
+    return int(pytest.main([*files, *common, *more], plugins=plugins))
+
+
+@dataclass
+class Child:
+    """A fork at work.  Its answer is a file: a mutant may end the process at any place."""
+
+    pid: int
+    answer: Path
+    until: float
+    what: Any
+
+
+def fork(what: Any, work: Path, cpu_s: float, act: Callable[[Path], dict[str, Any]]) -> Child:
+    """Run `act(directory)` in a fork with a processor limit; what it returns is written down for `reap`."""
+    directory = Path(tempfile.mkdtemp(dir=work))
+    answer = directory / "answer.json"
+    pid = os.fork()
+    if pid:
+        return Child(pid, answer, time.monotonic() + 60 + 8 * cpu_s, what)
+    code = 1
+    try:
+        os.setsid()
+        resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s) + 1, int(cpu_s) + 5))
+        resource.setrlimit(resource.RLIMIT_AS, (64 << 30, 64 << 30))
+        out = os.open(directory / "out", os.O_WRONLY | os.O_CREAT)
+        os.dup2(out, 1)
+        os.dup2(out, 2)
+        answer.write_text(json.dumps(act(directory)))
+        code = 0
+    finally:
+        os._exit(code)
+
+
+def reap(children: list[Child]) -> tuple[Child, dict[str, Any] | None]:
+    """Wait for one to end: (child, its answer); None: it ended or was ended without one."""
+    while True:
+        for child in children:
+            pid, _ = os.waitpid(child.pid, os.WNOHANG)
+            if not pid and time.monotonic() > child.until:
+                os.killpg(child.pid, signal.SIGKILL)
+                os.waitpid(child.pid, 0)
+                pid = child.pid
+            if pid:
+                children.remove(child)
+                found = json.loads(child.answer.read_text()) if child.answer.exists() else None
+                shutil.rmtree(child.answer.parent, ignore_errors=True)
+                return child, found
+        time.sleep(0.02)
+
+
+def try_mutant(m: Mutant, tests: Sequence[str], directory: Path) -> dict[str, Any]:
+    """In a fork: import the project with the mutant in it, run the tests until one fails."""
+    sys.meta_path.insert(0, Changed(m.path, m.code))
+    chosen = Chosen(tests)
+    files = list(dict.fromkeys(t.split("::")[0] for t in tests))
+    code = pytest_main(files, directory / "t", [chosen], "-x")
+    if chosen.collected and not chosen.seen and not chosen.failed:
+        return {"status": UNTESTED, "by": "", "code": code}
+    return {"status": KILLED if code else SURVIVED, "by": chosen.failed, "code": code}
+
+
+# ---- which tests reach which line ------------------------------------------------------------------------------------
+
+
+@dataclass
+class Baseline:
+    """The fast tests without a mutant: seconds of each, and for each file and line the tests that run it.
+
+    Fast: of the files that pyproject.toml names, those that need no real run and take less than SLOW_S.  What a fixture for several tests
+    runs counts for every test of the file.
+    """
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    lines: dict[str, dict[int, list[str]]] = field(default_factory=dict)
+
+    def reaching(self, m: Mutant, text: str) -> list[str]:
+        """Tests that run the changed statement, quickest file first; where it runs at import, all that run anything of the file."""
+        start, end = statement(text, m.first, m.last)
+        here = self.lines.get(m.path, {})
+        found = {t for n in range(start, end + 1) for t in here.get(n, ())}
+        if not found and start == 0:
+            found = {t for tests in here.values() for t in tests} or set(self.seconds)
+        whole: Counter[str] = Counter()
+        for t in found:
+            whole[t.split("::")[0]] += self.seconds[t]  # type: ignore[assignment]
+        order = {t: i for i, t in enumerate(self.seconds)}
+        return sorted(found, key=lambda t: (whole[t.split("::")[0]], order[t]))
+
+    def cpu_s(self, tests: Sequence[str]) -> float:
+        """What a mutant may use."""
+        return 20 + 10 * sum(self.seconds[t] for t in tests)
+
+
+def statement(text: str, first: int, last: int) -> tuple[int, int]:
+    """Lines of the statement that holds [first, last], of a compound one its head; of a function's head its body; (0, 0): it runs at import."""
+    best: ast.stmt | None = None
+    inside = False
+
+    def visit(node: ast.AST, within: bool) -> None:
+        nonlocal best, inside
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.stmt) and child.lineno <= first and (child.end_lineno or 0) >= last:
+                best, inside = child, within
+            if getattr(child, "lineno", 0) <= last:
+                visit(child, within or isinstance(child, ast.FunctionDef))
+
+    visit(ast.parse(text), False)
+    if best is None or (not inside and not isinstance(best, ast.FunctionDef)):
+        return 0, 0
+    if isinstance(best, ast.FunctionDef):
+        return best.body[0].lineno, best.end_lineno or best.lineno
+    body = getattr(best, "body", None)
+    return best.lineno, (body[0].lineno - 1 if isinstance(body, list) and body[0].lineno > best.lineno else best.end_lineno or best.lineno)
+
+
+class Watch:
+    """A pytest plugin: coverage told apart by test, and what each takes."""
+
+    def __init__(self, cover: Any) -> None:
+        self.cover, self.seconds, self.failed = cover, {}, []  # type: ignore[var-annotated]
+
+    def pytest_runtest_setup(self, item: Any) -> None:
+        self.cover.switch_context(item.nodeid.split("::")[0])
+
+    def pytest_runtest_call(self, item: Any) -> None:
+        self.cover.switch_context(item.nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.failed:
+            self.failed.append(report.nodeid)
+        if report.when == "call" and report.passed:
+            self.seconds[report.nodeid] = report.duration
+
+
+def measure(paths: Sequence[str], tests: Sequence[str], directory: Path) -> dict[str, Any]:
+    """In a fork: every fast test once, under coverage."""
+    import coverage
+
+    cover = coverage.Coverage(data_file=None, include=[str(ROOT / p) for p in paths], config_file=False)
+    watch = Watch(cover)
+    cover.start()
+    pytest_main(tests, directory / "t", [Chosen(None), watch])
+    cover.stop()
+    fast = {t: s for t, s in watch.seconds.items() if s < SLOW_S}
+    by_file: dict[str, list[str]] = {}
+    for t in fast:
+        by_file.setdefault(t.split("::")[0], []).append(t)
+    lines: dict[str, dict[int, list[str]]] = {}
+    for p in paths:
+        for n, contexts in cover.get_data().contexts_by_lineno(str(ROOT / p)).items():
+            named = {t for c in contexts if c for t in ([c] if c in fast else by_file.get(c, []))}
+            if named:
+                lines.setdefault(p, {})[n] = sorted(named)
+    return {"seconds": fast, "lines": lines, "failed": watch.failed, "slow": {t: s for t, s in watch.seconds.items() if s >= SLOW_S}}
+
+
+def baseline(paths: Sequence[str], tests: Sequence[str], work: Path, cache: Path | None) -> Baseline:
+    """Measured, or as `cache` keeps it for the same sources and tests.  Ends the program when a test fails without a mutant."""
+    files = [*paths, *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").glob("*.py"))), "pyproject.toml", "benchmarks/mutants.py"]
+    key = hashlib.sha256(b"\0".join((ROOT / p).read_bytes() for p in files)).hexdigest()
+    if cache is not None and cache.exists() and (kept := json.loads(cache.read_text()))["key"] == key:
+        found = kept["found"]
+    else:
+        _, answer = reap([fork(None, work, 900, lambda d: measure(paths, tests, d))])
+        if answer is None or answer["failed"]:
+            sys.exit(f"mutants: the tests fail without a mutant: {'no answer' if answer is None else ', '.join(answer['failed'])}")
+        found = answer
+        if cache is not None:
+            cache.parent.mkdir(exist_ok=True)
+            cache.write_text(json.dumps({"key": key, "found": found}))
+    return Baseline(found["seconds"], {p: {int(n): t for n, t in x.items()} for p, x in found["lines"].items()})
+
+
+# ---- the whole -------------------------------------------------------------------------------------------------------
+
+
+def all_of(jobs: Iterator[tuple[Mutant, list[str], float]], work: Path, workers: int) -> Iterator[tuple[Mutant, dict[str, Any]]]:
+    """(mutant, what became of it), as they end."""
+    running: list[Child] = []
+    for m, tests, cpu_s in jobs:
+        if not tests:
+            yield m, {"status": UNTESTED, "by": ""}
+            continue
+        running.append(fork(m, work, cpu_s, lambda d, m=m, tests=tests: try_mutant(m, tests, d)))
+        if len(running) >= workers:
+            child, answer = reap(running)
+            yield child.what, answer or {"status": TIMEOUT, "by": ""}
+    while running:
+        child, answer = reap(running)
+        yield child.what, answer or {"status": TIMEOUT, "by": ""}
+
+
+def warm() -> None:
+    """Import what every fork needs, and nothing of the project."""
+    import coverage  # noqa: F401
+    import hypothesis  # noqa: F401
+    import msgspec  # noqa: F401
+    import numpy  # noqa: F401
+    import pytest  # noqa: F401
+    import safetensors.torch  # noqa: F401
+    import torch
+    import transformers  # noqa: F401
+    import xxhash  # noqa: F401
+    import zmq  # noqa: F401
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401
+
+    torch.set_num_threads(1)
+    mine = [m for m in sys.modules if m.split(".")[0] in PROJECT]
+    assert not mine, f"imported before the fork: {mine}"
+
+
+def planted(work: Path, workers: int) -> list[dict[str, Any]]:
+    """Every mutant of mutants_planted.py against its own test."""
+    from mutants_planted import PLANTED
+
+    jobs, names = [], {}
+    for p in PLANTED:
+        text = (ROOT / p.path).read_text()
+        if text.count(p.old) != 1:
+            sys.exit(f"mutants: {p.name}: {p.path} holds {text.count(p.old)} times: {p.old!r}; give benchmarks/mutants_planted.py the line as it is now")
+        m = mutant(p.path, text, text.replace(p.old, p.new))
+        names[m.path, m.code] = p
+        jobs.append((m, [p.test], 120.0))
+    # without a mutant every one of these tests must pass
+    _, sound = reap([fork(None, work, 300, lambda d: {"code": pytest_main([p.test for p in PLANTED], d / "t", [])})])
+    if sound is None or sound["code"]:
+        sys.exit("mutants: a test of mutants_planted.py fails, or is none, without a mutant")
+    out = []
+    for m, answer in all_of(iter(jobs), work, workers):
+        p = names[m.path, m.code]
+        out.append({"name": p.name, "mutant": str(m), "status": answer["status"], "test": p.test})
+    return sorted(out, key=lambda x: x["name"])
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--sample", type=int, default=400)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--module", default="", help="all mutants of the files whose path contains this")
+    p.add_argument("--planted", action="store_true")
+    p.add_argument("--quick", action="store_true", help="a sample of 20; writes no result")
+    p.add_argument("--workers", type=int, default=2)
+    p.add_argument("--cache", type=Path, help="keep the measured baseline in this file")
+    p.add_argument("--list", action="store_true", help="count the mutants by file")
+    p.add_argument("--json", action="store_true")
+    args = p.parse_args()
+    os.chdir(ROOT)
+    work = Path(tempfile.mkdtemp(prefix="mutants"))
+    try:
+        _main(args, work)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _main(args: argparse.Namespace, work: Path) -> None:
+    warm()
+    if args.planted:
+        found = planted(work, args.workers)
+        alive = [x for x in found if x["status"] not in (KILLED, TIMEOUT)]
+        print(json.dumps(found) if args.json else "\n".join(f"{x['status']:9} {x['name']}: {x['mutant']}" for x in found))
+        sys.exit(1 if alive else 0)
+    paths, tests = settings()
+    wanted = [x for x in catalogue(paths) if args.module in x[0]]
+    if args.list:
+        counts = Counter(path for path, _ in wanted)
+        print("\n".join(f"{n:6} {path}" for path, n in counts.items()), f"{len(wanted):6}", sep="\n")
+        return
+    if not args.module:
+        many = min(20 if args.quick else args.sample, len(wanted))
+        wanted = [wanted[i] for i in sorted(random.Random(args.seed).sample(range(len(wanted)), many))]
+    known, base = Equivalents(ROOT / "benchmarks" / "mutants_equivalent.toml"), baseline(paths, tests, work, args.cache)
+    texts = {path: (ROOT / path).read_text() for path in paths}
+    start = time.monotonic()
+
+    def jobs() -> Iterator[tuple[Mutant, list[str], float]]:
+        for _, make in wanted:
+            m = make()
+            reaching = base.reaching(m, texts[m.path])
+            yield m, reaching, base.cpu_s(reaching)
+
+    by_path: dict[str, Counter[str]] = {}
+    survivors, equivalents, killers = [], [], Counter[str]()
+    for m, answer in all_of(jobs(), work, args.workers):
+        status, reason = answer["status"], known.reason(m)
+        if status in (SURVIVED, UNTESTED):
+            if reason is not None:
+                status = "equivalent"
+                equivalents.append({"mutant": str(m), "reason": reason})
+            else:
+                survivors.append({"mutant": str(m), "untested": status == UNTESTED})
+                print(f"{status}: {m}", file=sys.stderr, flush=True)
+        killers[answer["by"].split("[")[0]] += status == KILLED
+        by_path.setdefault(m.path, Counter())[status] += 1
+    total = sum(by_path.values(), Counter())
+    killed = total[KILLED] + total[TIMEOUT]
+    counted = sum(total.values()) - total["equivalent"]
+    score = killed / max(counted, 1)
+    result = {
+        "goals": [{"figure": f"mutants killed by the fast tests, {sum(total.values())} drawn by seed {args.seed}", "value": round(score, 4),
+                   "goal": f">= {GOAL}", "met": score >= GOAL}],
+        "met": score >= GOAL, "what": "mutants of the algorithms, the learner's step and the buffer, against the fast tests that reach them",
+        "seed": args.seed, "mutants": sum(total.values()), "of": len(catalogue(paths)), "killed": killed, "by_time_limit": total[TIMEOUT],
+        "survived": len(survivors), "equivalent": total["equivalent"], "score": score, "seconds": round(time.monotonic() - start),
+        "tests": len(base.seconds), "tests_seconds": round(sum(base.seconds.values()), 1), "by_file": {k: dict(v) for k, v in by_path.items()},
+        "survivors": survivors, "equivalents": equivalents, "killers": dict(killers.most_common(40)),
+    }  # fmt: skip
+    print(f"{killed} of {counted} killed ({score:.1%}), {total['equivalent']} equivalent, {round(time.monotonic() - start)} s", file=sys.stderr)
+    if not (args.quick or args.module):
+        print(results_file.write("mutants", result), file=sys.stderr)
+    if args.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
