@@ -9,7 +9,7 @@ statement, until one fails.  Nothing on disk changes.
 
 A mutant is killed when a test fails, the import fails, or the tests take ten times the processor time they take without it.  Survivors
 that mutants_equivalent.toml lists, with the reason why no test can tell them apart, count on neither side.
---module PART: all mutants of the files whose path contains PART, survivors printed as they are found.  --planted: the mutants of
+--module PART: only mutants of the files whose path contains PART (--sample 0: all of them); no result is written.  --planted: the mutants of
 mutants_planted.py, each against the one test that must notice it.
 """
 
@@ -19,11 +19,11 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # faster, and no plugin of another package joins in
-os.environ.setdefault("HYPOTHESIS_NO_PLUGINS", "1")
 
 import argparse
 import ast
 import difflib
+import gc
 import hashlib
 import importlib.abc
 import importlib.machinery
@@ -173,7 +173,7 @@ def pytest_main(files: Sequence[str], work: Path, plugins: list[Any], *more: str
     hypothesis_settings.register_profile("mutants", derandomize=True, database=None, deadline=None)
     hypothesis_settings.load_profile("mutants")
     os.chdir(ROOT)
-    common = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=no", "--no-header", "--show-capture=no", f"--basetemp={work}"]
+    common = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=no", "--assert=plain", "--no-header", "--show-capture=no", f"--basetemp={work}"]
     return int(pytest.main([*files, *common, *more], plugins=plugins))
 
 
@@ -367,7 +367,7 @@ def all_of(jobs: Iterator[tuple[Mutant, list[str], float]], work: Path, workers:
         yield child.what, answer or {"status": TIMEOUT, "by": ""}
 
 
-def warm() -> None:
+def warm(work: Path) -> None:
     """Import what every fork needs, and nothing of the project."""
     import coverage  # noqa: F401
     import hypothesis  # noqa: F401
@@ -384,6 +384,8 @@ def warm() -> None:
     torch.set_num_threads(1)
     mine = [m for m in sys.modules if m.split(".")[0] in PROJECT]
     assert not mine, f"imported before the fork: {mine}"
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(work / "bytecode")  # compiled by the first fork, read by the others
+    gc.freeze()  # pytest collects garbage several times; what lies here is none
 
 
 def planted(work: Path, workers: int) -> list[dict[str, Any]]:
@@ -411,9 +413,10 @@ def planted(work: Path, workers: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    p.add_argument("--sample", type=int, default=400)
+    p.add_argument("--sample", type=int, default=400, help="0: all")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--module", default="", help="all mutants of the files whose path contains this")
+    p.add_argument("--module", default="", help="only mutants of the files whose path contains this; writes no result")
+    p.add_argument("--tests", default="", help="files of tests instead of those in pyproject.toml, with commas between them")
     p.add_argument("--planted", action="store_true")
     p.add_argument("--quick", action="store_true", help="a sample of 20; writes no result")
     p.add_argument("--workers", type=int, default=2)
@@ -426,25 +429,26 @@ def main() -> None:
     try:
         _main(args, work)
     finally:
+        gc.unfreeze()
         shutil.rmtree(work, ignore_errors=True)
 
 
 def _main(args: argparse.Namespace, work: Path) -> None:
-    warm()
+    warm(work)
     if args.planted:
         found = planted(work, args.workers)
         alive = [x for x in found if x["status"] not in (KILLED, TIMEOUT)]
         print(json.dumps(found) if args.json else "\n".join(f"{x['status']:9} {x['name']}: {x['mutant']}" for x in found))
         sys.exit(1 if alive else 0)
     paths, tests = settings()
+    tests = args.tests.split(",") if args.tests else tests
     wanted = [x for x in catalogue(paths) if args.module in x[0]]
     if args.list:
         counts = Counter(path for path, _ in wanted)
         print("\n".join(f"{n:6} {path}" for path, n in counts.items()), f"{len(wanted):6}", sep="\n")
         return
-    if not args.module:
-        many = min(20 if args.quick else args.sample, len(wanted))
-        wanted = [wanted[i] for i in sorted(random.Random(args.seed).sample(range(len(wanted)), many))]
+    many = min(20 if args.quick else args.sample or len(wanted), len(wanted))
+    wanted = [wanted[i] for i in sorted(random.Random(args.seed).sample(range(len(wanted)), many))]
     known, base = Equivalents(ROOT / "benchmarks" / "mutants_equivalent.toml"), baseline(paths, tests, work, args.cache)
     texts = {path: (ROOT / path).read_text() for path in paths}
     start = time.monotonic()
@@ -468,6 +472,8 @@ def _main(args: argparse.Namespace, work: Path) -> None:
                 print(f"{status}: {m}", file=sys.stderr, flush=True)
         killers[answer["by"].split("[")[0]] += status == KILLED
         by_path.setdefault(m.path, Counter())[status] += 1
+        if (ended := sum(sum(x.values()) for x in by_path.values())) % 50 == 0:
+            print(f"{ended} of {len(wanted)}, {round(time.monotonic() - start)} s", file=sys.stderr, flush=True)
     total = sum(by_path.values(), Counter())
     killed = total[KILLED] + total[TIMEOUT]
     counted = sum(total.values()) - total["equivalent"]
