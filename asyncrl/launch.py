@@ -7,7 +7,6 @@ with its parent, and writes RUN/logs/attempt_N/PROCESS.log.
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import subprocess
@@ -25,7 +24,6 @@ from asyncrl.watchdog import Watchdog, culprit
 SILENT_S = 5.0  # a process that sends nothing for this long, when the run is overdue, is the one to blame
 LATE_S = 5.0  # after the end of buffer and learner a generator has this long to hear of it
 END_S = 30.0  # a process asked to end is killed after this long
-HEALTHY, HEALTHY_EXPERTS = 1e-3, 0.1  # k3 between engine and learner at equal weights, dense models and mixtures of experts
 _PR_SET_PDEATHSIG = 1
 
 
@@ -37,15 +35,6 @@ def _die_with_parent() -> None:
 def signal_name(code: int) -> str:
     """`exit code 3` or `SIGKILL`."""
     return signal.Signals(-code).name if code < 0 else f"exit code {code}"
-
-
-def healthy_mismatch(model: str) -> float:
-    """Largest healthy k3 between engine and learner at equal weights, for the model in this directory."""
-    try:
-        keys = json.loads((Path(model) / "config.json").read_text())
-    except (OSError, ValueError):
-        return HEALTHY
-    return HEALTHY_EXPERTS if {"num_experts", "num_local_experts", "n_routed_experts"} & set(keys) else HEALTHY
 
 
 @dataclass
@@ -77,7 +66,6 @@ class Supervisor:
     say: Callable[[str], None]
     children: list[Child] = field(default_factory=list)
     interrupts: int = 0
-    warned: bool = False
     alone_since: float = 0.0
     status: Status | None = None
     heard: float = 0.0
@@ -153,11 +141,6 @@ class Supervisor:
     def observe(self, status: Status) -> None:
         """The buffer's newest status: what the watchdog knows of the run."""
         self.status, self.heard = status, time.monotonic()
-        k3 = status.metrics.get("mismatch/k3_at_lag_0", 0.0)
-        if not self.warned and k3 > HEALTHY and k3 > (limit := healthy_mismatch(self.config.model.path)):
-            self.warned = True
-            self.say(f"note: engine and learner differ at equal weights by k3 = {k3:.1e} nats a token (mismatch/k3_at_lag_0), above {limit:g}; "
-                     "look at generator.dtype and weights.in_flight, or correct for it ([correction])")  # fmt: skip
         self.watchdog.observe(status.progress, status.committed, self.heard)
 
     def look(self) -> None:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,14 +26,14 @@ def say(text: str) -> None:
 
 
 class Watcher:
-    """Says each sign that there is nothing to learn once, while the run goes on.
+    """Says each sign that a run goes wrong once, while it goes on.
 
     It reads the whole of metrics.jsonl when the run has grown by a quarter, so all its readings
     together cost as much as five at the end.
     """
 
-    def __init__(self, run_dir: Path, say: Callable[[str], None]) -> None:
-        self.run_dir, self.say = run_dir, say
+    def __init__(self, run_dir: Path, say: Callable[[str], None], about: signs.About | None = None) -> None:
+        self.run_dir, self.say, self.about = run_dir, say, about
         self.said: set[str] = set()
         self.next = signs.LEAST
 
@@ -43,11 +43,26 @@ class Watcher:
                 self.said.add(sign.name)
                 self.say(f"note: {sign.line()}")
 
-    def look(self, committed: int) -> None:
-        """After `committed` batches of the run."""
+    def look(self, committed: int, latest: Mapping[str, float] = {}) -> None:
+        """After `committed` batches of the run; latest: its newest metrics, some of which need no history."""
+        if self.about is not None and (found := signs.engine_mismatch([latest], self.about)):
+            self.tell([found])
         if committed >= self.next:
             self.next = max(committed + 1, committed * 5 // 4)
-            self.tell(signs.signs(metrics.read(self.run_dir)))
+            self.tell(signs.signs(metrics.read(self.run_dir), self.about))
+
+
+HEALTHY, HEALTHY_EXPERTS = 1e-3, 0.1  # k3 between engine and learner at equal weights, dense models and mixtures of experts
+
+
+def about(config: Config) -> signs.About:
+    """What the rules know of a run: its settings, and how far engine and learner of such a model may be apart."""
+    try:
+        keys = json.loads((Path(config.model.path) / "config.json").read_text())
+    except (OSError, ValueError):
+        keys = {}
+    experts = {"num_experts", "num_local_experts", "n_routed_experts"} & set(keys)
+    return signs.About(config, HEALTHY_EXPERTS if experts else HEALTHY)
 
 
 def task_signs(config: Config) -> list[signs.Sign]:
@@ -144,7 +159,7 @@ def supervise(config: Config, run_dir: Path, watcher: Watcher) -> int:
 
     def observe(status: Status) -> None:
         supervisor.observe(status)
-        watcher.look(status.committed)
+        watcher.look(status.committed, status.metrics)
 
     previous = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -183,7 +198,7 @@ def summarise(config: Config, run_dir: Path) -> dict[str, Any]:
         "weights_digest": digest.read_text() if digest.exists() else None, "mismatch_k3_max": left["mismatch_k3_max"], "ledger": left["ledger"],
         "ledger_lines": left["ledger_lines"], "lag_histogram": left["lag_histogram"], "trained_ids": left["trained_ids"], "failures": left["failures"],
         "seed": config.seed,
-        "signs": [s._asdict() for s in (*task_signs(config), *signs.signs(metrics.read(run_dir), ended=left["steps"] >= config.learner.steps))],
+        "signs": [s._asdict() for s in (*task_signs(config), *signs.signs(metrics.read(run_dir), about(config), ended=left["steps"] >= config.learner.steps))],
     }  # fmt: skip
     part = run_dir / "summary.json.part"
     part.write_text(json.dumps(summary, indent=1))
@@ -196,7 +211,7 @@ def run(config: Config, run_dir: Path, *, resume: bool) -> tuple[int, dict[str, 
     for warning in config_load.warnings(config):
         say(f"note: {warning}")
     preflight(config)
-    watcher = Watcher(run_dir, say)
+    watcher = Watcher(run_dir, say, about(config))
     watcher.tell(task_signs(config))
     if not resume:
         rundir.prepare(config, config_load.dump(config), run_dir)

@@ -102,7 +102,8 @@ def facts(record: dict[str, Any]) -> dict[str, Any]:
     norms = [r["optim/grad_norm"] for r in rows] or [0.0]
     out = {
         "accuracy": accuracy, "steps": steps, "start": accuracy[0], "end": accuracy[-1], "best": max(accuracy), "area": judgement.area(steps, accuracy),
-        "ood": statistics.fmean(list(ood.values())[-1]) if ood else None, "swing": statistics.fmean(abs(a - b) for a, b in pairwise(accuracy)),
+        "ood": statistics.fmean(ood[last]) if (last := str(int(steps[-1]))) in ood else None,
+        "swing": statistics.fmean(abs(a - b) for a, b in pairwise(accuracy)),
         "grad_norm_mean": statistics.fmean(norms), "grad_norm_cv": statistics.pstdev(norms) / max(statistics.fmean(norms), 1e-12),
         "grad_norm_max": max(norms), "collapsed": accuracy[-1] < accuracy[0] / 2, "failed": record.get("failed", ""),
         "trouble": judgement.stability(accuracy, rows), "kl_mu_max": max((r["kl/behavior_target_k3"] for r in rows), default=0.0),

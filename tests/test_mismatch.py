@@ -1,4 +1,4 @@
-"""Engine and learner that differ at equal weights: said once, by the supervisor; what benchmarks/studies.py computes from runs."""
+"""Engine and learner that differ at equal weights: said once, at once; what benchmarks/studies.py computes from runs."""
 
 from __future__ import annotations
 
@@ -10,31 +10,28 @@ from pathlib import Path
 import pytest
 from conftest import Ended
 
-from asyncrl import config_load, launch
-from asyncrl.compare import runner
-from asyncrl.messages import Status
+from asyncrl import config_load
+from asyncrl import run as runner
+from asyncrl.compare import runner as warm
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def status(k3: float) -> Status:
-    return Status("r", 1, 2, 1, {"mismatch/k3_at_lag_0": k3}, {}, [], {}, False)
 
 
 @pytest.mark.parametrize(("keys", "said"), [({"model_type": "qwen3"}, [2e-3]), ({"num_experts": 8}, [0.2])])
 def test_an_unhealthy_mismatch_is_said_once(keys: dict[str, object], said: list[float], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(keys))
     config, lines = config_load.load(ROOT / "configs" / "demo.toml", [f"model.path='{tmp_path}'"]), list[str]()
-    supervisor = launch.Supervisor(config, tmp_path, lines.append)
+    watcher = runner.Watcher(tmp_path, lines.append, runner.about(config))
     for k3 in (1e-4, 1e-3, 2e-3, 0.2, 0.3):
-        supervisor.observe(status(k3))
+        watcher.look(1, {"mismatch/k3_at_lag_0": k3})
+    watcher.look(1, {})
     assert len(lines) == 1 and f"k3 = {said[0]:.1e}" in lines[0] and "generator.dtype" in lines[0]
 
 
 def run(end: float, ood: float, norm: float = 1.0) -> dict[str, object]:
     """What a warm process records of a run, as far as a study reads it."""
     curve = [{"version": n + 1, "optim/grad_norm": norm, "reward/mean": 0.5, "kl/behavior_target_k3": 0.01 * n} for n in range(12)]
-    return {"curve": curve, "accuracy": [[0.0, 10.0], [0.4, end]], "evals": {"ood": {"12": [ood, ood]}}, "weights_digest": "d"}
+    return {"curve": curve, "accuracy": [[0.0, 10.0], [0.4, end]], "evals": {"ood": {"0": [0.9], "10": [ood, ood]}}, "weights_digest": "d"}
 
 
 def test_a_study_pairs_runs_by_seed_and_counts_what_broke(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +41,8 @@ def test_a_study_pairs_runs_by_seed_and_counts_what_broke(monkeypatch: pytest.Mo
     broken = studies.facts(run(0.1, 0.2))
     assert broken["collapsed"] and broken["swing"] == pytest.approx(0.3) and broken["kl_mu_max"] == pytest.approx(0.11)
     assert broken["reward_end"] == 0.5 and "kl_ref_last" not in broken and broken["ood"] == pytest.approx(0.2)
+    cut = studies.facts(run(0.1, 0.2) | {"evals": {"ood": {"0": [0.9]}}})
+    assert cut["ood"] is None, "of a run that did not come to its end"
     good = {seed: studies.facts(run(0.6 + 0.01 * seed, 0.3)) for seed in range(3)}
     less = {seed: studies.facts(run(0.5 + 0.01 * seed, 0.2 - 0.1 * seed)) for seed in range(1, 4)}
     found = studies.compare({"a": good, "b": less, "c": {5: broken}}, "b", "end")
@@ -59,7 +58,7 @@ def test_bypass_is_recompute_at_lag_0_in_exact_mode(sort_model: Path) -> None:
     recompute = ["correction.proximal=recompute", "correction.preset=tis", "loss.surrogate=decoupled_ppo"]
     found = {}
     for name, sets in (("behavior", ["correction.proximal=behavior", "loss.surrogate=ppo"]), ("recompute", recompute)):
-        found[name] = runner.one(config_load.load(ROOT / "configs" / "demo.toml", [*small, *sets]), 0)
+        found[name] = warm.one(config_load.load(ROOT / "configs" / "demo.toml", [*small, *sets]), 0)
     assert found["behavior"]["weights_digest"] == found["recompute"]["weights_digest"]
     assert sum(r["optim/grad_norm"] for r in found["recompute"]["curve"]) > 0
 
