@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from asyncrl import jsonl
 from asyncrl.algorithms.metric_names import BY_LAG, METRIC_NAMES
 from asyncrl.errors import AsyncrlError
 
@@ -130,29 +132,65 @@ def _summary_writer() -> Any:
     return SummaryWriter
 
 
+class _Guarded:
+    """TensorBoard's event file: what cannot be written is dropped, and said once; metrics.jsonl has it all.
+
+    Unguarded, a full disk ends the writer's thread, and whoever adds a number then waits for good.
+    """
+
+    def __init__(self, writer: Any, directory: Path) -> None:
+        self.writer, self.directory, self.failed = writer, directory, False
+
+    def _try(self, call: Callable[..., Any], *args: Any) -> None:
+        try:
+            if not self.failed:
+                call(*args)
+        except OSError as e:
+            self.failed = True
+            print(f"note: {self.directory} cannot be written any more: {e.strerror or e}", file=sys.stderr, flush=True)
+
+    def write_event(self, event: Any) -> None:
+        self._try(self.writer.write_event, event)
+
+    def flush(self) -> None:
+        self._try(self.writer.flush)
+
+    def close(self) -> None:
+        self._try(self.writer.close)
+
+
+def _guard(board: Any, directory: Path) -> None:
+    events = board.file_writer.event_writer
+    events._ev_writer = events._worker._record_writer = _Guarded(events._ev_writer, directory)
+
+
 class MetricsWriter:
-    """RUN/metrics.jsonl, one row per call, and RUN/tensorboard.  Raises AsyncrlError for a name that the table lacks."""
+    """RUN/metrics.jsonl, one row per call, and RUN/tensorboard.
+
+    Raises AsyncrlError for a name that the table lacks, and when metrics.jsonl cannot be written.
+    """
 
     def __init__(self, run_dir: Path) -> None:
         SummaryWriter = _summary_writer()
-        self.file = (run_dir / "metrics.jsonl").open("a", buffering=1)
-        self.board: Any = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=5)
+        self.file = jsonl.Appender(run_dir / "metrics.jsonl")
+        try:
+            self.board: Any = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=5)
+        except OSError as e:
+            raise jsonl.full(run_dir / "tensorboard", e) from e
+        _guard(self.board, run_dir / "tensorboard")
 
     def write(self, step: int, values: dict[str, float], t: float = 0.0, histograms: dict[str, list[float]] | None = None) -> None:
         """One row: `step` counts versions, t is the RunClock's."""
         if unknown := [n for n in values if not known(n)]:
             raise AsyncrlError(f"metrics not in the table of asyncrl/metrics.py: {', '.join(unknown)}")
         row: dict[str, Any] = {"step": step, "t": round(t, 4)} | values
-        for name, values_ in (histograms or {}).items():
-            counts: dict[str, int] = {}
-            for x in values_:
-                counts[f"{x:g}"] = counts.get(f"{x:g}", 0) + 1
-            row[name] = counts
-            if values_:
+        counts = {name: Counter(f"{x:g}" for x in many) for name, many in (histograms or {}).items()}
+        self.file.write(row | counts)
+        for name, many in (histograms or {}).items():
+            if many:
                 import numpy as np
 
-                self.board.add_histogram(name, np.asarray(values_), step)
-        self.file.write(json.dumps(row) + "\n")
+                self.board.add_histogram(name, np.asarray(many), step)
         for name, value in values.items():
             self.board.add_scalar(name, value, step)
 
@@ -162,12 +200,25 @@ class MetricsWriter:
 
 
 def read(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl; a last line cut by a crash is left out.  After a resume the later row of a step wins."""
-    path = run_dir / "metrics.jsonl"
-    if not path.exists():
-        return []
-    rows = [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{") and line.endswith("}")]
-    return rows
+    """The rows of metrics.jsonl that count, in their order; torn lines are left out.
+
+    After a resume the later row of a step wins: a row of training at step s ends those of training from s on, and the evaluations of
+    versions past s, which are of the branch before; an evaluation ends an earlier one of the same version and split.
+    """
+    kept: dict[tuple[int, str], dict[str, Any]] = {}  # (step, "" for training or the names of an evaluation)
+    newest = -1  # step of training
+    for row in jsonl.read(run_dir / "metrics.jsonl"):
+        step, names = row.get("step"), sorted(n for n in row if n not in ("step", "t"))
+        if not isinstance(step, int):
+            continue
+        what = ",".join(names) if all(n.startswith("eval/") for n in names) else ""
+        if not what:
+            for key in [k for k in kept if k[0] > step or k == (step, "")] if step <= newest else ():
+                del kept[key]
+            newest = step
+        kept.pop((step, what), None)
+        kept[step, what] = row
+    return list(kept.values())
 
 
 class RunClock:
@@ -175,7 +226,7 @@ class RunClock:
 
     def __init__(self, run_dir: Path) -> None:
         """A resumed run goes on from the last row of its metrics.jsonl."""
-        self.before = max((float(r["t"]) for r in read(run_dir)), default=0.0)
+        self.before = max((float(r.get("t", 0.0)) for r in read(run_dir)), default=0.0)
         self.began = 0.0  # in this life; 0: not yet
 
     def start(self, now: float) -> None:

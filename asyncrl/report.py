@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl import metrics, trace
+from asyncrl import jsonl, metrics, trace
 from asyncrl.errors import ConfigError
 
 TIMELINE_S = 3.0
@@ -184,8 +184,7 @@ def write(run_dir: Path) -> Path:
         return Markup(pio.to_html(figure, include_plotlyjs=False, full_html=False, config={"displaylogo": False, "displayModeBar": False}))
 
     timeline, seconds = _timeline(trace.read(run_dir))
-    path = run_dir / "samples.jsonl"
-    samples = [json.loads(x) for x in path.read_text().splitlines() if x.endswith("}")] if path.exists() else []
+    samples = jsonl.read(run_dir / "samples.jsonl")
     commit = (run_dir / "commit").read_text().strip()[:12]
     page = jinja2.Environment(autoescape=True).from_string(PAGE).render(
         name=run_dir.name, subtitle=f"commit {commit} · {(run_dir / 'command').read_text().strip()}", library=Markup(f"<script>{get_plotlyjs()}</script>"),

@@ -19,6 +19,7 @@ from pathlib import Path
 import xxhash
 
 from asyncrl.errors import Damaged
+from asyncrl.jsonl import full
 
 MARK = b"aRJ1"
 HEAD = struct.Struct("<4sIQQ")
@@ -113,7 +114,7 @@ class Journal:
     def write(self) -> None:
         """Hand everything appended to the kernel; under `disk` the syncer takes it from there."""
         if self.failure is not None:
-            raise Damaged(f"{self.directory}: writing failed: {self.failure}; free some space or check the disk") from self.failure
+            raise full(self.directory, self.failure) from self.failure
         if not self.waiting:
             return
         data = b"".join(frame(p, self.sure) for p in self.waiting)
@@ -121,7 +122,8 @@ class Journal:
         try:
             _write(self.fd, data)
         except OSError as e:
-            raise Damaged(f"{self.directory}: writing failed: {e}; free some space or check the disk") from e
+            self.failure = e  # what was written of it is a torn tail: nothing may come behind it
+            raise full(self.directory, e) from e
         self.size += len(data)
         if not self.sync:
             self.durable, self.sure = self.appended, self.size
@@ -155,17 +157,28 @@ class Journal:
         return self.size > max(self.segment_bytes, 2 * self.first)
 
     def rotate(self, snapshot: bytes) -> None:
-        """Start a new segment with a snapshot that contains everything appended so far; older segments go."""
+        """Start a new segment with a snapshot that contains everything appended so far; older segments go.
+
+        Raises AsyncrlError when the disk is full: the older segment is then as it was, and goes on to count.
+        """
+        if self.failure is not None:
+            raise full(self.directory, self.failure) from self.failure
         path = self.directory / f"{self.number + 1:08d}.log"
         part = path.with_suffix(".part")
-        fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-        data = frame(snapshot, 0)
-        _write(fd, data)
-        if self.sync:
-            os.fsync(fd)
-        os.replace(part, path)
-        if self.sync:
-            _sync_directory(self.directory)
+        data, fd = frame(snapshot, 0), -1
+        try:
+            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+            _write(fd, data)
+            if self.sync:
+                os.fsync(fd)
+            os.replace(part, path)
+            if self.sync:
+                _sync_directory(self.directory)
+        except OSError as e:
+            if fd >= 0:
+                os.close(fd)
+            part.unlink(missing_ok=True)
+            raise full(part, e) from e
         with self._wake:
             self._wake.wait_for(lambda: not self._busy)
             old, self.fd = self.fd, fd
@@ -179,7 +192,7 @@ class Journal:
                 other.unlink()
 
     def close(self) -> None:
-        if self.fd >= 0:
+        if self.fd >= 0 and self.failure is None:
             self.write()
             if self.sync:
                 os.fdatasync(self.fd)

@@ -5,6 +5,7 @@ Everything it knows of time is read here and passed in: leases, ages of waits, w
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -17,8 +18,8 @@ from typing import Any
 
 import psutil
 
+from asyncrl import jsonl, metrics
 from asyncrl import messages as m
-from asyncrl import metrics
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, BadMessage
 from asyncrl.metrics import MetricsWriter, RunClock
@@ -77,6 +78,12 @@ def open_store(config: Config, run_dir: Path, task: Task) -> Store:
                               evaluations=evaluations(config, task), now=time.monotonic())  # fmt: skip
 
 
+def say(line: str) -> None:
+    """To the log; on a full disk there is none."""
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
+
+
 class Service:
     """The loop over one ROUTER socket."""
 
@@ -87,7 +94,7 @@ class Service:
         self.outgoing: deque[tuple[int, bytes, m.FromBuffer]] = deque()  # replies that wait for the journal, with the record they rest on
         self.socket = BufferSocket(buffer_address(config, run_dir), config.wires.curve_dir)
         self.metrics = MetricsWriter(run_dir)
-        self.samples = (run_dir / "samples.jsonl").open("a", buffering=1)
+        self.samples = jsonl.Appender(run_dir / "samples.jsonl")
         self.wants: dict[str, tuple[bytes, m.Want]] = {}
         self.asks: deque[tuple[bytes, m.Ask]] = deque()
         self.goodbyes: dict[bytes, m.Goodbye] = {}
@@ -127,7 +134,7 @@ class Service:
                 self.store.expire(now)
                 self.forget(now)
                 for line in self.wait_log.lines(self.waits()):
-                    print(line, file=sys.stderr, flush=True)
+                    say(line)
             self.flush()
             all_told = not self.generators and not self.told_before
             if self.ended_at and not self.outgoing and (all_told or now - self.ended_at > LINGER_S):
@@ -154,7 +161,7 @@ class Service:
         except BadMessage as e:
             self.refused += 1
             if self.refused <= REFUSALS_SAID:
-                print(f"refused a {kind}: {e}", file=sys.stderr, flush=True)
+                say(f"refused a {kind}: {e}")
             self.send(peer, m.Refused(str(e), e.exit_code))
 
     # ---- generators ------------------------------------------------------------------------------------------------
@@ -440,7 +447,7 @@ class Service:
                    "reward": s.reward, "parts": s.reward_parts, "finish": s.finish, "lag": lag, "versions": [[str(x.label), x.start, x.end] for x in s.spans],
                    "digests": [x.digest for x in s.spans], "prompt_tokens": memoryview(s.prompt_tokens).cast("i").tolist(),
                    "tokens": memoryview(s.tokens).cast("i").tolist(), "logprobs": memoryview(s.behavior_logprobs).cast("f").tolist()}  # fmt: skip
-            self.samples.write(json.dumps(row) + "\n")
+            self.samples.write(row)
 
     def write_evaluations(self) -> None:
         fresh, self.store.evaluations.fresh = self.store.evaluations.fresh, []
@@ -488,16 +495,27 @@ class Service:
             "lag_histogram": {str(k): v for k, v in sorted(lags.items())}, "finished": bool(self.ended_at), "error": self.error,
         }  # fmt: skip
 
-    def close(self) -> None:
-        part = self.run_dir / "buffer_summary.json.part"
-        part.write_text(json.dumps(self.summary()))
-        os.replace(part, self.run_dir / "buffer_summary.json")
-        self.metrics.close()
-        self.samples.close()
-        self.trained.close()
-        if isinstance(self.store, RecordedStore):
-            self.store.journal.close()
+    def write_summary(self) -> None:
+        """RUN/buffer_summary.json, whole or as it was.  Raises AsyncrlError when the disk is full."""
+        part, path = self.run_dir / "buffer_summary.json.part", self.run_dir / "buffer_summary.json"
+        try:
+            part.write_text(json.dumps(self.summary()))
+            os.replace(part, path)
+        except OSError as e:
+            part.unlink(missing_ok=True)
+            raise jsonl.full(path, e) from e
+
+    def close(self) -> str:
+        """End everything; returns what could not be written, "" when all is well."""
+        wrong = []
+        for end in (self.write_summary, self.metrics.close, self.samples.close, self.trained.close, *(
+            [self.store.journal.close] if isinstance(self.store, RecordedStore) else [])):  # fmt: skip
+            try:
+                end()
+            except (AsyncrlError, OSError) as e:
+                wrong.append(str(e))
         self.socket.close()
+        return wrong[0] if wrong else ""
 
 
 def main(config: Config, run_dir: Path) -> bool:
@@ -511,6 +529,7 @@ def main(config: Config, run_dir: Path) -> bool:
 
     signal.signal(signal.SIGTERM, end)
     signal.signal(signal.SIGINT, signal.SIG_IGN if os.environ.get("ASYNCRL_SUPERVISED") else end)
+    wrong = ""
     try:
         service.loop()
         return bool(service.ended_at)
@@ -520,5 +539,7 @@ def main(config: Config, run_dir: Path) -> bool:
             service.socket.send(entry["peer"], m.Refused(str(e), e.exit_code))
         raise
     finally:
-        service.close()
+        wrong = service.close()
         lock.close()
+    if wrong:
+        raise AsyncrlError(wrong)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 
 import xxhash
 
+from asyncrl import jsonl
 from asyncrl.messages import Batch, Trajectory
 
 
@@ -46,9 +47,11 @@ def runs(tickets: Iterable[int]) -> list[list[int]]:
 def read(path: Path) -> dict[int, Row]:
     """number -> batch of the surviving history in a `trained.jsonl`; empty when there is none."""
     rows: dict[int, Row] = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        if line.endswith("}"):
-            _take(rows, json.loads(line))
+    for row in jsonl.read(path):
+        try:
+            _take(rows, row)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            print(f"note: {path}: a row that is none of a batch is left out: {str(row)[:80]}", file=sys.stderr, flush=True)
     return rows
 
 
@@ -65,12 +68,12 @@ class Trained:
     """The batches of the surviving history, kept in `trained.jsonl`: the last row of a batch counts."""
 
     def __init__(self, path: Path) -> None:
+        self.file = jsonl.Appender(path)
         self.rows = read(path)
-        self.file = path.open("a", buffering=1)
 
     def _write(self, row: dict[str, Any]) -> None:
         _take(self.rows, row)
-        self.file.write(json.dumps(row) + "\n")
+        self.file.write(row)
 
     def roll_back(self, number: int) -> None:
         """Batches from `number` on are trained again."""

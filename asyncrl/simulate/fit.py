@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from asyncrl import config_load, metrics, trace
+from asyncrl import config_load, jsonl, metrics, trace
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.simulate.sides import DECODE_STEPS
@@ -190,11 +189,8 @@ def _answers(run_dir: Path, config: Config) -> dict[str, object]:
     spread = [r["reward/no_spread_share"] for r in rows if "reward/no_spread_share" in r]
     out: dict[str, object] = {"no_spread": statistics.mean(spread)} if spread else {}
     groups: dict[int, list[int]] = {}
-    path = run_dir / "samples.jsonl"
-    for line in path.read_text().splitlines() if path.exists() else ():
-        if line.endswith("}"):
-            sample = json.loads(line)
-            groups.setdefault(sample["ticket"], []).append(len(sample["tokens"]))
+    for sample in jsonl.read(run_dir / "samples.jsonl"):
+        groups.setdefault(sample["ticket"], []).append(len(sample["tokens"]))
     whole = [g for g in groups.values() if len(g) == config.learner.group_size]
     if len(whole) >= 2 * FEWEST:
         return out | {"group_lengths": whole}
