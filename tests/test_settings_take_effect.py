@@ -103,10 +103,10 @@ def test_kl_in_the_loss_adds_beta_times_the_estimators_slope(estimator: str) -> 
 
 
 def scaled(c: Any, kl: float) -> sl.Step:
-    """A step whose policy gives every token e^x times the anchor's probability, x such that the stop's estimate of their KL is `kl`."""
+    """A step whose policy gives every token e^x times its probability at the start, x such that the stop's estimate of their KL is `kl`."""
     b = batch(15)
     b.mask[:] = True
-    b.anchor = b.behavior.clone()
+    b.anchor = b.start = b.behavior.clone()
     low, high = 0.0, 3.0
     for _ in range(80):  # r - 1 - log r = kl, by halving
         x = (low + high) / 2
@@ -189,11 +189,11 @@ def test_advantages_of_answers_can_be_whitened() -> None:
 def test_process_supervision_sums_the_normalised_steps_from_a_token_on() -> None:
     """One group, answers of 3 and 2 tokens, steps of reward 2, 4 | 6: mean 4, std 2, so -1, 0 | 1; a token takes what is still to come."""
     seq, m = torch.tensor([0, 0, 0, 1, 1]), torch.ones(5, dtype=torch.bool)
-    got = advantages.process_grpo(vec(2, 0, 4, 6, 0), m, seq, torch.tensor([0, 0]), ddof=1, eps=0.0)
+    r, groups = vec(2, 0, 4, 6, 0), torch.tensor([0, 0])
+    got = advantages.process_grpo(r, r != 0, m, seq, groups, ddof=1, eps=0.0)
     assert got.tolist() == pytest.approx([-1, 0, 0, 1, 0])
-    # a token behind the mask is no step and gets nothing
-    m[0] = False
-    got = advantages.process_grpo(vec(2, 0, 4, 6, 0), m, seq, torch.tensor([0, 0]), ddof=0, eps=0.0)  # steps 4 | 6: mean 5, std 1
+    m[0] = False  # a token behind the mask is no step and gets nothing: 4 | 6, mean 5, std 1
+    got = advantages.process_grpo(r, r != 0, m, seq, groups, ddof=0, eps=0.0)
     assert got.tolist() == pytest.approx([0, -1, -1, 1, 0])
 
 
