@@ -325,7 +325,8 @@ class Generator:
 def trajectory(ticket: m.Ticket, answer: Answer, text: str, reward: float, parts: dict[str, float], token_rewards: Any, failed: str) -> m.Trajectory:
     """The record of one answer: token ids exactly as sampled."""
     if not np.isfinite(answer.logprobs).all():
-        raise ProtocolError(f"the engine gave a logprob that is not finite for ticket {ticket.ticket}, sample {answer.key[1]}")
+        raise ProtocolError(f"the engine gave a logprob that is not finite for ticket {ticket.ticket}, sample {answer.key[1]}, with weights "
+                            f"{answer.spans[-1].label}: if optim/grad_norm or kl/prox_target_k3 grew before, learner.lr is too large")  # fmt: skip
     return m.Trajectory(
         *answer.key,
         prompt_tokens=np.ascontiguousarray(answer.prompt, dtype="<i4").tobytes(),

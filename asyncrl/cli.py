@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 from msgspec import to_builtins
@@ -27,21 +27,34 @@ class Group(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         here_last()
+        words = kwargs.get("args") or (args[0] if args else None) or sys.argv[1:]
+        as_json = "--json" in words
         try:
             return super().main(*args, **(kwargs | {"standalone_mode": False}))
         except click.exceptions.Exit as e:
             sys.exit(e.exit_code)
-        except click.Abort:
-            sys.exit(130)
+        except (click.Abort, KeyboardInterrupt):
+            fail("interrupted", 130, as_json)
         except click.ClickException as e:
-            print(f"error: {e.format_message()}", file=sys.stderr)
-            sys.exit(2)
+            fail(e.format_message(), 2, as_json)
         except AsyncrlError as e:
             refusal.tell(e)
-            print(f"error: {e}", file=sys.stderr)
-            sys.exit(e.exit_code)
-        except KeyboardInterrupt:
-            sys.exit(130)
+            fail(str(e), e.exit_code, as_json)
+        except OSError as e:
+            if e.filename is None:  # of no file: a programming error, with its traceback
+                raise
+            fail(f"{e.filename}: {e.strerror}; is the disk full, or was the file removed or made read-only?", 1, as_json)
+
+
+def fail(why: str, code: int, as_json: bool) -> NoReturn:
+    """End with one line on stderr; with --json also as the last line of stdout, unless that was a result already."""
+    print(f"error: {why}", file=sys.stderr)
+    if as_json and not _emitted:
+        print(json.dumps({"error": why, "exit_code": code}))
+    sys.exit(code)
+
+
+_emitted: list[bool] = []  # whether this process has printed its JSON object
 
 
 def options(*, source: bool = True) -> Callable[[Any], Any]:
@@ -58,6 +71,7 @@ def options(*, source: bool = True) -> Callable[[Any], Any]:
 def emit(value: dict[str, Any], as_json: bool) -> None:
     """Results go to stdout: one JSON object, or readable lines."""
     if as_json:
+        _emitted.append(True)
         print(json.dumps(value))
     else:
         for key, x in value.items():
@@ -258,7 +272,7 @@ def doctor_exact(source: Path | None, as_json: bool) -> None:
     wrong = exact_check.failure(rows)
     print(exact_check.table(rows), file=sys.stderr if as_json else sys.stdout)
     if as_json:
-        print(json.dumps({"equal": not wrong, "operators": [asdict(r) for r in rows]}))
+        emit({"equal": not wrong, "operators": [asdict(r) for r in rows]}, as_json)
     if wrong:
         raise AsyncrlError(f"exact mode does not hold on this machine: {wrong}")
 

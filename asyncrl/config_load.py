@@ -48,7 +48,7 @@ def load(path: str | Path, sets: typing.Sequence[str] = ()) -> Config:
     A preset in the file fills the keys that the file does not give; one in `sets` also replaces the file's.
     """
     try:
-        text = Path(path).read_text()
+        text = Path(path).read_text(encoding="utf-8-sig")  # some editors put a byte order mark first
         raw = tomllib.loads(text)
     except FileNotFoundError as e:
         raise ConfigError(f"{path}: no such config file") from e
@@ -175,6 +175,8 @@ def _allowed(key: str) -> str:
 def check(c: Config) -> list[str]:
     """Rules that span several keys; each problem begins with its key and shows its arithmetic."""
     out = _exact(c) if c.exact else []
+    if c.name in (".", "..") or set(c.name) & {"/", "\\", "\0"}:
+        out.append(f"name: {c.name!r} is no name of one directory; where the directories of runs lie is `runs`")
     lag, inject = c.staleness.max_lag, c.staleness.inject
     if math.isnan(lag) or (not math.isinf(lag) and lag != int(lag)):
         out.append(f"staleness.max_lag: {lag:g} is neither a whole number nor inf")

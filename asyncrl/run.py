@@ -14,7 +14,7 @@ from typing import Any
 
 from asyncrl import config_load, devices, importing, live, metrics, recording, report, rundir, signs, trace
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError, NothingToDo
+from asyncrl.errors import AsyncrlError, ConfigError, NothingToDo
 from asyncrl.launch import Supervisor
 from asyncrl.messages import Status
 
@@ -83,6 +83,7 @@ def preflight(config: Config) -> None:
     """What can be known before anything starts: model directory, tokenizer, task, room for the prompts, reward function."""
     from asyncrl.engines import missing_vllm
     from asyncrl.tasks import get_task
+    from asyncrl.tasks.file import FileTask
 
     if config.generator.engine == "vllm" and (why := missing_vllm()):
         raise ConfigError(f"generator.engine = vllm: {why}")
@@ -105,7 +106,7 @@ def preflight(config: Config) -> None:
     tokenizer = model_check.check(config)
     room = config.generator.context - config.generator.max_new_tokens
     for split in ("train", "heldout", "ood"):
-        size = task.size(split)
+        size = len(task.sets[split]) if isinstance(task, FileTask) else task.size(split)
         for i in range(64 if size is None else min(size, 2000)):
             prompt = task.prompt(split, i, config.seed)
             n = len(encode_prompt(tokenizer, prompt))
@@ -140,6 +141,8 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
     summary = run_dir / "summary.json"
     if summary.exists() and json.loads(summary.read_text())["steps"] >= config.learner.steps:
         raise NothingToDo(f"{run_dir} has made all its {config.learner.steps} steps; raise it by --set learner.steps=N to train on")
+    if config.staleness.max_lag != before.staleness.max_lag:
+        rundir.note_limit(run_dir, before.staleness.max_lag)
     if config != before:
         part = run_dir / "config.toml.part"
         part.write_text(config_load.dump(config))
@@ -150,6 +153,7 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
 def supervise(config: Config, run_dir: Path, watcher: Watcher) -> int:
     """Run all processes to their end; 130 when interrupted.  Raises what ended the run otherwise."""
     lock = rundir.Lock(run_dir)
+    outside = rundir.outside(run_dir)
     supervisor = Supervisor(config, run_dir, say)
     sweeper = subprocess.Popen(importing.command("asyncrl.sweeper", str(run_dir)), stdin=subprocess.PIPE, start_new_session=True)
 
@@ -159,6 +163,8 @@ def supervise(config: Config, run_dir: Path, watcher: Watcher) -> int:
 
     def observe(status: Status) -> None:
         supervisor.observe(status)
+        if not (run_dir / "config.toml").exists():
+            raise AsyncrlError(f"{run_dir} was removed or moved while the run went on; what it had written is where it went, and the run has ended")
         watcher.look(status.committed, status.metrics)
 
     previous = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -171,7 +177,7 @@ def supervise(config: Config, run_dir: Path, watcher: Watcher) -> int:
         supervisor.end(gently=False)
         for number, handler in previous.items():
             signal.signal(number, handler)
-        rundir.clean(run_dir)
+        rundir.remove(outside)
         lock.close()
         sweeper.communicate()
 
@@ -186,13 +192,14 @@ def summarise(config: Config, run_dir: Path) -> dict[str, Any]:
         return sum(found) / len(found) if found else 0.0
 
     digest = run_dir / "weights_digest"
-    limit = config.staleness.max_lag
+    now = config.staleness.max_lag
+    limit = max([now, *rundir.limits(run_dir)])  # the one that all its tokens kept to
     first = {split: next((r[f"eval/{split}"] for r in metrics.read(run_dir) if f"eval/{split}" in r and not r["step"]), None) for split in ("heldout", "ood")}
     summary = {
         "run_dir": str(run_dir), "wall_s": left["wall_s"], "steps": left["steps"], "trajectories": left["trajectories"], "tokens": left["tokens"],
         "heldout_start": left["heldout_start"] if left["heldout_start"] is not None else first["heldout"], "heldout_end": left["heldout_end"],
         "ood_start": left["ood_start"] if left["ood_start"] is not None else first["ood"], "ood_end": left["ood_end"],
-        "lag": left["lag"] | {"limit": int(limit) if limit != float("inf") else "inf"},
+        "lag": left["lag"] | {"limit": _limit(limit)} | ({"limit_now": _limit(now)} if now != limit else {}),
         "speed": {"generator_tokens_per_s": mean("throughput/generator_tokens_per_s"), "learner_tokens_per_s": mean("throughput/learner_tokens_per_s"),
                   "idle_share": {"generator": mean("time/generator_idle_share"), "learner": mean("time/learner_idle_share")}},
         "weights_digest": digest.read_text() if digest.exists() else None, "mismatch_k3_max": left["mismatch_k3_max"], "ledger": left["ledger"],
@@ -204,6 +211,10 @@ def summarise(config: Config, run_dir: Path) -> dict[str, Any]:
     part.write_text(json.dumps(summary, indent=1))
     os.replace(part, run_dir / "summary.json")
     return summary
+
+
+def _limit(x: float) -> int | str:
+    return int(x) if x != float("inf") else "inf"
 
 
 def run(config: Config, run_dir: Path, *, resume: bool) -> tuple[int, dict[str, Any]]:
@@ -220,7 +231,8 @@ def run(config: Config, run_dir: Path, *, resume: bool) -> tuple[int, dict[str, 
     try:
         code = supervise(config, run_dir, watcher)
     finally:
-        trace.merge(run_dir)
+        if run_dir.is_dir():
+            trace.merge(run_dir)
     if code and not (run_dir / "buffer_summary.json").exists():
         say(f"stopped at once, without a summary; go on with: asyncrl run --resume {run_dir}")
         return code, {}

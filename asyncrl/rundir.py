@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 from asyncrl.config import Config
@@ -25,12 +26,15 @@ def prepare(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
     """
     if (run_dir / "config.toml").exists():
         raise ConfigError(f"{run_dir} holds a run already: go on with it by `asyncrl run --resume {run_dir}`, or choose another name by --set name=...")
-    for part in ("checkpoints", "logs", "trace"):
-        (run_dir / part).mkdir(parents=True, exist_ok=True)
-    (run_dir / "run_id").write_text(run or uuid.uuid4().hex[:12])
+    try:
+        for part in ("checkpoints", "logs", "trace"):
+            (run_dir / part).mkdir(parents=True, exist_ok=True)
+        (run_dir / "run_id").write_text(run or uuid.uuid4().hex[:12])
+    except OSError as e:
+        raise unwritable(run_dir, e) from e
     (run_dir / "command").write_text(" ".join(sys.argv) + "\n")
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-    (run_dir / "commit").write_text(git.stdout or "unknown\n")
+    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout if shutil.which("git") else ""
+    (run_dir / "commit").write_text(git or "unknown\n")
     part_file = run_dir / "config.toml.part"
     part_file.write_text(toml)
     os.replace(part_file, run_dir / "config.toml")
@@ -38,16 +42,37 @@ def prepare(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
 
 def ensure(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
     """The same for processes started by hand, in any order: whoever comes first makes the directory."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / ".making").open("w") as f:
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        making = (run_dir / ".making").open("w")
+    except OSError as e:
+        raise unwritable(run_dir, e) from e
+    with making as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         if not (run_dir / "config.toml").exists():
             prepare(config, toml, run_dir, run)
 
 
+def unwritable(run_dir: Path, e: OSError) -> ConfigError:
+    """A run directory that cannot be made."""
+    return ConfigError(f"runs: the run directory {run_dir} cannot be made: {e.strerror}; choose another place by --set runs=DIR (or --run-dir)")
+
+
 def directory(config: Config, source: str) -> Path:
     """runs/NAME; without a name, the config file's and the time."""
     return Path(config.runs) / (config.name or f"{Path(source).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+
+
+def note_limit(run_dir: Path, limit: float) -> None:
+    """Remember the staleness limit that a run had until it was resumed with another one."""
+    with (run_dir / "limits").open("a") as f:
+        f.write(f"{limit:g}\n")
+
+
+def limits(run_dir: Path) -> list[float]:
+    """The staleness limits of the run's earlier lives, where they were others."""
+    path = run_dir / "limits"
+    return [float(x) for x in path.read_text().split()] if path.exists() else []
 
 
 def run_id(run_dir: Path) -> str:
@@ -75,10 +100,20 @@ def ring_dir(run_dir: Path, epoch: int) -> Path:
     return shm_dir(run_dir) / f"epoch_{epoch}"
 
 
+def outside(run_dir: Path) -> tuple[Path, Path]:
+    """What a run has outside its directory: sockets and shared memory."""
+    return shm_dir(run_dir), socket_dir(run_dir)
+
+
+def remove(places: Sequence[Path]) -> None:
+    """Remove what `outside` named while the run's directory was there: it may be gone by now."""
+    for place in places:
+        shutil.rmtree(place, ignore_errors=True)
+
+
 def clean(run_dir: Path) -> None:
-    """Remove what a run leaves outside its directory: sockets and shared memory."""
-    shutil.rmtree(shm_dir(run_dir), ignore_errors=True)
-    shutil.rmtree(socket_dir(run_dir), ignore_errors=True)
+    """Remove what a run leaves outside its directory."""
+    remove(outside(run_dir))
 
 
 class Lock:

@@ -20,6 +20,7 @@ WAIT_S, TRIES = 0.2, 10
 def main(run_dir: Path) -> None:
     for s in (signal.SIGINT, signal.SIGTERM):
         signal.signal(s, signal.SIG_IGN)  # it outlives the supervisor by a moment, whatever the terminal sends
+    outside = rundir.outside(run_dir)
     sys.stdin.buffer.read()
     for _ in range(TRIES):  # the kernel frees the supervisor's lock, and ends the children, in its own time
         time.sleep(WAIT_S)
@@ -27,9 +28,10 @@ def main(run_dir: Path) -> None:
             lock = rundir.Lock(run_dir)
         except ConfigError:
             continue
-        rundir.clean(run_dir)
-        lock.close()
-        return
+        except FileNotFoundError:  # the directory itself was removed
+            return rundir.remove(outside)
+        rundir.remove(outside)
+        return lock.close()
     # somebody goes on with the run already, and will clean up after it
 
 

@@ -147,12 +147,29 @@ def stop_tokens(tokenizer: Any, config: Config) -> tuple[int, ...]:
 
 
 def encode_prompt(tokenizer: Any, prompt: Prompt) -> np.ndarray:
-    """Token ids int32 [P] of a prompt; chat turns go through the tokenizer's chat template."""
+    """Token ids int32 [P] of a prompt; chat turns go through the tokenizer's chat template.
+
+    Raises ConfigError where there is none, and for turns that it refuses.
+    """
     if prompt.messages:
-        ids = tokenizer.apply_chat_template(prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+        ids = in_template(tokenizer, prompt)
     else:
         ids = tokenizer.encode(prompt.text, add_special_tokens=False)
     return np.asarray(ids, dtype=np.int32)
+
+
+def in_template(tokenizer: Any, prompt: Prompt) -> list[int]:
+    """The chat turns of a prompt, up to where the answer begins."""
+    where = getattr(tokenizer, "path", None) or getattr(tokenizer, "name_or_path", "")
+    whole = tokenizer.whole if isinstance(tokenizer, PlainTokenizer) else tokenizer
+    if not whole.chat_template:
+        raise ConfigError(f"task: {prompt.split} prompt {prompt.id} has `messages`, and the tokenizer in {where} has no chat template to write them with: "
+                          "put one there (chat_template.jinja), or give the text as `prompt`")  # fmt: skip
+    try:
+        return list(whole.apply_chat_template(prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False))
+    except Exception as e:  # whatever a template raises: it is a program of its own
+        raise ConfigError(f"task: {prompt.split} prompt {prompt.id}: the chat template in {where} fails on its `messages`: "
+                          f"{type(e).__name__}: {' '.join(str(e).split())}") from e  # fmt: skip
 
 
 def lacks(path: str | Path, missing: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shutil
 import socket
@@ -9,8 +10,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
+
 from asyncrl import models
 from asyncrl.config import Config
+from asyncrl.errors import AsyncrlError
 from asyncrl.messages import WeightsSource
 from asyncrl.rundir import ring_dir
 from asyncrl.versions import Label
@@ -20,6 +25,11 @@ from learner.step import LearnerCore
 
 if TYPE_CHECKING:
     from asyncrl.weight_pairs import PairServer
+
+
+# No weight of a language model in use is so large.  From LARGE on a forward pass tells whether they still give logprobs; products of two HUGE ones
+# and their squares leave the range of float32 in one place or the other.
+LARGE, HUGE = 1e3, 1e6
 
 
 def depth(config: Config) -> int:
@@ -60,7 +70,24 @@ class Publisher:
         """Write the model's weights as version `number`; returns their digest."""
         self.core.backend.tell("publish")
         probe = self.core.backend.probe()
-        return self.ring.write(Label(self.epoch, number), self.core.backend.write_flat, self.keep, probe)
+
+        def fill(buffer: memoryview) -> None:
+            self.core.backend.write_flat(buffer)
+            if why := self.wrong(buffer):
+                raise AsyncrlError(f"the weights {why} after {number} batches: learner.lr = {self.core.config.learner.lr:g} is too large, or the loss is; "
+                                   "nothing of them was published or kept: resume with a smaller one")  # fmt: skip
+
+        return self.ring.write(Label(self.epoch, number), fill, self.keep, probe)
+
+    def wrong(self, buffer: memoryview) -> str:
+        """What keeps the flat weights in `buffer` from being used; "" as a rule."""
+        weights = models.read_flat(buffer, self.core.layout)
+        largest = float(torch.stack([torch.linalg.vector_norm(t, math.inf).float() for t in weights.values()]).max())
+        if not math.isfinite(largest):
+            return "are not finite"
+        probed = LARGE <= largest < HUGE and self.core.config.learner.backend == "torch"
+        sound = largest < HUGE and not (probed and not np.isfinite(models.probe_logprobs(self.core.model)).all())
+        return "" if sound else f"are up to {largest:.1e}, too large for finite logprobs,"
 
     def publish_bytes(self, number: int, data: bytes) -> str:
         """Write an earlier version, as a checkpoint kept it."""

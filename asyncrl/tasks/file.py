@@ -5,6 +5,7 @@ Other columns go to the reward function in `prompt.meta`, as text (what is no te
 
 from __future__ import annotations
 
+import codecs
 import json
 import random
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from asyncrl.messages import Prompt
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    for n, line in enumerate(path.read_bytes().split(b"\n"), 1):
+    for n, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         if line.strip():
             try:
                 yield f"{path}:{n}", json.loads(line.decode())
@@ -49,6 +50,8 @@ def _prompt(where: str, row: Any, number: int, split: str) -> Prompt:
     """One row as a Prompt.  Raises ConfigError that begins with `where`."""
     if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or row.get("messages")):
         raise ConfigError(f"{where}: needs `prompt` (text) or `messages` (a list of {{role, content}})")
+    if row.get("prompt") and row.get("messages"):
+        raise ConfigError(f"{where}: has both `prompt` and `messages`; the model reads one of them: leave the other out")
     turns = row.get("messages") or []
     if not isinstance(turns, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in turns):
         raise ConfigError(f"{where}: `messages` must be a list, and each of them needs a `role` and a `content`, both text")
