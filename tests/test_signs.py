@@ -116,6 +116,6 @@ def test_a_run_with_nothing_to_learn_says_so_on_the_terminal_and_in_its_report(t
     assert [s["name"] for s in done.json["signs"]] == found
     html = (tmp_path / "runs" / "r" / "report.html").read_text()
     for sign in done.json["signs"]:
-        assert done.err.count(f"note: {sign['said']}") == 1, done.err
+        assert done.err.count(f"; {sign['try_this']}\n") == 1, done.err  # its numbers are of the moment when it was first seen
     head = html.index('<ul id="signs">')
     assert html.index("</h1>") < head < html.index('class="card"') and html[head : html.index("</ul>", head)].count("<li>") == 3
