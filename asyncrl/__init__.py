@@ -36,6 +36,8 @@ run in simulated time, by the buffer's own store), `asyncrl.experiments` (replay
 
 import sys as _sys
 
+__version__ = "0.1.0"
+
 # `python -m asyncrl...` is looking for its module, with the working directory first on sys.path: it goes
 # last before anything else is imported, so that a queue.py in it hides nothing.
 _by_name = _sys.argv[:1] == ["-m"] and "-m asyncrl" in " ".join(_sys.orig_argv) and not _sys.flags.safe_path

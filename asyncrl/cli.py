@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import click
 from msgspec import to_builtins
 
-from asyncrl import refusal
+from asyncrl import __version__, refusal
 from asyncrl.errors import EXIT_CODES, AsyncrlError, ConfigError
 from asyncrl.importing import here_last, no_garbage
 from asyncrl.lab.command import lab
@@ -97,6 +97,7 @@ def outline(s: dict[str, Any]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@click.version_option(__version__, prog_name="asyncrl", message="%(prog)s %(version)s")
 @click.group(cls=Group, epilog="Exit codes: " + "; ".join(f"{k} {v}" for k, v in EXIT_CODES.items()))
 def main() -> None:
     """Asynchronous reinforcement learning of language models: run, tune, compare."""

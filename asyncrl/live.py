@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from asyncrl.messages import Status, Watch
 from asyncrl.wires import PeerSocket
 
 PLAIN_S, LIVE_S = 10.0, 0.25
+PACE_BATCHES = 20
 
 
 def ask(address: str, curve_dir: str, timeout: float) -> Status | None:
@@ -25,29 +27,63 @@ def ask(address: str, curve_dir: str, timeout: float) -> Status | None:
         socket.close()
 
 
-def line(s: Status) -> str:
-    """One line: progress, accuracy, speed of both sides, lag, who waits."""
+class Pace:
+    """How long the rest of a run takes, by its last batches.
+
+    >>> pace = Pace()
+    >>> for n in range(5): pace.observe(n, 10.0 * n)
+    >>> pace.left(10, now=40.0), pace.left(10, now=90.0)
+    (60.0, 108.0)
+    """
+
+    def __init__(self) -> None:
+        self.commits: deque[tuple[float, int]] = deque(maxlen=PACE_BATCHES + 1)  # (when seen, batches then)
+
+    def observe(self, committed: int, now: float) -> None:
+        if not self.commits or committed > self.commits[-1][1]:
+            self.commits.append((now, committed))
+
+    def left(self, steps: int, now: float) -> float | None:
+        """Seconds until `steps` batches are committed; None before there are two to go by.  A batch that takes long counts while it lasts."""
+        if len(self.commits) < 2:
+            return None
+        (first, at_first), (last, committed) = self.commits[0], self.commits[-1]
+        batches = committed - at_first
+        return (steps - committed) * max((last - first) / batches, (now - first) / (batches + 1))
+
+
+def duration(seconds: float) -> str:
+    """A reader's estimate: `40 s`, `12 min`, `3.5 h`, `2.1 days`."""
+    for limit, unit, name, form in ((90, 1, "s", ".0f"), (5400, 60, "min", ".0f"), (129600, 3600, "h", ".1f")):
+        if seconds < limit:
+            return f"{seconds / unit:{form}} {name}"
+    return f"{seconds / 86400:.1f} days"
+
+
+def line(s: Status, left: float | None = None) -> str:
+    """One line: progress, seconds left if known, accuracy, speed of both sides, lag, who waits."""
     m = s.metrics
 
     def show(name: str, form: str) -> str:
         return format(m[name], form) if name in m else "-"
 
+    rest = f" ({duration(left)} left)" if left else ""
     waits = "; ".join(f"{who} waits {age:.0f} s for {what}" for who, what, _, age in s.waits if age > 1)
     return (
-        f"step {s.committed}/{s.steps}  reward {show('reward/mean', '.3f')}  held-out {show('eval/heldout', '.3f')}  "
+        f"step {s.committed}/{s.steps}{rest}  reward {show('reward/mean', '.3f')}  held-out {show('eval/heldout', '.3f')}  "
         f"generate {show('throughput/generator_tokens_per_s', ',.0f')} tok/s  learn {show('throughput/learner_tokens_per_s', ',.0f')} tok/s  "
         f"lag {show('lag/mean', '.2f')} (max {show('lag/max', '.0f')})" + (f"  {waits}" if waits else "")
     )
 
 
-def table(s: Status) -> Any:
-    """The terminal's view; the learner and what matters most come first, because short windows cut the bottom."""
+def table(s: Status, left: float | None = None) -> Any:
+    """The terminal's view, with the seconds left if known; the learner and what matters most come first, because short windows cut the bottom."""
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
     m = s.metrics
     t = Table.grid(padding=(0, 2))
-    t.add_row("step", f"{s.committed}/{s.steps}", ProgressBar(s.steps, s.committed, width=40))
+    t.add_row("step", f"{s.committed}/{s.steps}", ProgressBar(s.steps, s.committed, width=40), f"{duration(left)} left" if left else "")
 
     def row(title: str, *parts: tuple[str, str, str]) -> None:
         t.add_row(title, "", "   ".join(f"{label} {format(m[name], form) if name in m else '-'}" for label, name, form in parts))
@@ -73,7 +109,7 @@ def follow(address: str, curve_dir: str, tick: Callable[[], bool], observe: Call
 
         live = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
         live.start()
-    asked, shown, newest = 0.0, time.monotonic(), None
+    asked, shown, newest, pace = 0.0, time.monotonic(), None, Pace()
     try:
         while not tick():
             now = time.monotonic()
@@ -83,14 +119,15 @@ def follow(address: str, curve_dir: str, tick: Callable[[], bool], observe: Call
             reply = socket.recv(0.05)
             if isinstance(reply, Status):
                 newest = reply
+                pace.observe(reply.committed, now)
                 observe(reply)
             if newest is None:
                 continue
             if live is not None and reply is not None:
-                live.update(table(newest), refresh=True)
+                live.update(table(newest, pace.left(newest.steps, now)), refresh=True)
             elif live is None and now - shown > PLAIN_S:
                 shown = now
-                print(line(newest), file=sys.stderr, flush=True)
+                print(line(newest, pace.left(newest.steps, now)), file=sys.stderr, flush=True)
         if newest is not None and live is None:
             print(line(newest), file=sys.stderr, flush=True)
     finally:

@@ -1,0 +1,82 @@
+"""The live view: how much is left, by the run's own pace."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from importlib.metadata import version
+
+import pytest
+from click.testing import CliRunner
+from rich.console import Console
+
+import asyncrl
+from asyncrl import live
+from asyncrl.cli import main
+from asyncrl.messages import Status, Watch
+
+
+def status(committed: int, steps: int = 100) -> Status:
+    return Status("r", committed, steps, 1, {"reward/mean": 0.5}, {}, [], {}, False)
+
+
+def test_what_is_left_follows_the_last_batches() -> None:
+    """Ten slow batches of 100 s, then twenty of 10 s: only those count.  A batch that takes long counts before it ends."""
+    pace, now = live.Pace(), 0.0
+    pace.observe(0, now)
+    assert pace.left(100, now) is None, "one look says nothing of the pace"
+    for n in range(1, 31):
+        now += 100.0 if n <= 10 else 10.0
+        pace.observe(n, now)
+        pace.observe(n, now + 1)  # a look without a new batch
+    assert pace.left(100, now) == 700.0 == pace.left(100, now + 10)
+    assert pace.left(100, now + 220) == 70 * 420 / 21
+    assert pace.left(30, now) == 0.0
+
+
+@pytest.mark.parametrize(("seconds", "said"), [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (5400, "1.5 h"), (129600, "1.5 days")])
+def test_durations_for_a_reader(seconds: float, said: str) -> None:
+    assert live.duration(seconds) == said
+
+
+def test_the_line_and_the_table_say_it() -> None:
+    assert live.line(status(30), 700.0).startswith("step 30/100 (12 min left)  reward 0.500")
+    assert live.line(status(30)).startswith("step 30/100  reward")
+    for left, said in ((700.0, "12 min left"), (None, "")):
+        out = io.StringIO()
+        Console(file=out, width=160).print(live.table(status(30), left))
+        assert "30/100" in out.getvalue() and ("left" in out.getvalue()) == bool(said) and said in out.getvalue()
+
+
+def test_a_run_is_followed_with_the_time_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a terminal; the buffer is played by hand: a batch every 2 s of a clock that stands still otherwise."""
+    clock, batches = itertools.count(0.0, 2.0), itertools.count()
+
+    class Wire:
+        def __init__(self, address: str, curve_dir: str) -> None:
+            self.now = 0.0
+
+        def send(self, message: Watch) -> None:
+            pass
+
+        def recv(self, timeout: float) -> Status:
+            return status(next(batches), 10)
+
+        def close(self) -> None:
+            pass
+
+    class Time:
+        monotonic = staticmethod(lambda: next(clock))
+
+    monkeypatch.setattr(live, "PeerSocket", Wire)
+    monkeypatch.setattr(live, "time", Time)
+    monkeypatch.setattr(live, "PLAIN_S", 1.0)
+    looks = itertools.count()
+    live.follow("ipc://x", "", lambda: next(looks) > 4)
+    lines = capsys.readouterr().err.splitlines()
+    assert [x.split("  ")[0] for x in lines] == ["step 0/10", "step 1/10 (18 s left)", "step 2/10 (16 s left)", "step 3/10 (14 s left)",
+                                                 "step 4/10 (12 s left)", "step 4/10"]  # fmt: skip
+
+
+def test_the_version_is_said() -> None:
+    assert CliRunner().invoke(main, ["--version"]).output == f"asyncrl {asyncrl.__version__}\n" and asyncrl.__version__ == version("asyncrl")
