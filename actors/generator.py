@@ -56,7 +56,7 @@ class Generator:
         self.task = get_task(config.task)
         self.rewards = RewardRunner(config, self.task)
         self.tracer = Tracer(run_dir, self.producer)
-        self.reward_tracer = Tracer(run_dir, f"{self.producer}-rewards") if self.rewards.processes else None
+        self.reward_tracer = Tracer(run_dir, f"{self.producer}-rewards") if self.rewards.pool is not None else None
         if self.reward_tracer is not None:
             self.rewards.timed = self.reward_tracer.add
         self.outbox = Outbox(config.wires, self.producer, self.session)
@@ -77,7 +77,8 @@ class Generator:
         self.unanswered = 0.0  # when the first of the requests that nothing has answered yet was sent; 0: none
         self.ever_heard = False
         self.renewed = self.greeted = 0.0
-        self.stats = {"generator/tokens": 0.0, "generator/busy_s": 0.0, "generator/idle_s": 0.0, "generator/swap_s": 0.0, "generator/swaps": 0.0}
+        self.stats = {"generator/tokens": 0.0, "generator/busy_s": 0.0, "generator/idle_s": 0.0, "generator/swap_s": 0.0, "generator/swaps": 0.0,
+                      "generator/reward_idle_s": 0.0}  # fmt: skip
         self.idle_since = time.monotonic()
         self.waiting_for, self.waiting_since = "the buffer's first answer", time.monotonic()
         self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
@@ -213,6 +214,8 @@ class Generator:
         now = time.monotonic()
         if not self.engine.active:
             self.stats["generator/idle_s"] += now - self.idle_since
+            if self.rewards.waiting:
+                self.stats["generator/reward_idle_s"] += now - self.idle_since
             self.idle_since = now
             return
         with self.tracer.span("decode", self.engine.active):
@@ -282,6 +285,14 @@ class Generator:
             self.socket.send(m.Want(self.producer, self.session, self.want_sequence, free, holding))
         if not self.engine.active and not self.judged and not self.schedule.waiting() and not self.lacking:
             self.wait("a ticket: the staleness limit leaves no room, or all tickets are out")
+        elif not self.engine.active and self.rewards.waiting:
+            self.wait(m.REWARDS_WAITED_FOR)
+
+    def judging(self) -> list[tuple[int, int]]:
+        """(ticket, attempt) of what is written and waits only for its rewards: nothing of it is in the engine or to come."""
+        if not self.rewards.working:
+            return []
+        return sorted({(t, a) for t, _, a in self.judged if (t, a) not in self.schedule.held})
 
     def renew(self) -> None:
         now = time.monotonic()
@@ -300,7 +311,8 @@ class Generator:
                 tokens[key[0], key[2]] += count
         progress = [(t, a, n) for (t, a), n in tokens.items()]
         waiting = f"{self.waiting_for}|{now - self.waiting_since:.1f}" if self.waiting_for else ""
-        self.request(m.Renew(self.producer, self.session, progress, dict(self.stats), waiting))
+        stats = self.stats | self.rewards.numbers()
+        self.request(m.Renew(self.producer, self.session, progress, stats, waiting, self.judging()))
 
     def leave(self) -> None:
         """Told to end: what is finished goes out, and how much was drawn of the rest, which is lost."""
@@ -319,7 +331,6 @@ class Generator:
         if not self.over:
             self.socket.send(m.Leaving(self.producer, self.session))
         self.socket.close()
-
 
 
 def trajectory(ticket: m.Ticket, answer: Answer, text: str, reward: float, parts: dict[str, float], token_rewards: Any, failed: str) -> m.Trajectory:

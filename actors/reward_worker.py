@@ -1,20 +1,26 @@
-"""One reward process: `python -m actors.reward_worker FD`, started by actors/rewards.py; one call at a time until the pipe closes.
+"""One reward process: `python -m actors.reward_worker FD PARENT`, started by actors/rewards.py; it ends with its parent or its socket.
 
-Frames are msgpack, never pickle.  In: Setup, then Call after Call.  Out: Reply("ready" or "broken"), then one Reply a Call.
+A frame is four bytes of length (big endian) and msgpack, never pickle.  In: Setup, then lists of Unit.  Out: Reply("ready" or "broken"), then
+one Reply for each Unit, at once: the parent knows from what is unanswered which calls this process was working on when it hangs or dies.
+A unit is one answer, or a list of them for a function that takes lists (`batched`); a coroutine function has several units under way.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import functools
 import importlib
 import inspect
+import io
 import math
+import os
 import signal
+import socket
 import sys
+import time
 from collections.abc import Callable
-from multiprocessing.connection import Connection
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import msgspec
 
@@ -26,37 +32,74 @@ from asyncrl.tasks import get_task
 
 Judged = tuple[float, dict[str, float], list[float] | None]
 FRAME_BYTES = 64 * 1024 * 1024  # a larger frame is a broken worker
+LARGEST = 1e15  # of a reward: float32 holds the sum of a batch's squares of it, and no reward is meant to be larger
+WHY_CHARACTERS = 300  # of what an exception says
+PRINTED_CHARACTERS = 1 << 20  # by the function in the life of its process; the rest is dropped
+_PR_SET_PDEATHSIG = 1
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """Runner to worker, once: the function (module:function, or "" for the task's own) and the task."""
+    """Runner to worker, once: the function (module:function, or "" for the task's own), the task, and the bounds of a coroutine function."""
 
     path: str
     task: Task
+    deadline_s: float = 10.0
+    concurrency: int = 1
 
 
-class Call(msgspec.Struct, frozen=True):
-    """Runner to worker: judge this answer; tokens: its ids, the stop token included."""
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """Judge this answer; tokens: its ids, the stop token included."""
 
     prompt: Prompt
     text: str
     tokens: list[int]
 
 
-class Reply(msgspec.Struct, frozen=True):
-    """Worker to runner."""
+class Unit(msgspec.Struct, frozen=True, array_like=True):
+    """Runner to worker: what one call of the function judges.  One answer, or several when the function takes lists."""
 
-    kind: Literal["ready", "broken", "ok", "failed"]
+    id: int
+    calls: list[Call]
+
+
+class Reply(msgspec.Struct, frozen=True, array_like=True):
+    """Worker to runner.  `results` has one entry for each answer of the unit: what was judged, or why it cannot be used.
+
+    "failed": the call raised; "hung": a coroutine that did not end by the deadline.  Times are CLOCK_MONOTONIC seconds.
+    """
+
+    kind: Literal["ready", "broken", "ok", "failed", "hung"]
+    id: int = -1
+    results: list[Judged | str] = []
     why: str = ""
-    reward: float = 0.0
-    parts: dict[str, float] = {}
-    token_rewards: list[float] | None = None
+    began: float = 0.0
+    ended: float = 0.0
+    batched: bool = False  # ready: the function takes lists
+    window: int = 1  # ready: units under way at once
+
+
+def frame(payload: bytes) -> bytes:
+    return len(payload).to_bytes(4, "big") + payload
+
+
+def one_line(text: str) -> str:
+    """The first line of an exception's words, bounded, and such that it can be encoded."""
+    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
+    return first[:WHY_CHARACTERS].encode("utf-8", "replace").decode()
+
+
+def said(e: BaseException) -> str:
+    """`raised KeyError: 'x'`, on one line; for an exit, that it was one."""
+    return one_line(f"called sys.exit({e.code!r})" if isinstance(e, SystemExit) else f"raised {type(e).__name__}: {e}")
+
+
+# ---- what a function returned ----------------------------------------------------------------------------------------
 
 
 def checked(value: Any, tokens: int) -> Judged:
     """(reward, parts, token rewards) of what a reward function returned for an answer of `tokens` tokens; nan for a token given None.
 
-    Raises ValueError that says what is wrong: no number, not finite, no `reward` in a dict, another count of token rewards.
+    Raises ValueError that says what is wrong: no number, not finite or too large, no `reward` in a dict, another count of token rewards.
     """
     parts: dict[str, float] = {}
     per_token = None
@@ -76,13 +119,38 @@ def checked(value: Any, tokens: int) -> Judged:
 
 
 def number(x: Any, name: str) -> float:
-    """A finite float, also from a bool or a numpy number; ValueError otherwise."""
+    """A float of at most LARGEST, also from a bool or a numpy number; ValueError otherwise."""
     if not (isinstance(x, bool | int | float) or hasattr(x, "__float__")):
         raise ValueError(f"{name} is a {type(x).__name__}, not a number")
-    y = float(x)
+    try:
+        y = float(x)
+    except OverflowError:
+        y = math.inf
     if not math.isfinite(y):
         raise ValueError(f"{name} is {y}, not a finite number")
+    if abs(y) > LARGEST:
+        raise ValueError(f"{name} is {y:g}, beyond {LARGEST:g}: the learner's float32 would make it infinite; scale it down")
     return y
+
+
+def usable(value: Any, tokens: int) -> Judged | str:
+    """`checked`, or why not."""
+    try:
+        return checked(value, tokens)
+    except Exception as e:
+        return one_line(f"what the reward function returned cannot be used: {e if type(e) is ValueError else said(e)}")
+
+
+def each(values: Any, calls: list[Call]) -> list[Judged | str]:
+    """What a function that takes lists returned, answer by answer.  Raises ValueError unless it is one value for each."""
+    values = values.tolist() if hasattr(values, "tolist") else values
+    if not isinstance(values, list | tuple) or len(values) != len(calls):
+        got = f"{len(values)} values" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
+        raise ValueError(f"it takes lists (`batched`), and returned {got} for {len(calls)} answers: return a list of as many")
+    return [usable(v, len(c.tokens)) for v, c in zip(values, calls, strict=True)]
+
+
+# ---- the function ----------------------------------------------------------------------------------------------------
 
 
 def resolve(path: str) -> Callable[..., Any]:
@@ -91,56 +159,199 @@ def resolve(path: str) -> Callable[..., Any]:
     importing.here_last()
     try:
         found = getattr(importlib.import_module(module), name)
-    except Exception as e:
-        raise ConfigError(f"reward.function = {path}: {type(e).__name__}: {e}; write module:function, importable from here") from e
+    except (Exception, SystemExit) as e:
+        raise ConfigError(f"reward.function = {path}: importing it {said(e)}; write module:function, importable from here") from e
     if not callable(found):
         raise ConfigError(f"reward.function = {path}: is not a function")
     return found  # type: ignore[no-any-return]
 
 
-def call(function: Callable[..., Any], prompt: Prompt, text: str, tokens: list[int]) -> Judged:
-    """Call a reward function, with `tokens` where it has such a parameter, awaiting it when it is async, and check what it returns."""
-    value = function(prompt, text, tokens=tokens) if _takes_tokens(function) else function(prompt, text)
-    return checked(asyncio.run(_await(value)) if inspect.isawaitable(value) else value, len(tokens))
+def takes_lists(function: Callable[..., Any]) -> bool:
+    """Is it marked by `function.batched = True`: (list of prompts, list of texts) -> list of rewards?"""
+    return bool(getattr(function, "batched", False))
 
 
 @functools.cache
-def _takes_tokens(function: Callable[..., Any]) -> bool:
+def takes_tokens(function: Callable[..., Any]) -> bool:
+    """Has it a parameter `tokens`?"""
     try:
         return "tokens" in inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin without a signature
         return False
 
 
-async def _await(x: Any) -> Any:
+def is_async(function: Callable[..., Any]) -> bool:
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+def called(function: Callable[..., Any], calls: list[Call]) -> Any:
+    """The function on these answers: on lists of them where it takes lists, with `tokens` where it has such a parameter."""
+    prompts, texts, tokens = [c.prompt for c in calls], [c.text for c in calls], [c.tokens for c in calls]
+    if takes_lists(function):
+        return function(prompts, texts, tokens=tokens) if takes_tokens(function) else function(prompts, texts)
+    return function(prompts[0], texts[0], tokens=tokens[0]) if takes_tokens(function) else function(prompts[0], texts[0])
+
+
+def results(function: Callable[..., Any], value: Any, calls: list[Call]) -> list[Judged | str]:
+    return each(value, calls) if takes_lists(function) else [usable(value, len(calls[0].tokens))]
+
+
+def call(function: Callable[..., Any], prompt: Prompt, text: str, tokens: list[int]) -> Judged:
+    """Judge one answer here, awaiting the function when it is async.  Raises what it raises, and ValueError for what it returns."""
+    calls = [Call(prompt, text, tokens)]
+    value = _awaited(called(function, calls))
+    if not takes_lists(function):
+        return checked(value, len(tokens))
+    (found,) = each(value, calls)
+    if isinstance(found, str):
+        raise ValueError(found)
+    return found
+
+
+def _awaited(value: Any) -> Any:
+    return asyncio.run(_wait_for(value)) if inspect.isawaitable(value) else value
+
+
+async def _wait_for(x: Any) -> Any:
     return await x
 
 
-def serve(pipe: Connection) -> None:
+# ---- the loop --------------------------------------------------------------------------------------------------------
+
+
+def encoded(reply: Reply) -> bytes:
+    """One frame; a reply that cannot be sent says so instead."""
+    try:
+        payload = msgspec.msgpack.encode(reply)
+        if len(payload) > FRAME_BYTES:
+            raise ValueError(f"it makes {len(payload)} bytes, more than {FRAME_BYTES}")
+    except Exception as e:
+        payload = msgspec.msgpack.encode(msgspec.structs.replace(reply, kind="failed", results=[], why=said(e)))
+    return frame(payload)
+
+
+def judge(function: Callable[..., Any], unit: Unit) -> Reply:
+    """One call of the function, now.  Whatever it raises, an exit included, is the call's failure and not the process's."""
+    began = time.monotonic()
+    try:
+        found = results(function, _awaited(called(function, unit.calls)), unit.calls)
+        return Reply("ok", unit.id, found, "", began, time.monotonic())
+    except BaseException as e:
+        return Reply("failed", unit.id, [], said(e), began, time.monotonic())
+
+
+async def judge_later(function: Callable[..., Any], unit: Unit, deadline_s: float) -> Reply:
+    """The same beside others of its kind.  One that does not end by the deadline, nor when it is cancelled, is left behind."""
+    began = time.monotonic()
+
+    async def guarded() -> Reply:
+        try:
+            found = results(function, await called(function, unit.calls), unit.calls)
+            return Reply("ok", unit.id, found, "", began, time.monotonic())
+        except BaseException as e:  # an exit in a task would end the loop
+            return Reply("failed", unit.id, [], said(e), began, time.monotonic())
+
+    task = asyncio.create_task(guarded())
+    done, _ = await asyncio.wait({task}, timeout=deadline_s)
+    if done:
+        return task.result()
+    task.cancel()
+    return Reply("hung", unit.id, [], "", began, time.monotonic())
+
+
+def serve(wire: socket.socket) -> None:
     """Answer calls until the other side closes."""
-
-    def send(reply: Reply) -> None:
-        pipe.send_bytes(msgspec.msgpack.encode(reply))
-
-    setup = msgspec.msgpack.decode(pipe.recv_bytes(FRAME_BYTES), type=Setup)
+    stream = wire.makefile("rb")
+    setup = msgspec.msgpack.decode(_read(stream) or b"", type=Setup)
     try:
         function = resolve(setup.path) if setup.path else get_task(setup.task).reward
     except ConfigError as e:
-        send(Reply("broken", str(e)))
+        wire.sendall(encoded(Reply("broken", why=str(e))))
         return
-    send(Reply("ready"))
+    window = setup.concurrency if is_async(function) else 1
+    wire.sendall(encoded(Reply("ready", batched=takes_lists(function), window=window)))
+    if is_async(function):
+        asyncio.run(_serve_async(wire, function, setup))
+        return
+    decode = msgspec.msgpack.Decoder(list[Unit]).decode
+    while (payload := _read(stream)) is not None:
+        for unit in decode(payload):
+            wire.sendall(encoded(judge(function, unit)))
+
+
+def _read(stream: Any) -> bytes | None:
+    """One frame's payload; None at the end."""
+    head = stream.read(4)
+    size = int.from_bytes(head, "big")
+    payload: bytes = stream.read(size) if len(head) == 4 else b""
+    return payload if len(head) == 4 and len(payload) == size else None
+
+
+async def _serve_async(wire: socket.socket, function: Callable[..., Any], setup: Setup) -> None:
+    """Units begin in the order in which they came, at most `concurrency` at once."""
+    reader, writer = await asyncio.open_unix_connection(sock=wire, limit=FRAME_BYTES)
+    gate, running = asyncio.Semaphore(setup.concurrency), set[asyncio.Task[None]]()
+    decode = msgspec.msgpack.Decoder(list[Unit]).decode
+
+    async def one(unit: Unit) -> None:
+        writer.write(encoded(await judge_later(function, unit, setup.deadline_s)))
+        gate.release()
+
     while True:
         try:
-            frame = pipe.recv_bytes(FRAME_BYTES)
-        except (EOFError, OSError):
+            payload = await reader.readexactly(int.from_bytes(await reader.readexactly(4), "big"))
+        except (asyncio.IncompleteReadError, OSError):
             return
-        job = msgspec.msgpack.decode(frame, type=Call)
-        try:
-            send(Reply("ok", "", *call(function, job.prompt, job.text, job.tokens)))
-        except Exception as e:
-            send(Reply("failed", f"{type(e).__name__}: {e}"))
+        for unit in decode(payload):
+            await gate.acquire()
+            task = asyncio.create_task(one(unit))
+            running.add(task)
+            task.add_done_callback(running.discard)
+
+
+class Bounded(io.TextIOBase):
+    """What a reward function prints: to the process's log, up to so many characters."""
+
+    def __init__(self, to: TextIO, most: int = PRINTED_CHARACTERS) -> None:
+        self.to, self.left = to, most
+        self.buffer = to.buffer
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return self.to.encoding
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self.to.fileno()
+
+    def flush(self) -> None:
+        self.to.flush()
+
+    def write(self, text: str) -> int:
+        if self.left > 0:
+            self.to.write(text[: self.left])
+            self.left -= len(text)
+            if self.left <= 0:
+                self.to.write("\n[the reward function has printed enough: the rest is dropped]\n")
+        return len(text)
+
+
+def main(fd: int, parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also while the function hangs
+    if os.getppid() != parent:  # it ended before that
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(2, 1)  # standard output is the generator's, whose `--json` a print would break
+    sys.stdout = sys.stderr = Bounded(sys.stderr)
+    wire = socket.socket(fileno=fd)
+    wire.set_inheritable(False)
+    try:
+        serve(wire)
+    except BrokenPipeError:
+        pass
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    serve(Connection(int(sys.argv[1])))
+    main(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,160 +1,509 @@
 """Rewards: a task's own in place, anybody else's in processes of their own, under a deadline.
 
-A reward function is `def reward(prompt: Prompt, text: str) -> float | dict`, given as `module:function`; it may be async, and one
-with a parameter `tokens` is given the answer's token ids too, the stop token included.  A
-dict names the parts; `reward` among them counts, `token_rewards` may be a list of one number a token (None: of this token nothing is
-said), which `advantage.name` = gae, reinforce_pp and grpo (process supervision) train on in its place.  What raises, returns
-something else or hangs is a failed sample ("data: why"; "machinery: why" when its process died), counted, never a reward of 0.
+A reward function is `def reward(prompt: Prompt, text: str) -> float | dict`, given as `module:function`.  A dict names the parts; `reward`
+among them counts, `token_rewards` may be a list of one number a token (None: of this token nothing is said), which `advantage.name` = gae,
+reinforce_pp and grpo (process supervision) train on in its place.  A function with a parameter `tokens` is given the answer's token ids
+too, the stop token included.  As `async def` its calls are awaited together, at most `reward.concurrency` in a process.  With
+`reward.batched = True` it takes lists, (prompts, texts), and returns a list of as many.
+What raises, returns something else or hangs is a failed sample ("data: why"; "machinery: why" when its process died), never a reward of 0.
+
+A thread feeds the processes, so that none waits for the generator's next look:
+
+```
+submit, poll --inbox--> queue --units--> in a process's hands: the first `window` under way, a little ahead in its socket
+     ^                    ^                  |
+     +-----results--------+---(lost)---------+
+```
+
+A process that hangs or dies was working on its first `window` units, and on nothing else: units begin in order, and each is answered at
+once.  If these are a single answer, that one has failed.  Of several nobody knows which: each is judged again, alone.
 """
 
 from __future__ import annotations
 
-import ctypes
 import math
-import signal
+import os
+import selectors
 import socket
 import subprocess
+import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from actors.reward_worker import FRAME_BYTES, Call, Reply, Setup, call
+from actors.reward_worker import FRAME_BYTES, Call, Reply, Setup, Unit, call, frame, said
 from asyncrl import importing
 from asyncrl.config import Config
-from asyncrl.errors import ConfigError
+from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.messages import Prompt
 
 Key = tuple[int, int, int]
 Result = tuple[Key, float, dict[str, float], list[float] | None, str]
 GRACE_S = 60.0  # the first import may be slow; a call's deadline starts when the process is ready
 START_TRIES = 3  # processes in a row that end before they are ready: the function's module cannot be imported here
-_PR_SET_PDEATHSIG = 1
+AHEAD_S = 0.05  # work in a process's socket beyond what it is doing: longer calls wait in the common queue for whoever is free
+AHEAD_BYTES = 64 * 1024  # and never more than a socket holds
+MOST_AHEAD = 128  # units: what stands behind one that hangs waits for its deadline
+REST_S = 0.002  # between two looks while every process has work in hand: replies are read together
+SLACK_S = 1.0  # a process of coroutines ends each by itself at the deadline; only one whose loop is blocked is ended by us
+TURN_S = 0.5  # the thread looks at least so often
+STUCK_S = 30.0  # after so long without a look, it is not taken to be working any more
+GROW_S, GROW_CALLS, GROW_MOST_S = 1.0, 8, 10.0  # a measurement: so long, so many calls a process, or this long at most
+WORTH = 1.25  # a doubled pool must do so much more to be doubled again
 
 
-def _die_with_parent() -> None:
-    """In the child: SIGKILL when the generator ends, also while the reward function hangs."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+@dataclass
+class _Job:
+    """One answer to be judged."""
+
+    key: Key
+    call: Call
+    at: float  # when it was handed in
+
+
+@dataclass
+class Timing:
+    """What the calls took, since the start; the generator's numbers are made of it."""
+
+    judged: int = 0
+    waited_s: float = 0.0  # from being handed in to the result, summed over answers
+    called_s: float = 0.0  # in the function, its share of a list's call
 
 
 class _Process:
-    """A reward process and the call it works on.  `deadline` is that of its import or of the call; inf when it is free."""
+    """A reward process and the units in its hands, in the order in which they were sent."""
 
     def __init__(self, setup: bytes) -> None:
-        ours, theirs = socket.socketpair()
+        self.wire, theirs = socket.socketpair()
         with theirs:
-            argv = importing.command("actors.reward_worker", str(theirs.fileno()))
-            self.process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, preexec_fn=_die_with_parent)
-        self.pipe = Connection(ours.detach())
-        self.key: Key | None = None
-        self.began = 0.0  # of the call
-        self.ready, self.deadline = False, time.monotonic() + GRACE_S
-        self.send(setup)
+            argv = importing.command("actors.reward_worker", str(theirs.fileno()), str(os.getpid()))
+            self.process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self.wire.setblocking(False)
+        self.units: dict[int, tuple[list[_Job], int]] = {}  # id -> (its answers, its bytes)
+        self.bytes = 0
+        self.alone = False  # it has one answer that nothing else may be blamed for
+        self.ready, self.batched, self.window = False, False, 1
+        self.since = time.monotonic()  # its start; then when its oldest unit can have begun at the latest
+        self.incoming, self.outgoing = bytearray(), bytearray(frame(setup))
 
-    def send(self, frame: bytes) -> None:
-        """A dead worker is noticed when it is next read from."""
+    def under_way(self) -> list[_Job]:
+        """The answers it is working on."""
+        return [job for jobs, _ in list(self.units.values())[: self.window] for job in jobs]
+
+    def ahead(self) -> list[_Job]:
+        """Those it has not begun."""
+        return [job for jobs, _ in list(self.units.values())[self.window :] for job in jobs]
+
+    def receive(self) -> tuple[list[Reply], bool]:
+        """The replies that have come, and whether it has closed.  Raises msgspec.MsgspecError for what is no reply."""
+        closed = False
         try:
-            self.pipe.send_bytes(frame)
+            while data := self.wire.recv(1 << 18):
+                self.incoming += data
+            closed = True
+        except BlockingIOError:
+            pass
         except OSError:
+            closed = True
+        replies, at = [], 0
+        while len(self.incoming) - at >= 4:
+            size = int.from_bytes(self.incoming[at : at + 4], "big")
+            if size > FRAME_BYTES:
+                raise msgspec.DecodeError(f"a frame of {size} bytes")
+            if len(self.incoming) - at - 4 < size:
+                break
+            replies.append(_reply(self.incoming[at + 4 : at + 4 + size]))
+            at += 4 + size
+        del self.incoming[:at]
+        return replies, closed
+
+    def flush(self) -> None:
+        """Write what its socket takes; a dead worker is noticed when it is next read from."""
+        try:
+            while self.outgoing:
+                del self.outgoing[: self.wire.send(self.outgoing)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.outgoing.clear()
+
+    def end(self) -> int:
+        """End it; its exit code if it had ended by itself."""
+        try:
+            return self.process.wait(0.2 if self.ready else 0.0)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+        finally:
+            self.wire.close()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.end()
+
+
+_reply = msgspec.msgpack.Decoder(Reply).decode
+
+
+def idle_cores() -> Callable[[], float]:
+    """A function that says how many of this process's cores were idle since it was last called."""
+    import psutil
+
+    mine = sorted(os.sched_getaffinity(0))
+    last = psutil.cpu_times(percpu=True)
+
+    def look() -> float:
+        nonlocal last
+        before, last = last, psutil.cpu_times(percpu=True)
+        idle = 0.0
+        for core in (c for c in mine if c < min(len(before), len(last))):
+            spent = sum(last[core][:8]) - sum(before[core][:8])  # beyond the eighth, guests' time is counted twice
+            idle += (last[core].idle - before[core].idle) / spent if spent > 0 else 0.0
+        return idle
+
+    return look
+
+
+def grown(workers: int, cores: int, idle: float, rate: float, before: float) -> int:
+    """Processes from now on, of a pool that had more to do than it could: twice as many, as idle cores allow, while that pays.
+
+    rate: calls a second now; before: those before it was last enlarged, 0 if it never was.
+
+    >>> grown(1, 8, 6.0, 10.0, 0.0), grown(2, 8, 5.0, 19.0, 10.0), grown(4, 8, 1.2, 37.0, 19.0), grown(2, 8, 5.0, 11.0, 10.0), grown(2, 8, 0.3, 19.0, 10.0)
+    (2, 4, 5, 2, 2)
+    """
+    if idle < 0.5 or rate < WORTH * before:
+        return workers
+    return max(workers, min(cores, 2 * workers, workers + max(1, int(idle))))
+
+
+class _Pool(threading.Thread):
+    """The thread that feeds the processes.  `inbox`, `results` and `wake` are its doors; all else is its own."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(name="rewards", daemon=True)
+        r = config.reward
+        self.path, self.deadline_s, self.batch = r.function, r.deadline_s, r.batch
+        self.setup = msgspec.msgpack.encode(Setup(r.function, config.task, r.deadline_s, r.concurrency))
+        self.inbox: deque[_Job] = deque()
+        self.results: deque[tuple[_Job, Result, float]] = deque()  # with when its call ended
+        self.spans: deque[tuple[float, float, int]] = deque()  # calls: began, ended, answers
+        self.queue: deque[_Job] = deque()
+        self.suspects: deque[_Job] = deque()  # to be judged alone
+        self.hangs = self.unborn = self.last_id = 0
+        self.call_s = 0.0  # of one unit, smoothed; 0: not known
+        self.error: BaseException | None = None
+        self.closing = False
+        self.turned = time.monotonic()
+        self.processes = [_Process(self.setup) for _ in range(r.workers if isinstance(r.workers, int) and r.workers else 1)]
+        self.cores = len(os.sched_getaffinity(0)) if r.workers == "auto" else 0  # 0: the pool keeps its size
+        self.idle_cores = idle_cores() if self.cores > 1 else lambda: 0.0
+        self.looked, self.done, self.rate_before = time.monotonic(), 0, 0.0
+        self.ours, self.wake = socket.socketpair()
+        self.ours.setblocking(False)
+        self.wake.setblocking(False)
+
+    # ---- the generator's side ------------------------------------------------------------------------------------------
+
+    def hand_over(self, jobs: Iterable[_Job]) -> None:
+        self.inbox.extend(jobs)
+        self.rouse()
+
+    def rouse(self) -> None:
+        try:
+            self.wake.send(b"x")
+        except OSError:  # it has enough reasons to wake up
             pass
 
+    # ---- the thread ----------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        try:
+            while not self.closing:
+                self.turn()
+        except BaseException as e:  # said by the next poll
+            self.error = e
+
     def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        self.pipe.close()
+        """Close what it has; when its thread runs, end that first."""
+        self.closing = True
+        self.rouse()
+        if self.is_alive():
+            self.join()
+        for p in self.processes:
+            p.kill()
+        self.ours.close()
+        self.wake.close()
+
+    def turn(self) -> None:
+        """Wait for something, take in what came, give out what can be given."""
+        self.turned = time.monotonic()
+        self._wait()
+        while self.inbox:
+            self.queue.append(self.inbox.popleft())
+        for p in list(self.processes):
+            self._receive(p)
+        self._watch()
+        self._feed()
+        for p in self.processes:
+            p.flush()
+        if self.cores > len(self.processes):
+            self._measure()
+        if self.processes and all(p.units for p in self.processes) and not self.closing:
+            time.sleep(REST_S)
+
+    def _wait(self) -> None:
+        now = time.monotonic()
+        soonest = min((self._deadline(p) for p in self.processes), default=math.inf)
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.ours, selectors.EVENT_READ)
+            for p in self.processes:
+                selector.register(p.wire, selectors.EVENT_READ | (selectors.EVENT_WRITE if p.outgoing else 0))
+            selector.select(min(TURN_S, max(0.0, soonest - now)))
+        try:
+            while self.ours.recv(4096):
+                pass
+        except BlockingIOError:
+            pass
+
+    def _deadline(self, p: _Process) -> float:
+        if not p.ready:
+            return p.since + GRACE_S
+        return p.since + self.deadline_s + (SLACK_S if p.window > 1 else 0.0) if p.units else math.inf
+
+    def _receive(self, p: _Process) -> None:
+        dead = p.process.poll() is not None  # looked at before the last of its replies is read
+        try:
+            replies, closed = p.receive()
+        except msgspec.MsgspecError as e:
+            self._replace(p, f"machinery: what the reward process sent is no reply ({e})")
+            return
+        for reply in replies:
+            self._on_reply(p, reply)
+        if closed or dead:
+            self._replace(p, "machinery: the reward process ended ({code})")
+
+    def _on_reply(self, p: _Process, reply: Reply) -> None:
+        if reply.kind == "broken":
+            raise ConfigError(reply.why)
+        if reply.kind == "ready":
+            p.ready, p.batched, p.window, self.unborn = True, reply.batched, reply.window, 0
+            return
+        jobs, size = p.units.pop(reply.id, ([], 0))
+        p.bytes -= size
+        p.since, p.alone = reply.ended, False
+        seconds = reply.ended - reply.began
+        self.call_s = 0.9 * self.call_s + 0.1 * seconds if self.call_s else max(seconds, 1e-6)
+        self.spans.append((reply.began, reply.ended, len(jobs)))
+        self.done += len(jobs)
+        if reply.kind == "ok":
+            for job, found in zip(jobs, reply.results, strict=True):
+                if isinstance(found, str):
+                    self._fail(job, f"data: {found}", reply.ended)
+                else:
+                    self.results.append((job, (job.key, *found, ""), reply.ended))
+        elif reply.kind == "hung":
+            self.hangs += 1
+            self._blame(jobs, self._hung(), reply.ended)
+        else:
+            self._blame(jobs, f"data: the reward {reply.why}", reply.ended)
+
+    def _hung(self) -> str:
+        return f"data: the reward hung for more than {self.deadline_s:g} s (reward.deadline_s)"
+
+    def _fail(self, job: _Job, why: str, ended: float) -> None:
+        self.results.append((job, (job.key, 0.0, {}, None, why), ended))
+
+    def _blame(self, jobs: list[_Job], why: str, ended: float) -> None:
+        """One of these answers is to blame: the only one, or who it is will be seen."""
+        if len(jobs) == 1:
+            self._fail(jobs[0], why, ended)
+        else:
+            self.suspects.extend(jobs)
+
+    def _watch(self) -> None:
+        now = time.monotonic()
+        for p in list(self.processes):
+            if now > self._deadline(p):
+                self.hangs += p.ready
+                self._replace(p, self._hung())
+
+    def _replace(self, p: _Process, why: str) -> None:
+        code = p.process.poll()
+        if why.startswith("machinery") and code is None:
+            code = p.end()
+        else:
+            p.kill()
+        self._blame(p.under_way(), why.replace("{code}", str(code)), time.monotonic())
+        self.queue.extendleft(reversed(p.ahead()))
+        self.unborn += not p.ready
+        if self.unborn >= START_TRIES:
+            raise ConfigError(f"reward.function = {self.path}: {self.unborn} processes ended or hung while importing it; try `python -c 'import "
+                              f"{self.path.partition(':')[0]}'`")  # fmt: skip
+        self.processes[self.processes.index(p)] = _Process(self.setup)
+
+    # ---- giving out ----------------------------------------------------------------------------------------------------
+
+    def _feed(self) -> None:
+        free = [p for p in self.processes if p.ready and not p.alone]
+        if self.suspects and free:
+            p = min(free, key=lambda x: len(x.units))
+            free.remove(p)  # it gets nothing else, so that it will be empty
+            if not p.units:
+                p.alone = True
+                self._send(p, [[self.suspects.popleft()]])
+        given: dict[int, list[list[_Job]]] = {id(p): [] for p in free}
+        while self.queue and free:
+            p = min(free, key=lambda x: len(x.units) + len(given[id(x)]))
+            mine = given[id(p)]
+            if len(p.units) + len(mine) >= self._capacity(p) or p.bytes + sum(_size(u) for u in mine) > AHEAD_BYTES:
+                free.remove(p)
+                continue
+            many = min(self.batch, math.ceil(len(self.queue) / len(free))) if p.batched else 1
+            mine.append([self.queue.popleft() for _ in range(many)])
+        for p in self.processes:
+            if given.get(id(p)):
+                self._send(p, given[id(p)])
+
+    def _capacity(self, p: _Process) -> int:
+        """Units that it may have in its hands: those under way, and some ahead when they are short."""
+        return p.window + (min(MOST_AHEAD, int(AHEAD_S * p.window / self.call_s)) if self.call_s else 0)
+
+    def _send(self, p: _Process, groups: list[list[_Job]]) -> None:
+        if not p.units:
+            p.since = time.monotonic()
+        units = []
+        for jobs in groups:
+            self.last_id += 1
+            p.units[self.last_id] = (jobs, _size(jobs))
+            p.bytes += _size(jobs)
+            units.append(Unit(self.last_id, [j.call for j in jobs]))
+        p.outgoing += frame(msgspec.msgpack.encode(units))
+
+    # ---- its size --------------------------------------------------------------------------------------------------------
+
+    def waiting(self) -> int:
+        """Calls that no process has begun."""
+        return len(self.queue) + len(self.suspects) + sum(max(0, len(p.units) - p.window) for p in self.processes)
+
+    def _measure(self) -> None:
+        """Enlarge the pool when answers waited all the time, cores were idle, and the last enlargement paid."""
+        now = time.monotonic()
+        waiting = self.waiting()
+        if not waiting or not all(p.ready for p in self.processes):
+            self.looked, self.done = now, 0
+            self.idle_cores()
+            return
+        spent, n = now - self.looked, len(self.processes)
+        if spent < GROW_S or (self.done < GROW_CALLS * n and spent < GROW_MOST_S):
+            return
+        rate = self.done / spent
+        wanted = grown(n, self.cores, self.idle_cores(), rate, self.rate_before)
+        self.looked, self.done = now, 0
+        if wanted > n:
+            self.rate_before = rate
+            self.processes += [_Process(self.setup) for _ in range(wanted - n)]
+
+
+def _size(jobs: list[_Job]) -> int:
+    """About what they make in bytes."""
+    return sum(64 + 4 * (len(j.call.text) + len(j.call.tokens) + len(j.call.prompt.text) + len(j.call.prompt.answer)) for j in jobs)
+
+
+def check(config: Config) -> None:
+    """Import `reward.function` in a process like those that will call it.  Raises ConfigError when that cannot be."""
+    pool = _Pool(msgspec.structs.replace(config, reward=msgspec.structs.replace(config.reward, workers=1)))
+    try:
+        while not any(p.ready for p in pool.processes):
+            pool.turn()
+    finally:
+        pool.end()
 
 
 class RewardRunner:
     """Submit answers, poll results.  Results may come in any order; each submitted key comes back exactly once.
 
-    In place when `reward.workers` is 0 and no `reward.function` is given; otherwise in `reward.workers` (at least 1) processes.
+    In place when no `reward.function` is given and `reward.workers` is 0 or "auto"; otherwise in processes, of which there are
+    `reward.workers` (at least 1), or as many as turn out to pay ("auto").
     """
 
     def __init__(self, config: Config, task: Any) -> None:
-        self.path, self.deadline_s = config.reward.function, config.reward.deadline_s
         self.task = task
-        self.setup = msgspec.msgpack.encode(Setup(self.path, config.task))
         self.done: list[Result] = []
-        self.queue: deque[tuple[Key, Call]] = deque()
-        self.processes = [_Process(self.setup) for _ in range(config.reward.workers or (1 if self.path else 0))]
-        self.hangs = self.unborn = 0
-        self.timed: Callable[[str, float, float], None] | None = None  # told of each call to a process: name, began, ended
+        self.fresh: list[_Job] = []
+        self.timing = Timing()
+        self.waiting = 0  # submitted, not yet given back
+        self.timed: Callable[[str, float, float, int], None] | None = None  # told of each call to a process: name, began, ended, answers
+        r = config.reward
+        self.pool = _Pool(config) if r.function or (isinstance(r.workers, int) and r.workers) else None
+        if self.pool is not None:
+            self.pool.start()
+
+    @property
+    def processes(self) -> list[_Process]:
+        return self.pool.processes if self.pool is not None else []
+
+    @property
+    def hangs(self) -> int:
+        return self.pool.hangs if self.pool is not None else 0
+
+    @property
+    def working(self) -> bool:
+        """Will what waits be judged, or fail at its deadline?  False only if the thread that sees to it is stuck."""
+        return self.pool is None or time.monotonic() - self.pool.turned < STUCK_S
+
+    def numbers(self) -> dict[str, float]:
+        """Sums since the start, and the state now, for the metrics; empty when rewards are judged in place."""
+        if self.pool is None:
+            return {}
+        t = self.timing
+        return {"reward/judged": t.judged, "reward/waited_s": t.waited_s, "reward/called_s": t.called_s, "reward/queue": self.waiting,
+                "reward/workers": len(self.processes)}  # fmt: skip
 
     def submit(self, key: Key, prompt: Prompt, text: str, tokens: Any) -> None:
-        """Judge `text`, whose token ids are `tokens`, the stop token included."""
-        if self.processes:
-            self.queue.append((key, Call(prompt, text, [int(x) for x in tokens])))
+        """Judge `text`, whose token ids are `tokens`, the stop token included.  Processes get it at the next `poll`."""
+        self.waiting += 1
+        if self.pool is not None:
+            self.fresh.append(_Job(key, Call(prompt, text, [int(x) for x in tokens]), time.monotonic()))
             return
         try:
             self.done.append((key, *call(self.task.reward, prompt, text, [int(x) for x in tokens]), ""))
         except Exception as e:
-            self._fail(key, f"data: the reward raised {type(e).__name__}: {e}")
+            self.done.append((key, 0.0, {}, None, f"data: the reward {said(e)}"))
 
     def poll(self) -> list[Result]:
         """What is done by now: (key, reward, parts, token rewards, "" or why it failed).  Raises ConfigError when no process can start."""
-        if self.processes:
-            self._receive()
-            self._watch()
-            self._send()
+        if self.pool is not None:
+            self._exchange(self.pool)
         out, self.done = self.done, []
+        self.waiting -= len(out)
         return out
+
+    def _exchange(self, pool: _Pool) -> None:
+        if isinstance(pool.error, AsyncrlError):
+            raise pool.error
+        if pool.error is not None:
+            raise AsyncrlError(f"the thread that feeds the reward processes {said(pool.error)}") from pool.error
+        if self.fresh:
+            pool.hand_over(self.fresh)
+            self.fresh = []
+        while pool.spans:
+            began, ended, answers = pool.spans.popleft()
+            self.timing.called_s += ended - began
+            if self.timed is not None:
+                self.timed("reward", began, ended, answers)
+        while pool.results:
+            job, result, ended = pool.results.popleft()
+            self.timing.judged += 1
+            self.timing.waited_s += ended - job.at
+            self.done.append(result)
 
     def close(self) -> None:
         """End the processes."""
-        for p in self.processes:
-            p.end()
-        self.processes = []
-
-    def _fail(self, key: Key, why: str) -> None:
-        self.done.append((key, 0.0, {}, None, why))
-
-    def _send(self) -> None:
-        for p in self.processes:
-            if p.ready and p.key is None and self.queue:
-                p.key, job = self.queue.popleft()
-                p.began = time.monotonic()
-                p.deadline = p.began + self.deadline_s
-                p.send(msgspec.msgpack.encode(job))
-
-    def _receive(self) -> None:
-        by_pipe = {p.pipe: p for p in self.processes}
-        for pipe in wait(list(by_pipe), timeout=0):
-            p = by_pipe[pipe]  # type: ignore[index]
-            try:
-                reply = msgspec.msgpack.decode(p.pipe.recv_bytes(FRAME_BYTES), type=Reply)
-            except (EOFError, OSError):
-                self._replace(p, f"machinery: the reward process ended ({p.process.wait()})")
-                continue
-            self._on_reply(p, reply)
-
-    def _on_reply(self, p: _Process, reply: Reply) -> None:
-        if reply.kind == "broken":
-            raise ConfigError(reply.why)
-        if p.key is not None and self.timed is not None:
-            self.timed("reward", p.began, time.monotonic())
-        if reply.kind == "ready":
-            p.ready, self.unborn = True, 0
-        elif p.key is not None and reply.kind == "ok":
-            self.done.append((p.key, reply.reward, reply.parts, reply.token_rewards, ""))
-        elif p.key is not None:
-            self._fail(p.key, f"data: the reward raised {reply.why}")
-        p.key, p.deadline = None, math.inf
-
-    def _watch(self) -> None:
-        for p in list(self.processes):
-            if time.monotonic() > p.deadline:
-                self.hangs += 1
-                self._replace(p, f"data: the reward hung for more than {self.deadline_s:g} s (reward.deadline_s)")
-
-    def _replace(self, p: _Process, why: str) -> None:
-        if p.key is not None:
-            self._fail(p.key, why)
-        self.unborn += not p.ready
-        p.end()
-        if self.unborn >= START_TRIES:
-            raise ConfigError(f"reward.function = {self.path}: {self.unborn} processes ended or hung while importing it; try `python -c 'import "
-                              f"{self.path.partition(':')[0]}'`")  # fmt: skip
-        self.processes[self.processes.index(p)] = _Process(self.setup)
+        if self.pool is not None:
+            self.pool.end()
+            self.pool = None

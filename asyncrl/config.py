@@ -36,7 +36,15 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 class Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     function: Annotated[str, Meta(description="module:function; empty: the task's own")] = ""
     deadline_s: Annotated[float, Meta(gt=0, description="seconds for one call")] = 10.0
-    workers: Annotated[Count, Meta(description="reward processes per generator; 0: built-in rewards run in place")] = 0
+    workers: Annotated[
+        Count | Literal["auto"],
+        Meta(
+            description="reward processes per generator; auto: none for the task's own, which runs in place, else from one to the "
+            "number of cores, doubled while answers wait, cores are idle and it pays; 0: as auto, but never more than one"
+        ),
+    ] = "auto"
+    concurrency: Annotated[Positive, Meta(description="calls of an `async def` function awaited together, in each process")] = 64
+    batch: Annotated[Positive, Meta(description="most answers in one call of a function that takes lists (`batched = True`)")] = 64
     on_error: Annotated[Literal["drop", "stop"], Meta(description="a failed reward: the sample is written again, or the run stops")] = "drop"
     error_budget: Annotated[Share, Meta(description="share of a batch's samples whose reward may raise, hang or be no number before the run stops")] = 0.1
     machinery_budget: Annotated[Share, Meta(description="the same for samples that fail because a reward process died")] = 0.1

@@ -118,14 +118,18 @@ class Deliver(msgspec.Struct, frozen=True, tag="deliver"):
     samples: list[Trajectory]
 
 
+REWARDS_WAITED_FOR = "the rewards of its answers"  # Renew.waiting of a generator that has nothing else to do
+
+
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
-    """Decode progress: renews leases whose token count grew, and carries the generator's own numbers."""
+    """Decode progress: renews leases whose token count grew or whose answers are being judged, and carries the generator's own numbers."""
 
     producer: str
     session: int
     progress: list[tuple[int, int, int]]  # (ticket, attempt, tokens so far over its samples)
     stats: dict[str, float]
     waiting: str  # "" or what for, and since when (seconds)
+    judging: list[tuple[int, int]] = []  # (ticket, attempt) that are written and wait for their rewards, which have deadlines of their own
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):

@@ -99,7 +99,7 @@ def preflight(config: Config) -> None:
         say(f"building and warm-starting a tiny model for `{config.task.name}` in {path}")
         done = warm_start(config, path)
         say(f"warm start: {done['steps']} steps in {done['seconds']} s, loss {done['loss']:.3f}")
-    from actors.reward_worker import resolve
+    from actors.rewards import check
     from asyncrl import model_check
     from asyncrl.tokenizer import encode_prompt
 
@@ -118,7 +118,7 @@ def preflight(config: Config) -> None:
     if config.reward.function and ":" not in config.reward.function:
         raise ConfigError(f"reward.function: {config.reward.function} is not module:function")
     if config.reward.function:
-        resolve(config.reward.function)
+        check(config)
     if config.exact:
         from asyncrl import exact_check
 

@@ -7,7 +7,7 @@ record is what was asked, not what came of it.  A segment begins with a snapshot
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Renewed(msgspec.Struct, tag="renew", array_like=True):
     session: int
     progress: list[tuple[int, int, int]]
     now: float
+    judging: list[tuple[int, int]] = []  # which older journals lack
 
 
 class Expired(msgspec.Struct, tag="expire", array_like=True):
@@ -201,7 +202,7 @@ class RecordedStore(Store):
             except AsyncrlError as e:
                 raise Damaged(f"the journal does not fold: {e}") from e
         elif isinstance(r, Renewed):
-            super().renew(r.producer, r.session, r.progress, r.now)
+            super().renew(r.producer, r.session, r.progress, r.now, r.judging)
         elif isinstance(r, Expired):
             super().expire(r.now)
         elif isinstance(r, Ended):
@@ -242,10 +243,11 @@ class RecordedStore(Store):
             self._record(Granted(producer, session, samples, now, self.attempts))
         return tickets
 
-    def renew(self, producer: str, session: int, progress: list[tuple[int, int, int]], now: float) -> None:
-        super().renew(producer, session, progress, now)
-        if progress:
-            self._record(Renewed(producer, session, progress, now))
+    def renew(self, producer: str, session: int, progress: list[tuple[int, int, int]], now: float,
+              judging: Sequence[tuple[int, int]] = ()) -> None:  # fmt: skip
+        super().renew(producer, session, progress, now, judging)
+        if progress or judging:
+            self._record(Renewed(producer, session, progress, now, list(judging)))
 
     def expire(self, now: float) -> int:
         n = super().expire(now)

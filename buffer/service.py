@@ -245,7 +245,7 @@ class Service:
         entry = self.heard(message.producer, peer, message.session)
         if entry is None:
             return
-        self.store.renew(message.producer, message.session, message.progress, time.monotonic())
+        self.store.renew(message.producer, message.session, message.progress, time.monotonic(), message.judging)
         entry["stats"], entry["waiting"] = message.stats, message.waiting
         self.send(peer, m.Heard(self.store.epoch))
 

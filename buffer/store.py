@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from asyncrl import admission
 from asyncrl.errors import AsyncrlError
@@ -121,12 +121,19 @@ class Store:
         g.attempts[self.attempts] = [0, 0, 0]
         return Ticket(g.ticket, self.attempts, "train", self.prompt(g.ticket), todo, self.s.sampling, least, exact, self.s.seed)
 
-    def renew(self, producer: str, session: int, progress: list[tuple[int, int, int]], now: float) -> None:
+    def renew(self, producer: str, session: int, progress: list[tuple[int, int, int]], now: float,
+              judging: Sequence[tuple[int, int]] = ()) -> None:  # fmt: skip
         """Decode progress: a lease whose tokens grew lasts longer, and with it those of the same generator that wait for a row.
 
+        judging: written tickets that wait for their rewards; their leases last longer too, as each call ends by its deadline.
         Raises BadMessage for counts that no attempt can have.
         """
         checks.progress(self, progress)
+        for ticket, attempt in judging:
+            if ticket >= EVAL_BASE:
+                self.evaluations.renew(ticket, attempt, now + self.s.lease_s)
+            elif (g := self.alive.get(ticket)) is not None and g.lease is not None and g.lease.attempt == attempt:
+                g.lease.expires = now + self.s.lease_s
         moved, queued = False, []
         for ticket, attempt, tokens in progress:
             if ticket >= EVAL_BASE:

@@ -87,6 +87,15 @@ def rewards(tmp_path: Path, body: str) -> str:
     return "reward.function='bad_reward:reward'"
 
 
+@pytest.mark.parametrize(("at_import", "said"), [("import sys; sys.exit(5)", "called sys.exit(5)"), ("input()", "EOFError"),
+                                                 ("import os; os._exit(0)", "3 processes ended"), ("1 / 0", "ZeroDivisionError")])  # fmt: skip
+def test_a_reward_module_that_cannot_be_imported_is_said_before_the_start(at_import: str, said: str, tmp_path: Path, sort_model: Path) -> None:
+    (tmp_path / "bad_reward.py").write_text(f"print('hello')\n{at_import}\n")
+    done = with_rewards(tmp_path, sort_model, "reward.function='bad_reward:reward'")
+    refused(done, 2, "reward.function = bad_reward:reward", said)
+    assert not (tmp_path / "runs").exists() and "hello" not in done.out
+
+
 def with_rewards(tmp_path: Path, model: Path, *words: str) -> Ended:
     env = ENV | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     argv = demo_command("run", tmp_path, model, *SMALL, *words, "name='r'")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import ROOT
 
@@ -139,6 +140,45 @@ def test_an_outdated_attempt_takes_nothing_from_the_next_one(make: Callable[...,
     assert g.engine.aborted == [(0, 0, 1), (0, 1, 1)] and g.engine.loads == [(1, 0), (2, 0)]  # type: ignore[attr-defined]
     rows = g.engine.rows  # type: ignore[attr-defined]
     assert set(rows) == {(0, 0, 2), (0, 1, 2)} and all(len(r.prompt) == 3 for r in rows.values())
+
+
+def test_answers_that_wait_for_their_reward_keep_their_lease(make: Callable[..., Generator], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renewed is what is written and being judged; not what has a row in the engine, however long that takes."""
+    (tmp_path / "gated.py").write_text("import os, time\ndef reward(prompt, text):\n    while not os.path.exists('open'): time.sleep(0.01)\n    return 1.0\n")
+    monkeypatch.chdir(tmp_path)
+    g = make("reward.function='gated:reward'")
+    inbox, said, rows = g.socket.inbox, g.socket.said, g.engine.rows  # type: ignore[attr-defined]
+    inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1), ticket(1, 2, epoch=1)))
+    one_pass(g)
+
+    def ends(*keys: tuple[int, int, int]) -> None:
+        for key in keys:
+            tokens = np.zeros(2, np.int32)
+            g.finished(Answer(key, rows.pop(key).prompt, tokens, np.zeros(2, np.float32), [m.Span(Label(1, 0), "d", 0, 2, Label(1, 0))], "length"))
+
+    def told() -> m.Renew:
+        g.renewed = 0.0
+        one_pass(g)
+        return next(x for x in reversed(said) if isinstance(x, m.Renew))
+
+    ends((0, 0, 1), (0, 1, 1), (1, 0, 2))
+    renew = told()
+    assert renew.judging == [(0, 1)] and [p[:2] for p in renew.progress] == [(1, 2)], "ticket 1 has a row in the engine"
+    assert renew.stats["reward/queue"] == 3 and renew.stats["reward/workers"] == 1 and not renew.waiting
+    ends((1, 1, 2))
+    renew = told()
+    assert renew.judging == [(0, 1), (1, 2)] and renew.waiting.startswith(m.REWARDS_WAITED_FOR)
+    monkeypatch.setattr(type(g.rewards), "working", property(lambda self: False))
+    assert told().judging == [], "nobody sees to their end"
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "open").touch()
+    deadline = time.monotonic() + 60
+    while g.judged:
+        assert time.monotonic() < deadline
+        one_pass(g)
+    assert told().judging == [] and told().stats["reward/judged"] == 4 and told().stats["generator/reward_idle_s"] > 0
+    assert sum(len(x.samples) for x in said if isinstance(x, m.Deliver)) == 4
 
 
 def test_told_to_end_it_says_what_it_drew_and_that_its_leases_are_free(make: Callable[..., Generator]) -> None:

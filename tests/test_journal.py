@@ -186,6 +186,21 @@ def test_evaluations_out_and_queued_survive(tmp_path: Path) -> None:
     assert again.evaluations.results["heldout", 0]["eval/heldout_n"] == 3
 
 
+def test_leases_renewed_while_judging_survive(tmp_path: Path) -> None:
+    from test_store import hello
+
+    store = recorded(tmp_path)
+    assert hello(store, 1, 0, k=3)
+    granted = [t for t in store.grant("g", 1, 9, 0.0) if t.kind == "train"]
+    assert len(granted) > 1
+    store.renew("g", 1, [], 15.0, [(granted[0].ticket, granted[0].attempt)])
+    assert store.expire(21.0) >= 1 and store.alive[granted[0].ticket].lease is not None
+    store.settle()
+    again = recorded(tmp_path)
+    assert state(again) == state(store)
+    assert again.alive[granted[0].ticket].lease is not None and again.alive[granted[1].ticket].lease is None
+
+
 def test_a_finished_buffer_says_so_again_unless_more_steps_are_wanted(tmp_path: Path) -> None:
     from test_store import hello
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,18 @@ def test_what_a_synchronous_step_is_made_of() -> None:
     slow = run(change(BARE, reward=0.5), "staleness.max_lag=0", "reward.workers=4")
     assert slow.step_s == pytest.approx(plain + 4 * 0.5, rel=0.02), "16 answers, 4 at a time"
     assert run(change(BARE, row=0.001), "staleness.max_lag=0").step_s == pytest.approx(plain + 64 * 16 * 0.001, rel=0.02)
+
+
+def test_reward_processes_are_fed_whatever_the_engine_does() -> None:
+    """Calls of 30 ms beside decode calls of 80 ms, one process: a step is its 16 calls, and the first one waits for the first answers."""
+    o = run(change(BARE, reward=0.03, train=0.1), "staleness.max_lag=4", "generator.slots=64", "reward.workers=1")
+    assert o.step_s == pytest.approx(16 * 0.03 + GENERATE / 20, rel=0.02)
+
+
+@pytest.mark.parametrize(("sets", "workers"), [((), 0), (("reward.workers=3",), 3), (("reward.function='a:b'",), len(os.sched_getaffinity(0))),
+                                               (("reward.function='a:b'", "reward.workers=0"), 1)])  # fmt: skip
+def test_how_many_reward_processes_there_are(sets: tuple[str, ...], workers: int) -> None:
+    assert sides._reward_processes(config(*sets)) == workers
 
 
 def test_two_generators_halve_the_time_of_a_batch() -> None:
@@ -263,7 +276,7 @@ def write_run(path: Path, known: Times, *, rewards: int = 0) -> None:
     (path / "trace" / "learner.jsonl").write_text("".join(json.dumps(s) + "\n" for s in learner))
     (path / "trace" / "generator-0.jsonl").write_text("".join(json.dumps(s) + "\n" for s in lane))
     if rewards:
-        calls = [["reward", 100 + i, 100 + i + 0.3] for i in range(rewards)]
+        calls = [["reward", 100 + i, 100 + i + 0.3] for i in range(rewards - 2)] + [["reward", 200, 200.6, 2]]  # the last took a list of two
         (path / "trace" / "generator-0-rewards.jsonl").write_text("".join(json.dumps(s) + "\n" for s in calls))
     (path / "metrics.jsonl").write_text(json.dumps({"step": 0, "reward/mean": 0.5, "reward/no_spread_share": 0.25, "answer/length": 24.0}) + "\n")
     samples = [{"ticket": t, "tokens": [1] * (20 + t % 3)} for t in range(60) for _ in range(8)]

@@ -284,6 +284,36 @@ def test_completion_order_carries_what_was_trained_above_the_cursor() -> None:
     assert [t.ticket for t in fresh.grant("g", 1, 9, 0.0)] == [0, 2, 3]
 
 
+def test_a_lease_lasts_while_its_answers_are_judged() -> None:
+    """Written answers grow no more; their rewards have deadlines of their own."""
+    store = make(3, 2, 2, lease_s=10.0)
+    judged, silent = store.grant("a", 1, 4, 0.0)
+    store.renew("a", 1, [(0, judged.attempt, 8), (1, silent.attempt, 8)], 1.0)
+    store.renew("a", 1, [(1, silent.attempt, 8)], 9.0, [(0, judged.attempt), (7, 99)])
+    assert store.expire(11.5) == 1, "only the one of which nothing is said, nor grows"
+    (again,) = store.grant("b", 1, 1, 11.5)
+    assert again.ticket == 1
+    store.renew("a", 1, [], 12.0, [(1, silent.attempt)])
+    assert store.alive[1].lease is not None and store.alive[1].lease.expires == 21.5, "the old attempt holds no lease any more"
+    assert [store.deliver(sample(judged, i), 18.0) for i in range(2)] == ["accepted", "accepted"]
+    assert store.expire(19.1) == 0 and store.ledger()["lost_with_process"]["tokens"] == 8
+
+
+def test_a_generator_that_judges_does_not_renew_what_it_should_write() -> None:
+    store = make(3, 2, 1, lease_s=10.0)
+    judged, unbegun = store.grant("a", 1, 2, 0.0)
+    store.renew("a", 1, [(1, unbegun.attempt, 0)], 9.0, [(0, judged.attempt)])  # a hung engine
+    assert store.expire(11.0) == 1 and store.alive[0].lease is not None and store.alive[1].lease is None
+
+
+def test_an_evaluation_lasts_while_it_is_judged() -> None:
+    store = Store(Settings(1, 1, 5, Sampling(), lease_s=10.0), prompt, Evaluations(0, 1, 1, 0, prompt=lambda s, i: prompt(i)))
+    assert hello(store, 1, 0)
+    (t,) = store.grant("g", 1, 1, 0.0)
+    store.renew("g", 1, [], 9.0, [(t.ticket, t.attempt)])
+    assert t.kind == "eval" and store.expire(18.0) == 0 and store.expire(19.1) == 1
+
+
 def test_tokens_of_an_attempt_that_never_delivers_are_lost_and_counted_once() -> None:
     store = make(0, lease_s=1.0)
     (t,) = store.grant("a", 1, 9, 0.0)

@@ -50,7 +50,8 @@ def fit(run_dir: Path) -> tuple[Times, Config]:
     times = change(Times(), **_decode(flat, trains))
     times = change(times, **_learner(times, trains, learner, flat), **_answers(run_dir, config))
     times = change(times, batch=_hand_over(times, learner, flat), commit=_grants(times, learner, lanes))
-    rewards = [s[2] - s[1] for name, spans in lanes.items() if name.endswith("-rewards") for s in spans]
+    judged = [(s[2] - s[1], s[3] or 1) for name, spans in lanes.items() if name.endswith("-rewards") for s in spans]
+    rewards = [seconds / answers for seconds, answers in judged for _ in range(answers)]  # of a list, each answer its share
     swaps = _swaps(lanes)
     return change(times, **({"reward": rewards} if rewards else {}), **({"swap": swaps} if swaps else {})), config
 

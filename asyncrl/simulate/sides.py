@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import heapq
 import math
+import os
 import random
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -85,6 +85,14 @@ class Row:
     mark: int
 
 
+def _reward_processes(config: Config) -> int:
+    """How many a generator has; "auto" with a function of one's own: as many as this machine has cores."""
+    workers, own = config.reward.workers, bool(config.reward.function)
+    if workers == "auto":
+        return len(os.sched_getaffinity(0)) if own else 0
+    return workers or int(own)
+
+
 class Generator:
     """One generator.  `sleeping`: its engine is empty, and it waits for a message."""
 
@@ -94,7 +102,7 @@ class Generator:
         self.slots, self.frame_bytes = config.generator.slots, config.wires.frame_bytes
         self.lockstep = config.staleness.max_lag == 0 and config.generators == 1
         self.drain = config.weights.in_flight == "between_groups"
-        self.workers = config.reward.workers or (1 if config.reward.function else 0)
+        self.workers = _reward_processes(config)
         self.deadline, self.lease_s = config.reward.deadline_s, config.wires.lease_s
         self.tokens = self.busy = self.idle = self.swaps = 0.0
         self.said = (0.0, 0.0)  # busy and idle seconds of the last Renew
@@ -114,8 +122,8 @@ class Generator:
         self.ended: list[Row] = []  # in the decode call under way
         self.live = self.engine_clock = 0
         self.marks: list[tuple[int, Label]] = []
-        self.queue: deque[Trajectory] = deque()  # for the reward processes
-        self.calls: list[tuple[float, int, Trajectory]] = []
+        self.free = [self.clock.now] * self.workers  # when each reward process has judged all that it was given
+        self.calls: list[tuple[float, int, Trajectory]] = []  # (when it is judged, its number, what)
         self.fresh: list[Trajectory] = []
         self.fresh_since = 0.0
         self.asked = 0
@@ -161,7 +169,7 @@ class Generator:
         """Work came: time asleep was idle, in whole looks at the socket (a look that brings work counts as work)."""
         self.heard()
         slept = self.clock.now - self.idle_since
-        idle = slept if self.queue or self.calls else math.floor(slept / IDLE_POLL_S) * IDLE_POLL_S
+        idle = slept if self.calls else math.floor(slept / IDLE_POLL_S) * IDLE_POLL_S
         self.idle += idle
         self.idle_since += idle
         self.sleeping = False
@@ -267,19 +275,22 @@ class Generator:
                           failed="data: simulated" if failed else "")  # fmt: skip
 
     def judge(self, t: Trajectory) -> None:
-        (self.queue if self.workers else self.fresh).append(t)
+        """In the order in which they end, by whichever process is free first: the processes are fed whatever the engine does."""
+        if not self.workers:
+            self.fresh.append(t)
+            return
+        seconds = self.d.reward()
+        if seconds > self.deadline:
+            seconds, t.failed = self.deadline, "data: the reward hung"
+        self.called += 1
+        done = max(self.clock.now, self.free[0]) + seconds
+        heapq.heapreplace(self.free, done)
+        heapq.heappush(self.calls, (done, self.called, t))
 
     def collect(self) -> None:
-        """One look at the reward processes: what is done, then the next calls."""
-        now = self.clock.now
-        while self.calls and self.calls[0][0] <= now:
+        """One look at what the reward processes have done."""
+        while self.calls and self.calls[0][0] <= self.clock.now:
             self.fresh.append(heapq.heappop(self.calls)[2])
-        while self.queue and len(self.calls) < self.workers:
-            seconds, t = self.d.reward(), self.queue.popleft()
-            if seconds > self.deadline:
-                seconds, t.failed = self.deadline, "data: the reward hung"
-            self.called += 1
-            heapq.heappush(self.calls, (now + seconds, self.called, t))
 
     def deliver(self) -> None:
         if not self.fresh:
@@ -293,7 +304,7 @@ class Generator:
     def want(self) -> None:
         free = self.slots - self.live - self.schedule.waiting()
         if self.lockstep:
-            free = 0 if self.live or self.schedule.waiting() or self.queue or self.calls or self.fresh else EVERYTHING
+            free = 0 if self.live or self.schedule.waiting() or self.calls or self.fresh else EVERYTHING
         if free > 0 and free > self.asked:
             self.sequence, self.asked = self.sequence + 1, free
             self.buffer.tell(self.buffer.on_want, self, free, self.sequence)
