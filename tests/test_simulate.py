@@ -358,10 +358,24 @@ def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None
     found = json.loads(out)
     assert code == 0 and [a["outcome"]["max_lag"] for a in found["answers"]] == [4, 2, 2] and found["base"]["steps"] == 6
     assert [(o["generators"], o["max_lag"]) for o in found["sweep"]] == [(g, k) for g in (1, 100) for k in (0, 1, 2, 4, 8, 16)]
+    base, (asked, *_) = found["base"], found["answers"]
+    assert found["tokens_per_s"] == base["tokens_per_s"] > 0
+    assert found["idle_share"] == {"generator": base["idle_generator"], "learner": base["idle_learner"]}
+    assert found["lag"] == {"mean": base["lag_mean"], "p95": base["lag_p95"], "max": base["lag_max"]}
+    table = {(o["generators"], o["max_lag"]): o for o in found["sweep"]}
+    assert table[1, 2] == base and table[1, 4] == asked["outcome"] and f"mean lag {table[1, 4]['lag_mean']:.2f}" in asked["sentence"]
     html = page.read_text()
     assert "Throughput against limit" in html and all(a["sentence"] in html for a in found["answers"])
     code, out, _ = command(capsys, "--seeds", "1")
     assert code == 0 and "A limit of 4 instead of 2" in out and "2 generators instead of 1" in out and "lag: mean" in out
+
+
+def test_the_table_is_simulated_with_the_seeds_of_the_sentences() -> None:
+    """Where a row was not asked for: the mean over the same seeds, not the first one's."""
+    c, known = config("staleness.max_lag=2", "generator.slots=8"), change(rough(), train=0.3)
+    (row,) = questions.sweep(c, known, [3.0], [1], 2, {}, evaluate=False)
+    both = questions.several(questions.with_limit(c, 3), known, 2, evaluate=False)
+    assert row["lag_mean"] == sum(o.lag_mean for o in both) / 2 and both[0].lag_mean != both[1].lag_mean
 
 
 @pytest.mark.parametrize(

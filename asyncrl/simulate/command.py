@@ -66,12 +66,15 @@ def simulate(config: Config, known: Times, source: str, *, name: str, limits: Se
         limits, more, syncs = [] if inject is not None or k == math.inf else [2 * k or 1], [1], [2.0]
     answers = questions.answers(config, known, base, limits, more, syncs, evaluate=evaluate)
     shown = questions.together(base)
-    out: dict[str, Any] = {"base": shown, "seeds": seeds, "times": source, "limited_by": questions.limited_by(shown),
+    out: dict[str, Any] = {"tokens_per_s": shown["tokens_per_s"], "idle_share": {"generator": shown["idle_generator"], "learner": shown["idle_learner"]},
+                           "lag": {k: shown[f"lag_{k}"] for k in ("mean", "p95", "max")}, "base": shown, "seeds": seeds, "times": source,
+                           "limited_by": questions.limited_by(shown),
                            "answers": [msgspec.structs.asdict(a) for a in answers]}  # fmt: skip
     if generators or plot is not None:
         now = config.staleness.max_lag
-        line = sorted({*map(float, LIMITS), now}) if plot is not None and config.staleness.inject is None else [now]
-        out["sweep"] = questions.sweep(config, known, line, counts, evaluate=evaluate)
+        line = sorted({*map(float, LIMITS), *map(float, limits), now}) if plot is not None and config.staleness.inject is None else [now]
+        done = {(config.generators, now): shown} | {(config.generators, float(k)): a.outcome for k, a in zip(limits, answers, strict=False)}
+        out["sweep"] = questions.sweep(config, known, line, counts, seeds, done, evaluate=evaluate)
     if plot is not None:
         sentences = [f"As configured, {out['limited_by']}.", *(a.sentence for a in answers)]
         out["page"] = str(page.write(plot, name, source, out["sweep"], sentences, config_load.dump(config)))

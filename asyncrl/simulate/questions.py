@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -136,6 +136,11 @@ def answers(config: Config, times: Times, base: Sequence[Outcome], limits: Seque
     return out
 
 
-def sweep(config: Config, times: Times, limits: Sequence[float], generators: Sequence[int], seeds: int = 1, *, evaluate: bool = True) -> list[dict[str, Any]]:
-    """Every limit with every number of generators."""
-    return [together(several(with_limit(with_generators(config, g), k), times, seeds, evaluate=evaluate)) for g in generators for k in limits]
+def sweep(config: Config, times: Times, limits: Sequence[float], generators: Sequence[int], seeds: int, done: Mapping[tuple[int, float], dict[str, Any]], *,
+          evaluate: bool = True) -> list[dict[str, Any]]:  # fmt: skip
+    """Every limit with every number of generators, with the same seeds as the questions; done: those that were simulated already."""
+
+    def one(g: int, k: float) -> dict[str, Any]:
+        return done.get((g, k)) or together(several(with_limit(with_generators(config, g), k), times, seeds, evaluate=evaluate))
+
+    return [one(g, k) for g in generators for k in limits]
