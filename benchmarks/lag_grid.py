@@ -4,7 +4,11 @@
     python benchmarks/lag_grid.py --out runs/grid --only rle-5e-4 --seeds 3 --lags 0,4,8
     python benchmarks/lag_grid.py --out runs/grid --check 5          # five finished cells again, as real processes; kept for the result
     python benchmarks/lag_grid.py --out runs/grid --table            # write the result of what is finished, run nothing
+    python benchmarks/lag_grid.py --out runs/grid --quick            # two lags, three batches, one seed: does it work?  Writes no result
 
+Decoupled PPO's clip bounds what a batch's own updates move: with one update it is inert, and `tis` and `mis` are their weights alone.  So there
+are arms with UPDATES updates a batch too (`tis-4`, `mis-4`, beside `none-4` and `ppo-4`), at half the rate: a batch moves the policy one to two
+times as far as one update does (noise adds up as a root, a direction as a sum).  Tables and pages say how many updates an arm makes.
 Each run goes through the real store, admission, engine and learner in a warm process; interrupted, the same command goes on run by run.
 """
 
@@ -30,23 +34,45 @@ from asyncrl.compare.page import clean
 from asyncrl.run import preflight, say
 
 TASKS = {"rle-5e-4": ("rle", "5e-4"), "rle-1e-3": ("rle", "1e-3"), "sort-2e-4": ("demo", "2e-4")}
-CORRECTIONS = ("none", "ppo", "tis", "mis", "reshape", "reshape-stop", "k3")
+ONE = ("none", "ppo", "tis", "mis", "reshape", "reshape-stop", "k3")
+SEVERAL = ("none", "ppo", "tis", "mis")  # with several updates a batch as well
+UPDATES, SLOWER = 4, 0.5  # updates a batch of those, and their rate beside the task's
+QUICK = ("learner.groups=8", "learner.group_size=4", "evaluation.prompts=16", "evaluation.final_prompts=16")
 EVALUATION = ("evaluation.every=10", "evaluation.prompts=128", "evaluation.final_prompts=512", "evaluation.ood_prompts=0")
+
+
+def corrections(lr: str) -> dict[str, list[str]]:
+    """Arm -> --set items, at the task's learning rate."""
+    more = [f"learner.minibatches={UPDATES}", f"learner.lr={SLOWER * float(lr):g}"]
+    return {n: sweep.CORRECTIONS[n][1] for n in ONE} | {f"{n}-{UPDATES}": [*sweep.CORRECTIONS[n][1], *more] for n in SEVERAL}
+
+
+def updates(what: sweep.Plan) -> dict[str, int]:
+    """Arm -> optimizer steps a batch."""
+    configs = {n: what.arms[arm].learner for (n, _), arm in what.cell.items()}
+    return {n: c.minibatches * c.epochs for n, c in configs.items()}
+
+
+def told(made: dict[str, int]) -> list[tuple[str, str]]:
+    """What the page says of each arm."""
+    what = {n: sweep.CORRECTIONS[n.removesuffix(f"-{UPDATES}")][0] for n in made}
+    return [(n, f"{what[n]}; {count} update{'s' if count > 1 else ''} a batch" + (f" at {SLOWER:g} of the rate" if n.endswith(f"-{UPDATES}") else ""))
+            for n, count in made.items()]  # fmt: skip
 
 
 def make(task: str, args: argparse.Namespace) -> sweep.Sweep:
     """The sweep of one task and learning rate, in OUT/TASK."""
     name, lr = TASKS[task]
-    sets = [f"learner.lr={lr}", f"learner.steps={args.steps}", *EVALUATION]
+    sets = [f"learner.lr={lr}", f"learner.steps={args.steps}", *EVALUATION, *(QUICK if args.quick else [])]
     limits = sweep.parse_limits(args.lags, True)
-    what = sweep.plan(str(results_file.ROOT / "configs" / f"{name}.toml"), sets, [(n, sweep.CORRECTIONS[n][1]) for n in CORRECTIONS], limits, injected=True)
+    what = sweep.plan(str(results_file.ROOT / "configs" / f"{name}.toml"), sets, list(corrections(lr).items()), limits, injected=True)
     return sweep.Sweep(args.out / task, what, args.seeds, say)
 
 
-def table(found: dict[str, Any]) -> list[str]:
-    """Corrections down, lags across: mean accuracy, difference from sync with its interval, ! unstable runs."""
+def table(found: dict[str, Any], made: dict[str, int]) -> list[str]:
+    """Corrections down, lags across: mean accuracy, difference from sync with its interval, ! unstable runs.  made: arm -> updates a batch."""
     at = {(c["correction"], c["limit"]): c for c in found["cells"]}
-    out = ["|lag|" + "|".join(found["limits"]) + "|", "|---" * (len(found["limits"]) + 1) + "|"]
+    out = ["|lag|updates a batch|" + "|".join(found["limits"]) + "|", "|---" * (len(found["limits"]) + 2) + "|"]
     for n in found["corrections"]:
         row = []
         for x in found["limits"]:
@@ -57,7 +83,7 @@ def table(found: dict[str, Any]) -> list[str]:
             low, high = c["difference"]["interval"]
             bad = f" !{c['unstable']}/{c['seeds']}" if c["unstable"] else ""
             row.append(f"{c['final']:.2f} [{low:+.2f}, {high:+.2f}]{bad}" + ("" if c["seeds"] == len(found["seeds"]) else f" (n={c['seeds']})"))
-        out.append(f"|`{n}`|" + "|".join(row) + "|")
+        out.append(f"|`{n}`|{made[n]}|" + "|".join(row) + "|")
     return out
 
 
@@ -94,14 +120,17 @@ def write(made: dict[str, sweep.Sweep], args: argparse.Namespace) -> None:
     for task, s in made.items():
         if not s.cells.path(s.name(sweep.SYNC, s.seeds[0])).exists():
             continue
-        found = all_found[task] = frontier.analyse(s)
+        found, made_by = frontier.analyse(s), updates(s.plan)
+        all_found[task] = found | {"updates": made_by}
         subtitle = f"{task}: injected lag, {args.steps} steps of 32 x 8, {len(s.seeds)} seeds, one warm start; evaluations of 128 prompts, at the ends of 512"
-        page = sweep_page.write(s.directory, f"Injected lag, {task}", found, [(n, sweep.CORRECTIONS[n][0]) for n in CORRECTIONS], subtitle)
+        page = sweep_page.write(s.directory, f"Injected lag, {task}", found, told(made_by), subtitle)
         if (checked := s.directory / "checked.json").exists():
-            found["checked_against_real_processes"] = json.loads(checked.read_text())
-        print(f"\n{task}: sync {found['sync']['final']:.3f}; {found['missing']} runs missing\n" + "\n".join(table(found)))
+            all_found[task]["checked_against_real_processes"] = json.loads(checked.read_text())
+        print(f"\n{task}: sync {found['sync']['final']:.3f}; {found['missing']} runs missing\n" + "\n".join(table(found, made_by)))
         print(f"suggested: {found['suggestion']['reason']}\n{found['suggestion']['set']}\n{found['suggestion']['by_correction']}")
         args.pages.append((task, page))
+    if args.quick:
+        return
     result = {"beside": args.beside, "runs_made_at": args.made_at or results_file.commit(), "steps": args.steps, "tasks": clean(all_found)}
     path = results_file.write("lag_grid", result)
     path.write_text(re.sub(r"\n\s+(?=[-\d.\]n])", " ", path.read_text()))  # numbers of a list on one line
@@ -123,7 +152,10 @@ def main() -> None:
     p.add_argument("--check", type=int, default=0, metavar="N", help="run nothing new, but N finished cells again as real processes")
     p.add_argument("--beside", default="", help="what else ran on the machine, for the record")
     p.add_argument("--made-at", default="", help="with --table: the commit that made the runs, if it is not this one")
+    p.add_argument("--quick", action="store_true", help="two lags, three batches, one seed of the first task: does it work?")
     args = p.parse_args()
+    if args.quick:
+        args.lags, args.steps, args.seeds, args.only = "0,2", 3, 1, args.only or [next(iter(TASKS))]
     args.pages = []
     made = {}
     began = time.monotonic()

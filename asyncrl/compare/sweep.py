@@ -35,7 +35,8 @@ def _preset(name: str) -> list[str]:
 CORRECTIONS: dict[str, tuple[str, list[str]]] = {
     "none": ("stale samples as if they were fresh", _preset("none")),
     "ppo": ("PPO, the ratio and its clip against the behaviour policy", [*_BEHAVIOR, "loss.surrogate=ppo"]),
-    **{n: (f"decoupled PPO with the preset {n}", _preset(n)) for n in ("tis", "seq_tis", "icepop", "mis", "m2po")},
+    **{n: (f"decoupled PPO with the preset {n}; its clip acts from a batch's second update on", _preset(n))
+       for n in ("tis", "seq_tis", "icepop", "mis", "m2po")},
     "reshape": ("IS-reshape v3.1", [*_BEHAVIOR, "loss.surrogate=reshape", "reshape.mode=v3.1"]),
     "reshape-stop": (
         f"IS-reshape v3.1, two optimizer steps a batch, the second only below {KL_STOP} nats a token from the batch's start (repair A)",
