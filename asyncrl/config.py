@@ -223,7 +223,7 @@ class KL(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     coefficient: Annotated[NonNegative, Meta(description="beta; 0: no KL term")] = 0.0
     placement: Literal["reward", "loss"] = "reward"
     estimator: Literal["k1", "k2", "k3", "abs", "low_var_kl", "k1+", "k2+", "k3+", "abs+", "low_var_kl+"] = "k1"
-    controller: Literal["fixed", "adaptive"] = "fixed"
+    controller: Annotated[Literal["fixed", "adaptive"], Meta(description="adaptive: the adaptive KL controller, which steers to kl.target")] = "fixed"
     target: Annotated[NonNegative, Meta(description="adaptive: nats an answer (kl/answer)")] = 6.0
     horizon: Annotated[Positive, Meta(description="adaptive: samples")] = 10000
     off_policy: Annotated[
@@ -250,7 +250,13 @@ class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    in_flight: Annotated[Literal["keep_kv", "recompute_kv", "between_groups"], Meta(description="what a swap does to answers being written")] = "keep_kv"
+    in_flight: Annotated[
+        Literal["keep_kv", "recompute_kv", "between_groups"],
+        Meta(
+            description="what new weights do to answers being written: continue them (partial rollouts) with the keys and values as they are, "
+            "or computed anew; between_groups: finish them first"
+        ),
+    ] = "keep_kv"
     transport: Annotated[
         Literal["auto", "shared_memory", "tcp", "nccl", "gloo"],
         Meta(description="auto: shared memory on one machine, else tcp; nccl: from GPU to GPU of one machine; gloo: the same path between CPUs"),
