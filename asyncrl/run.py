@@ -36,6 +36,7 @@ class Watcher:
         self.run_dir, self.say, self.about = run_dir, say, about
         self.said: set[str] = set()
         self.next = signs.LEAST
+        self.measured: list[Mapping[str, float]] = []  # what `latest` was, for every new mismatch in it
 
     def tell(self, found: Sequence[signs.Sign]) -> None:
         for sign in found:
@@ -44,9 +45,15 @@ class Watcher:
                 self.say(f"note: {sign.line()}")
 
     def look(self, committed: int, latest: Mapping[str, float] = {}) -> None:
-        """After `committed` batches of the run; latest: its newest metrics, some of which need no history."""
-        if self.about is not None and (found := signs.engine_mismatch([latest], self.about)):
-            self.tell([found])
+        """After `committed` batches of the run.
+
+        latest: the newest value of each metric, of whatever batch; it tells of an engine that differs in the first batch already.
+        """
+        before = self.measured[-1] if self.measured else {}
+        if self.about is not None and latest.get(signs.MISMATCH) != before.get(signs.MISMATCH):
+            self.measured = [*self.measured[-signs.WINDOW :], latest]
+            if found := signs.engine_mismatch(self.measured, self.about):
+                self.tell([found])
         if committed >= self.next:
             self.next = max(committed + 1, committed * 5 // 4)
             self.tell(signs.signs(metrics.read(self.run_dir), self.about))

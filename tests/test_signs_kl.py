@@ -108,10 +108,21 @@ def test_both_measures_of_the_mismatch_are_looked_at() -> None:
 
 
 def test_an_engine_that_differs() -> None:
-    (sign,) = signs.signs(rows(6, mismatch__k3_at_lag_0=[1e-4, 2e-3, 1e-4]), config())
+    differs = [1e-4, 2e-3, 3e-3]
+    (sign,) = signs.signs(rows(6, mismatch__k3_at_lag_0=differs), config())
     assert sign.name == "engine_mismatch" and "by k3 = 2.0e-03" in sign.said and "above 0.001" in sign.said and "generator.dtype" in sign.try_this
-    assert signs.signs(rows(6, mismatch__k3_at_lag_0=[1e-3]), config()) == []
+    assert signs.signs(rows(6, mismatch__k3_at_lag_0=[1e-3]), config()) == [] == signs.signs(rows(6), config())
+    assert signs.signs(rows(6, mismatch__k3_at_lag_0=[1e-13, 2e-3]), config()) == [], "one batch with few tokens says little"
+    late = rows(60, mismatch__k3_at_lag_0=[1e-5] * 41 + [0.01] * 11)
+    assert signs.engine_mismatch(late[:50], config()) is None and signs.engine_mismatch(late[:52], config()) is not None, "the last 20 count"
     assert signs.signs(rows(6, mismatch__k3_at_lag_0=[0.05]), signs.About(config().config, 0.1)) == [], "a mixture of experts"
+
+
+def test_answers_continued_on_older_keys_are_no_fault_of_the_engine() -> None:
+    (sign,) = signs.signs(rows(6, mismatch__k3_at_lag_0=[2e-3] * 6, by_age__mismatch_k3_0=[1e-13, 2e-13]), config())
+    assert sign.name == "engine_mismatch" and "but by 1.0e-13 where no older keys" in sign.said and "recompute_kv" in sign.try_this
+    (engine,) = signs.signs(rows(6, mismatch__k3_at_lag_0=[2e-3] * 6, by_age__mismatch_k3_0=[2e-3] * 6), config())
+    assert "older keys" not in engine.said and "generator.dtype" in engine.try_this
 
 
 # ---- the four of the KL terms ---------------------------------------------------------------------------------------
