@@ -1,8 +1,10 @@
 """Who may start and what may be trained on: the pure rules that the buffer and `simulate` share.
 
 **Staleness bound** (on_exceed = pace).  An attempt is granted in epoch e while `committed` = c, at place p < (k+1) * batch: p
-groups alive come before it.  They only leave (trained, filtered, abandoned), none enters before it, and compositions are
-durable, so its batch is at most c + floor(p / batch) <= c + k.  Its tokens carry (e, n) with n >= c: lag <= k within the epoch.
+groups alive come before it: those composed already, batch by batch, then the others in ticket order, which is how they train.
+They only leave (trained, filtered, abandoned; under injection another takes the place), none enters before it, and compositions
+are durable, so its batch is at most c + floor(p / batch) <= c + k.  Its tokens carry (e, n) with n >= c: lag <= k within the
+epoch.
 Later epochs judge the tree distance again at the lease; what exceeds k there is an orphan and is written again.
 """
 

@@ -7,6 +7,7 @@ node, whatever the label.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 from asyncrl.errors import ProtocolError
@@ -50,6 +51,41 @@ class PolicyTree:
     def labels(self) -> list[Label]:
         """All registered labels, sorted."""
         return sorted(self._node)
+
+    def __len__(self) -> int:
+        return len(self._node)
+
+    def prune(self, below: int, keep: Collection[Label]) -> None:
+        """Forget the labels of numbers under `below` that are not in `keep`; the lag between any others stays what it is.
+
+        >>> tree = PolicyTree()
+        >>> for n in range(9): tree.register(Label(1, n), Label(1, n - 1) if n else None, f"d{n}")
+        >>> tree.prune(6, [Label(1, 2)])
+        >>> tree.labels()[0], len(tree), tree.lag(Label(1, 2), Label(1, 8), 8), len(tree._parent)
+        (Label(epoch=1, number=2), 4, 6, 4)
+        """
+        self._node = {label: n for label, n in self._node.items() if label.number >= below or label in keep}
+        wanted, size = set(self._node.values()), len(self._parent)
+        below_it = [0] * size  # children of a policy under which something is wanted: two make a branch, whose depth counts
+        for n in reversed(range(size)):
+            if (n in wanted or below_it[n]) and self._parent[n] >= 0:
+                below_it[self._parent[n]] += 1
+        to = [-1] * (size + 1)  # the policy, or its nearest ancestor that stays; the last one: of roots
+        parent: list[int] = []
+        depth: list[int] = []
+        digest: list[str] = []
+        for n in range(size):
+            above = to[self._parent[n]]
+            if n in wanted or below_it[n] >= 2:
+                to[n] = len(parent)
+                parent.append(above)
+                depth.append(self._depth[n])
+                digest.append(self._digest[n])
+            else:
+                to[n] = above
+        self._node = {label: to[n] for label, n in self._node.items()}
+        self._parent, self._depth, self._digest = parent, depth, digest
+        self._intern = {(p, d): n for n, (p, d) in enumerate(zip(parent, digest, strict=True)) if p < 0 or depth[n] == depth[p] + 1}
 
     def register(self, label: Label, parent: Label | None, digest: str) -> None:
         """Give a policy its label.  Registering it again is fine; another digest under it raises ProtocolError.

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def pick(store: Store, number: int) -> tuple[list[Group], str]:
     line = [g for g in store.alive.values() if g.ticket not in store.composed and not g.filtered]
     if store.in_order and not math.isinf(store.max_lag):
-        picked = line[: store.s.batch]
+        picked = line[: store.s.batch]  # in ticket order, as `alive` is
         late = next((g for g in picked if not g.complete), None)
         if late is not None:
             return [], why(late)
@@ -94,7 +94,7 @@ def judge(store: Store, groups: list[Group], number: int) -> None:
 def message(store: Store, groups: list[Group], epoch: int, number: int) -> Batch:
     """The message for composed, complete groups."""
     stored = [s for g in groups for s in g.stored()]
-    runs = [runs_of(store, s, number) for s in stored]
+    runs = [runs_of(store, s, number) if s.runs is None else s.runs for s in stored]
     lags = [admission.sample_lag(r) for r in runs]
     in_flight = [min(s.in_flight, lag) for s, lag in zip(stored, lags, strict=True)]
     trained = {t for comp in store.comps[: number + 1 - store.base] for t in comp}

@@ -67,11 +67,18 @@ class Evaluations:
         self._taken: deque[tuple[Job, str, int, float]] = deque()
 
     def restart(self, label: Label, steps: int) -> None:
-        """A learner's hello: what is unfinished starts over, at the learner's version if one is due there."""
+        """A learner's hello: what is unfinished starts over, at the learner's version if one is due there; what lies past it was of another branch."""
         self.queue.clear()
         self.out.clear()
         self.rounds = []
+        self.results = {k: v for k, v in self.results.items() if k[1] <= label.number}
+        self.fresh = [x for x in self.fresh if x[0] <= label.number]
         self.committed(label, steps)
+
+    def forget(self, base: int) -> None:
+        """No learner begins behind version `base` any more: of the results behind it only the first and the newest of a split are of use."""
+        newest = dict(sorted(self.results))  # of each split, the last one counts
+        self.results = {(s, n): v for (s, n), v in self.results.items() if n >= base or n in (0, newest[s])}
 
     def committed(self, label: Label, steps: int) -> None:
         """Start the rounds that are due at this version."""

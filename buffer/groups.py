@@ -53,6 +53,7 @@ class Stored:
     in_flight: int  # lag at delivery
     masked: int = 0  # tokens past the limit (mask)
     faded: float = 0.0  # tokens times (1 - weight) past the limit (downweight)
+    runs: list[tuple[int, int, int]] | None = None  # (start, end, lag) as its batch was handed out, until the commit
 
 
 @dataclass
@@ -67,6 +68,12 @@ class Group:
     other: list[tuple[str, int, float]] = field(default_factory=list)  # finals that were not accepted: (what, tokens, reward)
     attempts: dict[int, list[int]] = field(default_factory=dict)  # attempt -> [tokens reported, delivered, ended]
     finals: dict[tuple[int, int], str] = field(default_factory=dict)  # (sample, attempt) -> disposition
+    stands: int = -1  # the ticket whose place it took over (lag injection), -1: its own
+
+    @property
+    def place(self) -> int:
+        """Where it stands in ticket order."""
+        return self.ticket if self.stands < 0 else self.stands
 
     def missing(self) -> list[int]:
         return [i for i, s in enumerate(self.samples) if s is None]

@@ -112,6 +112,8 @@ class Snapshot(msgspec.Struct, tag="snapshot"):
     depths: list[int]
     digests: list[str]
     evaluations: EvalState
+    leased: list[int] = []
+    carried: Ledger = msgspec.field(default_factory=Ledger)
 
 
 Record = Granted | Renewed | Expired | Ended | Delivered | Greeted | Asked | Committed | Retired | Finished
@@ -130,7 +132,7 @@ def snapshot(s: Store) -> bytes:
     return _encode(Snapshot(
         FORMAT, s.s, plain, None if s.max_lag == float("inf") else s.max_lag, s.policy, s.source, list(s.alive.values()), list(s.retained.values()),
         s.comps, s.past, list(s.gone.items()), list(s.strays.items()), sorted(s.skip), s.failures, list(tree._node.items()), tree._parent, tree._depth,
-        tree._digest, kept,
+        tree._digest, kept, sorted(s.leased), s.carried,
     ))  # fmt: skip
 
 
@@ -144,7 +146,7 @@ def _restore(s: Store, x: Snapshot) -> None:
     s.gone, s.strays, s.skip, s.failures = OrderedDict(x.gone), OrderedDict(x.strays), set(x.skip), x.failures
     s.tree._node, s.tree._parent, s.tree._depth, s.tree._digest = dict(x.tree), x.parents, x.depths, x.digests
     s.tree._intern = {(p, d): n for n, (p, d) in enumerate(zip(x.parents, x.digests, strict=True))}
-    s.in_order = x.settings.in_order
+    s.leased, s.carried, s.in_order = set(x.leased), x.carried, x.settings.in_order
     e, kept = s.evaluations, x.evaluations
     for name in EVALUATED:
         setattr(e, name, getattr(kept, name))

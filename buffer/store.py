@@ -9,6 +9,7 @@ cursor --grant--> alive group --samples--> complete --ask--> composed --commit--
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -24,6 +25,7 @@ from buffer.ledger import Ledger
 
 REMEMBERED = 200_000  # final dispositions of gone groups kept for late copies
 STRAYS = 20_000  # attempts of gone groups that may still report or deliver
+VERSIONS = 10_000  # behind the oldest checkpoint kept: an answer that spans more is refused
 Key = tuple[int, int, int]
 
 
@@ -42,7 +44,9 @@ class Store:
         self.retained: dict[int, Group] = {}  # committed, needed by a checkpoint kept
         self.comps: list[list[int]] = []  # tickets of batch base, base + 1, ...
         self.composed: set[int] = set()
+        self.leased: set[int] = set()  # batches that the learner of this epoch has been given: they stay as they were judged then
         self.past = Ledger()
+        self.carried = Ledger()  # totals that a learner's checkpoint brought from a buffer that is gone (`memory`)
         self._kept: Ledger | None = None  # the lines of `retained`, summed; None: to be summed again (see `_lines_kept`)
         self.gone: OrderedDict[Key, str] = OrderedDict()
         self.strays: OrderedDict[tuple[int, int], list[int]] = OrderedDict()  # (ticket, attempt) of gone groups -> [reported, delivered]
@@ -76,11 +80,13 @@ class Store:
         return out
 
     def _line(self) -> Iterator[tuple[int, Group]]:
-        """(place, group) of those alive: how many train before it.  Ticket order; in completion order composed batches come first."""
-        if self.in_order:
-            return enumerate(self.alive.values())
-        first = [self.alive[t] for comp in self.comps[self.committed - self.base :] for t in comp]
-        return enumerate([*first, *(g for g in self.alive.values() if g.ticket not in self.composed)])
+        """(place, group) of those alive: how many train before it.
+
+        Composed batches come first, as they train: under `pace` they are the first in ticket order too, unless another order or no limit
+        composed them, in a life before.  The rest follows in ticket order.
+        """
+        first = (self.alive[t] for comp in self.comps[self.committed - self.base :] for t in comp)
+        return enumerate(itertools.chain(first, (g for g in self.alive.values() if g.ticket not in self.composed)))
 
     def _grant_one(self, producer: str, session: int, now: float) -> Ticket | None:
         room = admission.room(self.max_lag, self.s.batch, self.stored_bytes, self.s.byte_limit)
@@ -95,9 +101,7 @@ class Store:
         enough = self.committed + (place - ghosts) // self.s.batch >= self.s.steps
         if counted >= room or enough:
             return None
-        while self.cursor in self.skip:
-            self.skip.discard(self.cursor)
-            self.cursor += 1
+        self._skip_trained()
         group = Group(self.cursor, [None] * self.s.group)
         ticket = self._lease(group, place, producer, session, now)
         if ticket is not None:
@@ -256,7 +260,9 @@ class Store:
                 self.leave(g, "filtered")
 
     def leave(self, g: Group, what: str) -> None:
-        """A group leaves the stream: filtered or abandoned."""
+        """A group leaves the stream: filtered, abandoned, or of a branch that is not followed."""
+        if self.s.inject is not None and what == "abandoned":
+            self._succeed(g)
         self.alive.pop(g.ticket, None)
         self._end_lease(g)
         for s in g.stored():
@@ -265,6 +271,18 @@ class Store:
         self.stored_bytes -= g.free()
         g.samples = [None] * self.s.group
         self._retire(g, trained=False)
+
+    def _succeed(self, g: Group) -> None:
+        """Under injection the place decides the lag: a new group stands where `g` stood, so that those behind keep their batches."""
+        self._skip_trained()
+        new = Group(self.cursor, [None] * self.s.group, stands=g.place)
+        self.alive = {x.ticket: x for y in self.alive.values() for x in ((y, new) if y is g else (y,))}
+        self.cursor += 1
+
+    def _skip_trained(self) -> None:
+        while self.cursor in self.skip:
+            self.skip.discard(self.cursor)
+            self.cursor += 1
 
     def _retire(self, g: Group, *, trained: bool) -> None:
         """Fold a group's lines into the past; late copies of its samples still find their disposition."""
@@ -311,19 +329,31 @@ class Store:
     def _follow(self, h: LearnerHello) -> None:
         """Move `committed` to the learner's number, down or up; a new (`memory`) buffer takes its cursor and totals."""
         number, self._kept = h.label.number, None
+        self.leased = set()
         if number > self.base + len(self.comps):
-            self.base, self.comps, self.composed = number, [], set()
-            self.cursor, self.skip = max(self.cursor, h.next_ticket), set(h.trained_above)
-            if h.ledger:
-                self.past = Ledger.restore(h.ledger)
+            self._follow_beyond(h)
         for n, comp in enumerate(self.comps, self.base):
             for t in comp:
                 if n < number and t in self.alive:
                     self.retained[t] = self.alive.pop(t)
                 if n >= number and t in self.retained:
                     self.alive[t] = self.retained.pop(t)
-        self.alive = dict(sorted(self.alive.items()))
+        self.alive = dict(sorted(self.alive.items(), key=lambda x: x[1].place))
         self.committed = number
+
+    def _follow_beyond(self, h: LearnerHello) -> None:
+        """The learner has trained what this buffer never composed: what of it is alive here, since an older checkpoint, is not trained again."""
+        for g in self.retained.values():
+            self._retire(g, trained=True)
+            self.stored_bytes -= g.free()
+        above = set(h.trained_above)
+        for g in [g for t, g in self.alive.items() if t < h.next_ticket or t in above]:
+            self.leave(g, "orphaned")
+        self.base, self.comps, self.composed, self.retained = h.label.number, [], set(), {}
+        self.cursor = max(self.cursor, h.next_ticket)
+        self.skip = {t for t in above if t >= self.cursor}
+        if h.ledger:
+            self.carried = Ledger.restore(h.ledger)
 
     def ask(self, epoch: int, number: int) -> tuple[list[Group], str]:
         """The groups of batch `number`, or ([], what it waits for).  Composes it when it is asked for the first time.
@@ -346,9 +376,18 @@ class Store:
         groups = [self.alive[t] for t in self.comps[at]]
         self.changes += self.active != epoch
         self.active = epoch
+        if number in self.leased:  # the learner may be training on it already: judged once, it comes again the same
+            return groups, ""
         batches.judge(self, groups, number)
         late = next((g for g in groups if not g.complete), None)
-        return (groups, "") if late is None else ([], batches.why(late))
+        if late is not None:
+            return [], batches.why(late)
+        self.leased.add(number)
+        self.changes += 1
+        for g in groups:
+            for s in g.stored():
+                s.runs = batches.runs_of(self, s, number)
+        return groups, ""
 
     def batch(self, groups: list[Group], epoch: int, number: int) -> Batch:
         """The message for composed, complete groups."""
@@ -364,15 +403,27 @@ class Store:
             return None if number > self.committed else False
         self.tree.register(label, self.policy, digest)
         kept = self._lines_kept()
+        self.leased.discard(number)
         for t in self.comps[number - self.base]:
             g = self.retained[t] = self.alive.pop(t)
             g.fold(kept, trained=True)
+            for s in g.stored():
+                s.runs = None
         self.committed, self.policy, self.failed_samples, self.failed_machinery = number + 1, label, 0, 0
         self.evaluations.committed(label, self.s.steps)
+        if len(self.tree) > 2 * VERSIONS:
+            self._prune()
         return True
+
+    def _prune(self) -> None:
+        """Forget versions far behind, of which nothing is stored and no answer is being written any more."""
+        groups = itertools.chain(self.alive.values(), self.retained.values())
+        used = {span.label for g in groups for s in g.stored() for span in s.trajectory.spans}
+        self.tree.prune(self.base - VERSIONS, used | {g.lease.granted for g in self.alive.values() if g.lease is not None})
 
     def checkpointed(self, oldest: int) -> None:
         """Retire what lies behind the oldest checkpoint kept."""
+        before = self.base
         while self.base < min(oldest, self.committed) and self.comps:
             for t in self.comps.pop(0):
                 self.composed.discard(t)
@@ -380,6 +431,8 @@ class Store:
                     self._retire(g, trained=True)
                     self.stored_bytes -= g.free()
             self.base, self._kept = self.base + 1, None
+        if self.base != before:
+            self.evaluations.forget(self.base)
 
     def finish(self) -> None:
         """The run is over: no more tickets."""
@@ -401,7 +454,8 @@ class Store:
 
     def folded(self) -> Ledger:
         """What is final, with what may still change, as it stands now."""
-        out = self.past.copy()
+        out = self.carried.copy()
+        out.merge(self.past)
         out.merge(self._lines_kept())
         for g in self.alive.values():
             g.fold(out, trained=False)
@@ -412,7 +466,8 @@ class Store:
 
         trained: tickets of all that is committed, and of what will be then.
         """
-        out = self.past.copy()
+        out = self.carried.copy()
+        out.merge(self.past)
         out.merge(self._lines_kept())
         for g in self.alive.values():
             g.fold(out, trained=g.ticket in trained, rest="lost_with_process")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from asyncrl.messages import Batch, LearnerHello, Prompt, Sampling, Span, Ticket, Trajectory, WeightsSource
@@ -81,6 +81,7 @@ class World:
     def __init__(self, seed: int, off: frozenset[str] = frozenset(), make: Callable[[Settings], Store] = plain, **more: Any) -> None:
         r = self.r = random.Random(seed)
         self.limits = more.pop("limits", None) or r.choice(((0,), (1,), (2,), (1, 0), (2, 0), (0, 2)))
+        self.variants: list[dict[str, Any]] = more.pop("variants", [])  # settings that a resumed run may have instead
         filters = r.random() < 0.4 and "inject" not in more
         self.settings = Settings(r.choice((1, 1, 2, 3)), r.choice((1, 2)), r.randint(3, 6), Sampling(), lease_s=LEASE_S, filter_no_spread=filters,
                                  off=off, **more)  # fmt: skip
@@ -105,6 +106,9 @@ class World:
 
     def start(self, history: tuple[str, ...], origin: Label) -> Learner:
         self.epochs += 1
+        if self.variants:  # all processes end and begin again with another config
+            self.settings = replace(self.settings, **self.r.choice(self.variants))
+            self.store.s, self.store.in_order = self.settings, self.settings.in_order
         label = Label(self.epochs, len(history))
         k = float(self.r.choice(self.limits))
         parent = Label(origin.epoch, origin.number - 1) if origin.number else None
@@ -119,6 +123,12 @@ class World:
     def ask(self) -> bool:
         x = self.learner
         number = x.number + len(x.queue)
+        if x.queue and self.r.random() < 0.1:  # a request that is repeated: the learner may be training on the answer to the first
+            was = self.r.choice(x.queue)
+            groups, why = self.store.ask(x.epoch, was.number)
+            need(bool(groups), f"batch {was.number}, handed out before, waits for {why}")
+            again = self.store.batch(groups, x.epoch, was.number)
+            need((again.lags, again.token_lags, again.samples) == (was.lags, was.token_lags, was.samples), f"batch {was.number} came again with other lags")
         if len(x.queue) > self.prefetch or number >= self.settings.steps:
             return False
         before = len(self.store.comps), self.store.changes

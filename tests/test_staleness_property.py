@@ -54,6 +54,18 @@ def test_free_running_ends_and_sums() -> None:
         World(seed, limits=(float("inf"),), order="freshest" if seed % 3 == 0 else "auto").run()
 
 
+ORDERS = [{"on_exceed": "pace", "order": "auto"}, {"on_exceed": "drop"}, {"on_exceed": "mask"}, {"on_exceed": "mask", "order": "freshest"}]
+
+
+def test_a_run_resumed_at_another_limit_or_in_another_order_keeps_the_bound_and_never_stands_still() -> None:
+    """What another order, or no limit, has composed stays composed, and comes first: places count it."""
+    for seed in range(600):
+        try:
+            World(seed, limits=(float("inf"), 2, 1, 0), variants=ORDERS[:1] if seed % 2 else ORDERS).run()
+        except Exception as e:
+            raise AssertionError(f"seed {seed}: {e}") from e
+
+
 @pytest.mark.parametrize(
     ("off", "what"),
     [

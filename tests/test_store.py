@@ -441,6 +441,98 @@ def test_injected_lag_is_exact_after_the_first_batches(inject: int | list[float]
     assert set(seen) == ({inject} if isinstance(inject, int) else {0, 2})
 
 
+def test_an_abandoned_group_leaves_its_place_to_another_and_the_injected_lag_stays_exact() -> None:
+    store = make(2, 2, 1, 12, inject=2, error_budget=9.0)
+    seen: list[int] = []
+    failing, trained = {5, 9, 14}, []
+    late: list[Ticket] = []
+    for n in range(10):
+        for t in late:  # those behind it are out or written when a group fails for good
+            store.deliver(sample(t, 0, failed="data: no"), 0.0)
+        late = []
+        while tickets := store.grant("g", 1, 99, 0.0):
+            for t in tickets:
+                first = t.ticket in failing and store.alive[t.ticket].failures == 0
+                if first:
+                    late.append(t)
+                else:
+                    store.deliver(sample(t, 0, failed="data: no" if t.ticket in failing else ""), 0.0)
+        groups, why = store.ask(1, n)
+        assert groups, why
+        batch = store.batch(groups, 1, n)
+        seen += batch.lags if n >= 2 else []
+        trained += [g.ticket for g in groups]
+        store.commit(n, Label(1, n + 1), f"d{n + 1}")
+    assert set(seen) == {2} and store.ledger()["failed"]["samples"] == 9
+    assert not failing & set(trained) and len(set(trained)) == 20
+    assert hello(store, 2, 8, k=2, origin=1, digest="d8")  # rolled back: the batches are the same, in the same order
+    assert [[g.ticket for g in store.ask(2, n)[0]] or store.comps[n] for n in (8, 9)] == [trained[16:18], trained[18:20]]
+
+
+# ---- a limit or an order that changes --------------------------------------------------------------------------------
+
+
+def test_a_resume_at_a_finite_limit_writes_the_orphans_of_what_was_composed_without_one() -> None:
+    store = make(float("inf"), steps=6)
+    tickets = store.grant("g", 1, 6, 0.0)
+    write(store, tickets[3])  # the others are slow
+    train(store, 0)
+    write(store, tickets[5])
+    assert store.ask(1, 1)[0]  # batch 1 is ticket 5, prefetched
+    assert hello(store, 2, 1, k=0, origin=1, digest="d1")
+    assert store.ask(2, 1)[0] == []  # written at lag 1, the limit is 0 now
+    (again,) = store.grant("g", 1, 6, 1.0)
+    assert again.ticket == 5
+    write(store, again)
+    for n in range(1, 6):
+        train(store, n)
+        for t in store.grant("g", 1, 6, 1.0):
+            write(store, t)
+    assert store.committed == 6
+
+
+def test_a_fresh_buffer_that_followed_an_older_checkpoint_trains_nothing_twice_after_a_newer_one() -> None:
+    first = make(1)
+    batch = []
+    for n in range(3):
+        write(first, first.grant("g", 1, 1, 0.0)[0])
+        batch.append(first.batch(first.ask(1, n)[0], 1, n))
+        first.commit(n, Label(1, n + 1), f"d{n + 1}")
+    fresh = Store(Settings(1, 1, 9, Sampling()), prompt)
+    at = {n: {"next_ticket": batch[n - 1].next_ticket, "ledger": batch[n - 1].ledger, "trained_above": batch[n - 1].trained_above} for n in (1, 3)}
+    assert hello(fresh, 2, 1, origin=1, **at[1])
+    old = fresh.grant("g", 1, 9, 0.0)
+    assert [t.ticket for t in old] == [1, 2]
+    write(fresh, old[0])
+    fresh.renew("g", 1, [(2, old[1].attempt, 3)], 0.0)
+    assert hello(fresh, 3, 3, origin=1, **at[3])
+    assert [t.ticket for t in fresh.grant("g", 2, 9, 0.0)] == [3, 4]
+    lines = fresh.ledger()
+    assert {n: x["tokens"] for n, x in lines.items() if x["tokens"]} == {"trained": 12, "orphaned": 4, "lost_with_process": 3}
+    assert fresh.deliver(sample(old[1], length=5), 0.0) == "duplicate" and fresh.ledger()["lost_with_process"]["tokens"] == 0
+
+
+def test_a_masked_batch_that_is_asked_for_again_stays_as_it_was_handed_out() -> None:
+    """After a roll-back the distance to the dead branch may shrink with a commit: what was masked stays masked, as the learner trained it."""
+    store = make(9, 1, 1, 9, on_exceed="mask")
+    tickets = store.grant("g", 1, 4, 0.0)
+    write(store, tickets[0])
+    train(store, 0)
+    write(store, tickets[1])
+    train(store, 1)
+    store.deliver(sample(tickets[2], 0, (Label(1, 2), 4)), 0.0)
+    assert hello(store, 2, 1, k=1, origin=1, digest="d1")
+    for n in (1, 2):
+        groups, why = store.ask(2, n)
+        assert groups, why
+    batch = store.batch(groups, 2, 2)
+    assert batch.token_lags == [[(0, 4, 2)]]  # by 1.2, whose update is not known to come again
+    assert store.commit(1, Label(2, 2), "d2")  # it does: the same digest, the same policy
+    again = store.batch(store.ask(2, 2)[0], 2, 2)
+    assert again.token_lags == batch.token_lags
+    assert store.commit(2, Label(2, 3), "d3") and store.ledger()["masked_stale"]["tokens"] == 4
+
+
 # ---- evaluation -----------------------------------------------------------------------------------------------------
 
 
@@ -496,3 +588,28 @@ def test_lost_and_failed_evaluation_tickets_go_out_again() -> None:
         assert store.deliver(sample(again, 0, failed="data: no"), 0.0) == "evaluated"
         again = next(iter(store.grant("g", 1, 1, 2.0)), again)
     assert not store.evaluations.pending and store.evaluations.results["heldout", 0]["eval/heldout_n"] == 0
+
+
+def test_evaluations_of_a_dead_branch_are_made_again() -> None:
+    store = make(0, steps=6, evaluations=Evaluations(1, 1, 1, 0, 1.0, lambda split, i: Prompt(i, split)))
+
+    def advance(to: int) -> list[int]:
+        judged_at = []
+        while True:
+            while tickets := store.grant("g", 1, 1, 0.0):
+                (t,) = tickets
+                if t.kind == "train":
+                    write(store, t)
+                else:
+                    judged(store, t, 1.0)
+                    judged_at.append(t.exact_version.number if t.exact_version else -1)
+            if store.committed == to:
+                return judged_at
+            train(store, store.committed)
+
+    assert advance(4) == [0, 1, 2, 3, 4]
+    assert hello(store, 2, 2, k=0, origin=1, digest="d2")
+    assert sorted(n for _, n in store.evaluations.results) == [0, 1, 2]
+    assert advance(5) == [3, 4, 5]
+    store.checkpointed(4)
+    assert sorted(n for _, n in store.evaluations.results) == [0, 4, 5]  # no learner begins behind 4 any more

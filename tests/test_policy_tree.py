@@ -1,0 +1,64 @@
+"""The tree of versions, pruned: lags of what stays do not change, and a long run's memory does not grow."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import test_store as ts
+
+from asyncrl.versions import Label, PolicyTree
+from buffer import store as module
+
+
+def grown(r: random.Random) -> tuple[PolicyTree, list[Label]]:
+    """A tree of some lives, each from a version of the life before; the last life's labels, by number."""
+    tree, line = PolicyTree(), [Label(1, 0)]
+    tree.register(line[0], None, "d0")
+    for epoch in range(1, r.randint(2, 6)):
+        if epoch > 1:
+            line = line[: r.randint(1, len(line))]
+            start = Label(epoch, len(line) - 1)
+            tree.register(start, line[-2] if len(line) > 1 else None, tree.digest(line[-1]))
+            line[-1] = start
+        for _ in range(r.randint(1, 12)):
+            label = Label(epoch, len(line))
+            tree.register(label, line[-1], f"d{epoch}.{len(line)}" if r.random() < 0.5 else f"d{len(line)}")
+            line.append(label)
+    return tree, line
+
+
+def test_pruning_changes_no_lag() -> None:
+    for seed in range(500):
+        r = random.Random(seed)
+        tree, line = grown(r)
+        below = r.randint(0, len(line) - 1)
+        keep = r.sample(tree.labels(), r.randint(0, 3))
+        stays = [x for x in tree.labels() if x.number >= below or x in keep]
+        policies = [x for x in line if x.number >= below]
+        before = {(x, p): tree.lag(x, p, p.number + 1) for x in stays for p in policies}
+        digests = {x: tree.digest(x) for x in stays}
+        size = len(tree._parent)
+        tree.prune(below, keep)
+        assert tree.labels() == stays and {x: tree.digest(x) for x in stays} == digests
+        assert {(x, p): tree.lag(x, p, p.number + 1) for x in stays for p in policies} == before, seed
+        assert len(tree._parent) <= min(size, 2 * len(stays))
+        new = Label(99, line[-1].number + 1)
+        tree.register(new, line[-1], "new")
+        assert all(tree.lag(x, new, new.number) == before[x, line[-1]] for x in stays)
+
+
+def test_a_long_run_forgets_what_nobody_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "VERSIONS", 20)
+    store = ts.make(float("inf"), steps=1000)
+    slow, *_ = store.grant("slow", 1, 1, 0.0)  # a group that waits from the first version on
+    for n in range(300):
+        t = store.grant("g", 1, 1, 0.0)[0]
+        ts.write(store, t)
+        ts.train(store, n)
+        store.checkpointed(n)
+        assert len(store.tree) <= 2 * 20 + 2
+    assert Label(1, 0) in store.tree and Label(1, 5) not in store.tree
+    ts.write(store, slow)  # by version 0: its lease kept it
+    groups, _ = store.ask(1, 300)
+    assert [g.ticket for g in groups] == [0] and store.batch(groups, 1, 300).lags == [300]
