@@ -22,7 +22,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     path: Annotated[str, Meta(description="Hugging Face directory of the initial policy and its tokenizer")]
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Annotated[str, Meta(description="auto, cpu, cuda or cuda:N")] = "auto"
-    reference: Annotated[str, Meta(description="directory of the reference policy; empty: the initial one")] = ""
+    reference: Annotated[str, Meta(description="directory of the reference policy of KL terms that name none; empty: the initial one")] = ""
     warm_start: Annotated[bool, Meta(description="build and warm-start a tiny model at `path` for the task when nothing is there")] = False
 
 
@@ -218,20 +218,52 @@ class Reshape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     kl_budget: Annotated[float, Meta(gt=0, description="repair D: nats a token")] = 0.05
 
 
-class KL(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    preset: Literal["", "grpo", "dr_grpo", "rloo"] = ""
-    coefficient: Annotated[NonNegative, Meta(description="beta; 0: no KL term")] = 0.0
-    placement: Literal["reward", "loss"] = "reward"
-    estimator: Literal["k1", "k2", "k3", "abs", "low_var_kl", "k1+", "k2+", "k3+", "abs+", "low_var_kl+"] = "k1"
-    controller: Annotated[Literal["fixed", "adaptive"], Meta(description="adaptive: the adaptive KL controller, which steers to kl.target")] = "fixed"
+Estimator = Literal["k1", "k2", "k3", "abs", "low_var_kl", "k1+", "k2+", "k3+", "abs+", "low_var_kl+"]
+
+
+class KLReward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """KL to the reference taken off the reward, before the advantage."""
+
+    coefficient: Annotated[NonNegative, Meta(description="beta; 0: none")] = 0.0
+    estimator: Estimator = "k1"
+    reference: Annotated[str, Meta(description="directory of its reference policy; empty: model.reference")] = ""
+    at: Annotated[
+        Literal["start", "behavior"],
+        Meta(
+            description="of which policy: the learner's as the batch begins (one forward more where the loss does not need it), "
+            "or the recorded one that wrote the tokens, whose gradient staleness and mismatch bias"
+        ),
+    ] = "start"
+    controller: Annotated[
+        Literal["fixed", "adaptive"], Meta(description="adaptive: the adaptive KL controller, which steers to kl.reward.target")
+    ] = "fixed"
     target: Annotated[NonNegative, Meta(description="adaptive: nats an answer (kl/answer)")] = 6.0
     horizon: Annotated[Positive, Meta(description="adaptive: samples")] = 10000
+
+
+class KLLoss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """KL to the reference as a term of the loss."""
+
+    coefficient: Annotated[NonNegative, Meta(description="beta; 0: none")] = 0.0
+    estimator: Estimator = "k3"
+    reference: Annotated[str, Meta(description="directory of its reference policy; empty: model.reference")] = ""
     off_policy: Annotated[
         Literal["none", "ratio", "prefix", "prefix_full"],
-        Meta(description="the loss term on stale samples: ratio per token; prefix: the exact sequence-level gradient; prefix_full: with less variance"),
+        Meta(description="on stale samples: ratio per token; prefix: the exact sequence-level gradient; prefix_full: with less variance"),
     ] = "none"
     discount: Annotated[Share, Meta(description="prefix, prefix_full: of later terms; 1: exact, 0: token level")] = 1.0
     truncate: Annotated[float, Meta(gt=0, description="prefix, prefix_full: bound of the prefix weights; inf: exact")] = float("inf")
+
+
+class KL(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Towards a reference policy: in the reward, in the loss, or both at once."""
+
+    preset: Annotated[
+        Literal["", "grpo", "dr_grpo", "rloo"],
+        Meta(description="sets the keys that are not given, as published: k3 in the loss with 0.04; no KL in the loss; k1 in the reward with 0.05"),
+    ] = ""
+    reward: KLReward = KLReward()
+    loss: KLLoss = KLLoss()
 
 
 class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

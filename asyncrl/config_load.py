@@ -27,18 +27,29 @@ PRESETS: dict[str, dict[str, Any]] = {
     "m2po": {"level": "none", "bound": "none", "m2": 0.04},
 }
 KL_PRESETS: dict[str, dict[str, Any]] = {
-    "grpo": {"placement": "loss", "estimator": "k3"},
-    "dr_grpo": {"placement": "loss", "estimator": "k3"},
-    "rloo": {"placement": "reward", "estimator": "k1"},
+    "grpo": {"loss.coefficient": 0.04, "loss.estimator": "k3"},  # DeepSeekMath's beta
+    "dr_grpo": {"loss.coefficient": 0.0},
+    "rloo": {"reward.coefficient": 0.05, "reward.estimator": "k1"},
 }
+
+PRESET_TABLES = (("correction", PRESETS), ("kl", KL_PRESETS))
 
 RENAMED = {  # a key's earlier name here, or its name in systems that people come from -> the key
     "staleness.limit": "staleness.max_lag", "max_staleness": "staleness.max_lag", "max_async_level": "staleness.max_lag",
     "max_head_offpolicyness": "staleness.max_lag", "max_staleness_steps": "staleness.max_lag", "learning_rate": "learner.lr",
     "num_generations": "learner.group_size", "rollout_n": "learner.group_size", "n_samples_per_prompt": "learner.group_size",
     "max_completion_length": "generator.max_new_tokens", "max_tokens": "generator.max_new_tokens", "response_length": "generator.max_new_tokens",
-    "kl_coef": "kl.coefficient", "beta": "kl.coefficient", "ppo_epochs": "learner.epochs", "num_iterations": "learner.epochs",
+    "ppo_epochs": "learner.epochs", "num_iterations": "learner.epochs",
+    **{f"kl.{key}": f"kl.reward.{key}" for key in ("controller", "target", "horizon")},
+    **{f"kl.{key}": f"kl.loss.{key}" for key in ("off_policy", "discount", "truncate")},
     "adv_estimator": "advantage.name", "model_name_or_path": "model.path", "max_grad_norm": "learner.clip_norm", "grad_clip": "learner.clip_norm",
+}  # fmt: skip
+
+SPLIT = {  # keys that became several: what to write instead
+    "kl.coefficient": "kl.reward.coefficient (KL in the reward) or kl.loss.coefficient (in the loss)",
+    "kl.estimator": "kl.reward.estimator or kl.loss.estimator",
+    "kl.placement": "kl.reward.coefficient or kl.loss.coefficient: one above 0 puts the term there",
+    "kl_coef": "kl.reward.coefficient or kl.loss.coefficient", "beta": "kl.loss.coefficient or kl.reward.coefficient",
 }  # fmt: skip
 
 
@@ -58,26 +69,42 @@ def load(path: str | Path, sets: typing.Sequence[str] = ()) -> Config:
         raise ConfigError(f"{path}: not TOML: {e}") from e
     for item in sets:
         apply(raw, item)
-    _forget(raw, sets)
+    forget(raw, sets)
     return convert(raw, str(path), text, sets)
 
 
-def _forget(raw: dict[str, Any], sets: typing.Sequence[str]) -> None:
+def forget(raw: dict[str, Any], sets: typing.Sequence[str]) -> None:
     """A preset on the command line takes the place of the file's own keys: a resolved file gives all of them, so it would change nothing."""
     given = {item.partition("=")[0].strip() for item in sets}
-    for section, presets in (("correction", PRESETS), ("kl", KL_PRESETS)):
-        if f"{section}.preset" in given and isinstance(table := raw.get(section), dict):
-            for key in {key for keys in presets.values() for key in keys if f"{section}.{key}" not in given}:
-                table.pop(key, None)
+    for section, presets in PRESET_TABLES:
+        for key in {key for keys in presets.values() for key in keys} if f"{section}.preset" in given else ():
+            *path, last = f"{section}.{key}".split(".")
+            table: Any = raw
+            for part in path:
+                table = table.get(part) if isinstance(table, dict) else None
+            if isinstance(table, dict) and f"{section}.{key}" not in given:
+                table.pop(last, None)
+
+
+def _fill(table: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """The table with what it does not give taken from `values`, whose keys may be dotted."""
+    out = {k: dict(v) if isinstance(v, dict) else v for k, v in table.items()}
+    for key, value in values.items():
+        *path, last = key.split(".")
+        at = out
+        for part in path:
+            at = at.setdefault(part, {})
+        at.setdefault(last, value)
+    return out
 
 
 def convert(raw: dict[str, Any], source: str, text: str = "", sets: typing.Sequence[str] = ()) -> Config:
     """A raw table to a checked Config; presets fill the keys that the table does not give."""
     _unknown(raw, Config, "", lambda key: _where(key, source, text, sets))
-    for section, presets in (("correction", PRESETS), ("kl", KL_PRESETS)):
+    for section, presets in PRESET_TABLES:
         table = raw.get(section)
         if isinstance(table, dict) and table.get("preset") in presets:
-            raw[section] = presets[table["preset"]] | table
+            raw[section] = _fill(table, presets[table["preset"]])
     try:
         config = msgspec.convert(raw, Config)
     except msgspec.ValidationError as e:
@@ -125,6 +152,8 @@ def _unknown(raw: dict[str, Any], kind: Any, prefix: str, where: typing.Callable
         key = prefix + name
         if name not in fields and (now := RENAMED.get(key) or RENAMED.get(name)):
             raise ConfigError(f"{where(key)}: {key}: is called {now} here; write that")
+        if name not in fields and (instead := SPLIT.get(key) or SPLIT.get(name)):
+            raise ConfigError(f"{where(key)}: {key}: is no key now; write {instead}")
         if name not in fields:
             close = difflib.get_close_matches(name, fields, 1, 0.5)
             elsewhere = [k for k in keys() if k.rsplit(".", 1)[-1] == name]

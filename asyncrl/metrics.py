@@ -43,7 +43,7 @@ METRICS: dict[str, Metric] = {
     "kl/moved": Metric("nats/token", "k3 estimate of KL(policy before the batch || policy after it), with record.kl_moved"),
     "kl/target_ref_k1": Metric("nats/token", "k1 estimate of KL(target || reference)"),
     "kl/target_ref_k3": Metric("nats/token", "k3 estimate of KL(target || reference)"),
-    "kl/beta": Metric("-", "coefficient of the KL term in this batch"),
+    "kl/beta": Metric("-", "coefficient of KL in the reward in this batch"),
     "mismatch/k3_at_lag_0": Metric("nats/token", "k3 between engine and learner on tokens drawn by the batch's own starting weights"),
     "mismatch/max_at_lag_0": Metric("nats", "largest |log ratio| of such a token: 0 to the last bit in exact mode"),
     "mismatch/k3_one_version": Metric("nats/token", "k3 between engine and learner under the version that drew a token and all its keys and values"),

@@ -57,19 +57,17 @@ def _surrogate(c: Any) -> list[str]:
 
 
 def _kl(c: Any) -> list[str]:
-    k, out = c.kl, []
-    if c.loss.surrogate == "sft" and k.coefficient > 0 and k.placement == "reward":
-        out.append("kl.placement: loss.surrogate = sft takes no advantage, so KL in the reward would do nothing; set kl.placement = loss")
-    if k.off_policy != "none" and k.placement == "reward":
-        out.append(f"kl.off_policy: {k.off_policy} is a form of the loss term; set kl.placement = loss")
+    k, r, out = c.kl.loss, c.kl.reward, []
+    if c.loss.surrogate == "sft" and r.coefficient > 0:
+        out.append("kl.reward.coefficient: loss.surrogate = sft takes no advantage, so KL in the reward would do nothing; use kl.loss.coefficient")
     if k.off_policy == "prefix" and k.estimator != "k3":
-        out.append(f"kl.estimator: off_policy = prefix is built on k3, not {k.estimator}")
+        out.append(f"kl.loss.estimator: off_policy = prefix is built on k3, not {k.estimator}")
     if k.off_policy == "prefix_full" and c.learner.backend != "torch":
-        out.append(f"kl.off_policy: prefix_full reads both models' last states, which needs learner.backend = torch, not {c.learner.backend}; use prefix")
-    if k.controller == "adaptive" and not k.target > 0:
-        out.append("kl.target: the adaptive controller needs a target above 0")
-    if k.controller == "adaptive" and not k.coefficient > 0:
-        out.append("kl.coefficient: the adaptive controller multiplies it, so it must start above 0")
+        out.append(f"kl.loss.off_policy: prefix_full reads both models' last states, which needs learner.backend = torch, not {c.learner.backend}; use prefix")
+    if r.controller == "adaptive" and not r.target > 0:
+        out.append("kl.reward.target: the adaptive controller needs a target above 0")
+    if r.controller == "adaptive" and not r.coefficient > 0:
+        out.append("kl.reward.coefficient: the adaptive controller multiplies it, so it must start above 0")
     return out
 
 
@@ -168,16 +166,18 @@ def _engine(c: Any) -> list[str]:
 
 def warnings(c: Any) -> list[str]:
     """What a run is told once at its start."""
-    out, k, on = [], c.kl, c.kl.coefficient > 0
+    out, k, on, r = [], c.kl.loss, c.kl.loss.coefficient > 0, c.kl.reward
     stale = c.staleness.max_lag > 0 or c.learner.epochs * c.learner.minibatches > 1
-    if on and k.placement == "loss" and k.estimator == "k1" and k.off_policy == "none":
+    if on and k.estimator == "k1" and k.off_policy == "none":
         tail = "; off policy, as here, it pushes away from the data (minus the gradient of KL(mu || pi))" if stale else ""
         out.append("kl: k1 in the loss has no expected gradient on policy" + tail)
-    if on and k.placement == "reward" and k.estimator == "k3":
+    if r.coefficient > 0 and r.estimator == "k3":
         out.append("kl: k3 in the reward has a strongly biased gradient and is known to collapse")
-    if on and k.placement == "loss" and k.off_policy == "ratio":
+    if r.coefficient > 0 and r.at == "behavior" and c.staleness.max_lag > 0:
+        out.append("kl: kl.reward.at = behavior takes the KL of the policy that wrote the tokens, whose gradient is more than half wrong off policy; use start")
+    if on and k.off_policy == "ratio":
         out.append("kl: off_policy = ratio is right on the behaviour policy's states only; prefix is exact")
-    if on and k.placement == "loss" and k.off_policy in ("prefix", "prefix_full"):
+    if on and k.off_policy in ("prefix", "prefix_full"):
         cut = "staleness.on_exceed = mask" if c.staleness.on_exceed == "mask" else ""
         if cut := cut or ("correction.reject by token" if c.correction.reject != "none" and c.correction.reject_over == "token" else ""):
             out.append(f"kl: off_policy = {k.off_policy} is exact for whole answers; {cut} takes tokens out of the product of ratios")

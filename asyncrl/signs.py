@@ -202,7 +202,7 @@ def out_of_distribution(rows: Rows) -> Sign | None:
             return None
     said = (f"{what} rose from {c:.3f} to {d:.3f} while out-of-distribution accuracy fell from {a:.3f} to {b:.3f}, "
             f"more than chance (+-{chance:.3f})")  # fmt: skip
-    return Sign("out_of_distribution", said, "end the run earlier, hold it to its start by a KL term (kl.coefficient), or train on "
+    return Sign("out_of_distribution", said, "end the run earlier, hold it to its start by a KL term (kl.reward.coefficient), or train on "
                 "prompts of that kind too")  # fmt: skip
 
 
@@ -211,7 +211,7 @@ def growing_mismatch(rows: Rows) -> Sign | None:
     for name in (MISMATCH, "split/mismatch_k3"):
         found = grown(series(rows, name))
         if found is not None and found[1] >= HARMLESS:
-            said = (f"the mismatch of engine and learner at equal weights grows: {name} from {found[0]:.1e} to {found[1]:.1e} nats a token")
+            said = f"the mismatch of engine and learner at equal weights grows: {name} from {found[0]:.1e} to {found[1]:.1e} nats a token"
             return Sign("growing_mismatch", said, "keep a checkpoint of now; lower learner.lr, or let the engine compute as the learner does "
                         "(generator.dtype, exact)")  # fmt: skip
     return None
@@ -248,19 +248,19 @@ def drift(rows: Rows) -> tuple[float, float] | None:
 
 
 def kl_drift(rows: Rows, about: About) -> Sign | None:
-    """k1 in the loss: its expected gradient on policy is zero, so it holds nothing."""
-    k, found = about.config.kl, drift(rows)
-    if found is None or not (k.coefficient > 0 and k.placement == "loss" and k.estimator in ("k1", "k1+") and k.off_policy == "none"):
+    """k1 in the loss: its expected gradient on policy is zero, so it holds nothing (k1+ has that of k2)."""
+    k, found = about.config.kl.loss, drift(rows)
+    if found is None or not (k.coefficient > 0 and k.estimator == "k1" and k.off_policy == "none"):
         return None
     said = (f"KL to the reference rises from {found[0]:.2f} to {found[1]:.2f} nats a token (kl/target_ref_k3) under a KL term with k1 in the loss, "
             "which has no expected gradient on policy")  # fmt: skip
-    return Sign("kl_drift", said, 'kl.estimator = "k3" (or "k2") in the loss, or k1 in the reward (kl.placement)')
+    return Sign("kl_drift", said, 'kl.loss.estimator = "k3" (or "k2"), or k1 in the reward (kl.reward.coefficient)')
 
 
 def kl_collapse(rows: Rows, about: About) -> Sign | None:
     """k3 in the reward: its gradient is far from that of the KL, pushes away from the reference, and accuracy goes."""
-    k = about.config.kl
-    if not (k.coefficient > 0 and k.placement == "reward" and k.estimator in ("k3", "k3+", "low_var_kl", "low_var_kl+")):
+    k = about.config.kl.reward
+    if not (k.coefficient > 0 and k.estimator in ("k3", "k3+", "low_var_kl", "low_var_kl+")):
         return None
     accuracy, found = series(sorted(rows, key=lambda r: r.get("step", 0)), "eval/heldout"), drift(rows)
     if len(accuracy) > 1 and accuracy[-1] < max(accuracy) / 2:
@@ -270,18 +270,22 @@ def kl_collapse(rows: Rows, about: About) -> Sign | None:
     else:
         return None
     return Sign("kl_collapse", f"{what} under a KL term with k3 in the reward, whose gradient is known to collapse",
-                'kl.estimator = "k1" in the reward, or k3 in the loss (kl.placement); go back to an earlier checkpoint')  # fmt: skip
+                'kl.reward.estimator = "k1", or k3 in the loss (kl.loss.coefficient); go back to an earlier checkpoint')  # fmt: skip
 
 
 def kl_without_effect(rows: Rows, about: About) -> Sign | None:
     """The policy has moved away from the reference, and the KL term's gradient is too small to matter."""
-    k, last = about.config.kl, trained(rows, least=WINDOW)
-    share, moved = series(last, "kl/gradient_share"), series(last, "kl/target_ref_k3")
-    if not k.coefficient > 0 or not share or not moved or median(share) >= SILENT or median(moved) < MOVED:
-        return None
-    said = (f"the KL term's gradient is {median(share):.1%} of the policy term's (kl/gradient_share) at a KL of {median(moved):.2f} nats a token to the "
-            "reference: it has no effect")  # fmt: skip
-    return Sign("kl_without_effect", said, f"raise kl.coefficient = {k.coefficient:g} tenfold or more, or leave the term out")
+    last = trained(rows, least=WINDOW)
+    moved = series(last, "kl/target_ref_k3")
+    terms = (("kl.loss", about.config.kl.loss, "kl/gradient_share"), ("kl.reward", about.config.kl.reward, "kl/reward_gradient_share"))
+    for key, k, metric in terms:
+        share = series(last, metric)
+        if not k.coefficient > 0 or not share or not moved or median(share) >= SILENT or median(moved) < MOVED:
+            continue
+        said = (f"the KL term's gradient is {median(share):.1%} of the policy term's ({metric}) at a KL of {median(moved):.2f} nats a token to the "
+                "reference: it has no effect")  # fmt: skip
+        return Sign("kl_without_effect", said, f"raise {key}.coefficient = {k.coefficient:g} tenfold or more, or leave the term out")
+    return None
 
 
 RULES: tuple[Callable[[Rows], Sign | None], ...] = (constant_rewards, all_truncated, out_of_distribution, growing_mismatch)

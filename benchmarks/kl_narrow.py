@@ -16,7 +16,7 @@ from __future__ import annotations
 import kl_placement
 import studies
 
-MEASURED = ["kl.placement=loss", "kl.estimator=k3", "kl.coefficient=1e-9"]
+MEASURED = ["kl.reward.coefficient=0.0", "kl.loss.estimator=k3", "kl.loss.coefficient=1e-9"]
 COLUMNS = {"start": "start", "end": "exact", "ood": "ood", "kl_ref_last": "KL ref", "reward_end": "reward", "swing": "swing", "grad_norm_mean": "|g|",
            "grad_norm_cv": "cv", "steps_mean": "steps"}  # fmt: skip
 

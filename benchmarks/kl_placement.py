@@ -10,7 +10,7 @@ exactly k versions after it was written (staleness.inject).  Accuracies are exac
 
 Beside them plain distillation, with the warm start as the teacher, in two forms.  `distillation, beta`: the task's reward and beta times the exact
 reverse KL over the vocabulary at every state of the policy's own answers (on-policy distillation, Agarwal et al. 2024, arXiv 2306.13649): what k2
-and k3 in the loss estimate from one token; it is kl.off_policy = prefix_full with discount 0.  `distillation alone, 1`: the same without the task's
+and k3 in the loss estimate from one token; it is kl.loss.off_policy = prefix_full with discount 0.  `distillation alone, 1`: the same without the task's
 reward (every policy weight cut at 1e-9), which must stay where it began: the floor that a KL term alone gives.
 """
 
@@ -21,15 +21,17 @@ from typing import Any
 import studies
 
 PLACES = [f"{k} in {where}" for where in ("reward", "loss") for k in ("k1", "k2", "k3")]
-TEACHER = ["kl.placement=loss", "kl.estimator=k3", "kl.off_policy=prefix_full", "kl.discount=0.0"]
+TEACHER = ["kl.reward.coefficient=0.0", "kl.loss.estimator=k3", "kl.loss.off_policy=prefix_full", "kl.loss.discount=0.0"]
 SILENT = ["correction.proximal=recompute", "correction.level=token", "correction.bound=truncate", "correction.hi=1e-9", "loss.surrogate=decoupled_ppo"]
 
 
 def sets(place: str, beta: str) -> list[str]:
     """--set items of one arm."""
     if place.startswith("distillation"):
-        return [*TEACHER, f"kl.coefficient={beta}", *(SILENT if place.endswith("alone") else [])]
-    return [f'kl.estimator="{place[:2]}"', f'kl.placement="{place.split()[-1]}"', f"kl.coefficient={beta}"]
+        return [*TEACHER, f"kl.loss.coefficient={beta}", *(SILENT if place.endswith("alone") else [])]
+    where = place.split()[-1]
+    off = [] if where == "reward" else ["kl.reward.coefficient=0.0"]  # the config's own
+    return [f'kl.{where}.estimator="{place[:2]}"', f"kl.{where}.coefficient={beta}", *off]
 
 
 def plan(args: Any) -> studies.Study:
@@ -38,7 +40,7 @@ def plan(args: Any) -> studies.Study:
     study = studies.Study(args, args.task, f"{args.task}-lag{args.lag}", [*lag, *studies.EVALUATION])
     places = args.places.split(",") if args.places else PLACES
     for beta in args.betas.split(","):
-        study.block(({} if "no KL" in study.arms else {"no KL": ["kl.coefficient=0.0"]}) | {f"{p}, {beta}": sets(p, beta) for p in places})
+        study.block(({} if "no KL" in study.arms else {"no KL": ["kl.reward.coefficient=0.0"]}) | {f"{p}, {beta}": sets(p, beta) for p in places})
     if args.distillation:
         study.block({f"distillation, {b}": sets("distillation", b) for b in args.distillation.split(",")})
         study.block({"distillation alone, 1": sets("distillation alone", "1.0")})

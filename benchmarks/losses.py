@@ -52,7 +52,7 @@ def batch(samples: int, length: int) -> Batch:
 
 def config(path: Path) -> Config:
     raw = {"model": {"path": str(path), "device": "cpu"}, "task": {"name": "sort"}, "learner": {"steps": 10**6, "lr": 0.0},
-           "kl": {"coefficient": 0.01, "placement": "loss", "estimator": "k3"}}  # fmt: skip
+           "kl": {"loss": {"coefficient": 0.01, "estimator": "k3"}}}  # fmt: skip
     return msgspec.convert(raw, Config)
 
 

@@ -32,6 +32,7 @@ EVALUATION = ["evaluation.every=10", "evaluation.prompts=128", "evaluation.final
 QUICK = ["learner.groups=4", "learner.group_size=4", "evaluation.final_prompts=16", "evaluation.prompts=16", "evaluation.ood_prompts=16"]
 MEANS = {  # of a curve's last ten batches, where a run has them -> a fact
     "reward_end": "reward/mean", "entropy_end": "policy/entropy", "kl_ref_end": "kl/target_ref_k3", "kl_share_end": "kl/gradient_share",
+    "kl_reward_share_end": "kl/reward_gradient_share",
 }  # fmt: skip
 WHOLE = {  # of the whole curve
     "kl_mu_mean": "kl/behavior_target_k3", "mismatch_mean": "mismatch/k3_at_lag_0", "ess_mean": "is/ess", "target_ess_mean": "is/target_ess",

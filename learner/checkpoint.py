@@ -158,8 +158,8 @@ def restore(core: LearnerCore, path: Path) -> dict[str, Any]:
     if core.critic is not None:
         core.critic.load_state(data.get("critic"), path)
     core.state = State(**data["state"])
-    if core.config.kl.controller == "fixed":  # only the adaptive controller has a coefficient of its own to go on with
-        core.state.beta = core.config.kl.coefficient
+    if core.config.kl.reward.controller == "fixed":  # only the adaptive controller has a coefficient of its own to go on with
+        core.state.beta = core.config.kl.reward.coefficient
     return dict(data["extra"])
 
 

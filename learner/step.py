@@ -13,7 +13,7 @@ import torch
 
 from asyncrl import fast_forward
 from asyncrl.algorithms import advantages, kl, ratios, step_loss
-from asyncrl.config import Config
+from asyncrl.config import Config, KLLoss, KLReward
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.messages import Batch
 from asyncrl.models import PolicyModel, load_policy, manifest
@@ -35,14 +35,11 @@ class LearnerCore:
         by_modules = config.learner.backend == "deepspeed" and config.learner.zero_stage == 3  # they fetch their parameters by hooks
         self.model = load_policy(model_dir, config.model.dtype, config.model.device, whole=by_modules)
         self.model.exact = bool(config.exact)
-        self.reference: PolicyModel | None = None
-        if config.kl.coefficient > 0:
-            self.reference = load_policy(config.model.reference or config.model.path, config.model.dtype, config.model.device)
-            self.reference.hf.requires_grad_(False)
-        self.full_kl = config.kl.coefficient > 0 and config.kl.off_policy == "prefix_full"
+        self._load_references()
+        self.full_kl = config.kl.loss.coefficient > 0 and config.kl.loss.off_policy == "prefix_full"
         if self.full_kl and (self.model.fast is None or self.reference is None or self.reference.fast is None):
             raise ConfigError(
-                "kl.off_policy: prefix_full needs a model of the packed forward (Llama, Qwen2, Qwen3, Mistral), also as model.reference; use prefix"
+                "kl.loss.off_policy: prefix_full needs a model of the packed forward (Llama, Qwen2, Qwen3, Mistral), also as its reference; use prefix"
             )
         self.layout = manifest(self.model)  # before a backend partitions the parameters
         self.backend = make_backend(config, self.model)
@@ -50,8 +47,26 @@ class LearnerCore:
         self.where = self.model.device if self.backend.ranks == 1 and config.learner.backend == "torch" else torch.device("cpu")
         self.critic = Critic(config, self.model) if config.advantage.name == "gae" else None
         self.measure = Measure(config, self.model, self.layout, self._forward)
-        self.state = State(beta=config.kl.coefficient)
+        self.state = State(beta=config.kl.reward.coefficient)
         self.told: set[str] = set()
+
+    def _load_references(self) -> None:
+        """`reference`: the policy that KL in the loss is towards, `reward_reference` the one of KL in the reward; one model where both are the same
+        directory.  With one term alone, the metrics are of its reference."""
+        c = self.config
+        loaded: dict[Path, PolicyModel] = {}
+
+        def load(term: KLReward | KLLoss) -> PolicyModel | None:
+            if term.coefficient <= 0:
+                return None
+            path = Path(term.reference or c.model.reference or c.model.path)
+            if path.resolve() not in loaded:
+                model = loaded[path.resolve()] = load_policy(path, c.model.dtype, c.model.device)
+                model.hf.requires_grad_(False)
+            return loaded[path.resolve()]
+
+        loss, self.reward_reference = load(c.kl.loss), load(c.kl.reward)
+        self.reference = loss or self.reward_reference
 
     # ---- one batch -------------------------------------------------------------------------------------------------
 
@@ -67,6 +82,8 @@ class LearnerCore:
         self._anchor(packed, everyone)
         if self.reference is not None:
             packed.loss.reference = self._forward(self.reference, packed, everyone)
+        if self.reward_reference is not None and self.reward_reference is not self.reference:
+            packed.loss.reward_reference = self._forward(self.reward_reference, packed, everyone)
         if self.critic is not None:
             packed.loss.values, packed.loss.bootstrap = (x.to(self.where) for x in self.critic.start(packed, self._mine(packed, everyone)[0]))
         self.critic_norms: list[float] = []
@@ -91,7 +108,7 @@ class LearnerCore:
         self.state.number = batch.number + 1
         return metrics | {
             "optim/lr": rate, "optim/steps": steps, "optim/grad_norm": sum(norms) / max(len(norms), 1), "optim/early_stops": self.state.early_stops,
-            "optim/skipped": self.state.skipped, "optim/stop_kl": stop_kl, "kl/beta": used_beta,
+            "optim/skipped": self.state.skipped, "optim/stop_kl": stop_kl, "kl/beta": used_beta, "kl/loss_beta": c.kl.loss.coefficient,
         }  # fmt: skip
 
     def _tell(self, what: str) -> None:
@@ -294,7 +311,7 @@ class LearnerCore:
         """Running mean of the rewards as the advantage took them, and the adaptive KL coefficient."""
         mean, decay = metrics["reward/used_mean"], self.config.advantage.ema_decay
         self.state.baseline = mean if self.state.number == 0 else decay * self.state.baseline + (1 - decay) * mean
-        k = self.config.kl
+        k = self.config.kl.reward
         if "kl/answer" in metrics:
             controller = kl.Controller(self.state.beta, k.controller, k.target, k.horizon)
             self.state.beta = controller.update(metrics["kl/answer"], len(packed.groups))

@@ -147,7 +147,7 @@ def test_the_greedy_baseline_of_remax(how: dict[str, Any], wanted: list[float]) 
 
 def test_the_running_mean_is_of_rewards_as_they_were_used() -> None:
     b = answers([1, 1], [1.0, 3.0], cut=[1], start=vec(-0.5, -1), reference=vec(-1, -1))
-    how = {"advantage": {"name": "reinforce", "baseline": "ema", "truncated": "penalty", "truncation_penalty": 0.5}, "kl": {"coefficient": 0.2}}
+    how = {"advantage": {"name": "reinforce", "baseline": "ema", "truncated": "penalty", "truncation_penalty": 0.5}, "kl": {"reward": {"coefficient": 0.2}}}
     p = prepared(b, baseline=1.5, **how)
     assert p.advantage.tolist() == pytest.approx([1 - 0.1 - 1.5, 2.5 - 1.5])
     assert p.metrics["reward/used_mean"] == pytest.approx((0.9 + 2.5) / 2) and p.metrics["reward/mean"] == 2
@@ -173,7 +173,7 @@ def test_a_kl_charge_makes_no_step() -> None:
     b = answers([3, 2], [1.0, 3.0], token_rewards=vec(1, 0, 0, 0, 3), **many)
     r = np.array([0.9, -0.2, 2.8])
     z = (r - r.mean()) / r.std(ddof=1)
-    how = {"advantage": {"name": "grpo", "eps": 0.0}, "kl": {"coefficient": 0.2}}
+    how = {"advantage": {"name": "grpo", "eps": 0.0}, "kl": {"reward": {"coefficient": 0.2}}}
     assert got(b, **how) == pytest.approx([z[0] + z[1], z[1], z[1], z[2], z[2]])
     b.steps = torch.tensor([True, False, False, False, True])
     r = np.array([0.7, 2.8])
@@ -181,7 +181,7 @@ def test_a_kl_charge_makes_no_step() -> None:
     assert got(b, **how) == pytest.approx([z[0], 0, 0, z[1], z[1]])
 
 
-@pytest.mark.parametrize("kl", [{}, {"coefficient": 0.2}])
+@pytest.mark.parametrize("kl", [{}, {"reward": {"coefficient": 0.2}}])
 def test_one_step_an_answer_is_the_outcome_form(kl: dict[str, Any]) -> None:
     g = torch.Generator().manual_seed(0)
     lengths, rewards = [3, 1, 4, 2, 5, 2], [1.0, 0.0, 0.0, 0.3, 0.0, 1.0]
@@ -267,7 +267,7 @@ def test_tokens_outside_the_loss_are_not_charged() -> None:
     """The first token is 9 versions old under a limit of 4: neither its 5 nats count, nor does it in nats an answer."""
     b = answers([2, 1], [1.0, 1.0], start=vec(4, -0.5, -1), reference=vec(-1, -1, -1))
     b.token_lag = torch.tensor([9, 0, 0])
-    how = {"advantage": {"name": "reinforce", "baseline": "none"}, "kl": {"coefficient": 0.2}, "staleness": {"max_lag": 4, "on_exceed": "mask"}}
+    how = {"advantage": {"name": "reinforce", "baseline": "none"}, "kl": {"reward": {"coefficient": 0.2}}, "staleness": {"max_lag": 4, "on_exceed": "mask"}}
     p = prepared(b, **how)
     assert p.advantage.tolist() == pytest.approx([0, 0.9, 1]) and p.metrics["kl/answer"] == pytest.approx(0.25)
     assert p.metrics["reward/used_mean"] == pytest.approx(0.95)
@@ -278,7 +278,7 @@ def test_tokens_outside_the_loss_are_not_charged() -> None:
 
 def test_a_charge_is_not_clamped_and_never_infinite() -> None:
     b = answers([1, 1, 1, 1], [0.0] * 4, start=vec(-1, -1, -math.inf, -1), reference=vec(-41, -math.inf, -math.inf, -1))
-    a = got(b, advantage={"name": "reinforce", "baseline": "none"}, kl={"coefficient": 0.5})
+    a = got(b, advantage={"name": "reinforce", "baseline": "none"}, kl={"reward": {"coefficient": 0.5}})
     assert a == pytest.approx([-20, -500, 0, 0])
 
 

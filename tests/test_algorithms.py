@@ -226,8 +226,8 @@ VARIANTS: list[dict[str, Any]] = [
     {"loss": {"surrogate": "gspo"}},
     {"loss": {"surrogate": "reshape"}, "correction": {"proximal": "behavior"}},
     {"loss": {"surrogate": "kl_cov", "cov_share": 0.1}},
-    {"kl": {"coefficient": 0.1, "placement": "loss", "estimator": "k3", "off_policy": "prefix"}},
-    {"kl": {"coefficient": 0.1, "placement": "reward", "estimator": "k1"}},
+    {"kl": {"loss": {"coefficient": 0.1, "estimator": "k3", "off_policy": "prefix"}}},
+    {"kl": {"reward": {"coefficient": 0.1, "estimator": "k1"}}},
     {"staleness": {"max_lag": 2, "on_exceed": "downweight"}, "advantage": {"name": "grpo"}},
 ]  # fmt: skip
 
@@ -340,8 +340,9 @@ REFUSED = [
     ({"correction": {"proximal": "behavior", "preset": "tis"}}, "makes every weight 1"),
     ({"loss": {"surrogate": "topr"}}, "takes its ratio against the behaviour policy"),
     ({"loss": {"surrogate": "reinforce"}, "correction": {"level": "none"}}, "importance sampling by correction.level"),
-    ({"kl": {"coefficient": 0.1, "off_policy": "prefix", "estimator": "k3"}}, "set kl.placement = loss"),
-    ({"kl": {"coefficient": 0.0, "controller": "adaptive"}}, "must start above 0"),
+    ({"kl": {"loss": {"coefficient": 0.1, "off_policy": "prefix", "estimator": "k2"}}}, "kl.loss.estimator: off_policy = prefix is built on k3, not k2"),
+    ({"kl": {"reward": {"coefficient": 0.0, "controller": "adaptive"}}}, "kl.reward.coefficient: .* must start above 0"),
+    ({"kl": {"reward": {"coefficient": 0.1, "target": 0.0, "controller": "adaptive"}}}, "kl.reward.target: the adaptive controller needs"),
     ({"correction": {"lo": 3.0, "hi": 2.0, "bound": "clip"}}, "is above correction.hi"),
     ({"reshape": {"clip": 0.2}}, "acts on surrogate = reshape only"),
     ({"loss": {"dual_clip": 0.5}}, "must be above 1"),
@@ -360,7 +361,7 @@ REFUSED = [
     ({"loss": {"surrogate": "cispo", "cispo_absolute": True}}, "loss.eps_high: absent; with cispo_absolute it is the largest ratio"),
     ({"loss": {"surrogate": "cispo", "cispo_absolute": True, "eps_high": 0.28}}, "loss.eps_high: 0.28; with cispo_absolute"),
     ({"loss": {"surrogate": "ppo", "cispo_absolute": True}}, "belongs to cispo, not to ppo"),
-    ({"loss": {"surrogate": "sft"}, "kl": {"coefficient": 0.1}}, "takes no advantage, so KL in the reward would do nothing"),
+    ({"loss": {"surrogate": "sft"}, "kl": {"reward": {"coefficient": 0.1}}}, "takes no advantage, so KL in the reward would do nothing"),
     (
         {
             "loss": {"surrogate": "reshape"},

@@ -178,7 +178,7 @@ def numbers_of_three(**keys: Any) -> tuple[torch.Tensor, dict[str, Any]]:
                   start=vec(-0.5, *[-1.0] * 5), reference=vec(*[-1.0] * 6))  # fmt: skip
     settings = {"name": "reinforce", "baseline": "none", **keys.pop("advantage", {})}
     c = config(advantage=settings, generator={"max_new_tokens": 3, "context": 64}, **keys)
-    adv, _, numbers = advantage(b, m, c, keys.get("baseline", 0.0), c.kl.coefficient)
+    adv, _, numbers = advantage(b, m, c, keys.get("baseline", 0.0), c.kl.reward.coefficient)
     return adv, numbers
 
 
@@ -189,10 +189,10 @@ def test_truncation_scaling_and_kl_in_the_reward_by_hand() -> None:
     assert soft.tolist() == pytest.approx([1, -0.5, -0.5, 1, 1, 1])
     assert three(advantage={"rewards": "unit"}).tolist() == [0.5, 0, 0, 1, 1, 1]
     assert three(advantage={"rewards": "whiten"}).tolist() == pytest.approx([0, -1, -1, 1, 1, 1])
-    assert three(kl={"coefficient": 0.2}).tolist() == pytest.approx([1 - 0.2 * 0.5, 0, 0, 2, 2, 2])
+    assert three(kl={"reward": {"coefficient": 0.2}}).tolist() == pytest.approx([1 - 0.2 * 0.5, 0, 0, 2, 2, 2])
     assert three(loss={"surrogate": "sft"}).tolist() == [1, 0, 0, 1, 1, 1]
-    share = numbers_of_three(kl={"coefficient": 0.2})[1]["kl/gradient_share"]  # 0.1 off the first token, of (1, 0, 0, 2, 2, 2)
-    assert float(share) == pytest.approx(0.1 / math.sqrt(13)) and "kl/gradient_share" not in numbers_of_three()[1]
+    share = numbers_of_three(kl={"reward": {"coefficient": 0.2}})[1]["kl/reward_gradient_share"]  # 0.1 off the first token, of (1, 0, 0, 2, 2, 2)
+    assert float(share) == pytest.approx(0.1 / math.sqrt(13)) and "kl/reward_gradient_share" not in numbers_of_three()[1]
 
 
 def test_reinforce_pp_by_hand() -> None:
@@ -292,14 +292,19 @@ def test_every_preset_is_accepted_and_gives_a_gradient(name: str) -> None:
     assert float(gradient(b, c, theta(b, spread=0.1))[1].abs().max()) > 0
 
 
-@pytest.mark.parametrize(("key", "name"), [("loss.surrogate", "pppo"), ("correction.level", "word"), ("kl.estimator", "k4"), ("advantage.name", "gea"),
+@pytest.mark.parametrize(("key", "name"), [("loss.surrogate", "pppo"), ("correction.level", "word"), ("advantage.name", "gea"),
+                                           ("kl.loss.estimator", "k4"), ("kl.reward.estimator", "k4"), ("kl.reward.at", "prox"),
                                            ("loss.reduction", "mean"), ("correction.preset", "tiss"), ("stop.action", "halt")])  # fmt: skip
 def test_an_unknown_name_in_a_config_lists_the_valid_ones(key: str, name: str) -> None:
-    section, _, field = key.partition(".")
-    first = {"loss.surrogate": "vanilla", "correction.level": "geometric", "kl.estimator": "low_var_kl", "advantage.name": "rloo",
+    *sections, field = key.split(".")
+    first = {"loss.surrogate": "vanilla", "correction.level": "geometric", "advantage.name": "rloo",
+             "kl.loss.estimator": "low_var_kl", "kl.reward.estimator": "low_var_kl", "kl.reward.at": "behavior",
              "loss.reduction": "token-mean", "correction.preset": "icepop", "stop.action": "slow"}[key]  # fmt: skip
+    nested: Any = name
+    for part in (field, *reversed(sections)):
+        nested = {part: nested}
     with pytest.raises(ConfigError, match=f"{key}.*choose one of .*{first}"):
-        config_load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, section: {field: name}}, "c.toml")
+        config_load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **nested}, "c.toml")
 
 
 def test_the_prepass_reads_any_object_with_the_sections() -> None:
@@ -310,11 +315,12 @@ def test_the_prepass_reads_any_object_with_the_sections() -> None:
 
 
 WARNED = [
-    ({"kl": {"coefficient": 0.1, "placement": "loss", "estimator": "k1"}}, "pushes away from the data"),
-    ({"kl": {"coefficient": 0.1, "placement": "loss", "estimator": "k1"}, "staleness": {"max_lag": 0}}, "no expected gradient on policy"),
-    ({"kl": {"coefficient": 0.1, "placement": "reward", "estimator": "k3"}}, "known to collapse"),
-    ({"kl": {"coefficient": 0.1, "placement": "loss", "estimator": "k3", "off_policy": "ratio"}}, "behaviour policy's states only"),
-    ({"kl": {"coefficient": 0.1, "placement": "loss", "estimator": "k3", "off_policy": "prefix"}, "correction": {"reject": "ratio"}}, "by token takes tokens"),
+    ({"kl": {"loss": {"coefficient": 0.1, "estimator": "k1"}}}, "pushes away from the data"),
+    ({"kl": {"loss": {"coefficient": 0.1, "estimator": "k1"}}, "staleness": {"max_lag": 0}}, "no expected gradient on policy"),
+    ({"kl": {"reward": {"coefficient": 0.1, "estimator": "k3"}}}, "known to collapse"),
+    ({"kl": {"loss": {"coefficient": 0.1, "estimator": "k3", "off_policy": "ratio"}}}, "behaviour policy's states only"),
+    ({"kl": {"loss": {"coefficient": 0.1, "estimator": "k3", "off_policy": "prefix"}}, "correction": {"reject": "ratio"}}, "by token takes tokens"),
+    ({"kl": {"reward": {"coefficient": 0.1, "at": "behavior"}}}, "more than half wrong off policy; use start"),
     ({"correction": {"level": "sequence"}}, "mean weight, an effective learning rate, wanders"),
     ({"loss": {"surrogate": "reshape"}, "correction": {"proximal": "behavior"}}, "the KL runs away"),
     ({"advantage": {"name": "dr_grpo"}}, "length bias"),

@@ -195,7 +195,7 @@ from asyncrl.tokenizer import encode_prompt, load_tokenizer
 from asyncrl.versions import Label
 from learner import checkpoint
 from test_learner_step import batch
-config = config_load.load("configs/demo.toml", [f"model.path={sys.argv[1]!r}", "model.device=cpu", "kl.coefficient=0.1"])
+config = config_load.load("configs/demo.toml", [f"model.path={sys.argv[1]!r}", "model.device=cpu", "kl.reward.coefficient=0.1"])
 core = learner.loop.LearnerCore(config, sys.argv[1])
 assert core.train(batch())["optim/steps"] == 1
 root = Path(sys.argv[2])

@@ -27,12 +27,12 @@ def test_the_baseline_is_the_running_mean_of_the_rewards_and_is_subtracted(model
 
 def test_an_adaptive_coefficient_falls_by_a_bounded_step_while_the_policy_is_the_reference(model_dir: Path) -> None:
     """KL 0 is below any target: beta (1 - 0.2 samples / horizon), in every batch that leaves the policy where it is."""
-    kl = {"coefficient": 0.1, "placement": "reward", "estimator": "k1", "controller": "adaptive", "target": 6.0, "horizon": 1000}
-    c = core(model_dir, learner={"lr": 0.0}, kl=kl)
+    kl = {"coefficient": 0.1, "estimator": "k2", "controller": "adaptive", "target": 6.0, "horizon": 1000}
+    c = core(model_dir, learner={"lr": 0.0}, kl={"reward": kl})
     for n in range(3):
         c.train(batch(n, seed=n))
         assert c.state.beta == pytest.approx(0.1 * (1 - 0.2 * GROUPS * SIZE / 1000) ** (n + 1))
-    fixed = core(model_dir, learner={"lr": 0.0}, kl={**kl, "controller": "fixed"})
+    fixed = core(model_dir, learner={"lr": 0.0}, kl={"reward": {**kl, "controller": "fixed"}})
     fixed.train(batch())
     assert fixed.state.beta == 0.1
 

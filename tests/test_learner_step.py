@@ -61,9 +61,9 @@ VARIANTS: list[dict[str, Any]] = [
     {"correction": {"proximal": "interpolate", "preset": "tis"}},
     {"correction": {"preset": "icepop"}},
     {"loss": {"surrogate": "gspo"}},
-    {"kl": {"coefficient": 0.1, "placement": "loss", "estimator": "k3"}},
-    {"kl": {"coefficient": 0.1, "placement": "reward", "estimator": "k1"}},
-    {"kl": {"coefficient": 0.1, "placement": "loss", "off_policy": "prefix_full", "discount": 0.9, "truncate": 2.0}},
+    {"kl": {"loss": {"coefficient": 0.1, "estimator": "k3"}}},
+    {"kl": {"reward": {"coefficient": 0.1, "estimator": "k1"}}},
+    {"kl": {"loss": {"coefficient": 0.1, "off_policy": "prefix_full", "discount": 0.9, "truncate": 2.0}}},
 ]
 
 
@@ -177,7 +177,7 @@ def test_prefix_full_is_the_plain_formula_on_both_models_logits(model_dir: Path,
     """With equal rewards the KL term is all there is: one SGD step is -lr grad of beta/N sum_k W_{1:k-1} KL_k, W with gradient too,
     written out on transformers' own logits.  The step KLs carry the temperature."""
     build_model(tmp_path / "ref", "abcdefgh", hidden=32, layers=2, seed=5)
-    kl = {"coefficient": 0.5, "placement": "loss", "off_policy": "prefix_full"}
+    kl = {"loss": {"coefficient": 0.5, "off_policy": "prefix_full"}}
     b = batch(reward=1.0)
     for s in b.samples:
         s.temperature = 0.7
@@ -203,12 +203,10 @@ def test_prefix_full_is_the_plain_formula_on_both_models_logits(model_dir: Path,
 
 
 def test_prefix_full_is_refused_where_it_cannot_work() -> None:
-    on = ["kl.coefficient=0.1", "kl.off_policy=prefix_full"]
-    with pytest.raises(ConfigError, match=r"set kl\.placement = loss"):
-        config_load.load("configs/demo.toml", on)
+    on = ["kl.loss.coefficient=0.1", "kl.loss.off_policy=prefix_full"]
     with pytest.raises(ConfigError, match=r"prefix_full reads both models' last states, which needs learner\.backend = torch"):
-        config_load.load("configs/demo.toml", [*on, "kl.placement=loss", "learner.backend=deepspeed", "learner.ranks=2"])
-    assert config_load.load("configs/demo.toml", [*on, "kl.placement=loss"]).kl.off_policy == "prefix_full"
+        config_load.load("configs/demo.toml", [*on, "learner.backend=deepspeed", "learner.ranks=2"])
+    assert config_load.load("configs/demo.toml", on).kl.loss.off_policy == "prefix_full"
 
 
 class Reads(TorchDispatchMode):
@@ -241,7 +239,7 @@ def reads(c: LearnerCore, monkeypatch: pytest.MonkeyPatch) -> int:
 
 READERS: list[dict[str, Any]] = [
     {},
-    {"kl": {"coefficient": 0.1, "placement": "loss", "estimator": "k3"}, "loss": {"entropy": 0.01}},
+    {"kl": {"loss": {"coefficient": 0.1, "estimator": "k3"}}, "loss": {"entropy": 0.01}},
     {"correction": {"preset": "mis"}},
     {"loss": {"surrogate": "reshape"}, "correction": {"proximal": "behavior"}},
 ]
@@ -308,8 +306,8 @@ def test_several_minibatches_measure_the_first_ones_answers(model_dir: Path) -> 
 def test_kl_in_the_reward_is_charged_at_the_learners_start_under_a_bypass(model_dir: Path) -> None:
     """beta k1(start, reference) is 0 while both are the initial model, also where the loss divides by mu, far away."""
     how: dict[str, Any] = {"correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}}
-    charged = core(model_dir, kl={"coefficient": 5.0, "placement": "reward", "estimator": "k1"}, **how)
+    charged = core(model_dir, kl={"reward": {"coefficient": 5.0, "estimator": "k1"}}, **how)
     free = core(model_dir, **how)
     m = charged.train(batch())
     free.train(batch())
-    assert m["kl/gradient_share"] == pytest.approx(0.0, abs=1e-5) and torch.allclose(weights(charged), weights(free), atol=1e-6)
+    assert m["kl/reward_gradient_share"] == pytest.approx(0.0, abs=1e-5) and torch.allclose(weights(charged), weights(free), atol=1e-6)

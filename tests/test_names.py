@@ -20,7 +20,7 @@ RULES = (*signs.RULES, *signs.END_RULES, *signs.KNOWN_RULES)
     [
         ("dynamic sampling", ["advantage.no_spread='filter'"]),
         ("partial rollouts", ["weights.in_flight='keep_kv'", "weights.in_flight='recompute_kv'"]),
-        ("adaptive KL controller", ["kl.controller='adaptive'", "kl.target=3.0", "kl.horizon=100"]),
+        ("adaptive KL controller", ["kl.reward.controller='adaptive'", "kl.reward.target=3.0", "kl.reward.horizon=100"]),
     ],
 )
 def test_a_name_leads_to_its_keys(name: str, keys: list[str]) -> None:
@@ -28,16 +28,14 @@ def test_a_name_leads_to_its_keys(name: str, keys: list[str]) -> None:
     (line,) = [x for x in NAMES.splitlines() if x.startswith(f"| {name}")]
     for key in keys:
         path, value = key.split("=")
-        config_load.load("configs/demo.toml", ["kl.coefficient=0.1", key])
+        config_load.load("configs/demo.toml", ["kl.reward.coefficient=0.1", key])
         assert path in line and (value[0] != "'" or value.replace("'", '"') in line), key
     assert name in (ROOT / "configs" / "schema.json").read_text()
 
 
 def test_every_key_of_the_table_exists() -> None:
-    schema = config_load.schema()["$defs"]
-    for section, key in re.findall(r"`(\w+)\.(\w+)", NAMES):
-        of = {"kl": "KL"}.get(section, section.capitalize())
-        assert key in schema[of]["properties"], f"{section}.{key}"
+    named = re.findall(r"`(\w+(?:\.\w+)+)", NAMES)
+    assert len(named) > 10 and set(named) <= set(config_load.keys()), set(named) - set(config_load.keys())
 
 
 def test_every_sign_is_named_with_what_it_is() -> None:

@@ -82,7 +82,7 @@ def test_evaluations_are_those_of_a_run(small_model: Path) -> None:
 
 
 def test_a_change_is_shown_on_the_same_data(recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    sets = ("loss.surrogate=vanilla", "learner.minibatches=2", "stop.kl_max=1e-9", "learner.lr=1e-2", "kl.preset=grpo", "kl.coefficient=0.5")
+    sets = ("loss.surrogate=vanilla", "learner.minibatches=2", "stop.kl_max=1e-9", "learner.lr=1e-2", "kl.preset=grpo", "kl.loss.coefficient=0.5")
     done = Typed(capsys, recorded["run_dir"], "--no-eval", *(x for s in sets for x in ("--set", s)))
     assert done.code == 0 and "loss.surrogate: ppo | vanilla" in done.out and "data would have changed too" in done.out
     where = Path(done.err.split("report: ")[1].strip()).parent
@@ -91,7 +91,7 @@ def test_a_change_is_shown_on_the_same_data(recorded: dict[str, Any], capsys: py
     was, now = train_rows(recorded["rows"]), train_rows(metrics.read(where))
     assert [now[n]["reward/mean"] for n in range(6)] == [was[n]["reward/mean"] for n in range(6)], "not the recorded data"
     assert now[5]["optim/early_stops"] == 6 and was[5]["optim/early_stops"] == 0, "one step of two, then over the budget, in every batch"
-    assert now[0]["kl/beta"] == 0.5 and now[5]["loss/kl"] > 0 and was[0]["kl/beta"] == 0
+    assert now[0]["kl/loss_beta"] == 0.5 and now[5]["loss/kl"] > 0 and was[0]["kl/loss_beta"] == 0
     page = (where / "report.html").read_text()
     assert "Gradient norm" in page and "Effective sample size" in page and "KL from behaviour to target" in page and 'id="replay"' in page
 
@@ -132,13 +132,13 @@ def test_a_run_that_went_on_with_other_settings(cut: Path, forked: Run, tmp_path
     shutil.copytree(cut, run_dir)
     (run_dir / "run_id").write_text("0123456789ab")
     config = run_dir / "config.toml"
-    config.write_text(config_load.dump(config_load.load(config, ["learner.lr=1e-2", "kl.coefficient=0.05", "kl.preset=grpo"])))
+    config.write_text(config_load.dump(config_load.load(config, ["learner.lr=1e-2", "kl.loss.coefficient=0.05", "kl.preset=grpo"])))
     done = forked(run_dir, *STREAM)
     found = Typed(capsys, run_dir, "--json", "--no-eval").json
     first, second = (life for _, life in recording.read(run_dir).lives)
     assert "lr = 0.003" in first.config and "lr = 0.01" in second.config
     assert found["reproduced"] and found["to"] == 6 and found["weights_digest"] == done["digest"]
-    assert train_rows(done["rows"])[5]["kl/beta"] == 0.05 and train_rows(done["rows"])[0]["kl/beta"] == 0
+    assert train_rows(done["rows"])[5]["kl/loss_beta"] == 0.05 and train_rows(done["rows"])[0]["kl/loss_beta"] == 0
     other = Typed(capsys, run_dir, "--json", "--no-eval", "--set", "advantage.name=gae").json  # a value head from nothing, over both lives
     assert not other["equal"] and other["to"] == 6 and not other["failed"]
 

@@ -93,7 +93,7 @@ def test_kl_in_the_loss_adds_beta_times_the_estimators_slope(estimator: str) -> 
     b = batch(14)
     lp = theta(b)
     plain = gradient(b, config(), lp)[1]
-    got = gradient(b, config(kl={"coefficient": 0.2, "placement": "loss", "estimator": estimator}), lp)[1]
+    got = gradient(b, config(kl={"loss": {"coefficient": 0.2, "estimator": estimator}}), lp)[1]
     x = (lp - b.reference).detach()
     slope = {"k1": torch.ones_like(x), "k2": x, "k3": 1 - torch.exp(-x)}[estimator]
     assert torch.allclose(got - plain, torch.where(b.mask, 0.2 * slope, 0.0) / b.mask.sum())

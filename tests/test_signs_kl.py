@@ -21,9 +21,9 @@ def config(*sets: str) -> signs.About:
     return signs.About(config_load.load("configs/demo.toml", sets))
 
 
-K1_LOSS = ("kl.coefficient=0.3", "kl.placement=loss", "kl.estimator=k1")
-K3_REWARD = ("kl.coefficient=0.1", "kl.placement=reward", "kl.estimator=k3")
-K3_LOSS = ("kl.coefficient=0.1", "kl.placement=loss", "kl.estimator=k3")
+K1_LOSS = ("kl.loss.coefficient=0.3", "kl.loss.estimator=k1")
+K3_REWARD = ("kl.reward.coefficient=0.1", "kl.reward.estimator=k3")
+K3_LOSS = ("kl.loss.coefficient=0.1", "kl.loss.estimator=k3")
 HELD = [0.06 * (1 - math.exp(-n / 10)) for n in range(50)]  # KL to the reference under a term that works
 LOST = [0.008 * n for n in range(50)]  # and under one that does not: 0.39 at the end
 
@@ -137,8 +137,8 @@ def test_drift_under_k1_in_the_loss() -> None:
     assert signs.signs(rows(kl__target_ref_k3=[0.3] * 50), config(*K1_LOSS)) == [], "no longer rising"
     assert signs.signs(rows(14, kl__target_ref_k3=[0.1 * x for x in range(14)]), config(*K1_LOSS)) == [], "too early"
     assert names(signs.signs(rows(15, kl__target_ref_k3=[0.1 * x for x in range(15)]), config(*K1_LOSS))) == ["kl_drift"]
-    for other in (K3_LOSS, (), ("kl.coefficient=0.0", *K1_LOSS[1:]), ("kl.coefficient=0.3", "kl.placement=reward", "kl.estimator=k1"),
-                  (*K1_LOSS, "kl.off_policy=ratio")):  # fmt: skip
+    for other in (K3_LOSS, (), ("kl.loss.coefficient=0.0", *K1_LOSS[1:]), ("kl.reward.coefficient=0.3", "kl.reward.estimator=k1"),
+                  (*K1_LOSS, "kl.loss.off_policy=ratio"), (K1_LOSS[0], "kl.loss.estimator='k1+'")):  # fmt: skip
         assert signs.signs(lost, config(*other)) == [], other
 
 
@@ -153,9 +153,9 @@ def test_collapse_under_k3_in_the_reward() -> None:
     assert signs.signs(half, config(*K3_REWARD)) == [] == signs.signs(evals("heldout", 128, (0, 0.4)) + rows(20), config(*K3_REWARD))
     back = [*evals("heldout", 128, (30, 0.6), (20, 0.02), (0, 0.4)), *rows(30)]
     assert signs.signs(back, config(*K3_REWARD)) == [], "in the order of steps"
-    for other in (K3_LOSS, (), ("kl.coefficient=0.0", *K3_REWARD[1:]), (*K3_REWARD[:2], "kl.estimator=k1")):
+    for other in (K3_LOSS, (), ("kl.reward.coefficient=0.0", *K3_REWARD[1:]), (K3_REWARD[0], "kl.reward.estimator=k1")):
         assert signs.signs(gone, config(*other)) == [], other
-    assert names(signs.signs(gone, config(*K3_REWARD[:2], "kl.estimator='k3+'"))) == ["kl_collapse"]
+    assert names(signs.signs(gone, config(K3_REWARD[0], "kl.reward.estimator='k3+'"))) == ["kl_collapse"]
 
 
 def test_good_in_distribution_and_poor_out_of_distribution() -> None:
@@ -164,7 +164,7 @@ def test_good_in_distribution_and_poor_out_of_distribution() -> None:
     half = 3 * math.sqrt((0.35 * 0.65 + 0.07 * 0.93) / 256)
     (sign,) = signs.signs([*near, *far, *rows()])
     assert sign.name == "out_of_distribution" and "held-out accuracy rose from 0.380 to 0.880" in sign.said
-    assert f"out-of-distribution accuracy fell from 0.350 to 0.070, more than chance (+-{half:.3f})" in sign.said and "kl.coefficient" in sign.try_this
+    assert f"out-of-distribution accuracy fell from 0.350 to 0.070, more than chance (+-{half:.3f})" in sign.said and "kl.reward.coefficient" in sign.try_this
     assert signs.signs([*near, *evals("ood", 256, (0, 0.35), (60, 0.35 - 0.11)), *rows()]) == [], "half = 0.116 there"
     assert names(signs.signs([*near, *evals("ood", 256, (0, 0.35), (60, 0.35 - 0.13)), *rows()])) == ["out_of_distribution"]
     assert signs.signs([*near, *evals("ood", 256, (0, 0.07), (60, 0.35)), *rows()]) == []
@@ -185,12 +185,16 @@ def test_a_coefficient_without_effect() -> None:
     moved, none = [0.05] * 50, [0.004] * 50
     (sign,) = signs.signs(rows(kl__target_ref_k3=moved, kl__gradient_share=none), config(*K3_LOSS))
     assert sign.name == "kl_without_effect" and "0.4% of the policy term's" in sign.said and "a KL of 0.05 nats" in sign.said
-    assert "kl.coefficient = 0.1" in sign.try_this
+    assert "kl.loss.coefficient = 0.1" in sign.try_this
     assert signs.signs(rows(kl__target_ref_k3=moved, kl__gradient_share=[0.01] * 50), config(*K3_LOSS)) == []
     assert signs.signs(rows(kl__target_ref_k3=[0.019] * 50, kl__gradient_share=none), config(*K3_LOSS)) == [], "nothing to hold"
     assert signs.signs(rows(19, kl__target_ref_k3=moved, kl__gradient_share=none), config(*K3_LOSS)) == [], "too early"
     assert names(signs.signs(rows(kl__target_ref_k3=moved, kl__gradient_share=[0.5] * 30 + none[:20]), config(*K3_LOSS))) == ["kl_without_effect"]
-    assert signs.signs(rows(kl__target_ref_k3=moved, kl__gradient_share=none), config("kl.coefficient=0.0")) == []
+    assert signs.signs(rows(kl__target_ref_k3=moved, kl__gradient_share=none), config("kl.loss.coefficient=0.0")) == []
+    both = (*K3_LOSS, "kl.reward.coefficient=0.2")
+    (sign,) = signs.signs(rows(kl__target_ref_k3=moved, kl__gradient_share=[0.5] * 50, kl__reward_gradient_share=none), config(*both))
+    assert "kl.reward.coefficient = 0.2" in sign.try_this and "(kl/reward_gradient_share)" in sign.said, "each term by its own share"
+    assert signs.signs(rows(kl__target_ref_k3=moved, kl__gradient_share=[0.5] * 50, kl__reward_gradient_share=none), config(*K3_LOSS)) == []
     assert signs.signs(rows(kl__target_ref_k3=moved), config(*K3_LOSS)) == [] == signs.signs(rows(kl__gradient_share=none), config(*K3_LOSS))
 
 

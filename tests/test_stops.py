@@ -153,7 +153,7 @@ def test_the_adaptive_coefficient_is_the_controllers(model_dir: Path, tmp_path: 
     """Nats an answer on both sides; a batch's metrics say the coefficient that it was trained with."""
     build_model(tmp_path / "ref", "abcdefgh", hidden=32, layers=2, seed=5)
     how = {"coefficient": 0.5, "controller": "adaptive", "target": 1e-4, "horizon": 100}
-    c = reference_core(model_dir, tmp_path / "ref", kl=how)
+    c = reference_core(model_dir, tmp_path / "ref", kl={"reward": how})
     packed, everyone = pack(batch()), range(GROUPS * SIZE)
     assert c.reference is not None
     x = (c._forward(c.model, packed, everyone) - c._forward(c.reference, packed, everyone)).double()
@@ -163,7 +163,7 @@ def test_the_adaptive_coefficient_is_the_controllers(model_dir: Path, tmp_path: 
     wanted = control.update(an_answer, GROUPS * SIZE)
     assert c.state.beta == pytest.approx(wanted) and abs(wanted / 0.5 - 1) == pytest.approx(0.2 * GROUPS * SIZE / 100)
     assert c.train(batch(1))["kl/beta"] == pytest.approx(wanted) and c.state.beta != pytest.approx(wanted)
-    fixed = reference_core(model_dir, tmp_path / "ref", kl={"coefficient": 0.5})
+    fixed = reference_core(model_dir, tmp_path / "ref", kl={"reward": {"coefficient": 0.5}})
     fixed.train(batch())
     assert fixed.state.beta == 0.5
 

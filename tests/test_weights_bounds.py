@@ -41,8 +41,8 @@ NAMED = [
     (weights.LEVELS, cf.Correction, "level"), (weights.BOUNDS, cf.Correction, "bound"), (weights.STATISTICS, cf.Correction, "reject"),
     (weights.OVER, cf.Correction, "reject_over"), (weights.VETOES, cf.Correction, "veto"), (surrogates.NAMES, cf.Loss, "surrogate"),
     (reduce.REDUCTIONS, cf.Loss, "reduction"), (reshape.MODES, cf.Reshape, "mode"), (reshape.FORMS, cf.Reshape, "form"),
-    (reshape.BUDGETS, cf.Reshape, "budget"), (kl.OFF_POLICY, cf.KL, "off_policy"), (advantages.NAMES, cf.Advantage, "name"),
-    ([x for n in kl.ESTIMATORS for x in (n, n + "+")], cf.KL, "estimator"),
+    (reshape.BUDGETS, cf.Reshape, "budget"), (kl.OFF_POLICY, cf.KLLoss, "off_policy"), (advantages.NAMES, cf.Advantage, "name"),
+    *[([x for n in kl.ESTIMATORS for x in (n, n + "+")], part, "estimator") for part in (cf.KLLoss, cf.KLReward)],
 ]  # fmt: skip
 
 
@@ -231,7 +231,7 @@ def test_a_function_that_cannot_be_had_says_which_half_is_missing() -> None:
     (lambda: weights.statistic("k1", "min", vec(0), yes(1), torch.tensor([0]), 1), "correction.reject_over = min: choose one of token, sum, mean, max"),
     (lambda: weights.vetoed("all", None, vec(0), vec(0), yes(1), torch.tensor([0]), 1), "correction.veto = all: choose one of none, probability, ratio"),
     (lambda: reduce.factors(yes(1), torch.tensor([0]), 1, "mean"), "loss.reduction = mean: choose one of token-mean, seq-mean-token-sum, "),
-    (lambda: kl.estimate("k4", vec(0)), "kl.estimator = k4: choose one of k1, k2, k3, abs, low_var_kl, k1+, "),
+    (lambda: kl.estimate("k4", vec(0)), "kl.loss.estimator, kl.reward.estimator = k4: choose one of k1, k2, k3, abs, low_var_kl, k1+, "),
 ])  # fmt: skip
 def test_an_unknown_word_names_its_key_and_the_known_ones(call: Any, said: str) -> None:
     with pytest.raises(ConfigError) as e:

@@ -44,7 +44,7 @@ ESTIMATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"k1": k1, "k2":
 def estimate(name: str, x: torch.Tensor) -> torch.Tensor:
     """The estimator `name`; with `+`: its value with the gradient of k2 (straight-through).  Raises ConfigError for another name."""
     if (base := name.removesuffix("+")) not in ESTIMATORS:
-        raise unknown("kl.estimator", name, [*ESTIMATORS, *(n + "+" for n in ESTIMATORS)])
+        raise unknown("kl.loss.estimator, kl.reward.estimator", name, [*ESTIMATORS, *(n + "+" for n in ESTIMATORS)])
     value = ESTIMATORS[base](x)
     return value if base == name else k2(x) - k2(x).detach() + value.detach()
 
@@ -107,13 +107,13 @@ def term(lp: torch.Tensor, ref: torch.Tensor, behavior: torch.Tensor, seq: torch
         return prefix(lp, ref, behavior, seq, discount=discount, truncate=truncate)
     if off_policy == "prefix_full":
         if step_kl is None:
-            raise unknown("kl.off_policy", "prefix_full (needs the exact KL of each step over the vocabulary)", OFF_POLICY[:-1])
+            raise unknown("kl.loss.off_policy", "prefix_full (needs the exact KL of each step over the vocabulary)", OFF_POLICY[:-1])
         return prefix_full(step_kl, lp, behavior, seq, discount=discount, truncate=truncate)
     x = difference(lp, ref)  # what exponentiates it clamps it; k1, k2 and abs pull however far the policy has gone
     if off_policy == "ratio":
         return ratio(estimator, x, lp, behavior)
     if off_policy != "none":
-        raise unknown("kl.off_policy", off_policy, OFF_POLICY)
+        raise unknown("kl.loss.off_policy", off_policy, OFF_POLICY)
     return estimate(estimator, x)
 
 
@@ -134,7 +134,7 @@ class Controller:
     def update(self, kl: float, samples: int) -> float:
         """The beta of the next batch, after `samples` samples with mean `kl`; a kl that is not finite changes nothing."""
         if self.kind not in ("fixed", "adaptive"):
-            raise unknown("kl.controller", self.kind, ("fixed", "adaptive"))
+            raise unknown("kl.reward.controller", self.kind, ("fixed", "adaptive"))
         if self.kind == "adaptive" and abs(kl) < torch.inf:
             self.beta = adaptive(self.beta, kl, self.target, samples, self.horizon)
         return self.beta

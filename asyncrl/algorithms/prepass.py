@@ -20,7 +20,8 @@ class LossBatch:
     Optional: start, anchor, reference, token_rewards, values [N]; bootstrap [B]: V after the last token of a truncated answer;
     greedy [B]: reward of a greedy answer to the same prompt, greedy_truncated bool and greedy_lengths int64 [B] of that answer.
     token_rewards: an answer without any has its reward on its last token; steps bool [N]: where a step of process supervision ends,
-    absent: see `advantages.steps`.  All logprobs at the sample's own temperature.
+    absent: see `advantages.steps`; reward_reference [N]: of KL in the reward, where it has another reference than `reference`, which is
+    the loss's and the metrics'.  All logprobs at the sample's own temperature.
 
     start: the learner's policy as the batch begins, which is what is measured against.  anchor: pi_prox, what the loss divides by; it
     is the start (correction.proximal = recompute), mu (behavior) or between the two (interpolate).
@@ -43,6 +44,7 @@ class LossBatch:
     greedy_truncated: torch.Tensor | None = None
     greedy_lengths: torch.Tensor | None = None
     steps: torch.Tensor | None = None
+    reward_reference: torch.Tensor | None = None
 
 
 def section(config: Any, key: str, /, **defaults: Any) -> Any:
@@ -127,19 +129,24 @@ def shaped(batch: LossBatch, valid: torch.Tensor, config: Any) -> Shaped:
 
 
 def _kl_in_reward(batch: LossBatch, valid: torch.Tensor, config: Any, beta: float) -> torch.Tensor | None:
-    """beta * sg[k] per token [N], k of the learner's start against pi_ref, 0 outside `valid`; None without such a term."""
-    if beta <= 0 or config.kl.placement != "reward":
+    """beta * sg[k] per token [N], 0 outside `valid`; None without such a term."""
+    if beta <= 0:
         return None
-    if batch.start is None or batch.reference is None:
-        raise ConfigError("kl.placement = reward: the batch carries no logprobs of the learner's start, or none of the reference")
-    k = kl.estimate(config.kl.estimator, ratios.difference(batch.start, batch.reference))
-    return beta * torch.where(valid, k, 0.0)
+    return beta * torch.where(valid, kl.estimate(config.kl.reward.estimator, _to_reference(batch, config)), 0.0)
 
 
-def _kl_of_answers(batch: LossBatch, valid: torch.Tensor) -> torch.Tensor:
+def _to_reference(batch: LossBatch, config: Any) -> torch.Tensor:
+    """log pi / pi_ref [N] for KL in the reward: pi is the learner's start, never mu unless kl.reward.at = behavior asks for it."""
+    by = batch.behavior if section(config.kl, "reward", at="start").at == "behavior" else batch.start
+    ref = batch.reference if batch.reward_reference is None else batch.reward_reference
+    if by is None or ref is None:
+        raise ConfigError("kl.reward.coefficient: the batch carries no logprobs of the learner's start, or none of the reference")
+    return ratios.difference(by, ref)
+
+
+def _kl_of_answers(batch: LossBatch, valid: torch.Tensor, config: Any) -> torch.Tensor:
     """k1 estimate of KL(start || reference) in nats an answer: mean over answers with a token in the loss of the sum over its tokens."""
-    assert batch.start is not None and batch.reference is not None
-    x = torch.where(valid, ratios.difference(batch.start, batch.reference), 0.0)
+    x = torch.where(valid, _to_reference(batch, config), 0.0)
     some = ratios.seq_sum(valid.to(x.dtype), batch.seq, len(batch.rewards)) > 0
     return x.sum() / some.sum().clamp(min=1)
 
@@ -160,9 +167,9 @@ def advantage(batch: LossBatch, valid: torch.Tensor, config: Any, baseline: floa
     if charge is not None and config.loss.surrogate != "sft":
         plain = _charged(batch, valid, rewards, None, config, baseline)[0]
         norm, own = (torch.where(valid, x, 0.0).norm() for x in (plain, adv - plain))
-        numbers["kl/gradient_share"] = own / norm.clamp(min=1e-15)
+        numbers["kl/reward_gradient_share"] = own / norm.clamp(min=1e-15)
     if charge is not None:
-        numbers["kl/answer"] = _kl_of_answers(batch, valid)
+        numbers["kl/answer"] = _kl_of_answers(batch, valid, config)
     if batch.greedy is not None:
         numbers["reward/greedy"] = batch.greedy.mean()
     if returns is not None and batch.values is not None:

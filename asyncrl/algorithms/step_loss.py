@@ -52,7 +52,6 @@ class Prepared:
     valid: torch.Tensor  # bool [N]: tokens in the loss, before rejection
     fade: torch.Tensor  # [N] factor of staleness.on_exceed = downweight
     corrected: weights.Corrected | None  # None: taken from the forward of the only optimizer step
-    beta: float
     returns: torch.Tensor | None = None  # [N], with a value head
     metrics: dict[str, float] = field(default_factory=dict)
     budget: stopping.Budget | None = None  # over this batch's steps
@@ -90,7 +89,7 @@ def needs_start_first(config: Any) -> bool:
     KL in the reward is measured there.  Early stopping measures from it: with minibatches the first step shows only some of it, and of
     several ranks each sees its own samples.
     """
-    in_reward = config.kl.coefficient > 0 and config.kl.placement == "reward"
+    in_reward = config.kl.reward.coefficient > 0 and config.kl.reward.at == "start"
     in_parts = config.learner.minibatches > 1 or getattr(config.learner, "backend", "torch") != "torch"
     return bool(in_reward or (_stop(config).kl_max > 0 and in_parts))
 
@@ -117,8 +116,8 @@ def _stop(config: Any) -> Any:
 
 @torch.no_grad()
 def prepare(batch: LossBatch, config: Any, *, baseline: float = 0.0, beta: float | None = None, number: int = 0) -> Prepared:
-    """The pre-pass over the whole batch.  baseline: of advantage.name = reinforce; beta: of the KL term, now; number: the batch's."""
-    beta = config.kl.coefficient if beta is None else beta
+    """The pre-pass over the whole batch.  baseline: of advantage.name = reinforce; beta: of KL in the reward, now; number: the batch's."""
+    beta = config.kl.reward.coefficient if beta is None else beta
     if batch.start is None and config.correction.proximal == "recompute":
         batch.start = batch.anchor
     valid = batch.mask & kept(batch, config)
@@ -137,7 +136,7 @@ def prepare(batch: LossBatch, config: Any, *, baseline: float = 0.0, beta: float
     given = batch.start is not None
     start = batch.start.clone() if batch.start is not None else torch.zeros_like(batch.behavior)
     known = torch.full_like(batch.mask, given)
-    return Prepared(batch, config, adv, valid, fade(batch, config), corrected, beta, returns, metrics, budget, number=number, start=start, known=known,
+    return Prepared(batch, config, adv, valid, fade(batch, config), corrected, returns, metrics, budget, number=number, start=start, known=known,
                     latest=start.clone(), passed=torch.zeros_like(known))  # fmt: skip
 
 
@@ -271,7 +270,7 @@ def micro_loss(prep: Prepared, step: Step, part: torch.Tensor, lp: torch.Tensor,
     """Loss of one micro-batch (its share of the step's) and sums for the metrics.
 
     part int64 [n]: its tokens' places among N, whole samples; lp [n] with gradient; entropy, values_now [n] with gradient, or None;
-    step_kl [n] with gradient: exact KL(theta || ref) of each step, for kl.off_policy = prefix_full.
+    step_kl [n] with gradient: exact KL(theta || ref) of each step, for kl.loss.off_policy = prefix_full.
     """
     b, c = prep.batch, prep.config
     now = lp.detach()
@@ -329,8 +328,8 @@ def _terms(prep: Prepared, part: torch.Tensor, live: torch.Tensor, factor: torch
     if entropy is not None and c.loss.entropy:
         sums["loss/entropy"] = weighed(entropy)
         total = total - c.loss.entropy * sums["loss/entropy"]
-    if b.reference is not None and prep.beta > 0 and c.kl.placement == "loss":
-        k = section(c, "kl", estimator="k3", off_policy="none", discount=1.0, truncate=math.inf)
+    k = section(c.kl, "loss", coefficient=0.0, estimator="k3", off_policy="none", discount=1.0, truncate=math.inf)
+    if b.reference is not None and k.coefficient > 0:
         how = {"estimator": k.estimator, "off_policy": k.off_policy, "discount": k.discount, "truncate": k.truncate}
         if k.off_policy in ("prefix", "prefix_full"):  # a product over the live tokens alone
             term = kl.term(lp[live], b.reference[part][live], b.behavior[part][live], b.seq[part][live],
@@ -338,10 +337,10 @@ def _terms(prep: Prepared, part: torch.Tensor, live: torch.Tensor, factor: torch
             sums["loss/kl"] = (term * factor[live]).sum()
         else:
             sums["loss/kl"] = weighed(kl.term(safe(lp), safe(b.reference[part]), safe(b.behavior[part]), b.seq[part], **how))
-        total = total + prep.beta * sums["loss/kl"]
+        total = total + k.coefficient * sums["loss/kl"]
         if lp.requires_grad:
             slope = torch.autograd.grad(sums["loss/kl"], lp, retain_graph=True)[0]
-            sums |= {"sq/kl": (prep.beta * slope).square().sum(), "sq/policy": coefficient.square().sum()}
+            sums |= {"sq/kl": (k.coefficient * slope).square().sum(), "sq/policy": coefficient.square().sum()}
     if c.loss.surrogate == "reshape" and c.reshape.kl_penalty > 0:
         x = ratios.difference(safe(lp), safe(b.behavior[part]))
         sums["loss/kl_penalty"] = weighed(kl.estimate(c.reshape.kl_estimator, x))

@@ -323,7 +323,7 @@ def cause(config: Config, trouble: Sequence[str]) -> str:
     c = config
     if not trouble:
         return ""
-    if c.kl.coefficient > 0 and c.kl.placement == "reward" and c.kl.estimator == "k3":
+    if c.kl.reward.coefficient > 0 and c.kl.reward.estimator == "k3":
         return "k3 in the reward is known to collapse: use k1 in the reward or k3 in the loss"
     lagged = c.staleness.max_lag > 0
     if lagged and c.correction.level == "none" and c.loss.surrogate in ("vanilla", "decoupled_ppo") and c.correction.proximal == "recompute":

@@ -41,6 +41,7 @@ EPOCH, SLICE = 1, 4  # decode steps between two looks at the buffer
 KEPT = ("reward/mean", "is/ess", "is/target_ess", "is/mean_weight", "is/weight_ess", "kl/behavior_start_k3",
         "kl/behavior_target_k3", "optim/grad_norm", "policy/entropy",
         "answer/length", "answer/truncated_share", "clip/share", "optim/early_stops", "kl/target_ref_k1", "kl/target_ref_k3", "kl/gradient_share",
+        "kl/reward_gradient_share",
         "mismatch/k3_at_lag_0", "is/zero_share", "is/rejected_answers", "optim/steps", "optim/lr_scale", "optim/stop_kl", "reshape/gamma",
         "kl/moved")  # fmt: skip
 Watch = Callable[[list[float], list[float]], str]

@@ -43,7 +43,7 @@ CORRECTIONS: dict[str, tuple[str, list[str]]] = {
         [*_BEHAVIOR, "loss.surrogate=reshape", "reshape.mode=v3.1", "learner.minibatches=2", f"stop.kl_max={KL_STOP}"],
     ),
     "k3": ("PPO as above, and 0.1 k3 towards the initial model in the loss",
-           [*_BEHAVIOR, "loss.surrogate=ppo", "kl.coefficient=0.1", "kl.placement=loss", "kl.estimator=k3"]),
+           [*_BEHAVIOR, "loss.surrogate=ppo", "kl.loss.coefficient=0.1", "kl.loss.estimator=k3"]),
     "configured": ("as the config says", []),
 }  # fmt: skip
 

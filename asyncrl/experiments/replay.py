@@ -76,10 +76,7 @@ def resolve(text: str, sets: Sequence[str], source: str) -> Config:
     """A life's config with `sets` applied.  A preset given now also replaces what an earlier preset had filled in."""
     raw = tomllib.loads(text)
     given = {item.partition("=")[0].strip() for item in sets}
-    for section, presets in (("correction", config_load.PRESETS), ("kl", config_load.KL_PRESETS)):
-        if f"{section}.preset" in given:
-            for key in {k for p in presets.values() for k in p}:
-                raw.get(section, {}).pop(key, None)
+    config_load.forget(raw, sets)
     if any(k.startswith("staleness.") for k in given):
         raw.get("staleness", {}).pop("inject", None)  # it asks for on_exceed = pace; the lags are in the stream
     for item in sets:
@@ -196,8 +193,8 @@ class Replay:
         if core.critic is not None and new.critic is not None:
             new.critic.load_state(core.critic.state(), self.run_dir)
         new.state = core.state
-        if config.kl.controller == "fixed":
-            new.state.beta = config.kl.coefficient
+        if config.kl.reward.controller == "fixed":
+            new.state.beta = config.kl.reward.coefficient
         return new
 
 

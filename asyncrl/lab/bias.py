@@ -79,7 +79,7 @@ def in_reward(case: Case, name: str, weight: torch.Tensor | None = None, x: torc
 
 
 def off_policy(case: Case, name: str, *, estimator: str = "k3", discount: float = 1.0, truncate: float = math.inf) -> Parts:
-    """kl.off_policy = ratio, prefix or prefix_full."""
+    """kl.loss.off_policy = ratio, prefix or prefix_full."""
     lp, step = coefficients(
         lambda lp, step: kl.term(lp, case.lr, case.lm, case.space.seq, estimator=estimator, off_policy=name, discount=discount, truncate=truncate,
                                  step_kl=step), case.lp, case.step_kl)  # fmt: skip
