@@ -36,6 +36,7 @@ from asyncrl.watchdog import WaitLog
 from asyncrl.wires import PeerSocket
 
 DECODE_STEPS = 8  # between two looks at the socket
+CALL_S = 2.0  # seconds for them: a slow engine makes fewer, as leases are renewed and rewards delivered between two calls
 EVERYTHING = 1 << 30  # samples
 IDLE_POLL_S = 0.02
 GREET_S = 5.0
@@ -66,6 +67,7 @@ class Generator:
         self.judged: dict[Key, tuple[m.Ticket, Answer, str]] = {}  # waiting for their reward
         self.late: Late[Key] = Late()  # of these, those held back (staleness.delay)
         self.decoded = 0  # decode steps made
+        self.steps = DECODE_STEPS  # of the next decode call
         self.want_sequence = 0
         self.want_sent = 0.0
         self.lacking = False  # weights are to be loaded, and not to be had now
@@ -219,8 +221,11 @@ class Generator:
             self.idle_since = now
             return
         with self.tracer.span("decode", self.engine.active):
-            answers = self.engine.step(DECODE_STEPS)
-        self.decoded += DECODE_STEPS
+            answers = self.engine.step(self.steps)
+        self.decoded += self.steps
+        took = time.monotonic() - now
+        if not self.lockstep:  # where the moments at which rows are filled must not hang on time
+            self.steps = max(1, min(DECODE_STEPS, int(self.steps * CALL_S / took))) if took > CALL_S else min(DECODE_STEPS, self.steps + 1)
         for answer in answers:
             self.stats["generator/tokens"] += len(answer.tokens)
             self.finished(answer)

@@ -257,7 +257,7 @@ def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
     if not as_json:
         print(f"a step is overdue after {dog.deadline:.1f} s without a commit ({w.multiple:g} medians of the run's own steps, at least {w.floor_s:g} s)")
     emit({"waits": [dict(zip(("who", "what", "on", "seconds"), w, strict=True)) for w in status.waits], "committed": status.committed,
-          "deadline_s": dog.deadline}, as_json)  # fmt: skip
+          "deadline_s": dog.deadline, "rewards": live.rewards(status.metrics)}, as_json)  # fmt: skip
 
 
 def doctor_exact(source: Path | None, as_json: bool) -> None:

@@ -235,8 +235,6 @@ def check(c: Config) -> list[str]:
         out.append("learner.offload: needs learner.backend = deepspeed and learner.zero_stage = 1 or higher; elsewhere nothing moves to the CPU")
     if c.learner.backend == "deepspeed" and c.learner.zero_stage == 0 and c.model.dtype == "bfloat16":
         out.append("learner.zero_stage: 0 with model.dtype = bfloat16 keeps no fp32 copy of the weights and drifts from stages 1 to 3; use 1 or higher")
-    if c.reward.deadline_s >= c.wires.lease_s:
-        out.append(f"reward.deadline_s: {c.reward.deadline_s:g} s is not below the lease around it (wires.lease_s = {c.wires.lease_s:g} s)")
     if c.weights.transport == "tcp" and not c.wires.weights_address:
         out.append("wires.weights_address: weights.transport = tcp needs an address, for instance tcp://127.0.0.1:0")
     if c.staleness.on_exceed in ("drop", "mask", "downweight") and math.isinf(lag):

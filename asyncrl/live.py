@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl.messages import Status, Watch
+from asyncrl.signs import HELD_UP
 from asyncrl.wires import PeerSocket
 
 PLAIN_S, LIVE_S = 10.0, 0.25
@@ -60,6 +62,19 @@ def duration(seconds: float) -> str:
     return f"{seconds / 86400:.1f} days"
 
 
+def rewards(metrics: Mapping[str, float]) -> str:
+    """That rewards hold the run up, by its last step; "" while they do not.
+
+    >>> rewards({"time/reward_wait_share": 0.42, "reward/queue": 120.0, "reward/call_s": 0.2, "reward/workers": 1.0})
+    'rewards hold the generators up: idle 42% of the time for them, 120 answers wait, 0.2 s a call (processes: 1)'
+    """
+    if metrics.get("time/reward_wait_share", 0.0) < HELD_UP:
+        return ""
+    queue, call, workers = (metrics.get(f"reward/{x}", math.nan) for x in ("queue", "call_s", "workers"))
+    return (f"rewards hold the generators up: idle {metrics['time/reward_wait_share']:.0%} of the time for them, {queue:.0f} answers wait, "
+            f"{call:.2g} s a call (processes: {workers:.0f})")  # fmt: skip
+
+
 def line(s: Status, left: float | None = None) -> str:
     """One line: progress, seconds left if known, accuracy, speed of both sides, lag, who waits."""
     m = s.metrics
@@ -68,7 +83,8 @@ def line(s: Status, left: float | None = None) -> str:
         return format(m[name], form) if name in m else "-"
 
     rest = f" ({duration(left)} left)" if left else ""
-    waits = "; ".join(f"{who} waits {age:.0f} s for {what}" for who, what, _, age in s.waits if age > 1)
+    held = [f"{who} waits {age:.0f} s for {what}" for who, what, _, age in s.waits if age > 1]
+    waits = "; ".join(filter(None, (rewards(m), *held)))
     return (
         f"step {s.committed}/{s.steps}{rest}  reward {show('reward/mean', '.3f')}  held-out {show('eval/heldout', '.3f')}  "
         f"generate {show('throughput/generator_tokens_per_s', ',.0f')} tok/s  learn {show('throughput/learner_tokens_per_s', ',.0f')} tok/s  "
@@ -91,6 +107,9 @@ def table(s: Status, left: float | None = None) -> Any:
     row("accuracy", ("held-out", "eval/heldout", ".3f"), ("out of distribution", "eval/ood", ".3f"), ("reward", "reward/mean", ".3f"))
     row("learner", ("tok/s", "throughput/learner_tokens_per_s", ",.0f"), ("idle", "time/learner_idle_share", ".0%"), ("step s", "time/step", ".2f"))
     row("generators", ("tok/s", "throughput/generator_tokens_per_s", ",.0f"), ("idle", "time/generator_idle_share", ".0%"))
+    if "reward/queue" in m:
+        row("rewards", ("waiting", "reward/queue", ".0f"), ("s until judged", "reward/wait_s", ".2g"), ("s a call", "reward/call_s", ".2g"),
+            ("processes", "reward/workers", ".0f"), ("generators idle for them", "time/reward_wait_share", ".0%"))  # fmt: skip
     row("lag", ("mean", "lag/mean", ".2f"), ("max", "lag/max", ".0f"), ("ESS", "is/ess", ".3f"), ("KL mu-start", "kl/behavior_start_k3", ".2e"))
     row("policy", ("entropy", "policy/entropy", ".3f"), ("length", "answer/length", ".1f"), ("grad norm", "optim/grad_norm", ".3f"))
     for who, what, on, age in s.waits:

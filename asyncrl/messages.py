@@ -322,7 +322,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     peers: dict[str, float]  # name: seconds since it was heard of
     finished: bool
     error: str = ""
-    progress: int = 0  # commits and evaluation answers so far: what the watchdog looks at
+    progress: int = 0  # commits, evaluation answers, samples up to a batch between two commits: what the watchdog looks at
 
 
 FromPeer = GeneratorHello | Want | Deliver | Renew | Leaving | LearnerHello | Ask | Commit | Checkpointed | Goodbye | Progress | Watch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections import Counter
@@ -74,6 +75,11 @@ METRICS: dict[str, Metric] = {
     "time/publish": Metric("s", "time to write the weights into the ring"),
     "time/learner_idle_share": Metric("share", "of the learner's time spent waiting for a batch"),
     "time/generator_idle_share": Metric("share", "of the generators' time with no row to decode"),
+    "time/reward_wait_share": Metric("share", "of the generators' time with no row to decode, while answers waited for their rewards"),
+    "reward/queue": Metric("answers", "finished, without a reward yet, at all generators; only where reward processes judge"),
+    "reward/wait_s": Metric("s", "from an answer's end to its reward, mean since the last step that knows"),
+    "reward/call_s": Metric("s", "an answer's share of a call of the reward function, the same mean"),
+    "reward/workers": Metric("processes", "that judge, of all generators"),
     "time/swap": Metric("s", "time the generators spent on swapping weights since the last step"),
     "buffer/groups": Metric("groups", "groups alive: outstanding, stored or leased"),
     "buffer/leases": Metric("groups", "groups that a generator holds"),
@@ -172,6 +178,7 @@ class MetricsWriter:
 
     def __init__(self, run_dir: Path) -> None:
         SummaryWriter = _summary_writer()
+        self.not_finite: set[str] = set()  # names that were said
         self.file = jsonl.Appender(run_dir / "metrics.jsonl")
         try:
             self.board: Any = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=5)
@@ -180,9 +187,14 @@ class MetricsWriter:
         _guard(self.board, run_dir / "tensorboard")
 
     def write(self, step: int, values: dict[str, float], t: float = 0.0, histograms: dict[str, list[float]] | None = None) -> None:
-        """One row: `step` counts versions, t is the RunClock's."""
+        """One row: `step` counts versions, t is the RunClock's.  What is not finite is no JSON: left out, and said once a name."""
         if unknown := [n for n in values if not known(n)]:
             raise AsyncrlError(f"metrics not in the table of asyncrl/metrics.py: {', '.join(unknown)}")
+        if lost := {n for n, x in values.items() if not math.isfinite(x)}:
+            values = {n: x for n, x in values.items() if n not in lost}
+            if lost - self.not_finite:
+                print(f"step {step}: not finite, left out of the metrics: {', '.join(sorted(lost - self.not_finite))}", file=sys.stderr, flush=True)
+                self.not_finite |= lost
         row: dict[str, Any] = {"step": step, "t": round(t, 4)} | values
         counts = {name: Counter(f"{x:g}" for x in many) for name, many in (histograms or {}).items()}
         self.file.write(row | counts)

@@ -95,7 +95,8 @@ def _plots(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[Any]:
         _lines(rows, "Gradient norm", "before clipping", [("optim/grad_norm", "gradient norm")]),
         _lines(rows, "Throughput", "tokens a second",
                [("throughput/generator_tokens_per_s", "generators"), ("throughput/learner_tokens_per_s", "learner")], "t"),
-        _lines(rows, "Idle share", "of each side's time", [("time/generator_idle_share", "generators"), ("time/learner_idle_share", "learner")], "t"),
+        _lines(rows, "Idle share", "of each side's time", [("time/generator_idle_share", "generators"),
+               ("time/reward_wait_share", "generators, for rewards"), ("time/learner_idle_share", "learner")], "t"),
     ]  # fmt: skip
 
 

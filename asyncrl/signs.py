@@ -28,6 +28,7 @@ Rows = Sequence[Mapping[str, Any]]
 
 LEAST, WINDOW = 5, 20  # batches that a rule looks at: at least, at most
 NEARLY_ALL = 0.95
+HELD_UP = 0.1  # share of the generators' time, from which on rewards are said to be what they wait for
 Z = 1.96  # of a 95 % interval
 Z_EACH = 3.0  # of an interval that is looked at after every evaluation: 1 in 700 of one side
 ALARM = 0.001  # chance that one look at a series of independent noise calls it growing
@@ -220,6 +221,22 @@ def growing_mismatch(rows: Rows) -> Sign | None:
 # ---- with the run's settings ----------------------------------------------------------------------------------------
 
 
+def rewards_hold_up(rows: Rows) -> Sign | None:
+    """Generators that stand idle while their answers wait for rewards."""
+    batches = trained(rows)
+    share = mean(batches, "time/reward_wait_share")
+    if share is None or share < HELD_UP:
+        return None
+    queue, wait, call, workers = (mean(batches, f"reward/{x}") or 0.0 for x in ("queue", "wait_s", "call_s", "workers"))
+    return Sign(
+        "rewards_hold_up",
+        f"in the last {len(batches)} batches the generators stood idle {share:.0%} of their time for rewards: {queue:.0f} answers waited, "
+        f"{wait:.2g} s each, calls took {call:.2g} s in {workers:.0f} process{'es' * (workers > 1)}",
+        "a function that waits for something should be `async def` (reward.concurrency), one that has much to set up for each call take lists "
+        "(`batched = True`, reward.batch); reward.workers adds processes",
+    )
+
+
 def engine_mismatch(rows: Rows, about: About) -> Sign | None:
     """Engine and learner differ at equal weights by more than rounding explains, in half of the measurements or more.
 
@@ -288,7 +305,7 @@ def kl_without_effect(rows: Rows, about: About) -> Sign | None:
     return None
 
 
-RULES: tuple[Callable[[Rows], Sign | None], ...] = (constant_rewards, all_truncated, out_of_distribution, growing_mismatch)
+RULES: tuple[Callable[[Rows], Sign | None], ...] = (constant_rewards, all_truncated, rewards_hold_up, out_of_distribution, growing_mismatch)
 END_RULES: tuple[Callable[[Rows], Sign | None], ...] = (unmoved_accuracy,)
 
 KNOWN_RULES: tuple[Callable[[Rows, About], Sign | None], ...] = (engine_mismatch, kl_drift, kl_collapse, kl_without_effect)

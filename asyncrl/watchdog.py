@@ -1,7 +1,7 @@
 """When is a run stuck, and who holds it up?  Pure: time is an argument.
 
-Progress means commits and evaluation answers, never heartbeats.  A run is overdue when none came for `multiple` medians of its own
-steps, at least `floor_s`; before the first commit, `startup_s`.
+Progress means commits, evaluation answers, and between two commits the samples of one batch; never heartbeats.  A run is overdue when none
+came for `multiple` medians of its own steps, at least `floor_s`; before the first commit, `startup_s`.
 """
 
 from __future__ import annotations
@@ -99,11 +99,14 @@ def culprit(names: Sequence[str], waits: Sequence[tuple[str, str, str, float]], 
     'generator-0'
     >>> culprit(["learner", "generator-0"], [("generator-0", "a ticket", "buffer", 9.0)], {"learner": 0.4, "generator-0": 0.1}, 0.1, 5.0)
     'learner'
+    >>> waits = [("learner", "batch 3", "buffer", 9.0), ("generator-0", "the rewards of its answers", "generator-0-rewards", 9.0)]
+    >>> culprit(["learner", "generator-0"], waits, {"learner": 0.4, "generator-0": 0.1}, 0.1, 5.0)
+    'generator-0'
     """
     if buffer_silent > patience:
         return "buffer"
     silent = {name: peers.get(name, float("inf")) for name in names}
     if silent and max(silent.values()) > patience:
         return max(silent, key=lambda n: silent[n])
-    waiting = {who for who, *_ in waits}
+    waiting = {who for who, _, on, *_ in waits if not on.startswith(f"{who}-")}  # who waits for a part of itself, its rewards, waits for nobody
     return next((n for n in names if n not in waiting), "")

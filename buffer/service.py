@@ -36,6 +36,7 @@ from buffer.sessions import Sessions
 from buffer.store import Store
 from buffer.trained import Trained, mean, quantile
 
+SUMS = (*(f"generator/{x}" for x in ("tokens", "busy_s", "idle_s", "swap_s", "reward_idle_s")), "reward/judged", "reward/waited_s", "reward/called_s")
 POLL_S, TICK_S = 0.25, 0.25
 SYNC_POLL_S = 0.001  # while replies wait for the disk
 NOBODY = -1  # no session: all of a producer's leases end
@@ -111,7 +112,7 @@ class Service:
         self.generated = self.counted = 0.0
         self.trained = Trained(run_dir / "trained.jsonl")
         self.error, self.stop = "", False
-        self.progress = 0
+        self.progress = self.taken = 0  # taken: samples that counted as progress since the last commit
         if self.store.finished and not (run_dir / "weights_digest").exists():
             self.store.finished = False  # folded after the end, and what the learner exports is missing: it comes again, and says goodbye again
         self.ended_at = time.monotonic() if self.store.finished else 0.0  # folded after the end: only generators are left to be told
@@ -236,8 +237,14 @@ class Service:
         self.heard(message.producer, peer, message.session)
         now = time.monotonic()
         acks = [(t.ticket, t.sample, t.attempt, self.store.deliver(t, now)) for t in message.samples]
-        self.progress += sum(t.ticket >= m.EVAL_BASE for t in message.samples)
+        self.progress += sum(t.ticket >= m.EVAL_BASE for t in message.samples) + self.news_for_a_batch(acks)
         self.send(peer, m.Acks(message.session, acks, self.config.wires.credit_bytes, self.announcement()))
+
+    def news_for_a_batch(self, acks: list[tuple[int, int, int, str]]) -> int:
+        """Samples taken, as progress of a step that takes long: a batch of them, no more, as a learner that hangs would be hidden otherwise."""
+        fresh = min(sum(what == "accepted" for *_, what in acks), max(0, self.store.s.batch * self.store.s.group - self.taken))
+        self.taken += fresh
+        return fresh
 
     def on_Renew(self, peer: bytes, message: m.Renew) -> None:
         checks.renew(message)
@@ -392,6 +399,7 @@ class Service:
         """A batch is trained: its metrics, its lags, some of its samples."""
         now = time.monotonic()
         self.progress += 1
+        self.taken = 0
         self.last_commit = now
         batch = self.leased.pop(commit.number, None)
         values = dict(commit.metrics)
@@ -424,19 +432,31 @@ class Service:
 
     def generator_numbers(self, now: float) -> dict[str, float]:
         """Sums over the generators since the last step."""
-        totals = {"tokens": 0.0, "busy_s": 0.0, "idle_s": 0.0, "swap_s": 0.0}
+        totals = dict.fromkeys(SUMS, 0.0)
         for entry in self.generators.values():
             for name in totals:
-                value = entry["stats"].get(f"generator/{name}", 0.0)
+                value = entry["stats"].get(name, 0.0)
                 last = entry.setdefault("counted", {}).get(name, 0.0)
                 totals[name] += max(0.0, value - last)
                 entry["counted"][name] = value
+        totals = {name.partition("/")[2]: x for name, x in totals.items()}
         span, self.last_metrics = now - (self.last_metrics or self.clock.began or now), now
         self.counted += totals["tokens"]
-        share = totals["idle_s"] / max(totals["busy_s"] + totals["idle_s"], 1e-9)
-        if not totals["busy_s"] + totals["idle_s"]:
+        spent = totals["busy_s"] + totals["idle_s"]
+        if not spent:
             return {}
-        return {"throughput/generator_tokens_per_s": totals["tokens"] / max(span, 1e-9), "time/generator_idle_share": share, "time/swap": totals["swap_s"]}
+        return {"throughput/generator_tokens_per_s": totals["tokens"] / max(span, 1e-9), "time/generator_idle_share": totals["idle_s"] / spent,
+                "time/swap": totals["swap_s"]} | self.reward_numbers(totals, spent)  # fmt: skip
+
+    def reward_numbers(self, totals: dict[str, float], spent: float) -> dict[str, float]:
+        """Of the reward processes, where there are any: `totals` since the last step, in which the generators have `spent` so many seconds."""
+        stats = [e["stats"] for e in self.generators.values() if "reward/workers" in e["stats"]]
+        if not stats:
+            return {}
+        now = {name: sum(s.get(name, 0.0) for s in stats) for name in ("reward/queue", "reward/workers")}
+        judged = totals["judged"]
+        means = {"reward/wait_s": totals["waited_s"] / judged, "reward/call_s": totals["called_s"] / judged} if judged else {}
+        return now | means | {"time/reward_wait_share": min(1.0, totals["reward_idle_s"] / spent)}
 
     def show(self, batch: m.Batch) -> None:
         every, many = self.config.record.samples_every, self.config.record.samples or len(batch.samples)
@@ -463,7 +483,8 @@ class Service:
         for name, entry in self.generators.items():
             what, _, since = entry["waiting"].partition("|")
             if what:
-                waits.append((name, what, "buffer", float(since or 0)))
+                holder = f"{name}-rewards" if what == m.REWARDS_WAITED_FOR else "buffer"
+                waits.append((name, what, holder, float(since or 0)))
         return waits
 
     def status(self) -> m.Status:

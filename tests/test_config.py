@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,6 @@ MISTAKES = [
     ("[learner]\ngroups = 2\nminibatches = 3\n", "3 minibatches of 2 groups"),
     ("[learner]\ngroup_size = 1\n", "leaves rloo nothing to compare with"),
     ("[generator]\nmax_new_tokens = 64\ncontext = 64\n", "leave no room for a prompt"),
-    ("[reward]\ndeadline_s = 30.0\n", "not below the lease around it"),
     ("[stop]\nkl_max = 0.1\n", "there is nothing to stop"),
     ("[[[", "not TOML"),
 ]
@@ -116,6 +116,16 @@ def test_an_unknown_metric_is_refused(tmp_path: Path) -> None:
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert [e.value for e in board.Scalars("reward/mean")] == [0.5] and board.Histograms("lag/samples")
+
+
+def test_what_is_not_finite_is_in_no_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = metrics.MetricsWriter(tmp_path)
+    writer.write(1, {"reward/mean": 0.5, "kl/moved": math.inf, "loss/policy": math.nan})
+    writer.write(2, {"reward/mean": 0.5, "kl/moved": -math.inf})
+    writer.close()
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert "Infinity" not in text and "NaN" not in text and [r["reward/mean"] for r in metrics.read(tmp_path)] == [0.5, 0.5]
+    assert capsys.readouterr().err.splitlines() == ["step 1: not finite, left out of the metrics: kl/moved, loss/policy"], "once a name"
 
 
 def test_the_layers_hold() -> None:

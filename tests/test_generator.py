@@ -181,6 +181,28 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(make: Callable[...,
     assert sum(len(x.samples) for x in said if isinstance(x, m.Deliver)) == 4
 
 
+def test_a_slow_engine_makes_fewer_steps_in_a_call(make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leases are renewed between two calls; in lockstep the steps of a call must not hang on time."""
+    for sets, expected in (((), [8, 4, 2, 1, 1, 2, 3]), (("staleness.max_lag=0",), [8] * 7)):
+        g = make(*sets)
+        g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))  # type: ignore[attr-defined]
+        one_pass(g)
+        clock, made, slow = [0.0], [], [4.0, 4.0, 4.0, 4.0, 0.1, 0.1, 0.1]
+        g.steps = 8
+
+        def step(n: int, clock: list[float] = clock, made: list[int] = made, slow: list[float] = slow) -> list[Answer]:
+            made.append(n)
+            clock[0] += slow.pop(0)
+            return []
+
+        monkeypatch.setattr(g.engine, "step", step)
+        monkeypatch.setattr("actors.generator.time.monotonic", lambda clock=clock: clock[0])
+        while slow:
+            g.decode()
+        monkeypatch.undo()
+        assert made == expected
+
+
 def test_told_to_end_it_says_what_it_drew_and_that_its_leases_are_free(make: Callable[..., Generator]) -> None:
     g = make()
     g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))  # type: ignore[attr-defined]

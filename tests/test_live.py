@@ -48,6 +48,22 @@ def test_the_line_and_the_table_say_it() -> None:
         assert "30/100" in out.getvalue() and ("left" in out.getvalue()) == bool(said) and said in out.getvalue()
 
 
+def test_rewards_are_named_when_they_hold_the_run_up() -> None:
+    now = {"reward/queue": 120.0, "reward/wait_s": 3.0, "reward/call_s": 0.2, "reward/workers": 1.0, "time/reward_wait_share": 0.42}
+    slow, fine, none = status(30), status(30), status(30)
+    slow.metrics.update(now)
+    fine.metrics.update(now | {"time/reward_wait_share": 0.01})
+    assert "rewards hold the generators up: idle 42% of the time for them, 120 answers wait" in live.line(slow)
+    assert "rewards hold" not in live.line(fine) and "rewards hold" not in live.line(none)
+    shown = {}
+    for name, s in (("fine", fine), ("none", none)):
+        out = io.StringIO()
+        Console(file=out, width=160).print(live.table(s))
+        shown[name] = out.getvalue()
+    assert "waiting 120" in shown["fine"] and "s a call 0.2" in shown["fine"] and "processes 1" in shown["fine"]
+    assert "processes" not in shown["none"]
+
+
 def test_a_run_is_followed_with_the_time_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Without a terminal; the buffer is played by hand: a batch every 2 s of a clock that stands still otherwise."""
     clock, batches = itertools.count(0.0, 2.0), itertools.count()

@@ -274,6 +274,12 @@ def test_async_lists(runner: Callable[..., RewardRunner]) -> None:
     assert [x[1] for x in got] == [3.0] * 12 and max(x[2]["together"] for x in got) == 4
 
 
+def test_the_example_takes_lists_or_single_answers(runner: Callable[..., RewardRunner]) -> None:
+    prompt = get_task(TaskConfig(name="sort")).prompt("train", 0, 0)
+    got = [judge(runner(f"configs.examples.my_reward:{name}"), prompt.answer, "1", prompt=prompt) for name in ("reward", "rewards")]
+    assert got[0] == got[1] and got[0][0][1] == 1.0
+
+
 def test_exits_prints_and_reads_are_no_harm(runner: Callable[..., RewardRunner], capfd: pytest.CaptureFixture[str]) -> None:
     r = runner("mine:reward")
     pid = r.processes[0].process.pid

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -166,6 +167,71 @@ def test_status_says_who_waits_for_whom(begin: Any) -> None:
     while not (status := ask(viewer, m.Watch(), m.Status)).waits:
         pass
     assert status.waits[0][:3] == ("learner", "ticket 0: 2 samples at generator-0", "generator-0")
+
+
+def test_reward_processes_in_the_metrics_and_among_the_waits(begin: Any) -> None:
+    """Sums since the last step, over generators; the state as it is now; who waits for its own rewards is said to."""
+    run = begin("learner.steps=3", "staleness.max_lag=2")
+    generator, learner, viewer = run.peer(), run.peer(), run.peer()
+    ask(learner, msgspec.structs.replace(run.hello(1), max_lag=2.0), m.Welcome)
+    tickets = {}
+    while len(tickets) < 3:
+        for t in ask(generator, want(1 + len(tickets)), m.Tickets).tickets:
+            if t.kind == "train":
+                tickets[t.ticket] = t
+            else:
+                ask(generator, answers(t), m.Acks)
+
+    def step(number: int, **stats: float) -> dict[str, float]:
+        ask(generator, m.Renew("generator-0", 1, [], {k.replace("_", "/", 1): v for k, v in stats.items()}, f"{m.REWARDS_WAITED_FOR}|3.5"), m.Heard)
+        ask(generator, answers(tickets[number]), m.Acks)
+        ask(learner, m.Ask(1, number), m.Batch)
+        ask(learner, m.Commit(1, number, Label(1, number + 1), f"d{number + 1}", {"reward/mean": 0.5}), m.Committed)
+        status = ask(viewer, m.Watch(), m.Status)
+        assert ("generator-0", m.REWARDS_WAITED_FOR, "generator-0-rewards", 3.5) in status.waits
+        return dict(status.metrics)
+
+    assert "reward/queue" not in step(0, generator_busy_s=1.0, generator_idle_s=1.0), "nobody has reward processes"
+    sums = {"generator_busy_s": 2.0, "generator_idle_s": 4.0, "generator_reward_idle_s": 1.0,
+            "reward_judged": 10, "reward_waited_s": 5.0, "reward_called_s": 1.0}  # fmt: skip
+    got = step(1, **sums, reward_queue=7, reward_workers=2)
+    assert got["reward/queue"] == 7 and got["reward/workers"] == 2 and got["reward/wait_s"] == 0.5 and got["reward/call_s"] == 0.1
+    assert got["time/reward_wait_share"] == 0.25 and got["time/generator_idle_share"] == 0.75
+    later = sums | {"generator_busy_s": 3.0, "reward_judged": 12, "reward_waited_s": 5.5, "reward_called_s": 1.5}
+    got = step(2, **later, reward_queue=0, reward_workers=3)
+    assert got["reward/wait_s"] == 0.25 and got["reward/call_s"] == 0.25 and got["time/reward_wait_share"] == 0.0 and got["reward/workers"] == 3
+
+
+def test_samples_are_progress_up_to_a_batch_of_them(begin: Any) -> None:
+    """A slow step is no stand-still; a learner that does not commit is one, whatever else is delivered."""
+    run = begin("learner.steps=3", "staleness.max_lag=2")
+    generator, learner, viewer = run.peer(), run.peer(), run.peer()
+    ask(learner, msgspec.structs.replace(run.hello(1), max_lag=2.0), m.Welcome)
+    tickets = []
+    while len(tickets) < 3:
+        for t in ask(generator, want(1 + len(tickets)), m.Tickets).tickets:
+            if t.kind == "train":
+                tickets.append(t)
+            else:
+                ask(generator, answers(t), m.Acks)
+
+    def progress() -> int:
+        return int(ask(viewer, m.Watch(), m.Status).progress)
+
+    def deliver(t: m.Ticket, sample: int) -> None:
+        ask(generator, m.Deliver("generator-0", 1, 1, [answers(t).samples[sample]]), m.Acks)
+
+    seen = [progress()]
+    for t, sample in ((tickets[0], 0), (tickets[1], 0), (tickets[1], 1)):
+        deliver(t, sample)
+        seen.append(progress())
+    assert [b - a for a, b in itertools.pairwise(seen)] == [1, 1, 0], "a batch of two"
+    deliver(tickets[0], 1)
+    ask(learner, m.Ask(1, 0), m.Batch)
+    ask(learner, m.Commit(1, 0, Label(1, 1), "d1", {"reward/mean": 0.5}), m.Committed)
+    before = progress()
+    deliver(tickets[2], 0)
+    assert before == seen[-1] + 1 and progress() == before + 1
 
 
 def test_under_disk_no_reply_leaves_before_the_disk_has_it(begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:

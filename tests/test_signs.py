@@ -48,6 +48,14 @@ def test_rewards_without_spread_in_most_groups() -> None:
     assert signs.signs(rows(30, reward_no_spread_share=1.0) + rows(20)) == []
 
 
+def test_rewards_that_hold_the_generators_up() -> None:
+    of = {"reward_queue": 120.0, "reward_wait_s": 3.0, "reward_call_s": 0.2, "reward_workers": 1.0}
+    (sign,) = signs.signs(rows(6, time_reward_wait_share=0.42, **of))
+    assert sign.name == "rewards_hold_up" and "idle 42% of their time for rewards: 120 answers waited, 3 s each, calls took 0.2 s in 1 process" in sign.said
+    assert "async def" in sign.try_this and "reward.workers" in sign.try_this
+    assert signs.signs(rows(6, time_reward_wait_share=0.09, **of)) == [] and signs.signs(rows(4, time_reward_wait_share=0.42, **of)) == []
+
+
 def test_all_answers_truncated() -> None:
     (sign,) = signs.signs(rows(6, answer_truncated_share=1.0))
     assert sign.name == "all_truncated" and "100% of the answers of the last 6 batches" in sign.said and "generator.max_new_tokens" in sign.said

@@ -1,7 +1,7 @@
 """A reward function of one's own: `reward.function = "configs.examples.my_reward:reward"`, found from the working directory.
 
 It runs in processes of its own under `reward.deadline_s`; what raises, hangs or returns no finite number is a failed sample.
-It may be `async def` too.
+It may be `async def` too (calls are awaited together, up to `reward.concurrency`), or take lists, as `rewards` below does.
 """
 
 from __future__ import annotations
@@ -19,3 +19,11 @@ def reward(prompt: Prompt, text: str) -> dict[str, float]:
     exact = float(result == prompt.answer)
     placed = sum(a == b for a, b in zip(result, prompt.answer, strict=False)) / len(prompt.answer)
     return {"reward": 0.8 * exact + 0.2 * placed, "exact": exact, "placed": placed}
+
+
+def rewards(prompts: list[Prompt], texts: list[str]) -> list[dict[str, float]]:
+    """The same for up to `reward.batch` answers at once, as a model that judges would have them: one reward for each, in their order."""
+    return [reward(p, t) for p, t in zip(prompts, texts, strict=True)]
+
+
+rewards.batched = True  # type: ignore[attr-defined]
