@@ -81,6 +81,7 @@ def emit(value: dict[str, Any], as_json: bool) -> None:
 
 def outline(s: dict[str, Any]) -> dict[str, Any]:
     """A run's summary for a reader; summary.json has all of it."""
+    from asyncrl.run import within
 
     def share(x: float | None) -> str:
         return "-" if x is None else f"{x:.3f}"
@@ -88,7 +89,8 @@ def outline(s: dict[str, Any]) -> dict[str, Any]:
     lag, speed, total = s["lag"], s["speed"], max(s["ledger"]["generated"], 1)
     idle, ends = speed["idle_share"], {k: v for k, v in s["ledger"].items() if k != "generated" and v}
     return {
-        "held-out": f"{share(s['heldout_start'])} -> {share(s['heldout_end'])}   out of distribution {share(s['ood_start'])} -> {share(s['ood_end'])}",
+        "held-out": f"{share(s['heldout_start'])} -> {share(s['heldout_end'])}{within(s)}   "
+                    f"out of distribution {share(s['ood_start'])} -> {share(s['ood_end'])}",
         "trained": f"{s['steps']} steps, {s['trajectories']:,} trajectories, {s['tokens']:,} tokens in {s['wall_s']:.1f} s",
         "lag": f"mean {lag['mean']:.2f}, p95 {lag['p95']:g}, max {lag['max']:g} of {lag['limit']} versions",
         "speed": f"generators {speed['generator_tokens_per_s']:,.0f} tokens/s ({idle['generator']:.0%} idle), "

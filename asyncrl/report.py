@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from asyncrl import jsonl, metrics, trace
 from asyncrl.errors import ConfigError
+from asyncrl.signs import interval
 
 TIMELINE_S = 3.0
+# Of the timeline: a kind of work has the same colour on every page.
+KINDS = {"decode": "#2563eb", "prefill": "#7c3aed", "weights": "#d97706", "reward": "#0891b2",
+         "train": "#dc2626", "publish": "#059669", "checkpoint": "#6b7280"}  # fmt: skip
+OTHER_KIND = "#111827"
 COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed")
 
 PAGE = """<!doctype html>
@@ -27,7 +32,8 @@ PAGE = """<!doctype html>
 </style>{{ library }}</head><body>
 <h1>{{ name }}</h1><div class="sub">{{ subtitle }}</div>
 {% if signs %}<ul id="signs">{% for s in signs %}<li><b>{{ s.said }}</b>; {{ s.try_this }}</li>{% endfor %}</ul>{% endif %}
-<div class="cards">{% for label, value, id in cards %}<div class="card">{{ label }}<b id="{{ id }}">{{ value }}</b></div>{% endfor %}</div>
+<div class="cards">{% for label, value, id, note in cards %}<div class="card">{{ label }}
+<b id="{{ id }}">{{ value }}</b>{% if note %}<span class="sub" id="{{ id }}-note">{{ note }}</span>{% endif %}</div>{% endfor %}</div>
 <div class="grid">{% for plot in plots %}<div>{{ plot }}</div>{% endfor %}</div>
 <h2>Timeline: {{ seconds }} s from the middle of the run</h2>{{ timeline }}
 <h2>Ledger: where every generated token ended</h2>
@@ -49,7 +55,7 @@ def _figure(title: str, unit: str) -> Any:
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    figure.update_layout(title={"text": title, "font": {"size": 14}, "y": 0.97}, height=310, margin={"l": 55, "r": 15, "t": 62, "b": 40},
+    figure.update_layout(title={"text": title, "font": {"size": 14}, "y": 0.97}, height=325, margin={"l": 55, "r": 15, "t": 77, "b": 40},
                          template="plotly_white",
                          legend={"orientation": "h", "y": 1.0, "x": 0, "xanchor": "left", "yanchor": "bottom"}, colorway=COLOURS)  # fmt: skip
     figure.update_yaxes(title=unit, rangemode="tozero")
@@ -74,11 +80,25 @@ def _histogram(counts: dict[str, int]) -> Any:
     return figure
 
 
+def spread(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """The range that rewards lie in: [0, 1], or as far as those of the run went."""
+    seen = [float(r[k]) for r in rows for k in ("reward/min", "reward/max", "eval/heldout", "eval/ood") if k in r]
+    return min([0.0, *seen]), max([1.0, *seen])
+
+
+def certainty(rows: Sequence[Mapping[str, Any]], split: str) -> list[tuple[int, float]]:
+    """(n, half the 95 % interval over prompts) of each of a run's evaluations."""
+    lo, hi = spread(rows)
+    return [(int(r[f"eval/{split}_n"]), interval(float(r[f"eval/{split}"]), r[f"eval/{split}_n"], lo, hi)) for r in rows if f"eval/{split}" in r]
+
+
 def _plots(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[Any]:
     accuracy = _lines(rows, "Accuracy", "mean reward", [("eval/heldout", "held-out"), ("reward/mean", "training batch"), ("eval/ood", "out of distribution")])
-    for name in ("held-out", "out of distribution"):
-        accuracy.update_traces(mode="lines+markers", selector={"name": name})
-    accuracy.update_yaxes(range=[0, 1])
+    for split, label in (("heldout", "held-out"), ("ood", "out of distribution")):
+        bars = {"type": "data", "array": [half for _, half in certainty(rows, split)], "thickness": 1, "width": 3}
+        accuracy.update_traces(mode="lines+markers", error_y=bars, selector={"name": label})
+    if spread(rows) == (0.0, 1.0):
+        accuracy.update_yaxes(range=[0, 1.02])
     return [
         accuracy,
         _histogram(summary["lag_histogram"]),
@@ -110,8 +130,8 @@ def _timeline(spans: dict[str, list[tuple[str, float, float]]]) -> tuple[Any, fl
         return figure, 0.0
     trains = sorted(s for n, s, _ in spans.get("learner", []) if n == "train") or sorted(s for _, s, _ in every)
     start = trains[len(trains) // 2]
-    names = sorted({n for n, _, _ in every})
-    for i, name in enumerate(names):
+    found = {n for n, _, _ in every}
+    for name in [*(n for n in KINDS if n in found), *sorted(found - set(KINDS))]:
         base, width, lanes = [], [], []
         for process, lane in spans.items():
             for n, a, b in lane:
@@ -119,25 +139,30 @@ def _timeline(spans: dict[str, list[tuple[str, float, float]]]) -> tuple[Any, fl
                     base.append(max(a, start) - start)
                     width.append(min(b, start + TIMELINE_S) - max(a, start))
                     lanes.append(process)
-        figure.add_bar(x=width, base=base, y=lanes, orientation="h", name=name, marker={"color": COLOURS[i % len(COLOURS)], "line": {"width": 0}})
+        figure.add_bar(x=width, base=base, y=lanes, orientation="h", name=name, marker={"color": KINDS.get(name, OTHER_KIND), "line": {"width": 0}})
     figure.update_layout(barmode="overlay", height=120 + 45 * len(spans), margin={"l": 100, "r": 15, "t": 45, "b": 40}, template="plotly_white", bargap=0.3,
                          legend={"orientation": "h", "y": 1.0, "x": 0, "xanchor": "left", "yanchor": "bottom"})  # fmt: skip
     figure.update_xaxes(title="seconds", range=[0, TIMELINE_S])
     return figure, TIMELINE_S
 
 
-def _cards(s: dict[str, Any]) -> list[tuple[str, str, str]]:
+def _cards(s: dict[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """(label, value, id, a note below the value)."""
+    evals = {split: [f"+-{half:.3f} (n = {n:,})" for n, half in certainty(rows, split)] or [""] for split in ("heldout", "ood")}
+
     def share(x: float | None) -> str:
         return "-" if x is None else f"{x:.3f}"
 
     idle = s["speed"]["idle_share"]
     return [
-        ("held-out at the start", share(s["heldout_start"]), "heldout-start"), ("held-out at the end", share(s["heldout_end"]), "heldout-end"),
-        ("out of distribution: start / end", f"{share(s.get('ood_start'))} / {share(s['ood_end'])}", "ood-end"),
-        ("RL took", f"{s['wall_s']:.0f} s", "wall"), ("steps", str(s["steps"]), "steps"),
-        ("mean lag", f"{s['lag']['mean']:.2f}", "lag-mean"), ("largest lag / limit", f"{s['lag']['max']} / {s['lag']['limit']}", "lag-max"),
-        ("generated", f"{s['speed']['generator_tokens_per_s']:,.0f} tok/s", "gen"), ("trained", f"{s['speed']['learner_tokens_per_s']:,.0f} tok/s", "learn"),
-        ("idle: generators / learner", f"{idle['generator']:.0%} / {idle['learner']:.0%}", "idle"),
+        ("held-out at the start", share(s["heldout_start"]), "heldout-start", evals["heldout"][0]),
+        ("held-out at the end", share(s["heldout_end"]), "heldout-end", evals["heldout"][-1]),
+        ("out of distribution: start / end", f"{share(s.get('ood_start'))} / {share(s['ood_end'])}", "ood-end", evals["ood"][-1]),
+        ("RL took", f"{s['wall_s']:.0f} s", "wall", ""), ("steps", str(s["steps"]), "steps", ""),
+        ("mean lag", f"{s['lag']['mean']:.2f}", "lag-mean", ""), ("largest lag / limit", f"{s['lag']['max']} / {s['lag']['limit']}", "lag-max", ""),
+        ("generated", f"{s['speed']['generator_tokens_per_s']:,.0f} tok/s", "gen", ""),
+        ("trained", f"{s['speed']['learner_tokens_per_s']:,.0f} tok/s", "learn", ""),
+        ("idle: generators / learner", f"{idle['generator']:.0%} / {idle['learner']:.0%}", "idle", ""),
     ]  # fmt: skip
 
 
@@ -190,7 +215,7 @@ def write(run_dir: Path) -> Path:
     page = jinja2.Environment(autoescape=True).from_string(PAGE).render(
         name=run_dir.name, subtitle=f"commit {commit} · {(run_dir / 'command').read_text().strip()}", library=Markup(f"<script>{get_plotlyjs()}</script>"),
         signs=summary.get("signs", []),
-        cards=_cards(summary), plots=[draw(f) for f in _plots(rows, summary)], timeline=draw(timeline), seconds=f"{seconds:g}", ledger=_ledger(summary),
+        cards=_cards(summary, rows), plots=[draw(f) for f in _plots(rows, summary)], timeline=draw(timeline), seconds=f"{seconds:g}", ledger=_ledger(summary),
         by_length=by_length(summary),
         samples=[*samples[:4], *samples[-8:]], config=(run_dir / "config.toml").read_text(),
         summary_json=Markup(json.dumps(summary).replace("</", "<\\/")),

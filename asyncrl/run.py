@@ -212,12 +212,19 @@ def summarise(config: Config, run_dir: Path) -> dict[str, Any]:
         "weights_digest": digest.read_text() if digest.exists() else None, "mismatch_k3_max": left["mismatch_k3_max"], "ledger": left["ledger"],
         "ledger_lines": left["ledger_lines"], "lag_histogram": left["lag_histogram"], "trained_ids": left["trained_ids"], "failures": left["failures"],
         "seed": config.seed,
+        "certainty": {split: {"n": n, "half": half} for split in ("heldout", "ood") for n, half in report.certainty(metrics.read(run_dir), split)[-1:]},
         "signs": [s._asdict() for s in (*task_signs(config), *signs.signs(metrics.read(run_dir), about(config), ended=left["steps"] >= config.learner.steps))],
     }  # fmt: skip
     part = run_dir / "summary.json.part"
     part.write_text(json.dumps(summary, indent=1))
     os.replace(part, run_dir / "summary.json")
     return summary
+
+
+def within(summary: Mapping[str, Any]) -> str:
+    """How sure the last held-out accuracy is, over prompts."""
+    sure = summary.get("certainty", {}).get("heldout")
+    return f" +-{sure['half']:.3f} (n = {sure['n']:,})" if sure else ""
 
 
 def _limit(x: float) -> int | str:
@@ -246,7 +253,7 @@ def run(config: Config, run_dir: Path, *, resume: bool) -> tuple[int, dict[str, 
     summary = summarise(config, run_dir)
     watcher.tell([signs.Sign(**s) for s in summary["signs"]])
     report.write(run_dir)
-    say(f"{run_dir}: held-out {_show(summary['heldout_start'])} -> {_show(summary['heldout_end'])} in {summary['wall_s']:.0f} s of RL "
+    say(f"{run_dir}: held-out {_show(summary['heldout_start'])} -> {_show(summary['heldout_end'])}{within(summary)} in {summary['wall_s']:.0f} s of RL "
         f"({time.monotonic() - began:.0f} s in all), mean lag {summary['lag']['mean']:.2f}")  # fmt: skip
     if config.record.stream:
         say(f"recording: {recording.size(run_dir) / recording.MIB:.1f} MiB, bound {config.record.stream_mib} MiB; asyncrl replay {run_dir}")

@@ -125,5 +125,6 @@ def test_a_run_with_nothing_to_learn_says_so_on_the_terminal_and_in_its_report(t
     html = (tmp_path / "runs" / "r" / "report.html").read_text()
     for sign in done.json["signs"]:
         assert done.err.count(f"; {sign['try_this']}\n") == 1, done.err  # its numbers are of the moment when it was first seen
+    assert 'id="heldout-end-note">+-0.000 (n = 3)<' in html and done.json["certainty"]["heldout"] == {"n": 3, "half": 0.0}
     head = html.index('<ul id="signs">')
     assert html.index("</h1>") < head < html.index('class="card"') and html[head : html.index("</ul>", head)].count("<li>") == 3

@@ -11,7 +11,9 @@ from typing import Any
 
 from asyncrl.compare import judgement
 from asyncrl.compare.comparison import KL_BATCHES, Cell, mean
+from asyncrl.config import Config
 from asyncrl.report import COLOURS
+from asyncrl.signs import interval
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>asyncrl: {{ name }}</title>
@@ -33,6 +35,7 @@ the first arm is what the others are compared with</div>
 <table id="arms"><tr>{% for h in head %}<th>{{ h }}</th>{% endfor %}</tr>
 {% for row in table %}<tr>{% for x in row %}<td>{{ x }}</td>{% endfor %}</tr>{% endfor %}</table>
 {% if trouble %}<h2 class="bad">Unstable runs</h2><ul>{% for t in trouble %}<li>{{ t }}</li>{% endfor %}</ul>{% endif %}
+<h2>Curves</h2><p id="bands" class="sub">{{ bands }}</p>
 <div class="grid">{% for plot in plots %}<div>{{ plot }}</div>{% endfor %}</div>
 <h2>How to read this</h2>
 <p>Verdicts are paired by seed (t intervals, Holm's correction over the arms) and speak of seeds nobody has run; the interval for other prompts
@@ -84,6 +87,18 @@ def _metric(name: str) -> Callable[[Cell], list[tuple[float, float]]]:
     return lambda c: [(float(r["step"]), float(r[name])) for r in c.rows if name in r]
 
 
+def bands(found: dict[str, Any], config: Config) -> str:
+    """What lines and bands of the curves are, and how sure one point of accuracy is."""
+    n = len(found["seeds"])
+    lines = f"Lines: mean over {n} seeds; bands: from the lowest to the highest seed, no interval." if n > 1 else "Lines: one seed."
+    e = config.evaluation
+
+    def within(size: int) -> str:
+        return f"n = {size:,} held-out prompts: +-{interval(0.5, size, 0.0, 1.0):.3f} at most"
+
+    return f"{lines} An accuracy of one seed lies within (95 %, over prompts) {within(e.final_prompts)} at both ends, {within(e.prompts)} between."
+
+
 def rows(found: dict[str, Any]) -> list[list[str]]:
     """The table of arms, as text."""
 
@@ -103,7 +118,7 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
     ]  # fmt: skip
 
 
-def write(directory: Path, name: str, cells: Sequence[Cell], found: dict[str, Any], settings: Sequence[tuple[str, str]], config: Any) -> Path:
+def write(directory: Path, name: str, cells: Sequence[Cell], found: dict[str, Any], settings: Sequence[tuple[str, str]], config: Config) -> Path:
     """DIR/report.html, comparison.json and the TensorBoard view of all arms."""
     import jinja2
     import plotly.io as pio
@@ -130,7 +145,9 @@ def write(directory: Path, name: str, cells: Sequence[Cell], found: dict[str, An
     same = "; ".join(f"{n} {sum(x)} of {len(x)} seeds" for n, x in found["same_data"].items())
     same += "".join(f"; {n}, seed {seed}: {x}" for n, each in found["data_apart"].items() for seed, x in zip(found["seeds"], each, strict=True) if x)
     page = jinja2.Environment(autoescape=True).from_string(PAGE).render(
-        name=name, seeds=len(found["seeds"]), steps=config.learner.steps, groups=config.learner.groups, size=config.learner.group_size, settings=settings,
+        name=name, bands=bands(found, config),
+        seeds=len(found["seeds"]), steps=config.learner.steps, groups=config.learner.groups, size=config.learner.group_size,
+        settings=settings,
         data=same, verdicts=[v["text"] for v in found["verdicts"]], trade=found["trade"], head=HEAD, table=rows(found), trouble=trouble, plots=plots,
         rules=judgement.Bounds(), kl_batches=KL_BATCHES, library=Markup(f"<script>{get_plotlyjs()}</script>"), blob=Markup(blob.replace("</", "<\\/")),
     )  # fmt: skip

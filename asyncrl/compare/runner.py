@@ -40,7 +40,7 @@ from learner.step import LearnerCore
 EPOCH, SLICE = 1, 4  # decode steps between two looks at the buffer
 KEPT = ("reward/mean", "is/ess", "is/target_ess", "is/mean_weight", "is/weight_ess", "kl/behavior_start_k3",
         "kl/behavior_target_k3", "optim/grad_norm", "policy/entropy",
-        "answer/length", "answer/truncated_share", "clip/share", "optim/early_stops", "kl/target_ref_k1", "kl/target_ref_k3", "kl/gradient_share",
+        "answer/truncated_share", "clip/share", "optim/early_stops", "kl/target_ref_k1", "kl/target_ref_k3", "kl/gradient_share",
         "kl/reward_gradient_share",
         "mismatch/k3_at_lag_0", "is/zero_share", "is/rejected_answers", "optim/steps", "optim/lr_scale", "optim/stop_kl", "reshape/gamma",
         "kl/moved")  # fmt: skip
@@ -176,7 +176,8 @@ class Run:
         began = time.monotonic()
         metrics = self.core.train(batch)
         self.learning += time.monotonic() - began
-        row = {"version": number + 1, "t": time.monotonic() - self.began, "lag/mean": trained.mean(counted)}
+        row = {"version": number + 1, "t": time.monotonic() - self.began, "lag/mean": trained.mean(counted),
+               "answer/length": sum(s.length for s in batch.samples) / len(batch.samples)}  # fmt: skip
         self.curve.append(row | {k: metrics[k] for k in KEPT if k in metrics})
         self.pending, self.busy_until = (number, *self.publish()), self.clock + self.update
         return True

@@ -95,6 +95,17 @@ def heat(found: dict[str, Any], value: Callable[[dict[str, Any]], float], below:
 Line = tuple[str, str, list[tuple[float, float]], bool]  # name, colour, points, joined by a line
 
 
+def ticks(low: float, high: float, most: int = 6) -> list[float]:
+    """Round numbers from low to high, at most `most`: multiples of 1, 2, 2.5 or 5 times a power of ten.
+
+    >>> ticks(0, 0.81), ticks(0, 1.08), ticks(-3, 130)
+    ([0.0, 0.2, 0.4, 0.6, 0.8], [0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [0.0, 25.0, 50.0, 75.0, 100.0, 125.0])
+    """
+    power = 10.0 ** math.floor(math.log10((high - low) / most))
+    step = next(s * power for s in (1, 2, 2.5, 5, 10, 20) if math.floor(high / (s * power)) - math.ceil(low / (s * power)) < most)
+    return [round(i * step, 12) for i in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
 def svg(title: str, lines: Sequence[Line], x_name: str, y_name: str, *, width: int = 560, height: int = 260,
         labels: Sequence[tuple[float, float, str]] = ()) -> str:  # fmt: skip
     """A plot with axes from the data; y from 0."""
@@ -107,11 +118,12 @@ def svg(title: str, lines: Sequence[Line], x_name: str, y_name: str, *, width: i
         return 48 + (x - x0) / (x1 - x0) * (width - 60), height - 36 - y / y1 * (height - 62)
 
     out = [f"<svg viewBox='0 0 {width} {height}' width='100%' role='img'><text x='48' y='15' style='font-weight:600'>{escape(title)}</text>"]
-    for i in range(5):
-        x, y = x0 + (x1 - x0) * i / 4, y1 * i / 4
-        a, b = px(x, 0), px(x0, y)
-        out.append(f"<text x='{a[0]:.1f}' y='{height - 20}' text-anchor='middle'>{x:.3g}</text><text x='43' y='{b[1] + 4:.1f}' text-anchor='end'>{y:.2f}</text>"
-                   f"<line x1='48' x2='{width - 12}' y1='{b[1]:.1f}' y2='{b[1]:.1f}' stroke='#e5e7eb'/>")  # fmt: skip
+    for x in ticks(x0, x1):
+        out.append(f"<text x='{px(x, 0)[0]:.1f}' y='{height - 20}' text-anchor='middle'>{x:g}</text>")
+    for y in ticks(0.0, y1):
+        at_y = px(x0, y)[1]
+        out.append(f"<text x='43' y='{at_y + 4:.1f}' text-anchor='end'>{y:g}</text>"
+                   f"<line x1='48' x2='{width - 12}' y1='{at_y:.1f}' y2='{at_y:.1f}' stroke='#e5e7eb'/>")  # fmt: skip
     out.append(f"<text x='{width / 2}' y='{height - 5}' text-anchor='middle'>{escape(x_name)}</text><text x='48' y='29'>{escape(y_name)}</text>")
     for name, colour, points, joined in lines:
         at = [px(*p) for p in points]

@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import Any
 
 from asyncrl.lab.bias import CUTS, DISCOUNTS, DISTANCES, EXACT, SIZES
-from asyncrl.lab.page import Claim, Findings, Lines, Table, curves, number
+from asyncrl.lab.page import Claim, Findings, Lines, Table, curves, dots, number
 
 ORDER = ("k1_in_reward", "k2_in_loss", "k3_in_loss", "k3_in_reward")
 UNBIASED = ("k1_in_reward_sequence", "k1_in_reward_per_decision", "prefix", "prefix_full")
@@ -109,14 +109,17 @@ def _figures(r: dict[str, Any]) -> list[Any]:
     def by_distance(key: str) -> Lines:
         return {n: (xs, [max(floor, r["distances"][f"{d:g}"][n][key]) for d in xs]) for n in SHOWN}
 
-    bars: Lines = {n: ([j["relative_variance"]], [max(floor, j["relative_bias"])]) for n, j in r["estimators"]["off_policy"].items()}
+    off = r["estimators"]["off_policy"]
+    order = sorted(off, key=lambda n: (max(floor, off[n]["relative_bias"]), off[n]["relative_variance"]))
+    bars = {"relative bias (0.001: exact)": [max(floor, off[n]["relative_bias"]) for n in order],
+            "variance over |exact|^2": [max(floor, off[n]["relative_variance"]) for n in order]}  # fmt: skip
     cut: Lines = {f"{w}, discount {d}": ([x["relative_variance"] for x in row.values()], [max(floor, x["relative_bias"]) for x in row.values()])
            for w in r["curve"] for d, row in r["curve"][w].items()}  # fmt: skip
     mse: Lines = {n: ([int(k) for k in c], list(c.values())) for n, c in r["mse"]["off_policy"].items() if n in SHOWN or n == "prefix_full_token"}
     return [
         curves("Bias against distance (0.001: exact)", by_distance("relative_bias"), "KL(mu || theta), nats a token", "relative bias", log_x=True, log_y=True),
         curves("Variance against distance", by_distance("relative_variance"), "KL(mu || theta), nats a token", "over |exact|^2", log_x=True, log_y=True),
-        curves("Bias and variance off policy", bars, "variance over |exact|^2", "relative bias (0.001: exact)", log_x=True, log_y=True),
         curves("Truncation along each line, 1 to inf", cut, "variance over |exact|^2", "relative bias (0.001: exact)", log_x=True, log_y=True),
         curves("Squared error off policy", mse, "answers in the batch", "over |exact|^2", log_x=True, log_y=True),
+        dots("Bias and variance off policy, least biased first", order, bars),
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,8 +106,35 @@ def curves(title: str, lines: Lines, x: str, y: str, *, log_x: bool = False, log
         figure.add_scatter(x=list(xs), y=list(ys), name=name, mode="lines+markers", marker={"size": 4}, line={"color": COLOURS[i % len(COLOURS)], "dash": dash})
     figure.update_layout(title={"text": title, "font": {"size": 14}}, height=400, margin={"l": 60, "r": 15, "t": 45, "b": 40}, template="plotly_white",
                          legend={"font": {"size": 10}})  # fmt: skip
-    figure.update_xaxes(title=x, type="log" if log_x else "linear", exponentformat="power")
-    figure.update_yaxes(title=y, type="log" if log_y else "linear", exponentformat="power")
+    figure.update_xaxes(title=x, **(log_axis([v for xs, _ in lines.values() for v in xs]) if log_x else {}))
+    figure.update_yaxes(title=y, **(log_axis([v for _, ys in lines.values() for v in ys]) if log_y else {}))
+    return figure
+
+
+def log_axis(values: Sequence[float]) -> dict[str, Any]:
+    """A logarithmic axis with round numbers written out: powers of ten, and 2 and 5 times them where there would be few.
+
+    >>> log_axis([0.003, 30.0])["ticktext"], log_axis([4.0, 60.0])["ticktext"]
+    (['0.001', '0.01', '0.1', '1', '10', '100'], ['1', '2', '5', '10', '20', '50', '100'])
+    """
+    found = [v for v in values if v > 0 and math.isfinite(v)] or [1.0]
+    low, high = math.floor(math.log10(min(found))), math.ceil(math.log10(max(found)))
+    steps = (1,) if high - low > 3 else (1, 2, 5)
+    ticks = [float(f"{s}e{e}") for e in range(low, high + 1) for s in steps if e < high or s == 1]
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{v:g}" for v in ticks]}
+
+
+def dots(title: str, names: Sequence[str], panels: Mapping[str, Sequence[float]]) -> Any:
+    """One row a name, named at its left, and one column of logarithmic dots a panel: many points that may lie on each other stay readable."""
+    from plotly.subplots import make_subplots
+
+    figure = make_subplots(rows=1, cols=len(panels), shared_yaxes=True, horizontal_spacing=0.03)
+    for i, (label, values) in enumerate(panels.items(), 1):
+        figure.add_scatter(x=list(values), y=list(names), mode="markers", marker={"size": 8, "color": COLOURS[i - 1]}, showlegend=False, row=1, col=i)
+        figure.update_xaxes(title=label, row=1, col=i, **log_axis(values))
+    figure.update_yaxes(autorange="reversed", dtick=1, automargin=True)
+    figure.update_layout(title={"text": title, "font": {"size": 14}}, height=110 + 20 * len(names), margin={"l": 10, "r": 15, "t": 45, "b": 40},
+                         template="plotly_white")  # fmt: skip
     return figure
 
 
