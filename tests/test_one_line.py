@@ -98,6 +98,12 @@ def test_a_place_where_no_run_directory_can_be_made(tmp_path: Path, small_model:
     refused(by_hand, 2, "cannot be made: Not a directory")
 
 
+def test_a_file_that_cannot_be_written_is_one_line() -> None:
+    done = cli("keys", "/dev/null/keys", "--json")
+    refused(done, 1, "/dev/null/keys", "Not a directory; is the disk full, or was the file removed or made read-only?")
+    assert done.json["exit_code"] == 1
+
+
 def test_a_run_directory_that_is_removed_ends_the_run(tmp_path: Path, small_model: Path) -> None:
     process = start(tmp_path, small_model, *SMALL[:-1], "learner.steps=100000", "evaluation.every=0", "name='gone'")
     run_dir = tmp_path / "runs" / "gone"

@@ -91,7 +91,7 @@ def test_bands_are_named_for_what_they_are() -> None:
     c = load(ROOT / "configs" / "demo.toml", ["evaluation.final_prompts=1024", "evaluation.prompts=256"])
     said = compare_page.bands({"seeds": [0, 1, 2]}, c)
     assert "bands: from the lowest to the highest seed, no interval" in said and "mean over 3 seeds" in said
-    assert "n = 1,024 held-out prompts: +-0.031 at most" in said and "n = 256 held-out prompts: +-0.061 at most" in said  # 0.98 / sqrt(n)
+    assert "+-0.031 at most (n = 1,024 held-out prompts) at both ends, +-0.061 at most (n = 256 held-out prompts) between" in said  # 0.98 / sqrt(n)
     assert "bands" not in compare_page.bands({"seeds": [0]}, c)
     assert '<p id="bands" class="sub">{{ bands }}</p>' in compare_page.PAGE
 

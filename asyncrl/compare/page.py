@@ -22,6 +22,7 @@ PAGE = """<!doctype html>
  h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem } .sub { color: #6b7280 }
  .grid { display: grid; grid-template-columns: 1fr 1fr; gap: .5rem } li { margin: .3rem 0 }
  table { border-collapse: collapse } td, th { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #e5e7eb }
+ .wide { overflow-x: auto }
  td:first-child, th:first-child, .left { text-align: left; white-space: nowrap } code { background: #f3f4f6; padding: 0 .3rem } .bad { color: #b91c1c }
 </style>{{ library }}</head><body>
 <h1>{{ name }}</h1><div class="sub">{{ seeds }} seed(s), {{ steps }} steps of {{ groups }} x {{ size }};
@@ -32,8 +33,8 @@ the first arm is what the others are compared with</div>
 <h2>Verdict</h2><ul id="verdicts">{% for v in verdicts %}<li>{{ v }}</li>{% endfor %}</ul>
 <ul>{% for t in trade %}<li>{{ t }}</li>{% endfor %}</ul>
 <h2>Arms, mean over seeds</h2>
-<table id="arms"><tr>{% for h in head %}<th>{{ h }}</th>{% endfor %}</tr>
-{% for row in table %}<tr>{% for x in row %}<td>{{ x }}</td>{% endfor %}</tr>{% endfor %}</table>
+<div class="wide"><table id="arms"><tr>{% for h in head %}<th>{{ h }}</th>{% endfor %}</tr>
+{% for row in table %}<tr>{% for x in row %}<td>{{ x }}</td>{% endfor %}</tr>{% endfor %}</table></div>
 {% if trouble %}<h2 class="bad">Unstable runs</h2><ul>{% for t in trouble %}<li>{{ t }}</li>{% endfor %}</ul>{% endif %}
 <h2>Curves</h2><p id="bands" class="sub">{{ bands }}</p>
 <div class="grid">{% for plot in plots %}<div>{{ plot }}</div>{% endfor %}</div>
@@ -94,9 +95,9 @@ def bands(found: dict[str, Any], config: Config) -> str:
     e = config.evaluation
 
     def within(size: int) -> str:
-        return f"n = {size:,} held-out prompts: +-{interval(0.5, size, 0.0, 1.0):.3f} at most"
+        return f"+-{interval(0.5, size, 0.0, 1.0):.3f} at most (n = {size:,} held-out prompts)"
 
-    return f"{lines} An accuracy of one seed lies within (95 %, over prompts) {within(e.final_prompts)} at both ends, {within(e.prompts)} between."
+    return f"{lines} 95 % interval of one seed's accuracy, over prompts: {within(e.final_prompts)} at both ends, {within(e.prompts)} between."
 
 
 def rows(found: dict[str, Any]) -> list[list[str]]:

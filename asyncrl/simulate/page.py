@@ -46,7 +46,7 @@ def _figures(points: Sequence[dict[str, Any]]) -> list[Any]:
         for i, n in enumerate(counts):
             mine = [p for p in points if p["generators"] == n]
             for key, label, dash in series:
-                name = ", ".join(x for x in (label, f"{n:,} generator{'s' * (n > 1)}" if len(counts) > 1 else "") if x)
+                name = ", ".join(x for x in (label or ("" if len(counts) > 1 else unit), f"{n:,} generator{'s' * (n > 1)}" if len(counts) > 1 else "") if x)
                 f.add_scatter(x=[f"{p['max_lag']}" for p in mine], y=[p[key] for p in mine], name=name, mode="lines+markers",
                               line={"dash": dash, "color": COLOURS[i % len(COLOURS)]})  # fmt: skip
         f.update_layout(title={"text": title, "font": {"size": 14}, "y": 0.97}, height=380, margin={"l": 60, "r": 9, "t": 95, "b": 40}, template="plotly_white",
