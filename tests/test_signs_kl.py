@@ -85,7 +85,9 @@ def test_growth_is_found() -> None:
     assert share(lambda t: 1 + 0.7 * t) == 0 and share(lambda t: 100.0 if t > 0.97 else 1.0) == 0 and share(lambda t: 5 - 4 * t) == 0
     assert signs.grown([1.0] * 10 + [2.0] * 5) == (1.0, 2.0) and signs.grown([1.0] * 10 + [1.99] * 5) is None
     assert signs.grown([float(i) for i in range(13)]) is None and signs.grown([float(i) for i in range(14)]) == (1.5, 11.5), "14 values are needed"
-    assert signs.grown([]) is None
+    assert signs.grown([]) is None and signs.grown([1.0]) is None and signs.grown([1.0, 2.0]) is None
+    # 17 values: 5 late over 12 early; three pairs the wrong way round have a chance of 7 / 6188 = 0.0011, two one of 4 / 6188.
+    assert signs.grown([1.0] * 9 + [10.0] * 3 + [5.0] + [20.0] * 4) is None and signs.grown([1.0] * 10 + [10.0] * 2 + [5.0] + [20.0] * 4) == (1.0, 20.0)
     long = [1.0] * 120 + [3.0, 1.0, 3.0] * 20  # stretches of ten: their medians are 3, though a third of the values is not
     assert signs.grown(long) == (1.0, 3.0)
 
@@ -97,6 +99,8 @@ def test_a_growing_mismatch_is_said(name: str) -> None:
     assert "learner.lr" in sign.try_this and "exact" in sign.try_this
     assert signs.signs(rows(60, **{name: [1e-9 * math.exp(0.05 * i) for i in range(60)]})) == [], "too small to matter"
     assert signs.signs(rows(60, **{name: noise(3, 60)})) == []
+    assert signs.signs(rows(60, **{name: [1e-6] * 40 + [9.9e-6] * 20})) == []
+    assert names(signs.signs(rows(60, **{name: [1e-6] * 40 + [1e-5] * 20}))) == ["growing_mismatch"], "harmless below 1e-5"
 
 
 def test_both_measures_of_the_mismatch_are_looked_at() -> None:
@@ -135,6 +139,8 @@ def test_drift_under_k1_in_the_loss() -> None:
     assert signs.signs(rows(kl__target_ref_k3=HELD), config(*K1_LOSS)) == [], "the settings alone are no sign"
     assert signs.signs(rows(kl__target_ref_k3=[x / 5 for x in LOST]), config(*K1_LOSS)) == [], "little"
     assert signs.signs(rows(kl__target_ref_k3=[0.3] * 50), config(*K1_LOSS)) == [], "no longer rising"
+    for middle, late, said in ((0.08, 0.1, ["kl_drift"]), (0.07, 0.099, []), (0.16, 0.2, ["kl_drift"]), (0.1601, 0.2, [])):
+        assert names(signs.signs(rows(48, kl__target_ref_k3=[0.0] * 16 + [middle] * 16 + [late] * 16), config(*K1_LOSS))) == said, (middle, late)
     assert signs.signs(rows(14, kl__target_ref_k3=[0.1 * x for x in range(14)]), config(*K1_LOSS)) == [], "too early"
     assert names(signs.signs(rows(15, kl__target_ref_k3=[0.1 * x for x in range(15)]), config(*K1_LOSS))) == ["kl_drift"]
     for other in (K3_LOSS, (), ("kl.loss.coefficient=0.0", *K1_LOSS[1:]), ("kl.reward.coefficient=0.3", "kl.reward.estimator=k1"),
@@ -188,6 +194,9 @@ def test_a_coefficient_without_effect() -> None:
     assert "kl.loss.coefficient = 0.1" in sign.try_this
     assert signs.signs(rows(kl__target_ref_k3=moved, kl__gradient_share=[0.01] * 50), config(*K3_LOSS)) == []
     assert signs.signs(rows(kl__target_ref_k3=[0.019] * 50, kl__gradient_share=none), config(*K3_LOSS)) == [], "nothing to hold"
+    for share, kl, said in ((0.0099, 0.02, ["kl_without_effect"]), (0.01, 0.02, [])):
+        assert names(signs.signs(rows(kl__target_ref_k3=[kl] * 50, kl__gradient_share=[share] * 50), config(*K3_LOSS))) == said
+    assert names(signs.signs(rows(20, kl__target_ref_k3=moved, kl__gradient_share=none), config(*K3_LOSS))) == ["kl_without_effect"]
     assert signs.signs(rows(19, kl__target_ref_k3=moved, kl__gradient_share=none), config(*K3_LOSS)) == [], "too early"
     assert names(signs.signs(rows(kl__target_ref_k3=moved, kl__gradient_share=[0.5] * 30 + none[:20]), config(*K3_LOSS))) == ["kl_without_effect"]
     assert signs.signs(rows(kl__target_ref_k3=moved, kl__gradient_share=none), config("kl.loss.coefficient=0.0")) == []
