@@ -79,9 +79,14 @@ def run_id(run_dir: Path) -> str:
     return (run_dir / "run_id").read_text().strip()
 
 
+def here(run_dir: Path) -> str:
+    """Names this directory on this machine: a copy of it has the run's id too, and must not share its socket and its weights."""
+    return f"{run_id(run_dir)}-{run_dir.stat().st_ino:x}"
+
+
 def socket_dir(run_dir: Path) -> Path:
     """A private directory with a short path, for unix sockets (their paths may have 107 bytes)."""
-    path = Path(tempfile.gettempdir()) / f"asyncrl-{os.getuid()}" / run_id(run_dir)
+    path = Path(tempfile.gettempdir()) / f"asyncrl-{os.getuid()}" / here(run_dir)
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return path
 
@@ -93,7 +98,7 @@ def buffer_address(config: Config, run_dir: Path) -> str:
 def shm_dir(run_dir: Path) -> Path:
     """The run's directory on the shared-memory file system."""
     base = SHM if SHM.is_dir() and os.access(SHM, os.W_OK) else Path(tempfile.gettempdir())
-    return base / f"asyncrl-{os.getuid()}-{run_id(run_dir)}"
+    return base / f"asyncrl-{os.getuid()}-{here(run_dir)}"
 
 
 def ring_dir(run_dir: Path, epoch: int) -> Path:

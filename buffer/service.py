@@ -273,17 +273,36 @@ class Service:
     def on_LearnerHello(self, peer: bytes, hello: m.LearnerHello) -> None:
         if self.refuse(peer, hello.protocol, hello.run):
             return
+        checks.hello(hello)
         new = hello.epoch != self.store.epoch
+        unheard = self.unheard(hello.label.number) if new else []
         if not self.store.hello(hello):
             self.send(peer, m.FencedOff(hello.epoch, self.store.epoch))
             return
         if new:
             self.leased = {}
-            self.trained.roll_back(hello.label.number)
+            self.trained.begin(hello.label.number)
+            for batch in unheard:
+                if not self.trained.knows(batch.number):
+                    self.trained.add(batch, self.mask_limit)
             self.asks.clear()
             self.goodbyes.clear()
         self.learner = {"at": time.monotonic(), "pid": hello.pid, "waiting": "", "stats": {}, "peer": peer}
         self.send(peer, m.Welcome(hello.epoch, self.store.base))
+
+    def unheard(self, number: int) -> list[m.Batch]:
+        """Batches before `number` whose rows are missing and whose samples are here: their commits were lost, or their rows torn."""
+        s, out = self.store, []
+        for n, comp in enumerate(s.comps, s.base):
+            groups = [g for t in comp if (g := s.alive.get(t) or s.retained.get(t)) is not None and g.complete]
+            if n < number and not self.trained.knows(n) and len(groups) == len(comp) and s.policy is not None:
+                out.append(s.batch(groups, s.epoch, n))
+        return out
+
+    @property
+    def mask_limit(self) -> float:
+        """Tokens past this lag are left out of the loss."""
+        return self.store.max_lag if self.config.staleness.on_exceed == "mask" else float("inf")
 
     def fenced(self, peer: bytes, epoch: int) -> bool:
         """Is this not of the learner that is followed?  Before any hello there is none."""
@@ -322,6 +341,7 @@ class Service:
     def on_Checkpointed(self, peer: bytes, message: m.Checkpointed) -> None:
         if not self.fenced(peer, message.epoch):
             self.store.checkpointed(message.oldest)
+            self.trained.settle(self.store.base)
 
     def on_Goodbye(self, peer: bytes, message: m.Goodbye) -> None:
         if not self.fenced(peer, message.epoch):
@@ -347,6 +367,7 @@ class Service:
             if groups:
                 batch = self.store.batch(groups, ask.epoch, ask.number)
                 self.leased[ask.number] = batch
+                self.trained.lend(batch, self.mask_limit)
                 self.clock.start(time.monotonic())  # after a restart the first batch may need no ticket
                 self.send(peer, batch)
                 self.wait("learner", "")
@@ -418,7 +439,7 @@ class Service:
 
     def lags(self, batch: m.Batch) -> dict[str, float]:
         """Lag over the batch's trained tokens, and what its samples were made of."""
-        counts = self.trained.add(batch, self.store.max_lag if self.config.staleness.on_exceed == "mask" else float("inf"))
+        counts = self.trained.add(batch, self.mask_limit)
         n = max(len(batch.lags), 1)
         parts: dict[str, list[float]] = {}
         for s in batch.samples:
@@ -506,7 +527,7 @@ class Service:
 
         ledger, lags = s.ledger(), self.trained.lags()
         return {
-            "wall_s": self.clock.at(self.last_commit), "steps": s.committed, "trajectories": sum(r.samples for r in self.trained.rows.values()),
+            "wall_s": self.clock.at(self.last_commit), "steps": s.committed, "trajectories": self.trained.samples(),
             "tokens": sum(lags.values()),
             "heldout_start": value("heldout", 0), "heldout_end": value("heldout", numbers[-1] if numbers else None),
             "ood_start": value("ood", 0), "ood_end": value("ood", s.s.steps),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,46 +68,95 @@ def _take(rows: dict[int, Row], row: dict[str, Any]) -> None:
 
 
 class Trained:
-    """The batches of the surviving history, kept in `trained.jsonl`: the last row of a batch counts."""
+    """The batches of the surviving history, kept in `trained.jsonl`: the last row of a batch counts.
+
+    `leased.json` beside it holds those that were handed out and whose commit was not heard yet: a learner whose checkpoint lies behind one of
+    them has trained it, and its row is made up for at the hello.  Rows that no learner can take back any more are summed.
+    """
 
     def __init__(self, path: Path) -> None:
         self.file = jsonl.Appender(path)
         self.rows = read(path)
+        self.lent_path = path.with_name("leased.json")
+        self.lent = self._lent()
+        self.summed = 0  # rows below this number are in the sums
+        self.summed_samples, self.summed_lags, self.summed_ids = 0, Counter[int](), xxhash.xxh3_64()
+
+    def _lent(self) -> dict[int, dict[str, Any]]:
+        try:
+            return {int(n): dict(row) for n, row in json.loads(self.lent_path.read_bytes()).items()}
+        except (OSError, ValueError, TypeError, AttributeError):  # none, or not whole: then as if nothing had been handed out
+            return {}
 
     def _write(self, row: dict[str, Any]) -> None:
         _take(self.rows, row)
         self.file.write(row)
 
-    def roll_back(self, number: int) -> None:
-        """Batches from `number` on are trained again."""
+    def knows(self, number: int) -> bool:
+        return number < self.summed or number in self.rows
+
+    def lend(self, batch: Batch, limit: float) -> None:
+        """A batch is handed out; tokens past `limit` are masked."""
+        self.lent = {n: x for n, x in self.lent.items() if not self.knows(n)} | {batch.number: _row(batch, limit)}
+        part = self.lent_path.with_suffix(".part")
+        try:
+            part.write_text(json.dumps(self.lent))
+            os.replace(part, self.lent_path)
+        except OSError as e:
+            raise jsonl.full(self.lent_path, e) from e
+
+    def begin(self, number: int) -> None:
+        """A learner begins at `number`: batches from there on are trained again, those before it were trained, whether their commit was heard or not."""
         if any(n >= number for n in self.rows):
             self._write({"from": number})
+        for n in sorted(self.lent):
+            if n < number and not self.knows(n):
+                self._write(self.lent[n])
+        self.lent = {}
 
     def add(self, batch: Batch, limit: float) -> dict[int, int]:
-        """A committed batch; tokens past `limit` were masked.  Returns its trained tokens by lag."""
-        counts: dict[int, int] = {}
-        for sample in batch.token_lags:
-            for start, end, lag in sample:
-                if lag <= limit:
-                    counts[lag] = counts.get(lag, 0) + end - start
-        tickets = runs(s.ticket for s in batch.samples)
-        self._write({"batch": batch.number, "samples": len(batch.samples), "ids": digest(batch.samples), "lags": counts, "tickets": tickets})
-        return counts
+        """A trained batch; tokens past `limit` were masked.  Returns its trained tokens by lag."""
+        self._write(_row(batch, limit))
+        return self.rows[batch.number].lags
+
+    def settle(self, below: int) -> None:
+        """No learner begins below this number any more: these rows are only summed from now on."""
+        for n in sorted(n for n in self.rows if n < below):
+            row = self.rows.pop(n)
+            self.summed_samples += row.samples
+            self.summed_lags.update(row.lags)
+            self.summed_ids.update(row.ids.encode())
+        self.summed = max(self.summed, below)
+
+    def samples(self) -> int:
+        """Samples of all batches."""
+        return self.summed_samples + sum(r.samples for r in self.rows.values())
 
     def lags(self) -> dict[int, int]:
         """Trained tokens by lag, over all batches."""
-        out: dict[int, int] = {}
+        out = self.summed_lags.copy()
         for row in self.rows.values():
-            for lag, n in row.lags.items():
-                out[lag] = out.get(lag, 0) + n
-        return out
+            out.update(row.lags)
+        return dict(out)
 
     def ids(self) -> str:
         """One digest of all sample ids in the order in which they were trained."""
-        return xxhash.xxh3_64_hexdigest("".join(self.rows[n].ids for n in sorted(self.rows)).encode())
+        out = self.summed_ids.copy()
+        out.update("".join(self.rows[n].ids for n in sorted(self.rows)).encode())
+        return out.hexdigest()
 
     def close(self) -> None:
         self.file.close()
+
+
+def _row(batch: Batch, limit: float) -> dict[str, Any]:
+    counts: dict[int, int] = {}
+    for sample in batch.token_lags:
+        for start, end, lag in sample:
+            if lag <= limit:
+                counts[lag] = counts.get(lag, 0) + end - start
+    tickets = runs(s.ticket for s in batch.samples)
+    return {"batch": batch.number, "samples": len(batch.samples), "ids": digest(batch.samples), "lags": counts, "tickets": tickets}
 
 
 def mean(counts: dict[int, int]) -> float:

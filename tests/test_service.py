@@ -21,7 +21,7 @@ from asyncrl import messages as m
 from asyncrl.tasks import get_task
 from asyncrl.versions import Label
 from asyncrl.wires import PeerSocket
-from buffer import sessions
+from buffer import sessions, trained
 from buffer.service import Service, open_store
 
 SMALL = ("learner.steps=2", "learner.groups=1", "learner.group_size=2", "staleness.max_lag=0", "evaluation.every=0", "evaluation.final_prompts=1",
@@ -358,6 +358,50 @@ def test_two_generators_of_one_name(begin: Any, monkeypatch: pytest.MonkeyPatch)
     late = m.Deliver("generator-0", 50, 1, answers(next(t for t in held if t.kind == "train")).samples)
     assert ask(first, late, m.Acks).acks and run.service.sessions.token("generator-0") == 3  # what it had finished is taken
     assert "taken the name" in ask(first, m.Want("generator-0", 50, 2, 9, None), m.Refused).reason
+
+
+def handed_out(run: Run, generator: PeerSocket, learner: PeerSocket, numbers: tuple[int, ...]) -> list[m.Batch]:
+    """Batches `numbers`, written and handed to the learner of epoch 1."""
+    batches, sequence = [], 0
+    for n in numbers:
+        learner.send(m.Ask(1, n))
+        while len(batches) == n:
+            assert sequence < 200, "no batch came"
+            sequence += 1
+            generator.send(want(sequence, 9))
+            reply = generator.recv(0.3)
+            while reply is not None:
+                for t in reply.tickets if isinstance(reply, m.Tickets) else ():
+                    generator.send(answers(t))
+                reply = generator.recv(0.05)
+            if isinstance(got := learner.recv(0.3), m.Batch):
+                batches.append(got)
+    return batches
+
+
+@pytest.mark.parametrize("mode", ["memory", "process", "process, rows lost"])
+@pytest.mark.parametrize("killed", ["learner", "both"])
+def test_a_batch_whose_commit_was_lost_is_trained_when_a_checkpoint_lies_behind_it(begin: Any, mode: str, killed: str) -> None:
+    """The learner trains batches 0 and 1, writes the checkpoint of version 2, and is killed before the buffer has heard of either."""
+    words = ("learner.steps=3", f"durability.mode='{mode.partition(',')[0]}'")
+    run = begin(*words)
+    generator, learner = run.peer(), run.peer()
+    ask(learner, msgspec.structs.replace(run.hello(1), max_lag=3), m.Welcome)
+    batches = handed_out(run, generator, learner, (0, 1))
+    if killed == "both":
+        run.end()
+        if "lost" in mode:  # a power cut: what is not in the journal is gone
+            (run.dir / "leased.json").unlink()
+        run = begin(*words)
+        learner = run.peer()
+    hello = msgspec.structs.replace(run.hello(2, 2, origin=1), next_ticket=batches[1].next_ticket, ledger=batches[1].ledger, parent=Label(1, 1))
+    ask(learner, hello, m.Welcome)
+    rows = trained.read(run.dir / "trained.jsonl")
+    assert {n: (r.samples, r.tickets, r.ids) for n, r in rows.items()} == {b.number: (2, [[b.number] * 2], trained.digest(b.samples)) for b in batches}
+    summary = run.service.summary()
+    assert (summary["trajectories"], summary["tokens"], summary["steps"]) == (4, 8, 2) and summary["ledger"]["trained"] == 8
+    ask(learner, msgspec.structs.replace(run.hello(3, 1 if killed == "learner" else 2, origin=1)), m.Welcome)
+    assert len(trained.read(run.dir / "trained.jsonl")) == (1 if killed == "learner" else 2)  # and a roll-back takes it out again
 
 
 # ---- what cannot be -------------------------------------------------------------------------------------------------

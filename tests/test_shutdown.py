@@ -36,7 +36,7 @@ def of_run(run_dir: Path) -> dict[int, str]:
 def left(run_dir: Path) -> list[str]:
     """Sockets and shared memory of the run."""
     name = rundir.run_id(run_dir)
-    return [str(p) for base in ("/dev/shm", "/tmp") for p in Path(base).glob(f"asyncrl-*{name}*")] + [str(p) for p in Path("/tmp").glob(f"asyncrl-*/{name}")]
+    return [str(p) for base in ("/dev/shm", "/tmp") for p in Path(base).glob(f"asyncrl-*{name}*")] + [str(p) for p in Path("/tmp").glob(f"asyncrl-*/{name}*")]
 
 
 def gone(run_dir: Path, seconds: float = 30) -> None:
