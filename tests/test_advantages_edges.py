@@ -34,7 +34,7 @@ def test_group_means_and_baselines_of_groups_of_several_sizes() -> None:
     assert adv.grpo(REWARDS, GROUPS, eps=0.0).tolist() == pytest.approx([-2 / std1, -1 / std1, 3 / std1, -1 / math.sqrt(2), 1 / math.sqrt(2)])
     assert adv.grpo(REWARDS, GROUPS, eps=0.5)[:3].tolist() == pytest.approx([-2 / (std1 + 0.5), -1 / (std1 + 0.5), 3 / (std1 + 0.5)])
     assert float(adv.grpo(vec(0, 1e-3), torch.tensor([0, 0]))[1]) == pytest.approx(5e-4 / (math.sqrt(5e-7) + 1e-4))  # eps 1e-4, ddof 1 by default
-    with pytest.raises(ConfigError, match="ddof = 1 needs more than 1 samples of each prompt: raise learner.group_size"):
+    with pytest.raises(ConfigError, match=r"ddof = 1 needs more than 1 samples of each prompt: raise learner\.group_size"):
         adv.grpo(vec(1, 2, 3), torch.tensor([0, 0, 1]))
     assert adv.grpo(vec(1, 2, 3), torch.tensor([0, 0, 1]), ddof=0, eps=0.0).tolist() == [-1, 1, 0]
     with pytest.raises(ConfigError, match="rloo needs at least two samples of each prompt"):

@@ -88,9 +88,9 @@ def test_forms_without_discount_and_truncation_are_exact_by_default() -> None:
 
 
 def test_errors_of_forms() -> None:
-    with pytest.raises(ConfigError, match="off_policy = prefix_full .needs the exact KL of each step over the vocabulary.: choose one of none, ratio, prefix$"):
+    with pytest.raises(ConfigError, match=r"off_policy = prefix_full .needs the exact KL of each step .*: choose one of none, ratio, prefix$"):
         kl.term(LP, REF, MU, SEQ, off_policy="prefix_full")
-    with pytest.raises(ConfigError, match="off_policy = all: choose one of none, ratio, prefix, prefix_full"):
+    with pytest.raises(ConfigError, match=r"off_policy = all: choose one of none, ratio, prefix, prefix_full"):
         kl.term(LP, REF, MU, SEQ, off_policy="all")
 
 
