@@ -26,8 +26,8 @@ from actors.weights import WeightsReceiver
 from asyncrl import messages as m
 from asyncrl.config import Config
 from asyncrl.devices import bind
-from asyncrl.errors import AsyncrlError, PeerUnreachable, ProtocolError
-from asyncrl.rundir import buffer_address, run_id
+from asyncrl.errors import AsyncrlError, NothingToDo, PeerUnreachable, ProtocolError
+from asyncrl.rundir import buffer_address, ended, run_id
 from asyncrl.tasks import get_task
 from asyncrl.tokenizer import encode_prompt, load_tokenizer, stop_tokens
 from asyncrl.trace import Tracer
@@ -40,6 +40,7 @@ CALL_S = 2.0  # seconds for them: a slow engine makes fewer, as leases are renew
 EVERYTHING = 1 << 30  # samples
 IDLE_POLL_S = 0.02
 GREET_S = 5.0
+ENDED_S = 2.0  # of the buffer's silence, before it is looked up whether the run has ended
 REWARD_POLL_S = 0.002  # nothing to decode, rewards outstanding: the core may be the one that computes them
 
 
@@ -47,7 +48,7 @@ class Generator:
     """One generator.  `run` returns when the run is finished or it was told to end."""
 
     def __init__(self, config: Config, run_dir: Path, index: int, engine: Engine) -> None:
-        self.config, self.engine = config, engine
+        self.config, self.run_dir, self.engine = config, run_dir, engine
         self.producer, self.session = f"generator-{index}", time.time_ns()
         self.run = run_id(run_dir)
         self.lockstep = config.staleness.max_lag == 0 and config.generators == 1
@@ -102,6 +103,8 @@ class Generator:
             self.renew()
         if not self.over:
             self.leave()
+        elif self.loaded is None:
+            raise NothingToDo(f"the run in {self.run_dir} has ended, all its {self.config.learner.steps} steps are made: {self.producer} came too late")
 
     def request(self, message: m.FromPeer) -> None:
         """Send what the buffer answers, each in its own time: silence counts from here."""
@@ -130,6 +133,9 @@ class Generator:
                 error.exit_code = reply.exit_code
                 raise error
         silent = time.monotonic() - self.unanswered if self.unanswered else 0.0
+        if silent > ENDED_S and ended(self.run_dir, self.config.learner.steps):
+            self.over = True  # the buffer has gone without telling this one: it decoded, or was still starting
+            return
         if silent > self.config.wires.connect_s:
             raise PeerUnreachable(
                 f"the buffer at {self.socket.address} has not answered for {silent:.0f} s (wires.connect_s); "

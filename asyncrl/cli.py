@@ -12,8 +12,8 @@ from typing import Any, NoReturn
 import click
 from msgspec import to_builtins
 
-from asyncrl import __version__, refusal
-from asyncrl.errors import EXIT_CODES, AsyncrlError, ConfigError
+from asyncrl import __version__, lives, refusal
+from asyncrl.errors import EXIT_CODES, AsyncrlError, ConfigError, NothingToDo
 from asyncrl.importing import here_last, no_garbage
 from asyncrl.lab.command import lab
 
@@ -139,12 +139,19 @@ def _part(source: str, sets: tuple[str, ...], run_dir: Path | None, *, joins: bo
 
     config = config_load.load(source, sets)
     where = run_dir or rundir.directory(config, source)
+    if os.environ.get("ASYNCRL_SUPERVISED"):
+        return config, where
     if run_dir is None and not config.name:
         raise ConfigError("processes started one by one need to agree on a directory: give --run-dir DIR (or name in the config)")
     if not (where / "config.toml").exists():
         run = _joined(config, where) if joins and config.wires.address.startswith("tcp://") else ""
         rundir.ensure(config, config_load.dump(config), where, run)
-    return config_load.load(where / "config.toml"), where
+    found = config_load.load(where / "config.toml")
+    config_load.agree(config, found, sets, where / "config.toml")
+    if rundir.ended(where, found.learner.steps):
+        raise NothingToDo(f"the run in {where} has ended, all its {found.learner.steps} steps are made: `asyncrl run --resume {where} --set "
+                          "learner.steps=N` trains on")  # fmt: skip
+    return found, where
 
 
 def _joined(config: Any, where: Path) -> str:
@@ -164,7 +171,21 @@ def _joined(config: Any, where: Path) -> str:
     return ""
 
 
-INTERRUPTED = 130
+def _live(name: str, config: Any, where: Path, index: int) -> bool:
+    """One process's life, to the run's end (True) or until it is told to end (False)."""
+    if name == "buffer":
+        with no_garbage():
+            from buffer.service import main as start_buffer
+        return start_buffer(config, where)
+    if name == "learner":
+        with no_garbage():
+            from learner.loop import main as start_learner
+        return start_learner(config, where)
+    with no_garbage():
+        import torch  # noqa: F401  # which its engine needs
+
+        from actors.generator import main as start_generator
+    return start_generator(config, where, index)
 
 
 def part_command(name: str, doc: str) -> None:
@@ -174,23 +195,31 @@ def part_command(name: str, doc: str) -> None:
     def command(source: str, sets: tuple[str, ...], as_json: bool, run_dir: Path | None, index: int) -> None:
         refusal.listen()
         config, where = _part(source, sets, run_dir, joins=name == "generator")
-        if name == "buffer":
-            with no_garbage():
-                from buffer.service import main as start
-            ended = start(config, where)
-        elif name == "learner":
-            with no_garbage():
-                from learner.loop import main as start
-            ended = start(config, where)
-        else:
-            with no_garbage():
-                import torch  # noqa: F401  # which its engine needs
+        if int(os.environ.get("RANK", "0")) > 0:  # a rank of the learner's: it lives and ends with rank 0
+            sys.exit(0 if _live(name, config, where, index) else lives.INTERRUPTED)
+        supervised = bool(os.environ.get("ASYNCRL_SUPERVISED"))
+        life = lives.Life(where, f"generator-{index}" if name == "generator" else name, alone=name != "learner", supervised=supervised)
+        code, why = 1, "killed"
+        try:
+            code, why = (0, "") if _live(name, config, where, index) else (lives.INTERRUPTED, "")
+        except KeyboardInterrupt:
+            code, why = lives.INTERRUPTED, ""
+        except AsyncrlError as e:
+            code, why = e.exit_code, str(e)
+            raise
+        except Exception as e:
+            code, why = 1, f"{type(e).__name__}: {e}"
+            raise
+        finally:
+            last = life.end(code, why)
+            if last and not supervised:
+                from asyncrl.run import close_up
 
-                from actors.generator import main as start_generator
-            ended = start_generator(config, where, index)
+                close_up(life)
+            life.free()
         if as_json:
             print(json.dumps({"run_dir": str(where), "process": name}))
-        sys.exit(0 if ended else INTERRUPTED)
+        sys.exit(code)
 
     command.__doc__ = doc
     main.command(name)(command)
@@ -230,10 +259,10 @@ def report(run_dir: Path, as_json: bool) -> None:
 @click.option("--exact", "exact", is_flag=True, help="the self-test of exact mode instead: for a CONFIG, a RUN_DIR, or small models when none is given")
 @click.option("--json", "as_json", is_flag=True)
 def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
-    """Who waits for whom, since when; with --exact, which operators agree bitwise between engine and learner."""
-    from asyncrl import config_load, live, metrics, rundir
+    """How a run stands: who waits for whom, since when; of one that does not run, what ended it; --exact: which operators agree bitwise."""
+    from asyncrl import config_load, live, rundir
+    from asyncrl import doctor as doctors
     from asyncrl.errors import PeerUnreachable
-    from asyncrl.watchdog import Watchdog
 
     if exact:
         return doctor_exact(run_dir, as_json)
@@ -242,24 +271,27 @@ def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
     if not (run_dir / "config.toml").exists():
         raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
     config = config_load.load(run_dir / "config.toml")
-    status = live.ask(rundir.buffer_address(config, run_dir), config.wires.curve_dir, 3.0)
-    if status is None:
-        logs = sorted((run_dir / "logs").glob("attempt_*"))
-        raise PeerUnreachable(f"the buffer of {run_dir} does not answer: the run is not running; logs: {logs[-1] if logs else run_dir / 'logs'}")
-    if not as_json:
+    there = bool(config.wires.address) or lives.alive(run_dir, "buffer")
+    status = live.ask(rundir.buffer_address(config, run_dir), config.wires.curve_dir, 3.0) if there else None
+    seen = doctors.look(config, run_dir, status)
+    if as_json:
+        print(json.dumps(seen))
+    elif status is None:
+        print("\n".join(doctors.lines(config, run_dir, seen)))
+    else:
         print(live.line(status))
         for who, what, on, age in status.waits:
             print(f"{who} waits {age:.1f} s for {what} (on {on})")
         for name, age in status.peers.items():
             print(f"{name}: heard {age:.1f} s ago")
-    w, times = config.watchdog, [r["t"] for r in metrics.read(run_dir) if "reward/mean" in r]
-    dog = Watchdog(w.multiple, w.floor_s, w.startup_s)
-    for n, t in enumerate(times, 1):
-        dog.observe(n, n, t)
-    if not as_json:
-        print(f"a step is overdue after {dog.deadline:.1f} s without a commit ({w.multiple:g} medians of the run's own steps, at least {w.floor_s:g} s)")
-    emit({"waits": [dict(zip(("who", "what", "on", "seconds"), w, strict=True)) for w in status.waits], "committed": status.committed,
-          "deadline_s": dog.deadline, "rewards": live.rewards(status.metrics)}, as_json)  # fmt: skip
+        dead = [p for p in seen["processes"] if not p["alive"] and (p["known"] or p["name"] not in status.peers)]
+        print("".join(p["said"] + "\n" for p in dead), end="")
+        if {p["name"] for p in dead if p["known"]} & set(doctors.missing(seen)):
+            print(doctors.advice(config, run_dir, seen))
+        w = config.watchdog
+        print(f"a step is overdue after {seen['deadline_s']:.1f} s without a commit ({w.multiple:g} medians of the run's own steps, at least {w.floor_s:g} s)")
+    if not seen["running"] and not seen["ended"]:
+        raise PeerUnreachable(f"the run in {run_dir} is not running, and has made {seen['committed']} of {seen['steps']} steps")
 
 
 def doctor_exact(source: Path | None, as_json: bool) -> None:

@@ -282,6 +282,28 @@ def _exact(c: Config) -> list[str]:
     return out
 
 
+def agree(given: Config, found: Config, sets: typing.Sequence[str], path: Path) -> None:
+    """One process of a run was started with `given`; the run's config, which holds for all of them, is `found` in `path`.
+
+    Raises ConfigError for a --set that differs from it: it would be ignored.
+    """
+    mine, theirs = msgspec.to_builtins(given), msgspec.to_builtins(found)
+    for key, item in {item.partition("=")[0].strip(): item for item in sets}.items():  # of a key given twice, the last one counts
+        ours, run = mine, theirs
+        for part in key.split("."):
+            ours, run = ours[part], run[part]
+        if ours != run:
+            raise ConfigError(f"--set {item}: the run has {key} = {_toml(run)}, not {_toml(ours)} ({path}): one run, one config; leave this --set out, "
+                              "or start a new run")  # fmt: skip
+
+
+def _toml(value: Any) -> str:
+    """A value as in a config; a section's as its table."""
+    if value is None:
+        return "nothing"
+    return tomli_w.dumps({"x": value}).partition("=")[2].strip() if not isinstance(value, dict) else str(value)
+
+
 def warnings(c: Config) -> list[str]:
     """What a run is told once at its start."""
     return rules.warnings(c)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl import importing, refusal
+from asyncrl import importing, lives, refusal
 from asyncrl.config import Config
 from asyncrl.errors import NothingToDo, ProcessLost
 from asyncrl.messages import Status
@@ -173,6 +173,8 @@ class Supervisor:
             self.say(f"{child.name} ended ({signal_name(code)}) when the run was over")
             return
         refused = refusal.heard(child.pipe)
+        if refused is None and child.process is not None:
+            lives.note(self.run_dir, child.name, child.process.pid, "died", code=code, why=(self.tail(child, 1) or [""])[-1][:500])
         self.say(f"{child.name} died: {signal_name(code)}; its log: {child.log}")
         last = self.tail(child)
         for line in last:
@@ -206,5 +208,7 @@ class Supervisor:
                         c.process.kill()
                     time.sleep(0.02)
                 c.code = c.process.returncode
+                if c.code < 0:
+                    lives.note(self.run_dir, c.name, c.process.pid, "died", code=c.code, why="by its supervisor, which ends the run")
         for c in self.children:
             c.hang_up()

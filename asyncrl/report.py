@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl import jsonl, metrics, trace
+from asyncrl import config_load, jsonl, lives, metrics, trace
+from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.signs import interval
 
@@ -27,10 +28,11 @@ PAGE = """<!doctype html>
  .cards { display: flex; flex-wrap: wrap; gap: .75rem; margin: 1.2rem 0 } .card { background: #f3f4f6; border-radius: 8px; padding: .6rem 1rem }
  .card b { display: block; font-size: 1.25rem } .grid { display: grid; grid-template-columns: 1fr 1fr; gap: .5rem }
  table { border-collapse: collapse } td, th { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #e5e7eb }
- #signs { background: #fef3c7; border-radius: 8px; padding: .6rem 1rem .6rem 2rem; margin: 1rem 0 0 }
+ #signs, #unfinished { background: #fef3c7; border-radius: 8px; padding: .6rem 1rem .6rem 2rem; margin: 1rem 0 0 }
  td:first-child, th:first-child { text-align: left } code { background: #f3f4f6; padding: 0 .3rem } pre { white-space: pre-wrap }
 </style>{{ library }}</head><body>
 <h1>{{ name }}</h1><div class="sub">{{ subtitle }}</div>
+{% if unfinished %}<ul id="unfinished">{% for x in unfinished %}<li>{{ x }}</li>{% endfor %}</ul>{% endif %}
 {% if signs %}<ul id="signs">{% for s in signs %}<li><b>{{ s.said }}</b>; {{ s.try_this }}</li>{% endfor %}</ul>{% endif %}
 <div class="cards">{% for label, value, id, note in cards %}<div class="card">{{ label }}
 <b id="{{ id }}">{{ value }}</b>{% if note %}<span class="sub" id="{{ id }}-note">{{ note }}</span>{% endif %}</div>{% endfor %}</div>
@@ -194,26 +196,49 @@ def by_length(s: dict[str, Any]) -> list[tuple[str, ...]]:
     return rows
 
 
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace").strip() if path.is_file() else "unknown"
+
+
+def unfinished(config: Config, run_dir: Path, summary: dict[str, Any]) -> list[str]:
+    """What a reader must know of a run that has not made all its steps; nothing of one that has."""
+    if summary["steps"] >= config.learner.steps and not summary.get("partial"):
+        return []
+    said = [f"Not finished: {summary['steps']} of {config.learner.steps} steps.", *(lives.end_of(row) for row in lives.ends(run_dir))]
+    return said + ([summary["partial"]] if summary.get("partial") else [])
+
+
 def write(run_dir: Path) -> Path:
-    """Write RUN/report.html (by rename, so a reader never sees half of it).  Raises ConfigError for a run without a summary."""
+    """Write RUN/report.html (by rename, so a reader never sees half of it), also of a run that goes on or has not ended well.
+
+    Raises ConfigError where there is no run, or nothing of it yet.
+    """
     import jinja2
     import plotly.io as pio
     from markupsafe import Markup
     from plotly.offline import get_plotlyjs
 
-    if not (run_dir / "summary.json").is_file():
-        raise ConfigError(f"{run_dir}: no summary.json; a run writes it when it ends")
-    summary = json.loads((run_dir / "summary.json").read_text())
-    rows = metrics.read(run_dir)
+    from asyncrl.summary import compose  # which needs `certainty`
+
+    if not (run_dir / "config.toml").is_file():
+        raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
+    config, rows = config_load.load(run_dir / "config.toml"), metrics.read(run_dir)
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text())
+    except (OSError, ValueError):
+        summary = compose(config, run_dir)
+    if not rows:
+        raise ConfigError(f"{run_dir}: nothing to report yet, no batch has been trained; `asyncrl doctor {run_dir}` says how it stands")
 
     def draw(figure: Any) -> Markup:
         return Markup(pio.to_html(figure, include_plotlyjs=False, full_html=False, config={"displaylogo": False, "displayModeBar": False}))
 
     timeline, seconds = _timeline(trace.read(run_dir))
     samples = jsonl.read(run_dir / "samples.jsonl")
-    commit = (run_dir / "commit").read_text().strip()[:12]
+    commit, command = (_text(run_dir / name) for name in ("commit", "command"))
     page = jinja2.Environment(autoescape=True).from_string(PAGE).render(
-        name=run_dir.name, subtitle=f"commit {commit} · {(run_dir / 'command').read_text().strip()}", library=Markup(f"<script>{get_plotlyjs()}</script>"),
+        name=run_dir.name, subtitle=f"commit {commit[:12]} · {command}", unfinished=unfinished(config, run_dir, summary),
+        library=Markup(f"<script>{get_plotlyjs()}</script>"),
         signs=summary.get("signs", []),
         cards=_cards(summary, rows), plots=[draw(f) for f in _plots(rows, summary)], timeline=draw(timeline), seconds=f"{seconds:g}", ledger=_ledger(summary),
         by_length=by_length(summary),

@@ -12,11 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl import config_load, devices, importing, live, metrics, recording, report, rundir, signs, trace
+from asyncrl import config_load, devices, importing, live, lives, metrics, recording, report, rundir, signs, trace
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError, NothingToDo
 from asyncrl.launch import Supervisor
 from asyncrl.messages import Status
+from asyncrl.summary import about, task_signs
+from asyncrl.summary import write as summarise
 
 FIXED_ON_RESUME = ("seed", "model.path", "model.dtype", "task", "learner.groups", "learner.group_size", "durability")
 
@@ -57,33 +59,6 @@ class Watcher:
         if committed >= self.next:
             self.next = max(committed + 1, committed * 5 // 4)
             self.tell(signs.signs(metrics.read(self.run_dir), self.about))
-
-
-HEALTHY, HEALTHY_EXPERTS = 1e-3, 0.1  # k3 between engine and learner at equal weights, dense models and mixtures of experts
-
-
-def about(config: Config) -> signs.About:
-    """What the rules know of a run: its settings, and how far engine and learner of such a model may be apart."""
-    try:
-        keys = json.loads((Path(config.model.path) / "config.json").read_text())
-    except (OSError, ValueError):
-        keys = {}
-    experts = {"num_experts", "num_local_experts", "n_routed_experts"} & set(keys)
-    return signs.About(config, HEALTHY_EXPERTS if experts else HEALTHY)
-
-
-def task_signs(config: Config) -> list[signs.Sign]:
-    """What the task's own files say: prompts without the answers that their reward compares with."""
-    from asyncrl.tasks import get_task
-    from asyncrl.tasks.file import FileTask
-
-    try:
-        task = get_task(config.task)
-    except ConfigError:  # of a run that is over, whose file has gone since
-        return []
-    if not isinstance(task, FileTask) or config.reward.function or not task.unanswered:
-        return []
-    return [signs.answers_missing(config.task.prompts, task.unanswered, len(task.sets["train"]))]
 
 
 def preflight(config: Config) -> None:
@@ -145,8 +120,8 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
         key = item.partition("=")[0].strip()
         if any(key == f or key.startswith(f + ".") for f in FIXED_ON_RESUME):
             raise ConfigError(f"--set {item}: {key} cannot change when a run is resumed; start a new run")
-    summary = run_dir / "summary.json"
-    if summary.exists() and json.loads(summary.read_text())["steps"] >= config.learner.steps:
+    said = run_dir / "summary.json"
+    if said.exists() and json.loads(said.read_text())["steps"] >= config.learner.steps:
         raise NothingToDo(f"{run_dir} has made all its {config.learner.steps} steps; raise it by --set learner.steps=N to train on")
     if config.staleness.max_lag != before.staleness.max_lag:
         rundir.note_limit(run_dir, before.staleness.max_lag)
@@ -161,6 +136,7 @@ def supervise(config: Config, run_dir: Path, watcher: Watcher) -> int:
     """Run all processes to their end; 130 when interrupted.  Raises what ended the run otherwise."""
     lock = rundir.Lock(run_dir)
     outside = rundir.outside(run_dir)
+    lives.note(run_dir, "supervisor", os.getpid(), "began")
     supervisor = Supervisor(config, run_dir, say)
     sweeper = subprocess.Popen(importing.command("asyncrl.sweeper", str(run_dir)), stdin=subprocess.PIPE, start_new_session=True)
 
@@ -189,46 +165,10 @@ def supervise(config: Config, run_dir: Path, watcher: Watcher) -> int:
         sweeper.communicate()
 
 
-def summarise(config: Config, run_dir: Path) -> dict[str, Any]:
-    """summary.json: the contract's object, from what buffer and learner left behind."""
-    left: dict[str, Any] = json.loads((run_dir / "buffer_summary.json").read_text())
-    rows = [r for r in metrics.read(run_dir) if "reward/mean" in r]
-
-    def mean(name: str) -> float:
-        found = [r[name] for r in rows if name in r]
-        return sum(found) / len(found) if found else 0.0
-
-    digest = run_dir / "weights_digest"
-    now = config.staleness.max_lag
-    limit = max([now, *rundir.limits(run_dir)])  # the one that all its tokens kept to
-    first = {split: next((r[f"eval/{split}"] for r in metrics.read(run_dir) if f"eval/{split}" in r and not r["step"]), None) for split in ("heldout", "ood")}
-    summary = {
-        "run_dir": str(run_dir), "wall_s": left["wall_s"], "steps": left["steps"], "trajectories": left["trajectories"], "tokens": left["tokens"],
-        "heldout_start": left["heldout_start"] if left["heldout_start"] is not None else first["heldout"], "heldout_end": left["heldout_end"],
-        "ood_start": left["ood_start"] if left["ood_start"] is not None else first["ood"], "ood_end": left["ood_end"],
-        "lag": left["lag"] | {"limit": _limit(limit)} | ({"limit_now": _limit(now)} if now != limit else {}),
-        "speed": {"generator_tokens_per_s": mean("throughput/generator_tokens_per_s"), "learner_tokens_per_s": mean("throughput/learner_tokens_per_s"),
-                  "idle_share": {"generator": mean("time/generator_idle_share"), "learner": mean("time/learner_idle_share")}},
-        "weights_digest": digest.read_text() if digest.exists() else None, "mismatch_k3_max": left["mismatch_k3_max"], "ledger": left["ledger"],
-        "ledger_lines": left["ledger_lines"], "lag_histogram": left["lag_histogram"], "trained_ids": left["trained_ids"], "failures": left["failures"],
-        "seed": config.seed,
-        "certainty": {split: {"n": n, "half": half} for split in ("heldout", "ood") for n, half in report.certainty(metrics.read(run_dir), split)[-1:]},
-        "signs": [s._asdict() for s in (*task_signs(config), *signs.signs(metrics.read(run_dir), about(config), ended=left["steps"] >= config.learner.steps))],
-    }  # fmt: skip
-    part = run_dir / "summary.json.part"
-    part.write_text(json.dumps(summary, indent=1))
-    os.replace(part, run_dir / "summary.json")
-    return summary
-
-
 def within(summary: Mapping[str, Any]) -> str:
     """How sure the last held-out accuracy is, over prompts."""
     sure = summary.get("certainty", {}).get("heldout")
     return f" +-{sure['half']:.3f} (n = {sure['n']:,})" if sure else ""
-
-
-def _limit(x: float) -> int | str:
-    return int(x) if x != float("inf") else "inf"
 
 
 def run(config: Config, run_dir: Path, *, resume: bool) -> tuple[int, dict[str, Any]]:
@@ -242,23 +182,72 @@ def run(config: Config, run_dir: Path, *, resume: bool) -> tuple[int, dict[str, 
         rundir.prepare(config, config_load.dump(config), run_dir)
     say(f"run {run_dir}: {config.generators} generator(s), {config.learner.steps} steps of {config.learner.groups} x {config.learner.group_size}")
     began = time.monotonic()
+    if resume and rundir.ended(run_dir, config.learner.steps):
+        say("all its steps are made: what was missing is its summary")
+        return 0, conclude(config, run_dir, 0, began)
     try:
         code = supervise(config, run_dir, watcher)
-    finally:
-        if run_dir.is_dir():
-            trace.merge(run_dir)
+    except BaseException as e:
+        why = str(e) if isinstance(e, AsyncrlError) else f"{type(e).__name__}: {e}"
+        lives.note(run_dir, "supervisor", os.getpid(), "ended", code=getattr(e, "exit_code", 1), why=why)
+        account(run_dir)
+        raise
+    lives.note(run_dir, "supervisor", os.getpid(), "ended", code=code, why="")
     if code and not (run_dir / "buffer_summary.json").exists():
+        trace.merge(run_dir)
         say(f"stopped at once, without a summary; go on with: asyncrl run --resume {run_dir}")
         return code, {}
-    summary = summarise(config, run_dir)
-    watcher.tell([signs.Sign(**s) for s in summary["signs"]])
+    return code, conclude(config, run_dir, code, began, watcher)
+
+
+def conclude(config: Config, run_dir: Path, code: int, began: float | None = None, watcher: Watcher | None = None) -> dict[str, Any]:
+    """The end of a run whose buffer has written its summary: timeline, summary, report, and what to do next.  Returns the summary.
+
+    code: 0 when it has made all its steps; began: time.monotonic() at its start, where one process saw it; watcher: what was said already.
+    """
+    trace.merge(run_dir)
+    found = summarise(config, run_dir)
+    (watcher or Watcher(run_dir, say, about(config))).tell([signs.Sign(**s) for s in found["signs"]])
     report.write(run_dir)
-    say(f"{run_dir}: held-out {_show(summary['heldout_start'])} -> {_show(summary['heldout_end'])}{within(summary)} in {summary['wall_s']:.0f} s of RL "
-        f"({time.monotonic() - began:.0f} s in all), mean lag {summary['lag']['mean']:.2f}")  # fmt: skip
+    in_all = "" if began is None else f" ({time.monotonic() - began:.0f} s in all)"
+    say(f"{run_dir}: held-out {_show(found['heldout_start'])} -> {_show(found['heldout_end'])}{within(found)} in {found['wall_s']:.0f} s of RL{in_all}, "
+        f"mean lag {found['lag']['mean']:.2f}")  # fmt: skip
     if config.record.stream:
         say(f"recording: {recording.size(run_dir) / recording.MIB:.1f} MiB, bound {config.record.stream_mib} MiB; asyncrl replay {run_dir}")
     say(f"report: {run_dir / 'report.html'}" if code == 0 else f"go on with: asyncrl run --resume {run_dir}")
-    return code, summary
+    return found
+
+
+def account(run_dir: Path) -> None:
+    """A run that did not end well: its timeline and its report of what there is; the error that ended it is what matters, so none of these."""
+    if not run_dir.is_dir():
+        return
+    try:
+        trace.merge(run_dir)
+        if metrics.read(run_dir):
+            say(f"report of what there is: {report.write(run_dir)}")
+    except Exception as e:
+        say(f"no report could be written ({type(e).__name__}: {e}); `asyncrl report {run_dir}` tries again")
+
+
+def close_up(life: lives.Life) -> None:
+    """The last process of a run that nobody supervises ends it as a supervisor does, once; the others leave that to it."""
+    run_dir = life.run_dir
+    try:
+        lock = rundir.Lock(run_dir)
+    except ConfigError:
+        return  # a supervisor ends it
+    try:
+        if not (run_dir / "buffer_summary.json").exists():
+            return  # no buffer has ended here: it was killed, or this directory is another machine's
+        if not (run_dir / "summary.json").exists():
+            config = config_load.load(run_dir / "config.toml")
+            conclude(config, run_dir, 0 if rundir.ended(run_dir, config.learner.steps) else 1)
+        rundir.clean(run_dir)
+    except (AsyncrlError, OSError) as e:
+        say(f"the run's summary and report could not be written: {e}; `asyncrl report {run_dir}` tries again")
+    finally:
+        lock.close()
 
 
 def _show(x: float | None) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import shutil
 import subprocess
@@ -119,6 +120,21 @@ def remove(places: Sequence[Path]) -> None:
 def clean(run_dir: Path) -> None:
     """Remove what a run leaves outside its directory."""
     remove(outside(run_dir))
+
+
+def ended(run_dir: Path, steps: int) -> bool:
+    """Has the run made its `steps`, been evaluated, and left its model?  Its last buffer says so at its end; one that begins takes it back."""
+    try:
+        left = json.loads((run_dir / "buffer_summary.json").read_text())
+        return bool(left["finished"]) and left["steps"] >= steps and (run_dir / "weights_digest").exists()
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def take_back(run_dir: Path) -> None:
+    """A buffer begins: what was said of the run's end before does not hold any more."""
+    for name in ("buffer_summary.json", "summary.json"):
+        (run_dir / name).unlink(missing_ok=True)
 
 
 class Lock:

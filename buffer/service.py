@@ -23,7 +23,7 @@ from asyncrl import messages as m
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, BadMessage
 from asyncrl.metrics import MetricsWriter, RunClock
-from asyncrl.rundir import Lock, buffer_address, run_id
+from asyncrl.rundir import Lock, buffer_address, run_id, take_back
 from asyncrl.tasks import Task, get_task
 from asyncrl.watchdog import WaitLog
 from asyncrl.wires import BufferSocket
@@ -564,6 +564,7 @@ def main(config: Config, run_dir: Path) -> bool:
     """Serve the run in `run_dir` until it is finished, or SIGTERM ends it (False).  Raises AsyncrlError when the run must stop."""
     lock = Lock(run_dir, "buffer")
     service = Service(config, run_dir)
+    take_back(run_dir)
     gc.set_threshold(100_000, 50, 50)  # thousands of stored samples and no cycles among them: looking for some took a sixth of its time
 
     def end(_number: int, _frame: object) -> None:

@@ -19,9 +19,9 @@ import psutil
 from asyncrl import messages as m
 from asyncrl.config import Config
 from asyncrl.devices import bind_learner
-from asyncrl.errors import AsyncrlError, Fenced, PeerUnreachable
+from asyncrl.errors import AsyncrlError, Fenced, NothingToDo, PeerUnreachable
 from asyncrl.models import export, weights_digest
-from asyncrl.rundir import buffer_address, run_id
+from asyncrl.rundir import buffer_address, ended, run_id
 from asyncrl.trace import Tracer
 from asyncrl.versions import Label
 from asyncrl.watchdog import WaitLog
@@ -32,6 +32,7 @@ from learner.recorder import Recorder
 from learner.step import LearnerCore
 
 POLL_S, PROGRESS_S = 0.1, 0.5
+ENDED_S = 2.0  # of the buffer's silence, before it is looked up whether the run has ended
 TRIES = 3  # lives that may be overtaken while they start
 
 
@@ -104,6 +105,11 @@ class Learner:
         for line in self.wait_log.lines([("learner", self.waiting, f"the buffer at {self.socket.address}", now - self.waiting_since)] if self.waiting else []):
             print(line, file=sys.stderr, flush=True)
         silent = now - self.heard
+        if silent > ENDED_S and self.waiting and ended(self.run_dir, self.config.learner.steps):
+            if self.number < self.config.learner.steps or not self.welcomed:
+                raise NothingToDo(f"the run in {self.run_dir} has ended, all its {self.config.learner.steps} steps are made: this learner came too late")
+            self.finished = True  # the buffer's last word was lost
+            return
         if silent > self.config.wires.connect_s and (not self.ever_heard or self.waiting):
             raise PeerUnreachable(f"the buffer at {self.socket.address} has not answered for {silent:.0f} s; is it running? (wires.connect_s)")
 

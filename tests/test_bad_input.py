@@ -189,7 +189,7 @@ def test_resume_refuses_what_may_not_change_and_has_nothing_to_do_at_the_end(asy
     ("argv", "code", "said"),
     [
         (["run"], 2, "give either a CONFIG or --resume"), (["run", "nowhere.toml"], 2, "no such config file"), (["runn"], 2, "runn"),
-        (["doctor", "nowhere"], 2, "no run directory"), (["report", "nowhere"], 2, "no summary.json"), (["export", "nowhere", "x"], 2, "no model"),
+        (["doctor", "nowhere"], 2, "no run directory"), (["report", "nowhere"], 2, "no run directory"), (["export", "nowhere", "x"], 2, "no model"),
         (["run", "configs/demo.toml", "--sett", "x=1"], 2, "--sett"),
     ],
 )  # fmt: skip

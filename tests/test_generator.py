@@ -16,7 +16,7 @@ from actors.engine import Answer, Request
 from actors.generator import Generator
 from asyncrl import config_load, rundir
 from asyncrl import messages as m
-from asyncrl.errors import PeerUnreachable
+from asyncrl.errors import NothingToDo, PeerUnreachable
 from asyncrl.versions import Label
 
 TINY = ("wires.connect_s=5", "watchdog.startup_s=7", "generator.context=48", "generator.max_new_tokens=12")
@@ -220,10 +220,47 @@ def test_told_to_end_it_says_what_it_drew_and_that_its_leases_are_free(make: Cal
 def test_told_that_the_run_is_over_it_ends_without_a_word(make: Callable[..., Generator]) -> None:
     """Nobody waits for it any more, and a buffer that has gone would make it wait for its own last words."""
     g = make()
+    g.socket.inbox.append(tickets(g, announcement(1)))  # type: ignore[attr-defined]
+    one_pass(g)
+    del g.socket.said[:]  # type: ignore[attr-defined]
     g.socket.inbox.append(tickets(g, announcement(1), finished=True))  # type: ignore[attr-defined]
     g.loop()
     g.close()
     assert [type(x) for x in g.socket.said] == [m.GeneratorHello]  # type: ignore[attr-defined]
+
+
+def end_run(run_dir: Path, steps: int) -> None:
+    """What the buffer and the learner of a run leave at its end."""
+    (run_dir / "buffer_summary.json").write_text(f'{{"finished": true, "steps": {steps}}}')
+    (run_dir / "weights_digest").write_text("d")
+
+
+@pytest.mark.parametrize("how", ["by the buffer", "by the files of its end"])
+def test_one_that_comes_after_the_end_says_so(make: Callable[..., Generator], how: str) -> None:
+    g = make("learner.steps=9")
+    if how == "by the buffer":
+        g.socket.inbox.append(tickets(g, announcement(1), finished=True))  # type: ignore[attr-defined]
+    else:
+        end_run(g.run_dir, 9)
+        g.unanswered = time.monotonic() - 3
+    with pytest.raises(NothingToDo, match=r"has ended, all its 9 steps are made: generator-0 came too late"):
+        g.loop()
+    g.close()
+    assert not any(isinstance(x, m.Leaving) for x in g.socket.said)  # type: ignore[attr-defined]
+
+
+def test_one_that_took_part_and_was_not_told_ends_by_the_files_of_the_end(make: Callable[..., Generator]) -> None:
+    """The buffer has told the end for its five seconds, and gone, while this one decoded."""
+    g = make("learner.steps=9")
+    g.socket.inbox.append(tickets(g, announcement(1)))  # type: ignore[attr-defined]
+    one_pass(g)
+    end_run(g.run_dir, 8)  # of a shorter run, which goes on
+    g.unanswered = time.monotonic() - 3
+    one_pass(g)
+    assert not g.over
+    end_run(g.run_dir, 9)
+    g.loop()
+    assert g.over
 
 
 def test_weights_whose_learner_is_gone_are_waited_for_by_name_until_others_are_announced(make: Callable[..., Generator]) -> None:

@@ -11,6 +11,7 @@ from conftest import ROOT
 
 from asyncrl import config_load, rundir
 from asyncrl import messages as m
+from asyncrl.errors import NothingToDo
 from learner.loop import Learner
 
 
@@ -70,6 +71,23 @@ def test_a_run_that_goes_on_past_its_end_has_no_final_weights_until_its_new_end(
     (one.run_dir / "weights_digest").write_text("of the end before")
     one.hello()
     assert one.welcomed and not (one.run_dir / "weights_digest").exists()
+
+
+def test_one_that_comes_after_the_end_says_so_and_one_whose_last_answer_was_lost_ends_well(learner: Callable[[], Learner]) -> None:
+    one, two = learner(), learner()
+    (one.run_dir / "buffer_summary.json").write_text('{"finished": true, "steps": 2}')
+    (one.run_dir / "weights_digest").write_text("d")
+    for life in (one, two):
+        life.socket.send = lambda message: None  # type: ignore[method-assign]  # nobody is there any more
+    one.heard -= 3
+    one.waiting_since -= 3
+    one.waiting = "the buffer's welcome"
+    with pytest.raises(NothingToDo, match="all its 2 steps are made: this learner came too late"):
+        one.hello()
+    two.core.state.number, two.welcomed, two.waiting = 2, True, "the last evaluation"
+    two.heard -= 3
+    two.pump(0)
+    assert two.finished
 
 
 def test_told_to_stop_it_leaves_a_checkpoint_and_exports_nothing(learner: Callable[[], Learner]) -> None:
