@@ -291,7 +291,8 @@ def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
         w = config.watchdog
         print(f"a step is overdue after {seen['deadline_s']:.1f} s without a commit ({w.multiple:g} medians of the run's own steps, at least {w.floor_s:g} s)")
     if not seen["running"] and not seen["ended"]:
-        raise PeerUnreachable(f"the run in {run_dir} is not running, and has made {seen['committed']} of {seen['steps']} steps")
+        print(f"error: the run in {run_dir} is not running, and has made {seen['committed']} of {seen['steps']} steps", file=sys.stderr)
+        sys.exit(PeerUnreachable.exit_code)  # not raised: the JSON object above is the answer
 
 
 def doctor_exact(source: Path | None, as_json: bool) -> None:
