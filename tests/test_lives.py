@@ -191,8 +191,8 @@ def test_a_set_that_differs_from_the_run_is_refused_with_both_values(item: str, 
 
 
 def test_the_same_values_and_other_files_are_no_contradiction() -> None:
-    config_load.agree(config("learner.lr=0.01", "kl.coefficient=1"), config("learner.lr=1e-2", "kl.coefficient=1.0", "learner.groups=3"),
-                      ["learner.lr=0.01", "kl.coefficient=1"], Path("R"))  # fmt: skip
+    config_load.agree(config("learner.lr=0.01", "learner.clip_norm=2"), config("learner.lr=1e-2", "learner.clip_norm=2.0", "learner.groups=3"),
+                      ["learner.lr=0.01", "learner.clip_norm=2"], Path("R"))  # fmt: skip
 
 
 # ---- the report of what there is ------------------------------------------------------------------------------------
