@@ -72,7 +72,8 @@ def look(config: Config, run_dir: Path, status: Status | None) -> dict[str, Any]
         "running": status is not None or any(p["alive"] for p in every), "ended": status is None and rundir.ended(run_dir, config.learner.steps),
         "committed": committed, "steps": config.learner.steps, "deadline_s": deadline_s(config, run_dir), "processes": every,
         "waits": [dict(zip(("who", "what", "on", "seconds"), w, strict=True)) for w in status.waits] if status is not None else [],
-        "rewards": live.rewards(status.metrics) if status is not None else "", "checkpoint": checkpoint(run_dir), "last_metrics": {n: rows[-1][n] for n in SHOWN if n in rows[-1]} if rows else {},
+        "rewards": live.rewards(status.metrics) if status is not None else "", "checkpoint": checkpoint(run_dir),
+        "last_metrics": {n: rows[-1][n] for n in SHOWN if n in rows[-1]} if rows else {},
         "silent_s": time.time() - path.stat().st_mtime if rows else None,
     }  # fmt: skip
 
