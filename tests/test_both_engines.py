@@ -14,7 +14,7 @@ from conftest import ENV, ROOT
 from asyncrl.models import character_tokenizer
 
 SHORT = ("evaluation.final_prompts=256", "evaluation.prompts=16", "evaluation.ood_prompts=0", "evaluation.every=0", "learner.checkpoint_every=1000",
-         "record.samples_every=1", "record.samples=0", "name='both'")  # fmt: skip
+         "record.samples_every=1", "record.samples=0", "wires.lease_s=400.0", "name='both'")  # fmt: skip
 REWARD = '''
 def reward(prompt, text):
     """The share of a's among the answer's letters."""
@@ -23,10 +23,13 @@ def reward(prompt, text):
 
 
 def both(tmp_path: Path, model: Path, *sets: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """`asyncrl run configs/vllm_deepspeed.toml` in short: (its summary, every trained sample)."""
+    """`asyncrl run configs/vllm_deepspeed.toml` in short: (its summary, every trained sample).
+
+    Its generator stands still in mid-answer until the next version is there (tests/hold), so that versions change there at any speed.
+    """
     words = [f"model.path={str(model)!r}", f"runs={str(tmp_path / 'runs')!r}", *SHORT, *sets]
     argv = [sys.executable, "-m", "asyncrl.cli", "run", "configs/vllm_deepspeed.toml", "--json", *[x for s in words for x in ("--set", s)]]
-    env = ENV | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    env = ENV | {"PYTHONPATH": f"{ROOT / 'tests' / 'hold'}:{ROOT}:{tmp_path}"}
     done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads(done.stdout.strip().splitlines()[-1])
@@ -44,7 +47,7 @@ def test_the_main_job_in_short(tmp_path: Path, sort_vllm_model: Path) -> None:
     summary, rows = both(tmp_path, sort_vllm_model, f"learner.steps={steps}")
     assert summary["steps"] == steps and summary["lag"]["max"] <= 2 and len(rows) == 256 * steps == summary["trajectories"]
     assert summary["ledger"]["generated"] == summary["ledger"]["trained"]
-    assert len(swaps_in_mid_answer(rows)) >= 3
+    assert len(swaps_in_mid_answer(rows)) >= steps - 2
     assert summary["heldout_end"] > summary["heldout_start"] + 0.08
     transformers.AutoModelForCausalLM.from_pretrained(Path(summary["run_dir"]) / "model")
 
@@ -66,7 +69,7 @@ def test_a_gemma_through_both(tmp_path: Path) -> None:
                          "learner.group_size=4", "learner.lr=4e-3", "generator.slots=32", "correction.proximal='recompute'",
                          "loss.surrogate='decoupled_ppo'", "weights.in_flight='recompute_kv'")  # fmt: skip
     assert summary["steps"] == 10 and summary["mismatch_k3_max"] < 1e-8  # vLLM's logprobs of the learner's version are the learner's, after swaps too
-    assert len(swaps_in_mid_answer(rows)) >= 3
+    assert len(swaps_in_mid_answer(rows)) >= 8
     assert summary["heldout_end"] > summary["heldout_start"] + 0.08
     trained = transformers.AutoModelForCausalLM.from_pretrained(Path(summary["run_dir"]) / "model")
     assert type(trained).__name__ == "GemmaForCausalLM"
