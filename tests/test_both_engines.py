@@ -47,7 +47,7 @@ def test_the_main_job_in_short(tmp_path: Path, sort_vllm_model: Path) -> None:
     summary, rows = both(tmp_path, sort_vllm_model, f"learner.steps={steps}")
     assert summary["steps"] == steps and summary["lag"]["max"] <= 2 and len(rows) == 256 * steps == summary["trajectories"]
     assert summary["ledger"]["generated"] == summary["ledger"]["trained"]
-    assert len(swaps_in_mid_answer(rows)) >= steps - 2
+    assert len(swaps_in_mid_answer(rows)) >= steps // 2
     assert summary["heldout_end"] > summary["heldout_start"] + 0.08
     transformers.AutoModelForCausalLM.from_pretrained(Path(summary["run_dir"]) / "model")
 
@@ -69,7 +69,7 @@ def test_a_gemma_through_both(tmp_path: Path) -> None:
                          "learner.group_size=4", "learner.lr=4e-3", "generator.slots=32", "correction.proximal='recompute'",
                          "loss.surrogate='decoupled_ppo'", "weights.in_flight='recompute_kv'")  # fmt: skip
     assert summary["steps"] == 10 and summary["mismatch_k3_max"] < 1e-8  # vLLM's logprobs of the learner's version are the learner's, after swaps too
-    assert len(swaps_in_mid_answer(rows)) >= 8
+    assert len(swaps_in_mid_answer(rows)) >= 5
     assert summary["heldout_end"] > summary["heldout_start"] + 0.08
     trained = transformers.AutoModelForCausalLM.from_pretrained(Path(summary["run_dir"]) / "model")
     assert type(trained).__name__ == "GemmaForCausalLM"

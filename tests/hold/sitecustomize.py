@@ -24,7 +24,7 @@ def hold(generator: type[Any]) -> None:
         said, groups = self.schedule.announced, self.config.learner.groups
         held = [h.ticket.ticket for h in self.schedule.held.values() if h.ticket.kind == "train"]
         written = said is not None and bool(held) and min(held) >= groups * (said.label.number + 1)
-        if written and any(self.engine.progress().values()):
+        if written and self.asked and any(self.engine.progress().values()):  # asked: announcements come with answers only
             time.sleep(0.002)
             return
         plain(self)
