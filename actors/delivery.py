@@ -2,18 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
 
 from asyncrl.config import Wires
-from asyncrl.messages import Acks, Deliver, Trajectory
+from asyncrl.messages import EVAL_BASE, Acks, Deliver, Trajectory
 
 Key = tuple[int, int, int]  # (ticket, sample, attempt)
 LINGER_S = 0.02  # how long a small frame waits for company
+REMEMBERED = 20_000  # attempts whose counts may still grow
 
 
 def size(sample: Trajectory) -> int:
     """Bytes of one sample on the wire, to a few per cent."""
     return 160 + len(sample.prompt_tokens) + 3 * len(sample.tokens) + len(sample.text) + len(sample.token_rewards)
+
+
+class Drawn:
+    """How many tokens for training this process has told the buffer of, by a count of its own: the check on the buffer's ledger.
+
+    >>> drawn = Drawn()
+    >>> drawn.reported([(0, 1, 5), (1, 2, 3)]), drawn.delivered(0, 1, 4), drawn.delivered(0, 1, 4), drawn.reported([(1, 2, 7)])
+    (8, 8, 11, 15)
+    """
+
+    def __init__(self) -> None:
+        self.total = 0
+        self.attempts: OrderedDict[tuple[int, int], list[int]] = OrderedDict()  # (ticket, attempt) -> [reported, delivered]
+
+    def _add(self, ticket: int, attempt: int, reported: int, delivered: int) -> None:
+        if ticket < EVAL_BASE:
+            count = self.attempts.setdefault((ticket, attempt), [0, 0])
+            before, count[1] = max(count), count[1] + delivered
+            count[0] = max(count[0], reported)
+            self.total += max(count) - before
+            if len(self.attempts) > REMEMBERED:
+                self.attempts.popitem(last=False)
+
+    def reported(self, progress: Iterable[tuple[int, int, int]]) -> int:
+        for ticket, attempt, tokens in progress:
+            self._add(ticket, attempt, tokens, 0)
+        return self.total
+
+    def delivered(self, ticket: int, attempt: int, tokens: int) -> int:
+        self._add(ticket, attempt, 0, tokens)
+        return self.total
 
 
 class Outbox:
@@ -32,6 +65,7 @@ class Outbox:
         self.sent: dict[Key, tuple[Trajectory, float]] = {}  # key -> (sample, when it was sent last)
         self.unacked_bytes = 0
         self.acked: dict[str, int] = {}  # disposition -> samples
+        self.drawn = Drawn()
 
     @property
     def full(self) -> bool:
@@ -77,5 +111,7 @@ class Outbox:
     def _frame(self, samples: list[Trajectory], now: float) -> Deliver:
         self.sequence += 1
         for s in samples:
-            self.sent[s.ticket, s.sample, s.attempt] = (s, now)
-        return Deliver(self.producer, self.session, self.sequence, samples)
+            if (key := (s.ticket, s.sample, s.attempt)) not in self.sent:
+                self.drawn.delivered(s.ticket, s.attempt, s.length)
+            self.sent[key] = (s, now)
+        return Deliver(self.producer, self.session, self.sequence, samples, self.drawn.total)

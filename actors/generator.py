@@ -323,7 +323,7 @@ class Generator:
         progress = [(t, a, n) for (t, a), n in tokens.items()]
         waiting = f"{self.waiting_for}|{now - self.waiting_since:.1f}" if self.waiting_for else ""
         stats = self.stats | self.rewards.numbers()
-        self.request(m.Renew(self.producer, self.session, progress, stats, waiting, self.judging()))
+        self.request(m.Renew(self.producer, self.session, progress, stats, waiting, self.judging(), self.outbox.drawn.reported(progress)))
 
     def leave(self) -> None:
         """Told to end: what is finished goes out, and how much was drawn of the rest, which is lost."""

@@ -116,6 +116,7 @@ class Deliver(msgspec.Struct, frozen=True, tag="deliver"):
     session: int
     sequence: int
     samples: list[Trajectory]
+    drawn: int = 0  # as in Renew, these samples included
 
 
 REWARDS_WAITED_FOR = "the rewards of its answers"  # Renew.waiting of a generator that has nothing else to do
@@ -130,6 +131,7 @@ class Renew(msgspec.Struct, frozen=True, tag="renew"):
     stats: dict[str, float]
     waiting: str  # "" or what for, and since when (seconds)
     judging: list[tuple[int, int]] = []  # (ticket, attempt) that are written and wait for their rewards, which have deadlines of their own
+    drawn: int = 0  # tokens for training that this session has told of so far, by its own count: of each attempt what it reported or delivered
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):

@@ -85,7 +85,12 @@ class PolicyTree:
                 to[n] = above
         self._node = {label: to[n] for label, n in self._node.items()}
         self._parent, self._depth, self._digest = parent, depth, digest
-        self._intern = {(p, d): n for n, (p, d) in enumerate(zip(parent, digest, strict=True)) if p < 0 or depth[n] == depth[p] + 1}
+        self.index()
+
+    def index(self) -> None:
+        """Find policies by parent and digest again: a root by its number too, as equal weights may come at several."""
+        rows = enumerate(zip(self._parent, self._depth, self._digest, strict=True))
+        self._intern = {(p if p >= 0 else -1 - n, d): i for i, (p, n, d) in rows if p < 0 or n == self._depth[p] + 1}
 
     def register(self, label: Label, parent: Label | None, digest: str) -> None:
         """Give a policy its label.  Registering it again is fine; another digest under it raises ProtocolError.
@@ -98,7 +103,7 @@ class PolicyTree:
                 raise ProtocolError(f"two different weights carry the version {label}: {self.digest(label)} and {digest}")
             return
         root = -1 if parent is None or Label(*parent) not in self._node else self._node[Label(*parent)]
-        key = (root, digest)
+        key = (root if root >= 0 else -1 - label.number, digest)
         if key not in self._intern:
             self._intern[key] = len(self._parent)
             self._parent.append(root)

@@ -59,12 +59,17 @@ def renew(message: Renew) -> None:
     """A generator's own numbers: finite and not negative; its wait is "" or "what|seconds"."""
     for name, x in message.stats.items():
         need(math.isfinite(x) and x >= 0, f"{message.producer}: {name[:40]!r} is {x}")
+    drawn(message.drawn)
     _, _, since = message.waiting.partition("|")
     try:
         seconds = float(since or 0)
     except ValueError:
         seconds = math.nan
     need(len(message.waiting) <= 1000 and math.isfinite(seconds), f"{message.producer}: a wait is `what|seconds`, not {message.waiting[:40]!r}")
+
+
+def drawn(tokens: int) -> None:
+    need(0 <= tokens < 1 << 60, f"{tokens} tokens cannot have been drawn")
 
 
 def hello(h: LearnerHello) -> None:

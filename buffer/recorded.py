@@ -77,6 +77,12 @@ class Finished(msgspec.Struct, tag="finish", array_like=True):
     pass
 
 
+class Told(msgspec.Struct, tag="told", array_like=True):
+    producer: str
+    session: int
+    drawn: int
+
+
 class EvalState(msgspec.Struct):
     every: int
     prompts: int
@@ -114,11 +120,13 @@ class Snapshot(msgspec.Struct, tag="snapshot"):
     evaluations: EvalState
     leased: list[int] = []
     carried: Ledger = msgspec.field(default_factory=Ledger)
+    drawn: list[tuple[tuple[str, int], int]] = []
 
 
-Record = Granted | Renewed | Expired | Ended | Delivered | Greeted | Asked | Committed | Retired | Finished
+Record = Granted | Renewed | Expired | Ended | Delivered | Greeted | Asked | Committed | Retired | Finished | Told
 EVALUATED = ("every", "prompts", "final_prompts", "ood_prompts", "temperature", "ood_every")  # a segment folds with the settings that it was written under
-PLAIN = ("epoch", "active", "cursor", "attempts", "committed", "base", "completions", "failed_samples", "failed_machinery", "stored_bytes")
+PLAIN = ("epoch", "active", "cursor", "attempts", "committed", "base", "completions", "failed_samples", "failed_machinery", "stored_bytes",
+         "drawn_before")  # fmt: skip
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
 
@@ -132,7 +140,7 @@ def snapshot(s: Store) -> bytes:
     return _encode(Snapshot(
         FORMAT, s.s, plain, None if s.max_lag == float("inf") else s.max_lag, s.policy, s.source, list(s.alive.values()), list(s.retained.values()),
         s.comps, s.past, list(s.gone.items()), list(s.strays.items()), sorted(s.skip), s.failures, list(tree._node.items()), tree._parent, tree._depth,
-        tree._digest, kept, sorted(s.leased), s.carried,
+        tree._digest, kept, sorted(s.leased), s.carried, list(s.drawn.items()),
     ))  # fmt: skip
 
 
@@ -145,7 +153,8 @@ def _restore(s: Store, x: Snapshot) -> None:
     s.comps, s.composed, s.past = x.comps, {t for comp in x.comps for t in comp}, x.past
     s.gone, s.strays, s.skip, s.failures = OrderedDict(x.gone), OrderedDict(x.strays), set(x.skip), x.failures
     s.tree._node, s.tree._parent, s.tree._depth, s.tree._digest = dict(x.tree), x.parents, x.depths, x.digests
-    s.tree._intern = {(p, d): n for n, (p, d) in enumerate(zip(x.parents, x.digests, strict=True))}
+    s.tree.index()
+    s.drawn = OrderedDict(x.drawn)
     s.leased, s.carried, s.in_order = set(x.leased), x.carried, x.settings.in_order
     e, kept = s.evaluations, x.evaluations
     for name in EVALUATED:
@@ -217,6 +226,8 @@ class RecordedStore(Store):
             super().commit(r.number, r.label, r.digest)
         elif isinstance(r, Retired):
             super().checkpointed(r.oldest)
+        elif isinstance(r, Told):
+            super().told(r.producer, r.session, r.drawn)
         else:
             self.finished = True
 
@@ -250,6 +261,11 @@ class RecordedStore(Store):
         super().renew(producer, session, progress, now, judging)
         if progress or judging:
             self._record(Renewed(producer, session, progress, now, list(judging)))
+
+    def told(self, producer: str, session: int, drawn: int) -> None:
+        if drawn > self.drawn.get((producer, session), 0):
+            super().told(producer, session, drawn)
+            self._record(Told(producer, session, drawn))
 
     def expire(self, now: float) -> int:
         n = super().expire(now)

@@ -30,7 +30,6 @@ from asyncrl.wires import BufferSocket
 from buffer import checks
 from buffer.evaluation import Evaluations
 from buffer.groups import Settings
-from buffer.ledger import tokens_of
 from buffer.recorded import RecordedStore
 from buffer.sessions import Sessions
 from buffer.store import Store
@@ -109,7 +108,6 @@ class Service:
         self.leased: dict[int, m.Batch] = {}
         self.clock = RunClock(run_dir)
         self.last_commit = self.last_metrics = 0.0
-        self.generated = self.counted = 0.0
         self.trained = Trained(run_dir / "trained.jsonl")
         self.error, self.stop = "", False
         self.progress = self.taken = 0  # taken: samples that counted as progress since the last commit
@@ -232,10 +230,12 @@ class Service:
 
     def on_Deliver(self, peer: bytes, message: m.Deliver) -> None:
         """Finished samples are taken whoever brings them: also from a session that is over."""
+        checks.drawn(message.drawn)
         for t in message.samples:
             checks.sample(self.store, t)
         self.heard(message.producer, peer, message.session)
         now = time.monotonic()
+        self.store.told(message.producer, message.session, message.drawn)
         acks = [(t.ticket, t.sample, t.attempt, self.store.deliver(t, now)) for t in message.samples]
         self.progress += sum(t.ticket >= m.EVAL_BASE for t in message.samples) + self.news_for_a_batch(acks)
         self.send(peer, m.Acks(message.session, acks, self.config.wires.credit_bytes, self.announcement()))
@@ -250,11 +250,13 @@ class Service:
         checks.renew(message)
         checks.progress(self.store, message.progress)
         entry = self.heard(message.producer, peer, message.session)
-        if entry is None:
+        if entry is None and not self.sessions.over(message.producer, message.session):
             return
+        self.store.told(message.producer, message.session, message.drawn)
         self.store.renew(message.producer, message.session, message.progress, time.monotonic(), message.judging)
-        entry["stats"], entry["waiting"] = message.stats, message.waiting
-        self.send(peer, m.Heard(self.store.epoch))
+        if entry is not None:
+            entry["stats"], entry["waiting"] = message.stats, message.waiting
+            self.send(peer, m.Heard(self.store.epoch))
 
     def on_Leaving(self, peer: bytes, message: m.Leaving) -> None:
         """A generator ends: what it holds is due again now, and nobody waits for it."""
@@ -462,7 +464,6 @@ class Service:
                 entry["counted"][name] = value
         totals = {name.partition("/")[2]: x for name, x in totals.items()}
         span, self.last_metrics = now - (self.last_metrics or self.clock.began or now), now
-        self.counted += totals["tokens"]
         spent = totals["busy_s"] + totals["idle_s"]
         if not spent:
             return {}
@@ -532,8 +533,8 @@ class Service:
             "heldout_start": value("heldout", 0), "heldout_end": value("heldout", numbers[-1] if numbers else None),
             "ood_start": value("ood", 0), "ood_end": value("ood", s.s.steps),
             "lag": {"mean": mean(lags), "p95": quantile(lags, 0.95), "max": max(lags, default=0)},
-            "ledger": {"generated": tokens_of(ledger)} | {name: int(x["tokens"]) for name, x in ledger.items()}, "ledger_lines": ledger,
-            "trained_ids": self.trained.ids(), "failures": s.failures, "generated_reported": self.counted, "mismatch_k3_max": self.mismatch,
+            "ledger": {"generated": s.generated()} | {name: int(x["tokens"]) for name, x in ledger.items()}, "ledger_lines": ledger,
+            "trained_ids": self.trained.ids(), "failures": s.failures, "mismatch_k3_max": self.mismatch,
             "lag_histogram": {str(k): v for k, v in sorted(lags.items())}, "finished": bool(self.ended_at), "error": self.error,
         }  # fmt: skip
 

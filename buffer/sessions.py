@@ -73,6 +73,10 @@ class Sessions:
         claim = holder.claims.setdefault(token, Claim(now))
         return "refused" if claim.proofs >= PROOFS else "waits"
 
+    def over(self, name: str, token: int) -> bool:
+        """Has this session held the name, and does not any more?"""
+        return name in self.names and token in self.names[name].ended
+
     def leave(self, name: str, token: int) -> bool:
         """The holder says that it ends; False: it is another that holds the name."""
         holder = self.names.get(name)

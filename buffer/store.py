@@ -21,9 +21,10 @@ from asyncrl.versions import Label, PolicyTree
 from buffer import batches, checks
 from buffer.evaluation import Evaluations
 from buffer.groups import MAX_DROPS, Group, Lease, Settings, Stored, size
-from buffer.ledger import Ledger
+from buffer.ledger import Ledger, tokens_of
 
 REMEMBERED = 200_000  # final dispositions of gone groups kept for late copies
+SESSIONS = 1000  # of generators, whose counts may still grow
 STRAYS = 20_000  # attempts of gone groups that may still report or deliver
 VERSIONS = 10_000  # behind the oldest checkpoint kept: an answer that spans more is refused
 Key = tuple[int, int, int]
@@ -55,6 +56,8 @@ class Store:
         self.evaluations = evaluations or Evaluations()
         self.completions = self.failed_samples = self.failed_machinery = self.stored_bytes = 0
         self.failures: dict[str, int] = {}
+        self.drawn: OrderedDict[tuple[str, int], int] = OrderedDict()  # (producer, session) -> tokens that it says it has drawn
+        self.drawn_before = 0  # of sessions long gone
         self.finished = False
         self.in_order = settings.in_order
 
@@ -156,6 +159,18 @@ class Store:
                 self._stray(ticket, attempt, max(tokens, self.strays[ticket, attempt][0]), 0)
         for lease in queued if moved else ():
             lease.expires = now + self.s.lease_s
+
+    def told(self, producer: str, session: int, drawn: int) -> None:
+        """A session's own count of the tokens that it has told of; counts only grow."""
+        key = producer, session
+        self.drawn[key] = max(drawn, self.drawn.get(key, 0))
+        self.drawn.move_to_end(key)
+        if len(self.drawn) > SESSIONS:
+            self.drawn_before += self.drawn.popitem(last=False)[1]
+
+    def generated(self) -> int:
+        """Tokens drawn for training, as the generators count them, the dead ones up to their last word; what the ledger's lines must sum to."""
+        return tokens_of(self.carried.totals()) + self.drawn_before + sum(self.drawn.values())
 
     def _stray(self, ticket: int, attempt: int, reported: int, delivered: int) -> None:
         """A gone group's attempt reports or delivers: its tokens that were counted as lost are counted again."""

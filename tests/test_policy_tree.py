@@ -48,6 +48,17 @@ def test_pruning_changes_no_lag() -> None:
         assert all(tree.lag(x, new, new.number) == before[x, line[-1]] for x in stays)
 
 
+def test_equal_weights_without_a_known_parent_are_told_apart_by_their_number() -> None:
+    """A learning rate of 0, and a buffer that was started anew: a version is as old as its number says."""
+    tree = PolicyTree()
+    tree.register(Label(1, 0), None, "same")
+    tree.register(Label(2, 3), None, "same")
+    assert tree.lag(Label(2, 3), Label(2, 3), 3) == 0
+    tree.prune(0, [])
+    tree.register(Label(3, 3), None, "same")
+    assert tree.lag(Label(2, 3), Label(3, 3), 3) == 0 and tree.lag(Label(2, 3), Label(3, 3), 4) == 1
+
+
 def test_a_long_run_forgets_what_nobody_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "VERSIONS", 20)
     store = ts.make(float("inf"), steps=1000)
