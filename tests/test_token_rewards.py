@@ -190,6 +190,6 @@ def digit(prompt: Prompt, text: str, tokens: list[int]) -> dict[str, Any]:
 
 
 def test_a_callable_without_a_signature_is_asked_the_plain_way() -> None:
-    from actors.reward_worker import _takes_tokens
+    from actors.reward_worker import takes_tokens
 
-    assert not _takes_tokens(min) and _takes_tokens(digit)
+    assert not takes_tokens(min) and takes_tokens(digit)
