@@ -134,7 +134,7 @@ SITUATIONS: list[tuple[dict[str, Any], list[str]]] = [
     ({}, ["staleness.max_lag=2"]),
     ({"failed": 0.02}, ["staleness.max_lag=1", "reward.error_budget=1.0", "generators=3"]),
     ({"lost_every": 2.0, "restart": 1.0}, ["staleness.max_lag=2", "generators=4"]),
-    ({"lost_every": 3.0, "restart": 40.0}, ["staleness.max_lag=3", "generators=3", "wires.lease_s=2.0", "reward.deadline_s=1.0"]),
+    ({"lost_every": 2.0, "restart": 40.0}, ["staleness.max_lag=3", "generators=3", "wires.lease_s=2.0", "reward.deadline_s=1.0"]),
     ({}, ["staleness.max_lag=1", "staleness.on_exceed='drop'", "generators=2"]),
     ({}, ["staleness.max_lag=1", "staleness.on_exceed='mask'", "generators=2"]),
     ({}, ["staleness.max_lag=1", "staleness.on_exceed='drop'", "staleness.order='freshest'", "generators=2"]),

@@ -54,8 +54,13 @@ class QuickStore(Store):
 
     def _line(self) -> Iterator[tuple[int, Group]]:
         if self.disturbed and self.s.on_exceed != "drop":
-            self.disturbed = any(g.lease is None and not g.complete for g in self.alive.values())
+            self.disturbed = any(self._due(g) for g in self.alive.values())
         return super()._line() if self.disturbed else iter(())
+
+    @staticmethod
+    def _due(g: Group) -> bool:
+        """Is something of the group to be written again, now or when its lease ends without it?"""
+        return not g.complete and (g.lease is None or len(g.lease.todo) < sum(s is None for s in g.samples))
 
 
 class Buffer:
