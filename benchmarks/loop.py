@@ -13,6 +13,8 @@ Proves, on two cores:
                it, synchronous runs on one core, and synchronous with both cores for each phase
 - curves       runs of 120 steps at the demo's rate against the plain loop at the same: seconds a step and a token, and held-out accuracy
 - reward       with rewards of 0.2 s and a long tail at least 1.5 times synchronous
+- own          a step with a cheap reward function of one's own, in one process, takes at most 1.05 of a step with the built-in reward; beside
+               it, the same as lists and as coroutines, and the process of the task's own reward (reward.workers = 1)
 - publication  at most 1 % of a step for a model of at least 100 MB
 """
 
@@ -23,6 +25,7 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import json
+import resource
 import statistics
 import subprocess
 import sys
@@ -36,7 +39,7 @@ import rounds
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 BATCH, SKIP, PEER_S = 256, 8, 5.0  # SKIP: steps until the pipeline is full
-PARTS = ["limit", "speed", "curves", "reward", "publication"]
+PARTS = ["limit", "speed", "curves", "reward", "own", "publication"]
 SMALL = ["evaluation.every=0", "evaluation.prompts=1", "evaluation.final_prompts=1", "evaluation.ood_prompts=0", "learner.checkpoint_every=1000",
          "record.samples_every=0"]  # fmt: skip
 
@@ -50,7 +53,9 @@ def asyncrl(work: Path, name: str, model: Path, cores: list[int], steps: int, *s
     every = [f"runs={str(work)!r}", f"name={name!r}", f"model.path={str(model)!r}", f"learner.steps={steps}", *SMALL, *sets]
     argv = [sys.executable, "-m", "asyncrl.cli", "run", "configs/demo.toml", "--json", *[x for s in every for x in ("--set", s)]]
     argv = ["taskset", "-c", ",".join(map(str, cores)), *argv]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, env=env(1))
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if done.returncode:
         sys.exit(f"{name} ended with {done.returncode}:\n{done.stderr[-2000:]}")
     rows = [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
@@ -58,6 +63,7 @@ def asyncrl(work: Path, name: str, model: Path, cores: list[int], steps: int, *s
     seconds, ended = rows[-1]["t"] - rows[SKIP]["t"], json.loads(done.stdout.splitlines()[-1])
     out = {"step": seconds / (len(rows) - 1 - SKIP), "token": seconds / sum(r["answer/length"] * BATCH for r in rows[SKIP + 1 :])}
     out |= {k: ended[k] for k in ("heldout_start", "heldout_end")}
+    out["cpu"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime  # of all its processes, starts included
     for key in ("time/train", "time/publish", "time/swap", "time/learner_idle_share", "time/generator_idle_share", "lag/mean", "answer/length"):
         out[key] = statistics.median(r[key] for r in rows[SKIP:] if key in r)
     return out
@@ -265,6 +271,41 @@ def slow_rewards(work: Path, model: Path, cores: list[int], n: int, steps: int) 
     return [rounds.goal("rewards of 0.2 s and more: synchronous / async step", value, 1.5, at_least=True)], {"rounds": rows, "workers": 32, "batch": "8 x 8"}
 
 
+def own_rewards(
+    work: Path,
+    model: Path,
+    cores: list[int],
+    n: int,
+    steps: int,
+    only: list[str],
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """The built-in reward in place, and the same function as one's own in a process, in its three forms."""
+    rows: list[dict[str, Any]] = []
+    for r in range(n):
+        sets = ["learner.lr=0.0", f"seed={r}"]
+        kinds = {"built in": sets, "own": [*sets, "reward.workers=1", "reward.function='benchmarks.cheap_reward:reward'"]}
+        for name in ("lists", "coroutine"):
+            kinds[name] = [*sets, "reward.workers=1", f"reward.function='benchmarks.cheap_reward:{name}'"]
+        kinds["in a process"] = [*sets, "reward.workers=1"]
+        kinds = {k: v for k, v in kinds.items() if not only or k in only}
+        order = list(kinds) if r % 2 == 0 else list(reversed(kinds))
+        load = os.getloadavg()[0]
+        row: dict[str, Any] = {
+            k: asyncrl(work, f"own_{k.replace(' ', '_')}{r}", model, cores, steps, *kinds[k]) for k in order
+        }
+        row["load"] = [load, os.getloadavg()[0]]
+        rows.append(row)
+        said = ", ".join(f"{k} {1e3 * row[k]['step']:.0f} ms" for k in kinds)
+        print(f"round {r}: {said}, load {row['load'][0]:.1f} to {row['load'][1]:.1f}", file=sys.stderr)
+    others = [k for k in kinds if k != "built in"]
+    ratios = {k: statistics.median(row[k]["step"] / row["built in"]["step"] for row in rows) for k in others}
+    ms = {k: round(1e3 * statistics.median(row[k]["step"] for row in rows)) for k in kinds}
+    cpu = {k: statistics.median(row[k]["cpu"] / row["built in"]["cpu"] for row in rows) for k in others}
+    said = "a cheap reward function of one's own / the built-in reward, step"
+    goal = rounds.goal(said, ratios["own"], 1.05, at_least=False, ms=ms, cpu=round(cpu["own"], 3))
+    return [goal], {"rounds": rows, "step_ms": ms, "over_built_in": ratios, "cpu_over_built_in": cpu}
+
+
 def publication(work: Path, n: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Ring writes against learner steps of 32 x 8 samples, for a model of at least 100 MB."""
     import torch
@@ -308,7 +349,7 @@ def main() -> None:
         "--kinds",
         nargs="+",
         default=[],
-        help="of `speed`: some of its alternatives, by name; absent: all",
+        help="of `speed` and `own`: some of the alternatives, by name; absent: all",
     )
     p.add_argument("--plain-threads", type=int, default=1, help="of the plain loop in `curves`: what `speed` found the faster")
     p.add_argument("--bare", default="", help="used by the program itself")
@@ -334,6 +375,9 @@ def main() -> None:
             goals += found
         if "reward" in args.parts:
             found, result["reward"] = slow_rewards(work, model, cores, n, 8 if args.quick else 24)
+            goals += found
+        if "own" in args.parts:
+            found, result["own"] = own_rewards(work, model, cores, n, steps, args.kinds)
             goals += found
         if "publication" in args.parts and not args.quick:
             found, result["publication"] = publication(work, 5)

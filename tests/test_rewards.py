@@ -275,7 +275,7 @@ def test_async_lists(runner: Callable[..., RewardRunner]) -> None:
 
 
 def test_the_example_takes_lists_or_single_answers(runner: Callable[..., RewardRunner]) -> None:
-    prompt = get_task(TaskConfig(name="sort")).prompt("train", 0, 0)
+    prompt = Prompt(0, "75057=", "05577")
     got = [judge(runner(f"configs.examples.my_reward:{name}"), f"#{prompt.answer}", "1", prompt=prompt) for name in ("reward", "rewards")]
     assert got[0] == got[1] and got[0][0][1] == 1.0
 

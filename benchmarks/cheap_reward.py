@@ -1,0 +1,26 @@
+"""The `sort` task's reward as a function of one's own: alone, for lists, as a coroutine.  What is measured is the way there and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl.config import Task
+from asyncrl.messages import Prompt
+from asyncrl.tasks import get_task
+
+TASK = get_task(Task(name="sort"))
+
+
+def reward(prompt: Prompt, text: str) -> Any:
+    return TASK.reward(prompt, text)
+
+
+def lists(prompts: list[Prompt], texts: list[str]) -> list[Any]:
+    return [TASK.reward(p, t) for p, t in zip(prompts, texts, strict=True)]
+
+
+lists.batched = True  # type: ignore[attr-defined]
+
+
+async def coroutine(prompt: Prompt, text: str) -> Any:
+    return TASK.reward(prompt, text)
