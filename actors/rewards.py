@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 import os
-import selectors
+import select
 import socket
 import subprocess
 import threading
@@ -48,7 +48,7 @@ START_TRIES = 3  # processes in a row that end before they are ready: the functi
 AHEAD_S = 0.05  # work in a process's socket beyond what it is doing: longer calls wait in the common queue for whoever is free
 AHEAD_BYTES = 64 * 1024  # and never more than a socket holds
 MOST_AHEAD = 128  # units: what stands behind one that hangs waits for its deadline
-REST_S = 0.002  # between two looks while every process has work in hand: replies are read together
+REST_S = 0.002  # between two looks: replies are read together
 SLACK_S = 1.0  # a process of coroutines ends each by itself at the deadline; only one whose loop is blocked is ended by us
 TURN_S = 0.5  # the thread looks at least so often
 STUCK_S = 30.0  # after so long without a look, it is not taken to be working any more
@@ -253,17 +253,17 @@ class _Pool(threading.Thread):
             p.flush()
         if self.cores > len(self.processes):
             self._measure()
-        if self.processes and all(p.units for p in self.processes) and not self.closing:
-            time.sleep(REST_S)
+        if not self.closing:
+            time.sleep(REST_S)  # whoever can be fed is fed
 
     def _wait(self) -> None:
         now = time.monotonic()
         soonest = min((self._deadline(p) for p in self.processes), default=math.inf)
-        with selectors.DefaultSelector() as selector:
-            selector.register(self.ours, selectors.EVENT_READ)
-            for p in self.processes:
-                selector.register(p.wire, selectors.EVENT_READ | (selectors.EVENT_WRITE if p.outgoing else 0))
-            selector.select(min(TURN_S, max(0.0, soonest - now)))
+        events = select.poll()
+        events.register(self.ours, select.POLLIN)
+        for p in self.processes:
+            events.register(p.wire, select.POLLIN | (select.POLLOUT if p.outgoing else 0))
+        events.poll(1000 * min(TURN_S, max(0.0, soonest - now)))
         try:
             while self.ours.recv(4096):
                 pass
@@ -355,19 +355,23 @@ class _Pool(threading.Thread):
             free.remove(p)  # it gets nothing else, so that it will be empty
             if not p.units:
                 p.alone = True
-                self._send(p, [[self.suspects.popleft()]])
-        given: dict[int, list[list[_Job]]] = {id(p): [] for p in free}
-        while self.queue and free:
-            p = min(free, key=lambda x: len(x.units) + len(given[id(x)]))
-            mine = given[id(p)]
-            if len(p.units) + len(mine) >= self._capacity(p) or p.bytes + sum(_size(u) for u in mine) > AHEAD_BYTES:
-                free.remove(p)
-                continue
-            many = min(self.batch, math.ceil(len(self.queue) / len(free))) if p.batched else 1
-            mine.append([self.queue.popleft() for _ in range(many)])
-        for p in self.processes:
-            if given.get(id(p)):
-                self._send(p, given[id(p)])
+                jobs = [self.suspects.popleft()]
+                p.bytes += _size(jobs)
+                self._send(p, [jobs])
+        given: dict[_Process, list[list[_Job]]] = {}
+        room = {p: self._capacity(p) - len(p.units) for p in free}
+        while self.queue and (free := [p for p in free if room[p] > 0 and p.bytes <= AHEAD_BYTES]):
+            most = max(room[p] for p in free)
+            for p in [p for p in free if room[p] == most]:  # one for each, in turn
+                if not self.queue:
+                    break
+                many = min(self.batch, math.ceil(len(self.queue) / len(free))) if p.batched else 1
+                jobs = [self.queue.popleft() for _ in range(many)]
+                given.setdefault(p, []).append(jobs)
+                room[p] -= 1
+                p.bytes += _size(jobs)
+        for p, groups in given.items():
+            self._send(p, groups)
 
     def _capacity(self, p: _Process) -> int:
         """Units that it may have in its hands: those under way, and some ahead when they are short."""
@@ -380,7 +384,6 @@ class _Pool(threading.Thread):
         for jobs in groups:
             self.last_id += 1
             p.units[self.last_id] = (jobs, _size(jobs))
-            p.bytes += _size(jobs)
             units.append(Unit(self.last_id, [j.call for j in jobs]))
         p.outgoing += frame(msgspec.msgpack.encode(units))
 
