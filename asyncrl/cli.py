@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import click
 from msgspec import to_builtins
 
-from asyncrl import __version__, lives, refusal
+from asyncrl import __version__, lives, refusal, result
 from asyncrl.errors import EXIT_CODES, AsyncrlError, ConfigError, NothingToDo
 from asyncrl.importing import here_last, no_garbage
 from asyncrl.lab.command import lab
@@ -27,6 +27,7 @@ class Group(click.Group):
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         here_last()
+        result.begin()
         words = kwargs.get("args") or (args[0] if args else None) or sys.argv[1:]
         as_json = "--json" in words
         try:
@@ -49,12 +50,9 @@ class Group(click.Group):
 def fail(why: str, code: int, as_json: bool) -> NoReturn:
     """End with one line on stderr; with --json also as the last line of stdout, unless that was a result already."""
     print(f"error: {why}", file=sys.stderr)
-    if as_json and not _emitted:
-        print(json.dumps({"error": why, "exit_code": code}))
+    if as_json:
+        result.put_error(why, code)
     sys.exit(code)
-
-
-_emitted: list[bool] = []  # whether this process has printed its JSON object
 
 
 def options(*, source: bool = True) -> Callable[[Any], Any]:
@@ -71,8 +69,7 @@ def options(*, source: bool = True) -> Callable[[Any], Any]:
 def emit(value: dict[str, Any], as_json: bool) -> None:
     """Results go to stdout: one JSON object, or readable lines."""
     if as_json:
-        _emitted.append(True)
-        print(json.dumps(value))
+        result.put(value)
     else:
         for key, x in value.items():
             if not isinstance(x, dict) or len(x) < 12:
@@ -218,7 +215,7 @@ def part_command(name: str, doc: str) -> None:
                 close_up(life)
             life.free()
         if as_json:
-            print(json.dumps({"run_dir": str(where), "process": name}))
+            result.put({"run_dir": str(where), "process": name})
         sys.exit(code)
 
     command.__doc__ = doc
@@ -374,7 +371,7 @@ def compare(source: str, sets: tuple[str, ...], as_json: bool, arms: tuple[str, 
     settings = [(a.name, ", ".join(comparison.sets_of(a)) or "as configured") for a in comparison.arms]
     page = compare_report.write(where, where.name, cells, found, settings, base)
     if as_json:
-        print(json.dumps(compare_report.clean(found)))
+        result.put(compare_report.clean(found))
         return
     short = {"arm": "arm", "end": "end", "OOD end": "OOD", "KL to ref": "KL ref", "area": "area", "seconds of RL": "seconds",
              "trained tok/s": "tok/s", "mean lag": "lag", "ESS": "ESS",
@@ -430,7 +427,7 @@ def sweep(source: str, sets: tuple[str, ...], as_json: bool, limits: str, chosen
     shape = f"{base.learner.steps} steps of {base.learner.groups} x {base.learner.group_size}"
     page = sweep_page.write(where, where.name, found, told, f"{'injected' if inject else 'natural'} lag, {seeds} seed(s), {shape}")
     if as_json:
-        print(json.dumps(compare_report.clean(found)))
+        result.put(compare_report.clean(found))
         return
     short = ("correction", "limit", "end", "vs sync", "interval", "OOD end", "KL to ref", "ESS", "unstable", "speed")
     print_table(sweep_page.HEAD, sweep_page.rows(found), {h: h for h in short}, f"{where.name}: {seeds} seed(s)")
@@ -508,7 +505,7 @@ def engines(as_json: bool) -> None:
 
     rows, device = known.look(), known.device()
     if as_json:
-        print(json.dumps({"device": device, "engines": rows}))
+        result.put({"device": device, "engines": rows})
         return
     print(f"device: {device}")
     for r in rows:

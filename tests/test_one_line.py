@@ -8,13 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 import transformers
 from conftest import ENV, ROOT, SMALL, Ended, demo_command
 from test_bad_input import refused
 from test_run import start, steps_done, wait_until
 
-from asyncrl import config_load, models, rundir
+from asyncrl import config_load, models, result, rundir
+from asyncrl.cli import Group
 from asyncrl.errors import ConfigError
 from asyncrl.messages import Prompt
 from asyncrl.run import preflight
@@ -165,3 +167,25 @@ def test_a_resume_at_a_smaller_limit_reports_the_limit_that_held(tmp_path: Path,
     second = Ended(subprocess.run(again, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=240))
     assert second.code == 0, second.err[-3000:]
     assert second.json["lag"]["max"] == 3 and second.json["lag"]["limit"] == 3 and second.json["lag"]["limit_now"] == 1
+
+
+def test_a_result_stays_the_last_line_when_an_error_follows(capsys: pytest.CaptureFixture[str]) -> None:
+    """A claim that does not hold, say: its numbers are what a program wants, the error is on stderr; the next command starts afresh."""
+
+    def ended(words: list[str], given: bool) -> dict[str, object]:
+        @click.command()
+        @click.option("--json", "as_json", is_flag=True)
+        def one(as_json: bool) -> None:
+            if given:
+                result.put({"numbers": [1]})
+            raise ConfigError("no")
+
+        group = Group(commands={"one": one})
+        with pytest.raises(SystemExit) as e:
+            group.main(["one", *words])
+        assert e.value.code == 2
+        out, err = capsys.readouterr()
+        assert err == "error: no\n"
+        return dict(json.loads(out.splitlines()[-1])) if out else {}
+
+    assert ended(["--json"], True) == {"numbers": [1]} and ended(["--json"], False) == {"error": "no", "exit_code": 2} and ended([], False) == {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import click
 
+from asyncrl import result
 from asyncrl.errors import AsyncrlError, ConfigError
 
 
@@ -25,7 +25,7 @@ def finish(found: Any, out: Path, as_json: bool) -> None:
     html, data = page.write(out, found)
     say(f"plots: {html}   numbers: {data}")
     if as_json:
-        print(json.dumps(found.json()))
+        result.put(found.json())
     if wrong := [c.text for c in found.claims if c.holds is False]:
         raise AsyncrlError(f"lab {found.name}: {len(wrong)} claim(s) do not hold: {wrong[0]}")
 

@@ -1,0 +1,25 @@
+"""The one JSON object of a command, the last line of stdout: its result, or its error where there was none."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+_printed: list[bool] = []
+
+
+def begin() -> None:
+    """A command starts; a process may run several, one after another."""
+    _printed.clear()
+
+
+def put(value: dict[str, Any]) -> None:
+    """Print the result."""
+    _printed.append(True)
+    print(json.dumps(value))
+
+
+def put_error(why: str, exit_code: int) -> None:
+    """Print the error, unless a result was printed: then that stays the last line."""
+    if not _printed:
+        print(json.dumps({"error": why, "exit_code": exit_code}))
