@@ -49,6 +49,8 @@ class WeightsReceiver:
         if self.reader is not None:
             digest = digest or self.reader.labels().get(label)
             if digest is None or not self.reader.read(label, digest, memoryview(self.into)):
+                if self.reader.replaced():
+                    self.close()  # the next pull opens what is there then
                 return None
             probe = self.reader.probe
         else:

@@ -132,6 +132,10 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
     return config
 
 
+def removed(run_dir: Path) -> AsyncrlError:
+    return AsyncrlError(f"{run_dir} was removed or moved while the run went on; what it had written is where it went, and the run has ended")
+
+
 def supervise(config: Config, run_dir: Path, watcher: Watcher) -> int:
     """Run all processes to their end; 130 when interrupted.  Raises what ended the run otherwise."""
     lock = rundir.Lock(run_dir)
@@ -147,7 +151,7 @@ def supervise(config: Config, run_dir: Path, watcher: Watcher) -> int:
     def observe(status: Status) -> None:
         supervisor.observe(status)
         if not (run_dir / "config.toml").exists():
-            raise AsyncrlError(f"{run_dir} was removed or moved while the run went on; what it had written is where it went, and the run has ended")
+            raise removed(run_dir)
         watcher.look(status.committed, status.metrics)
 
     previous = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
@@ -156,6 +160,10 @@ def supervise(config: Config, run_dir: Path, watcher: Watcher) -> int:
         live.follow(rundir.buffer_address(config, run_dir), config.wires.curve_dir, lambda: supervisor.poll() or supervisor.interrupts > 0, observe)
         supervisor.end(gently=supervisor.interrupts < 2)
         return 130 if supervisor.interrupts else 0
+    except AsyncrlError as e:
+        if not (run_dir / "config.toml").exists():  # whichever process met that first, in whatever words
+            raise removed(run_dir) from e
+        raise
     finally:
         supervisor.end(gently=False)
         for number, handler in previous.items():

@@ -77,9 +77,34 @@ class Ring:
                 self._grow()
         except OSError as e:
             raise AsyncrlError(f"no room for {slots} weight slots of {size / 2**20:.1f} MiB in {directory}: {e}; lower weights.slots") from e
-        part = directory / "manifest.part"
-        part.write_bytes(msgspec.msgpack.encode(_Manifest(epoch, size, rows)))
-        os.replace(part, directory / "manifest")
+        self.rows = rows
+        self._declare()
+
+    def _declare(self) -> None:
+        part = self.directory / "manifest.part"
+        part.write_bytes(msgspec.msgpack.encode(_Manifest(self.epoch, self.size, self.rows)))
+        os.replace(part, self.directory / "manifest")
+
+    def mend(self) -> bool:
+        """Make the directory anew, with all that the ring holds, if somebody has removed it; True when it had to be.
+
+        Whoever maps the old files keeps them, and finds by `RingReader.replaced` that nothing new comes there.  Raises AsyncrlError.
+        """
+        if (self.directory / "manifest").exists():
+            return False
+        try:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self.directory.mkdir(mode=0o700, parents=True)
+            fresh = []
+            for n, old in enumerate(self.slots):
+                fresh.append(_map(self.directory / f"slot_{n}", HEADER + self.size, create=True))
+                with memoryview(old) as source, memoryview(fresh[-1]) as target:
+                    target[:] = source
+            self.slots = fresh  # the old ones end with their last reader: the chunk server's thread may be in one
+            self._declare()
+        except OSError as e:
+            raise AsyncrlError(f"the weights' directory {self.directory} is gone and cannot be made again: {e}") from e
+        return True
 
     def _grow(self) -> int:
         slot = _map(self.directory / f"slot_{len(self.slots)}", HEADER + self.size, create=True)
@@ -162,9 +187,21 @@ class RingReader:
         except msgspec.MsgspecError as e:
             raise Damaged(f"{directory / 'manifest'} is no manifest of weights: {e}") from e
         self.slots: list[mmap.mmap] = []
+        self._made = self._inode()
         self._pin = _map(directory / f"pin_{reader_id}", 64, create=True)
         _PIN.pack_into(self._pin, 0, -1, 0.0)
         self._look()
+
+    def _inode(self) -> int:
+        """Of the directory's manifest; 0 when there is none."""
+        try:
+            return (self.directory / "manifest").stat().st_ino
+        except OSError:
+            return 0
+
+    def replaced(self) -> bool:
+        """Was the directory removed, or made anew, since this reader opened it?  Then nothing new will come to its maps."""
+        return self._inode() != self._made
 
     @property
     def manifest(self) -> Rows:

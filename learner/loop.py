@@ -101,6 +101,7 @@ class Learner:
         if now - self.sent.get("progress", 0.0) > PROGRESS_S and self.welcomed:
             self.sent["progress"] = now
             waiting = f"{self.waiting}|{now - self.waiting_since:.1f}" if self.waiting else ""
+            self.publisher.mend()
             self.socket.send(m.Progress("learner", waiting, {}, os.getpid(), self.epoch))
         for line in self.wait_log.lines([("learner", self.waiting, f"the buffer at {self.socket.address}", now - self.waiting_since)] if self.waiting else []):
             print(line, file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import socket
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -65,6 +66,11 @@ class Publisher:
         for old in self.directory.parent.glob("epoch_*"):
             if (found := re.fullmatch(r"epoch_(\d+)", old.name)) and int(found.group(1)) < self.epoch:
                 shutil.rmtree(old, ignore_errors=True)
+
+    def mend(self) -> None:
+        """Somebody may have removed the ring's directory: generators that begin now would find no weights."""
+        if self.ring.mend():
+            print(f"learner: {self.directory} was removed by somebody; it is made anew with all its versions", file=sys.stderr, flush=True)
 
     def publish(self, number: int) -> str:
         """Write the model's weights as version `number`; returns their digest."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,8 @@ from conftest import ROOT
 from asyncrl import config_load, rundir
 from asyncrl import messages as m
 from asyncrl.errors import NothingToDo
+from asyncrl.versions import Label
+from asyncrl.weight_ring import RingReader
 from learner.loop import Learner
 
 
@@ -71,6 +74,18 @@ def test_a_run_that_goes_on_past_its_end_has_no_final_weights_until_its_new_end(
     (one.run_dir / "weights_digest").write_text("of the end before")
     one.hello()
     assert one.welcomed and not (one.run_dir / "weights_digest").exists()
+
+
+def test_a_learner_whose_ring_was_removed_makes_it_anew_while_it_waits(learner: Callable[[], Learner]) -> None:
+    """A generator that is started then finds the weights, though no step has been made since."""
+    one = learner()
+    one.hello()
+    shutil.rmtree(one.publisher.directory)
+    one.sent["progress"] = 0.0
+    one.pump(0)
+    reader = RingReader(one.publisher.directory, "late")
+    assert reader.labels() == {Label(one.epoch, 0): one.digest}
+    reader.close()
 
 
 def test_one_that_comes_after_the_end_says_so_and_one_whose_last_answer_was_lost_ends_well(learner: Callable[[], Learner]) -> None:

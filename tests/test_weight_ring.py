@@ -164,3 +164,47 @@ def test_chunks_over_tcp_without_shared_memory(tmp_path: Path) -> None:
     finally:
         client.close()
         server.close()
+
+
+def test_a_ring_whose_directory_was_removed_is_made_anew_with_all_that_it_held(tmp_path: Path) -> None:
+    """Who mapped the old files finds that nothing new comes there, and opens the new ones; who begins finds the newest version."""
+    import socket
+    from shutil import rmtree
+
+    import msgspec
+
+    from actors.weights import WeightsReceiver
+    from asyncrl.config import Config
+    from asyncrl.messages import WeightsSource
+
+    config = msgspec.convert({"model": {"path": "m"}, "task": {"name": "sort"}}, Config)
+    layout = [("w", "float32", [SIZE // 4], 0, SIZE)]
+    r = Ring(tmp_path / "ring", SIZE, 3, layout, 1)  # type: ignore[arg-type]
+    digests = {n: r.write(Label(1, n), fill(n), probe=bytes([n])) for n in range(2)}
+    before = WeightsReceiver(config, "before")
+    source = WeightsSource(1, socket.gethostname(), str(tmp_path / "ring"), "")
+    assert before.pull(source, Label(1, 1), digests[1]) is not None and not r.mend()
+    rmtree(tmp_path / "ring")
+    assert before.pull(source, Label(1, 1), digests[1]) is not None  # its maps hold what they held
+    assert r.mend() and not r.mend()
+    assert r.labels() == {Label(1, n): digests[n] for n in range(2)}
+    digests[2] = r.write(Label(1, 2), fill(2))
+    assert before.pull(source, Label(1, 2), digests[2]) is None  # and lets go of them
+    for name in ("before", "after"):
+        reader = before if name == "before" else WeightsReceiver(config, name)
+        for n in (2, 1):
+            got = reader.pull(source, Label(1, n), digests[n])
+            assert got is not None and got[1] == digests[n] and got[2] == (b"\x01" if n == 1 else b"")
+        reader.close()
+    r.close()
+
+
+def test_a_ring_that_cannot_be_made_anew_says_so(tmp_path: Path) -> None:
+    from shutil import rmtree
+
+    (tmp_path / "shm").mkdir()
+    r = ring(tmp_path / "shm")
+    rmtree(tmp_path / "shm")
+    (tmp_path / "shm").write_text("something else")
+    with pytest.raises(AsyncrlError, match="is gone and cannot be made again"):
+        r.mend()
