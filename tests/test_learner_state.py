@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 from test_learner_step import GROUPS, SIZE, batch, core, model_dir, weights
 
+from asyncrl.errors import AsyncrlError
+from asyncrl.models import build_model
 from learner.batch import pack
 
 __all__ = ["model_dir"]
@@ -35,6 +40,55 @@ def test_an_adaptive_coefficient_falls_by_a_bounded_step_while_the_policy_is_the
     fixed = core(model_dir, learner={"lr": 0.0}, kl={"reward": {**kl, "controller": "fixed"}})
     fixed.train(batch())
     assert fixed.state.beta == 0.1
+
+
+def test_the_coefficient_of_now_and_not_of_the_configuration_is_charged(model_dir: Path, tmp_path: Path) -> None:
+    """Resumed at 0 the run is the run without the term; at twice the coefficient the charge is twice as large."""
+    build_model(tmp_path / "ref", "abcdefgh", hidden=32, layers=2, seed=5)
+    kl = {"reward": {"coefficient": 0.1, "reference": str(tmp_path / "ref")}}
+    plain, none, once, twice = core(model_dir), core(model_dir, kl=kl), core(model_dir, kl=kl), core(model_dir, kl=kl)
+    none.state.beta, twice.state.beta = 0.0, 0.2
+    without, at_zero = plain.train(batch()), none.train(batch())
+    assert torch.equal(weights(plain), weights(none)) and "kl/answer" not in at_zero and at_zero["reward/used_mean"] == without["reward/mean"]
+    a, b = once.train(batch()), twice.train(batch())
+    assert b["kl/reward_gradient_share"] == pytest.approx(2 * a["kl/reward_gradient_share"]) and (a["kl/beta"], b["kl/beta"]) == (0.1, 0.2)
+    assert b["reward/mean"] - b["reward/used_mean"] == pytest.approx(2 * (a["reward/mean"] - a["reward/used_mean"]), rel=1e-3) != 0
+
+
+def test_other_ranks_are_told_of_the_batch_before_anything_else(model_dir: Path) -> None:
+    c, told = core(model_dir), []
+    c.backend.tell = lambda *what: told.append(what)  # type: ignore[method-assign]
+    b = batch(4)
+    c.train(b)
+    assert told == [("train", b)]
+
+
+def test_a_bad_batch_names_its_number_and_where_it_lies(model_dir: Path, tmp_path: Path) -> None:
+    c = core(model_dir, tmp_path)
+    c.state.bad_in_a_row = 2
+    with pytest.raises(AsyncrlError) as e:
+        c.train(batch(7, reward=math.nan))
+    path = tmp_path / "bad_batch.msgpack"
+    assert str(e.value) == f"the loss or its gradient was not finite 3 times in a row, last in batch 0; the batch is saved in {path}"
+    rows = msgspec.msgpack.decode(path.read_bytes())
+    samples = batch(7, reward=math.nan).samples
+    sent = [{"prompt": np.frombuffer(s.prompt_tokens, "<i4").tolist(), "tokens": np.frombuffer(s.tokens, "<i4").tolist()} for s in samples]
+    assert [{k: r[k] for k in ("prompt", "tokens")} for r in rows] == sent and all(r.keys() == {"prompt", "tokens", "reward"} for r in rows)
+    nowhere = core(model_dir)
+    nowhere.state.bad_in_a_row = 2
+    with pytest.raises(AsyncrlError, match=r"last in batch 0$"):
+        nowhere.train(batch(7, reward=math.nan))
+
+
+def test_exact_runs_end_at_the_first_difference(model_dir: Path) -> None:
+    """The behaviour policy here is nobody's: at lag 0 it differs by its largest log ratio."""
+    c = core(model_dir)
+    c.config = msgspec.structs.replace(c.config, exact=True)
+    packed = pack(batch())
+    off = (c._forward(c.model, packed, range(len(packed.responses))) - packed.loss.behavior).abs()[packed.loss.token_lag == 0].max()
+    with pytest.raises(AsyncrlError) as e:
+        c.train(batch(3))
+    assert str(e.value) == (f"exact: engine and learner differ at lag 0 in batch 3 by {float(off):.1e} nats; see `asyncrl doctor --exact`, or exact = \"try\"")
 
 
 def test_the_interpolated_anchor_leans_on_the_behaviour_policy_the_fresher_a_token_is(model_dir: Path) -> None:
