@@ -29,7 +29,7 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -505,8 +505,27 @@ class RewardRunner:
             self.timing.waited_s += ended - job.at
             self.done.append(result)
 
+    def all(self) -> list[Result]:
+        """What all that was submitted came to, by key."""
+        out = self.poll()
+        while self.waiting:
+            time.sleep(REST_S)
+            out += self.poll()
+        return sorted(out, key=lambda r: r[0])
+
     def close(self) -> None:
         """End the processes."""
         if self.pool is not None:
             self.pool.end()
             self.pool = None
+
+
+def judge_all(config: Config, task: Any, answers: Sequence[tuple[Prompt, str, list[int]]]) -> list[Result]:
+    """Judge (prompt, text, token ids) as a run would, and wait for it; one result each, in their order."""
+    runner = RewardRunner(config, task)
+    try:
+        for i, (prompt, text, tokens) in enumerate(answers):
+            runner.submit((i, 0, 0), prompt, text, tokens)
+        return runner.all()
+    finally:
+        runner.close()

@@ -555,17 +555,20 @@ def task() -> None:
 @click.option("-n", default=3, help="prompts to show")
 def try_task(source: str, sets: tuple[str, ...], as_json: bool, n: int) -> None:
     """Show prompts of the task and what the reward function says of the right answer and of an empty one."""
-    from actors.reward_worker import call, resolve
+    from actors.rewards import judge_all
     from asyncrl import config_load
     from asyncrl.tasks import get_task
 
     loaded = config_load.load(source, sets)
     tasks = get_task(loaded.task)
-    function = resolve(loaded.reward.function) if loaded.reward.function else tasks.reward
-    for i in range(n):
-        p = tasks.prompt("train", i, loaded.seed)
-        row = {"prompt": p.text, "answer": p.answer, "reward_of_answer": call(function, p, p.answer, [0])[0], "reward_of_nothing": call(function, p, "", [])[0]}
-        print(json.dumps(row))
+    prompts = [tasks.prompt("train", i, loaded.seed) for i in range(n)]
+    asked = [(p, text, tokens) for p in prompts for text, tokens in ((p.answer, [0]), ("", []))]
+    found = judge_all(loaded, tasks, asked)
+    for i, p in enumerate(prompts):
+        right, nothing = (None if why else reward for _, reward, _, _, why in found[2 * i : 2 * i + 2])
+        print(json.dumps({"prompt": p.text, "answer": p.answer, "reward_of_answer": right, "reward_of_nothing": nothing}))
+    if failed := next((why for *_, why in found if why), ""):
+        raise ConfigError(f"reward.function = {loaded.reward.function}: {failed}")
 
 
 main.add_command(lab)

@@ -15,10 +15,12 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from conftest import ENV, ROOT
 
 from actors import rewards
 from actors.reward_worker import PRINTED_CHARACTERS, Bounded, Call, call, checked, each
 from actors.rewards import Result, RewardRunner, grown
+from asyncrl import importing
 from asyncrl.config import Config
 from asyncrl.config import Task as TaskConfig
 from asyncrl.errors import AsyncrlError, ConfigError
@@ -296,6 +298,20 @@ def test_what_is_printed_is_bounded() -> None:
     bounded = Bounded(to, 10)
     assert [print(x, file=bounded, flush=True) for x in ("12345", "6789", "more", "and more")]
     assert to.buffer.getvalue().decode().startswith("12345\n6789") and "more\n" not in to.buffer.getvalue().decode()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(("body", "rewards_", "why"), [
+    ("return float(bool(text))", [1.0, 0.0], ""), ("import sys; sys.exit(1)", [None, None], "called sys.exit(1)"),
+    ("return None if text else 0.5", [None, 0.5], "reward is a NoneType, not a number"), ("print('hello'); return text", [None, None], "is a str"),
+])  # fmt: skip
+def test_a_look_at_a_reward_function(body: str, rewards_: list[float], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`asyncrl task try`: as a run would call it; what fails is one line with the key, after what it found."""
+    (tmp_path / "looked_at.py").write_text(f"def reward(prompt, text):\n    {body}\n")
+    done = subprocess.run([*importing.command("asyncrl.cli"), "task", "try", str(ROOT / "configs" / "demo.toml"), "-n", "1",
+                           "--set", "reward.function='looked_at:reward'"], cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=120)  # fmt: skip
+    (row,) = [msgspec.json.decode(x) for x in done.stdout.splitlines()]
+    assert [row["reward_of_answer"], row["reward_of_nothing"]] == rewards_ and done.returncode == (2 if why else 0), done.stderr
+    assert "Traceback" not in done.stderr and ("error: reward.function = looked_at:reward: data: " in done.stderr) == bool(why) and why in done.stderr
 
 
 def test_a_module_that_exits_is_a_config_error(runner: Callable[..., RewardRunner]) -> None:
