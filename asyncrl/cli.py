@@ -348,7 +348,7 @@ def compare(source: str, sets: tuple[str, ...], as_json: bool, arms: tuple[str, 
     from asyncrl import config_load
     from asyncrl.compare import comparison as comparing
     from asyncrl.compare import page as compare_report
-    from asyncrl.compare.live import CompareProgress, print_table
+    from asyncrl.compare.live import CompareProgress, print_beside, print_table
     from asyncrl.run import preflight, say
 
     base = config_load.load(source, sets)
@@ -373,11 +373,11 @@ def compare(source: str, sets: tuple[str, ...], as_json: bool, arms: tuple[str, 
     if as_json:
         result.put(compare_report.clean(found))
         return
-    short = {"arm": "arm", "end": "end", "OOD end": "OOD", "KL to ref": "KL ref", "area": "area", "seconds of RL": "seconds",
-             "trained tok/s": "tok/s", "mean lag": "lag", "ESS": "ESS",
+    short = {"arm": "arm", "end": "end", "area": "area", "seconds of RL": "seconds", "trained tok/s": "tok/s", "mean lag": "lag", "ESS": "ESS",
              "unstable": "unstable", "processes": ""}  # fmt: skip
     start = next(iter(found["arms"].values()))["heldout_start"]
     print_table(compare_report.HEAD, compare_report.rows(found), short, f"{where.name}: {seeds} seed(s), held-out accuracy from {start:.3f}")
+    print_beside(compare_report.HEAD, compare_report.rows(found), ("arm",), ("OOD start", "OOD end", "KL to ref"))
     for v in found["verdicts"]:
         print(v["text"])
     for t in found["trade"]:
@@ -404,7 +404,7 @@ def sweep(source: str, sets: tuple[str, ...], as_json: bool, limits: str, chosen
     from asyncrl.compare import sweep_page
     from asyncrl.compare.comparison import design
     from asyncrl.compare.frontier import analyse
-    from asyncrl.compare.live import SweepProgress, print_table
+    from asyncrl.compare.live import SweepProgress, print_beside, print_table
     from asyncrl.run import preflight, say
 
     corrections = [sweeping.parse_correction(x) for x in chosen or ("configured", "none")]
@@ -429,8 +429,9 @@ def sweep(source: str, sets: tuple[str, ...], as_json: bool, limits: str, chosen
     if as_json:
         result.put(compare_report.clean(found))
         return
-    short = ("correction", "limit", "end", "vs sync", "interval", "OOD end", "KL to ref", "ESS", "unstable", "speed")
+    short = ("correction", "limit", "end", "vs sync", "interval", "ESS", "unstable", "speed")
     print_table(sweep_page.HEAD, sweep_page.rows(found), {h: h for h in short}, f"{where.name}: {seeds} seed(s)")
+    print_beside(sweep_page.HEAD, sweep_page.rows(found), ("correction", "limit"), ("OOD end", "KL to ref"))
     print(found["suggestion"]["reason"])
     if found["suggestion"]["set"]:
         print(found["suggestion"]["set"])

@@ -16,7 +16,7 @@ import pytest
 from conftest import ENV, ROOT, Ended
 
 from asyncrl import config_load
-from asyncrl.compare import page
+from asyncrl.compare import live, page
 from asyncrl.compare.comparison import Cell, analyse, data_apart, reference_kl
 from buffer import trained
 
@@ -171,4 +171,16 @@ def test_one_seed_runs_and_says_that_no_verdict_is_possible(sort_model: Path, tm
     done = compare(sort_model, tmp_path / "c", "--arm", "sync:staleness.max_lag=0", "--arm", "async:", "--seeds", "1", "--set", "learner.steps=3")
     assert done.code == 0, done.err[-3000:]
     assert (tmp_path / "c" / "runs" / "sync-seed0" / "summary.json").exists(), "its speed is compared with a real run's"
+    assert re.search(r"arm +OOD start +OOD end +KL to ref", done.out)
     assert "no verdict is possible" in done.err and "with one seed: no verdict is possible" in done.out
+
+
+def test_what_is_beside_the_accuracy_has_a_table_of_its_own(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole numbers on a terminal of 80 columns; columns that nobody has are left out, and so is a table of none."""
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = [[{"arm": "sync", "OOD end": "0.213", "end": "0.9"}.get(h, "-") for h in page.HEAD], ["-"] * len(page.HEAD)]
+    live.print_beside(page.HEAD, rows, ("arm",), ("OOD start", "OOD end", "KL to ref"))
+    said = capsys.readouterr().out
+    assert re.search(r"arm +OOD end", said) and re.search(r"sync +0\.213", said) and "OOD start" not in said and "0.9" not in said
+    live.print_beside(page.HEAD, rows[1:], ("arm",), ("OOD start", "OOD end", "KL to ref"))
+    assert capsys.readouterr().out == ""

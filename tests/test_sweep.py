@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,9 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
     again = call(model, out, *words)
     assert again.code == 0 and "9 of 10 runs are finished already" in again.err and "(10 of 10" in again.err and kept.stat().st_mtime_ns == stamp
     assert json.loads(gone.read_text())["weights_digest"] == before
+
+    shown = call(model, out, *words[:-1]).out
+    assert re.search(r"correction +limit +OOD end +KL to ref", shown) and shown.count("0.000") >= 4
 
     with pytest.raises(ConfigError, match=r"learner.lr: 0.0003, now 0.001.*choose another directory by --out"):
         sets = [*SMALL, f"model.path={str(model)!r}", "learner.lr=1e-3", "evaluation.ood_prompts=4"]

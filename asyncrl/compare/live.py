@@ -168,3 +168,11 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], shown: dict[
     for row in rows:
         table.add_row(*(row[head.index(h)] for h in shown))
     Console().print(table)
+
+
+def print_beside(head: Sequence[str], rows: Sequence[Sequence[str]], names: Sequence[str], more: Sequence[str]) -> None:
+    """A second table, of what is not the accuracy that was trained for: columns `names`, and those of `more` that any row has."""
+    known = [h for h in more if any(row[head.index(h)] != "-" for row in rows)]
+    if known:
+        title = "OOD: out-of-distribution accuracy; KL to ref: target to reference, k3, nats a token, at the end"
+        print_table(head, rows, {h: h for h in (*names, *known)}, title)
