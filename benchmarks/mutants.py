@@ -8,7 +8,8 @@ every mutant is a fork of it that imports the project with one file changed in m
 statement, until one fails.  Nothing on disk changes.
 
 A mutant is killed when a test fails, the import fails, or the tests take ten times the processor time they take without it.  Survivors
-that mutants_equivalent.toml lists, with the reason why no test can tell them apart, count on neither side.
+that mutants_equivalent.toml lists, with the reason why no test can tell them apart, count on neither side.  Some of the drawn are run
+unchanged as well: what fails then is no mutant's, and the run ends.
 --module PART: only mutants of the files whose path contains PART (--sample 0: all of them); no result is written.  --planted: the mutants of
 mutants_planted.py, each against the one test that must notice it.
 """
@@ -40,7 +41,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,7 @@ SLOW_S = 3.0  # a test that takes longer has no place in a fork per mutant
 REAL_RUNS = {"asyncrl", "sort_model", "sort_vllm_model", "gain", "forked"}  # fixtures that start processes: a mutant in memory does not reach them
 PROJECT = ("asyncrl", "actors", "buffer", "learner")
 SURVIVED, KILLED, TIMEOUT, UNTESTED = "survived", "killed", "timeout", "untested"
+UNCHANGED = "(unchanged)"
 
 
 # ---- mutants -------------------------------------------------------------------------------------------------------
@@ -251,12 +253,16 @@ class Baseline:
     lines: dict[str, dict[int, list[str]]] = field(default_factory=dict)
 
     def reaching(self, m: Mutant, text: str) -> list[str]:
-        """Tests that run the changed statement, quickest file first; where it runs at import, all that run anything of the file."""
+        """Tests that run the changed statement, quickest file first; where it runs at import, all of the files that run anything of its file
+        or speak of its module."""
         start, end = statement(text, m.first, m.last)
         here = self.lines.get(m.path, {})
         found = {t for n in range(start, end + 1) for t in here.get(n, ())}
-        if not found and start == 0:
-            found = {t for tests in here.values() for t in tests} or set(self.seconds)
+        if start == 0:
+            name = re.compile(rf"\b{Path(m.path).stem}\b")
+            files = {t.split("::")[0] for tests in here.values() for t in tests}
+            files |= {f for f in {t.split("::")[0] for t in self.seconds} if name.search((ROOT / f).read_text())}
+            found = {t for t in self.seconds if t.split("::")[0] in files}
         whole: Counter[str] = Counter()
         for t in found:
             whole[t.split("::")[0]] += self.seconds[t]  # type: ignore[assignment]
@@ -416,6 +422,7 @@ def main() -> None:
     p.add_argument("--sample", type=int, default=400, help="0: all")
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--module", default="", help="only mutants of the files whose path contains this; writes no result")
+    p.add_argument("--controls", type=int, default=8, help="so many of the drawn are run unchanged as well, and must survive")
     p.add_argument("--tests", default="", help="files of tests instead of those in pyproject.toml, with commas between them")
     p.add_argument("--planted", action="store_true")
     p.add_argument("--quick", action="store_true", help="a sample of 20; writes no result")
@@ -453,16 +460,24 @@ def _main(args: argparse.Namespace, work: Path) -> None:
     texts = {path: (ROOT / path).read_text() for path in paths}
     start = time.monotonic()
 
+    controls = set(random.Random(args.seed).sample(range(len(wanted)), min(args.controls, len(wanted))))
+
     def jobs() -> Iterator[tuple[Mutant, list[str], float]]:
-        for _, make in wanted:
+        for i, (_, make) in enumerate(wanted):
             m = make()
             reaching = base.reaching(m, texts[m.path])
             yield m, reaching, base.cpu_s(reaching)
+            if i in controls:
+                yield replace(m, code=texts[m.path], plus=UNCHANGED), reaching, base.cpu_s(reaching)
 
     by_path: dict[str, Counter[str]] = {}
     survivors, equivalents, killers = [], [], Counter[str]()
     for m, answer in all_of(jobs(), work, args.workers):
         status, reason = answer["status"], known.reason(m)
+        if m.plus == UNCHANGED:
+            if status not in (SURVIVED, UNTESTED):
+                sys.exit(f"mutants: {answer['by'] or 'a time limit'} fails in a fork without a mutant: {m}")
+            continue
         if status in (SURVIVED, UNTESTED):
             if reason is not None:
                 status = "equivalent"
@@ -482,7 +497,8 @@ def _main(args: argparse.Namespace, work: Path) -> None:
         "goals": [{"figure": f"mutants killed by the fast tests, {sum(total.values())} drawn by seed {args.seed}", "value": round(score, 4),
                    "goal": f">= {GOAL}", "met": score >= GOAL}],
         "met": score >= GOAL, "what": "mutants of the algorithms, the learner's step and the buffer, against the fast tests that reach them",
-        "seed": args.seed, "mutants": sum(total.values()), "of": len(catalogue(paths)), "killed": killed, "by_time_limit": total[TIMEOUT],
+        "seed": args.seed, "mutants": sum(total.values()), "of": len(catalogue(paths)), "controls": len(controls), "killed": killed,
+        "by_time_limit": total[TIMEOUT],
         "survived": len(survivors), "equivalent": total["equivalent"], "score": score, "seconds": round(time.monotonic() - start),
         "tests": len(base.seconds), "tests_seconds": round(sum(base.seconds.values()), 1), "by_file": {k: dict(v) for k, v in by_path.items()},
         "survivors": survivors, "equivalents": equivalents, "killers": dict(killers.most_common(40)),

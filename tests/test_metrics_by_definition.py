@@ -214,6 +214,9 @@ def test_terms_and_reshape_sums_become_metrics() -> None:
     })  # fmt: skip
     none = diagnostics._of_reshape([0.0] * 10)
     assert set(none.values()) == {0.0}
+    one = diagnostics._of_reshape([1.0, 0.5, 3.0, 2.0, 4.0, 20.0, 0.25, 1.0, 0.75, 1.0])
+    assert one == {"reshape/gamma": 0.5, "reshape/ratio": 3, "reshape/used_ratio": 2, "reshape/objective_mean": 4, "reshape/objective_var": 4,
+                   "reshape/gamma_away": 0.25, "reshape/gamma_back": 0.75}  # fmt: skip
     assert diagnostics._exp(60) == math.exp(50) and diagnostics._exp(1.0) == math.e
 
 
