@@ -160,7 +160,7 @@ def supervise(config: Config, run_dir: Path, watcher: Watcher) -> int:
         live.follow(rundir.buffer_address(config, run_dir), config.wires.curve_dir, lambda: supervisor.poll() or supervisor.interrupts > 0, observe)
         supervisor.end(gently=supervisor.interrupts < 2)
         return 130 if supervisor.interrupts else 0
-    except AsyncrlError as e:
+    except (AsyncrlError, OSError) as e:
         if not (run_dir / "config.toml").exists():  # whichever process met that first, in whatever words
             raise removed(run_dir) from e
         raise
