@@ -165,6 +165,8 @@ def test_the_two_forms_and_repair_b_by_hand() -> None:
     assert slow.coefficient.tolist() == pytest.approx([0.75 * r2, -0.25 * rh]) and slow.objective.tolist() == pytest.approx([1.5 * (r2 - 1), -0.5 * (rh - 1)])
     back = reshape.reshape(x, -a, g, repaired(form="box_cox", budget="tokens"), share=0.25)
     assert back.coefficient.tolist() == pytest.approx([-3 * r2, rh])
+    third = reshape.reshape(x, a, g, repaired(form="box_cox", budget="tokens"), share=1 / 3)
+    assert third.coefficient.dtype == D and third.coefficient.tolist() == pytest.approx([r2, -rh / 3], rel=1e-12)  # in the loss's own precision
     free = reshape.reshape(x, a, g, repaired(form="box_cox"), share=0.25)
     assert free.coefficient.tolist() == pytest.approx([3 * r2, -rh])
     cut = reshape.reshape(vec(1.25, 1.25, 0.75, 0.75, 1.2, 0.8).log(), vec(1, -1, -1, 1, 1, -1), vec(*[1] * 6), repaired(clip=0.22))
