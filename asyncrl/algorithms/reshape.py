@@ -83,7 +83,7 @@ def reshape(log_w: torch.Tensor, adv: torch.Tensor, g: torch.Tensor, c: Any, sha
     elif c.form == "box_cox":
         # w^gamma - 1 over gamma, whose limit at 0 is log w
         value = adv * torch.where(g > 1e-6, torch.expm1(g * log_w) / g.clamp(min=1e-6), log_w)
-        slow = torch.where(adv * log_w > 0, share, 1.0).to(adv.dtype) if c.budget == "tokens" else torch.ones_like(adv)
+        slow = torch.where(adv * log_w > 0, torch.full_like(adv, share), 1.0) if c.budget == "tokens" else torch.ones_like(adv)
         coefficient, value = slow * bounded * adv, slow * value
     else:
         raise unknown("reshape.form", c.form, FORMS)
