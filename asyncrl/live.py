@@ -15,6 +15,7 @@ from asyncrl.signs import HELD_UP
 from asyncrl.wires import PeerSocket
 
 PLAIN_S, LIVE_S = 10.0, 0.25
+UNUSED = 0.01  # share of the tokens of trained batches that is worth a word
 PACE_BATCHES = 20
 
 
@@ -75,6 +76,19 @@ def rewards(metrics: Mapping[str, float]) -> str:
             f"{call:.2g} s a call (processes: {workers:.0f})")  # fmt: skip
 
 
+def unused(ledger: Mapping[str, Mapping[str, float]]) -> str:
+    """Of the tokens of trained batches, those that moved nothing; "" while they are few.
+
+    >>> unused({"trained": {"tokens": 60.0}, "skipped": {"tokens": 30.0}, "rejected": {"tokens": 10.0}})
+    'of the tokens of its batches 30% skipped by early stopping, 10% rejected'
+    """
+    tokens = {name: ledger.get(name, {}).get("tokens", 0.0) for name in ("trained", "skipped", "rejected")}
+    total = max(sum(tokens.values()), 1.0)
+    words = (("skipped", "skipped by early stopping"), ("rejected", "rejected"))
+    said = [f"{tokens[name] / total:.0%} {what}" for name, what in words if tokens[name] / total >= UNUSED]
+    return f"of the tokens of its batches {', '.join(said)}" if said else ""
+
+
 def line(s: Status, left: float | None = None) -> str:
     """One line: progress, seconds left if known, accuracy, speed of both sides, lag, who waits."""
     m = s.metrics
@@ -84,7 +98,7 @@ def line(s: Status, left: float | None = None) -> str:
 
     rest = f" ({duration(left)} left)" if left else ""
     held = [f"{who} waits {age:.0f} s for {what}" for who, what, _, age in s.waits if age > 1]
-    waits = "; ".join(filter(None, (rewards(m), *held)))
+    waits = "; ".join(filter(None, (rewards(m), unused(s.ledger), *held)))
     return (
         f"step {s.committed}/{s.steps}{rest}  reward {show('reward/mean', '.3f')}  held-out {show('eval/heldout', '.3f')}  "
         f"generate {show('throughput/generator_tokens_per_s', ',.0f')} tok/s  learn {show('throughput/learner_tokens_per_s', ',.0f')} tok/s  "
@@ -112,6 +126,8 @@ def table(s: Status, left: float | None = None) -> Any:
             ("processes", "reward/workers", ".0f"), ("generators idle for them", "time/reward_wait_share", ".0%"))  # fmt: skip
     row("lag", ("mean", "lag/mean", ".2f"), ("max", "lag/max", ".0f"), ("ESS", "is/ess", ".3f"), ("KL mu-start", "kl/behavior_start_k3", ".2e"))
     row("policy", ("entropy", "policy/entropy", ".3f"), ("length", "answer/length", ".1f"), ("grad norm", "optim/grad_norm", ".3f"))
+    if said := unused(s.ledger):
+        t.add_row("not used", "", said)
     for who, what, on, age in s.waits:
         t.add_row("waits", who, f"{age:.1f} s for {what} ({on})")
     return t

@@ -262,6 +262,7 @@ class Commit(msgspec.Struct, frozen=True, tag="commit"):
     label: Label
     digest: str
     metrics: dict[str, float]
+    unused: list[tuple[int, int]] = []  # per sample of the batch: tokens (in no optimizer step that was made, rejected or vetoed in all); []: none
 
 
 class Committed(msgspec.Struct, frozen=True, tag="committed"):
@@ -331,5 +332,6 @@ FromPeer = GeneratorHello | Want | Deliver | Renew | Leaving | LearnerHello | As
 FromBuffer = Tickets | Acks | Refused | Welcome | FencedOff | Batch | Committed | Finished | Heard | Status
 
 DISPOSITIONS = (
-    "trained", "masked_stale", "dropped_stale", "abandoned", "filtered", "duplicate", "orphaned", "lost_with_process", "left_over", "failed",
+    "trained", "skipped", "rejected", "masked_stale",
+    "dropped_stale", "abandoned", "filtered", "duplicate", "orphaned", "lost_with_process", "left_over", "failed",
 )  # fmt: skip

@@ -6,6 +6,7 @@ They look at names and counts, which index the store, and at the versions; what 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from asyncrl.errors import BadMessage
@@ -92,7 +93,7 @@ def ask(store: Store, number: int) -> None:
     need(number < store.s.steps, f"batch {number} is asked for; the last one of {store.s.steps} is {store.s.steps - 1} (learner.steps)")
 
 
-def commit(store: Store, number: int, label: Label) -> None:
+def commit(store: Store, number: int, label: Label, unused: Sequence[tuple[int, int]] = ()) -> None:
     """A batch that is told to be trained: it is composed and complete, and its update has the name that follows."""
     need(label == (store.epoch, number + 1), f"the commit of batch {number} in epoch {store.epoch} makes version {store.epoch}.{number + 1}, not {label}")
     if number < store.committed:
@@ -100,6 +101,9 @@ def commit(store: Store, number: int, label: Label) -> None:
     at = number - store.base
     need(at < len(store.comps), f"batch {number} is committed and was not composed: known are batches up to {store.base + len(store.comps) - 1}")
     missing = [t for t in store.comps[at] if t not in store.alive or not store.alive[t].complete]
+    samples = len(store.comps[at]) * store.s.group
+    fits = len(unused) in (0, samples) and all(0 <= x < 1 << 60 for counts in unused for x in counts)
+    need(fits, f"batch {number} has {samples} samples; its commit counts unused tokens of {len(unused)}, or counts that cannot be")
     need(not missing, f"batch {number} is committed and was never complete: ticket {missing[0] if missing else ''} lacks samples")
 
 

@@ -53,6 +53,8 @@ class Stored:
     in_flight: int  # lag at delivery
     masked: int = 0  # tokens past the limit (mask)
     faded: float = 0.0  # tokens times (1 - weight) past the limit (downweight)
+    skipped: int = 0  # tokens: no optimizer step was made on the sample (early stopping)
+    rejected: int = 0  # tokens that the correction rejected or vetoed in every step
     runs: list[tuple[int, int, int]] | None = None  # (start, end, lag) as its batch was handed out, until the commit
 
 
@@ -92,7 +94,11 @@ class Group:
         for s in self.stored():
             t = s.trajectory
             if trained:
-                into.add("trained", t.length - s.masked, 1, t.length, t.reward, s.faded)
+                if not s.skipped:
+                    into.add("trained", t.length - s.masked - s.rejected, 1, t.length, t.reward, s.faded)
+                for what, tokens in (("skipped", s.skipped), ("rejected", s.rejected)):
+                    if tokens:
+                        into.add(what, tokens, 1, t.length, t.reward)
                 if s.masked:
                     into.add("masked_stale", s.masked, 1, t.length, t.reward)
             else:

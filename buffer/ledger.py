@@ -53,7 +53,11 @@ class Line:
 class Ledger:
     """Totals of what is final for good.  The store adds what may still change (see `Store.ledger`)."""
 
-    lines: dict[str, Line] = field(default_factory=lambda: {name: Line() for name in DISPOSITIONS})
+    lines: dict[str, Line] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Every line is there, also of a snapshot that an older version wrote."""
+        self.lines = {name: self.lines.get(name) or Line() for name in DISPOSITIONS}
 
     def copy(self) -> Ledger:
         return Ledger({name: x.copy() for name, x in self.lines.items()})

@@ -67,6 +67,7 @@ class Committed(msgspec.Struct, tag="commit", array_like=True):
     number: int
     label: Label
     digest: str
+    unused: list[tuple[int, int]] = []
 
 
 class Retired(msgspec.Struct, tag="checkpointed", array_like=True):
@@ -223,7 +224,7 @@ class RecordedStore(Store):
         elif isinstance(r, Asked):
             super().ask(r.epoch, r.number)
         elif isinstance(r, Committed):
-            super().commit(r.number, r.label, r.digest)
+            super().commit(r.number, r.label, r.digest, r.unused)
         elif isinstance(r, Retired):
             super().checkpointed(r.oldest)
         elif isinstance(r, Told):
@@ -295,10 +296,10 @@ class RecordedStore(Store):
             self._record(Asked(epoch, number))
         return answer
 
-    def commit(self, number: int, label: Label, digest: str) -> bool | None:
-        done = super().commit(number, label, digest)
+    def commit(self, number: int, label: Label, digest: str, unused: Sequence[tuple[int, int]] = ()) -> bool | None:
+        done = super().commit(number, label, digest, unused)
         if done:
-            self._record(Committed(number, label, digest))
+            self._record(Committed(number, label, digest, list(unused)))
         return done
 
     def checkpointed(self, oldest: int) -> None:

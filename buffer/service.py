@@ -327,13 +327,13 @@ class Service:
     def on_Commit(self, peer: bytes, commit: m.Commit) -> None:
         if self.fenced(peer, commit.epoch):
             return
-        checks.commit(self.store, commit.number, commit.label)
+        checks.commit(self.store, commit.number, commit.label, commit.unused)
         if unknown := [n for n in commit.metrics if not metrics.known(n)]:
             raise BadMessage(f"metrics not in the table of asyncrl/metrics.py: {', '.join(unknown)[:200]}")
         if commit.number == self.store.committed and commit.number not in self.leased:  # leased by this buffer's life before
             groups = [self.store.alive[t] for t in self.store.comps[commit.number - self.store.base]]
             self.leased[commit.number] = self.store.batch(groups, commit.epoch, commit.number)
-        done = self.store.commit(commit.number, commit.label, commit.digest)
+        done = self.store.commit(commit.number, commit.label, commit.digest, commit.unused)
         if done is None:
             return
         if done:

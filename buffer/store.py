@@ -353,6 +353,8 @@ class Store:
                     self.retained[t] = self.alive.pop(t)
                 if n >= number and t in self.retained:
                     self.alive[t] = self.retained.pop(t)
+                    for s in self.alive[t].stored():
+                        s.skipped = s.rejected = 0  # it is trained again, perhaps otherwise
         self.alive = dict(sorted(self.alive.items(), key=lambda x: x[1].place))
         self.committed = number
 
@@ -408,17 +410,23 @@ class Store:
         """The message for composed, complete groups."""
         return batches.message(self, groups, epoch, number)
 
-    def commit(self, number: int, label: Label, digest: str) -> bool | None:
+    def commit(self, number: int, label: Label, digest: str, unused: Sequence[tuple[int, int]] = ()) -> bool | None:
         """Batch `number` is trained: True; False: told before; None: an earlier commit is still on its way.
 
+        unused: per sample of the batch, in its order, tokens that were skipped and rejected; empty: none.
         Raises BadMessage for a batch that nobody can have been given.
         """
-        checks.commit(self, number, label)
+        checks.commit(self, number, label, unused)
         if number != self.committed:
             return None if number > self.committed else False
         self.tree.register(label, self.policy, digest)
         kept = self._lines_kept()
         self.leased.discard(number)
+        of_batch = [s for t in self.comps[number - self.base] for s in self.alive[t].stored()]
+        for s, (skipped, rejected) in zip(of_batch, unused or [(0, 0)] * len(of_batch), strict=True):
+            left = s.trajectory.length - s.masked
+            s.skipped = min(skipped, left)
+            s.rejected = min(rejected, left - s.skipped)
         for t in self.comps[number - self.base]:
             g = self.retained[t] = self.alive.pop(t)
             g.fold(kept, trained=True)

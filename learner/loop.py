@@ -221,7 +221,7 @@ class Learner:
         self.mark = now
         self.last_batch = batch
         self.extra = {"next_ticket": batch.next_ticket, "ledger": batch.ledger, "trained_above": batch.trained_above, "parent": [self.epoch, self.number - 1]}
-        commit = m.Commit(self.epoch, batch.number, Label(self.epoch, self.number), self.digest, metrics)
+        commit = m.Commit(self.epoch, batch.number, Label(self.epoch, self.number), self.digest, metrics, self.core.unused)
         self.commits[batch.number] = commit
         if min(self.commits) == batch.number:
             self.repeat(f"commit {batch.number}", commit)

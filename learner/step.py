@@ -49,6 +49,8 @@ class LearnerCore:
         self.measure = Measure(config, self.model, self.layout, self._forward)
         self.state = State(beta=config.kl.reward.coefficient)
         self.told: set[str] = set()
+        self.made: set[int] = set()  # answers of the batch that an optimizer step was made on
+        self.unused: list[tuple[int, int]] = []  # of the last batch, per sample: what `Commit.unused` says
 
     def _load_references(self) -> None:
         """`reference`: the policy that KL in the loss is towards, `reward_reference` the one of KL in the reward; one model where both are the same
@@ -92,6 +94,7 @@ class LearnerCore:
         measured = c.record.kl_moved and batch.number % c.record.kl_moved == 0
         before = self._forward(self.model, packed, everyone) if measured else None
         sums, steps, norms, stop_kl = self._epochs(prep, packed)
+        self.unused = self._unused(prep, packed, len(batch.samples))
         metrics = prep.metrics | step_loss.finish(sums)
         if self.backend.rank == 0:
             metrics |= self.measure(batch, packed, prep)
@@ -122,6 +125,7 @@ class LearnerCore:
         total: dict[str, torch.Tensor] = {}
         norms: list[float] = []
         done, stop_kl = 0, 0.0
+        self.made = set()
         for epoch in range(self.config.learner.epochs):
             for samples in self._minibatches(packed, epoch):
                 first = self.backend.stops_first and bool(self.config.stop.kl_max) and done > 0
@@ -146,9 +150,21 @@ class LearnerCore:
                 step_loss.add_sums(total, sums)
                 norm = self._apply(packed, sums, step.lr_scale)
                 if norm is not None:
+                    step_loss.step_made(prep)
+                    self.made.update(samples)
                     norms.append(norm)
                     done += 1
         return total, done, norms, stop_kl
+
+    def _unused(self, prep: step_loss.Prepared, packed: Packed, samples: int) -> list[tuple[int, int]]:
+        """Per sample of the batch: its tokens where no optimizer step was made on it, else those rejected or vetoed in every step; [] when there are none."""
+        used = self.backend.total(prep.used.float()) if self.backend.ranks > 1 else prep.used  # each rank has seen its own
+        lost = (prep.valid & (used == 0)).double()
+        counts = torch.zeros(len(packed.responses), dtype=torch.double, device=lost.device).index_add_(0, prep.batch.seq, lost).tolist()
+        out = [(0, 0)] * samples
+        for i, (place, response) in enumerate(zip(packed.places, packed.responses, strict=True)):
+            out[place] = (0, int(counts[i])) if i in self.made else (len(response), 0)
+        return out if any(map(any, out)) else []
 
     def _untrained(self, prep: step_loss.Prepared, step: step_loss.Step, packed: Packed, samples: Sequence[int]) -> dict[str, torch.Tensor]:
         """The sums of a batch whose first step was stopped, so that its metrics say why; its gradient, if one was made, is dropped."""

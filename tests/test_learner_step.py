@@ -311,3 +311,47 @@ def test_kl_in_the_reward_is_charged_at_the_learners_start_under_a_bypass(model_
     m = charged.train(batch())
     free.train(batch())
     assert m["kl/reward_gradient_share"] == pytest.approx(0.0, abs=1e-5) and torch.allclose(weights(charged), weights(free), atol=1e-6)
+
+
+# ---- what no step used -------------------------------------------------------------------------------------------------
+
+
+def lengths(b: Batch) -> list[int]:
+    return [s.length for s in b.samples]
+
+
+def test_a_batch_that_is_used_up_leaves_nothing_unused(model_dir: Path) -> None:
+    c = core(model_dir, learner={"minibatches": 3, "epochs": 2})
+    c.train(batch())
+    assert c.unused == []
+
+
+def test_minibatches_that_early_stopping_leaves_out_are_counted_whole(model_dir: Path) -> None:
+    b = batch()
+    c = core(model_dir, learner={"optimizer": "adamw", "lr": 0.01, "minibatches": 3}, stop={"kl_max": 1e-12})
+    assert c.train(b)["optim/steps"] == 1
+    c.state.number = b.number  # the permutation is the batch's
+    (made, *_) = c._minibatches(pack(b), 0)
+    assert len(made) == len(b.samples) // 3
+    assert c.unused == [(0, 0) if i in made else (n, 0) for i, n in enumerate(lengths(b))]
+    again = core(model_dir, learner={"optimizer": "adamw", "lr": 0.01, "epochs": 3}, stop={"kl_max": 1e-12})
+    assert again.train(batch())["optim/early_stops"] == 1 and again.unused == []  # its first pass had used all of it
+
+
+def test_rejected_tokens_are_those_that_no_step_weighed(model_dir: Path) -> None:
+    b = batch()
+    c = core(model_dir, correction={"reject": "ratio", "reject_lo": 0.8, "reject_hi": 1.1})
+    c.train(b)
+    rejected = sum(r for _, r in c.unused)
+    assert 0 < rejected < sum(lengths(b)) and all(s == 0 for s, _ in c.unused)
+    icepop = core(model_dir, correction={"bound": "mask", "lo": 0.8, "hi": 1.1})
+    zero = icepop.train(batch())["is/zero_share"]
+    assert sum(r for _, r in icepop.unused) == pytest.approx(zero * sum(lengths(b))) and zero > 0
+
+
+def test_a_baseline_that_is_not_trained_on_is_not_counted_as_unused(model_dir: Path) -> None:
+    c = core(model_dir, advantage={"name": "remax"}, learner={"optimizer": "adamw", "lr": 0.01, "minibatches": 3}, stop={"kl_max": 1e-12})
+    b = batch()
+    c.train(b)
+    assert all(x == (0, 0) for x, s in zip(c.unused, b.samples, strict=True) if s.sample == 0)
+    assert sum(n for n, _ in c.unused) > 0

@@ -533,6 +533,39 @@ def test_a_masked_batch_that_is_asked_for_again_stays_as_it_was_handed_out() -> 
     assert store.commit(2, Label(2, 3), "d3") and store.ledger()["masked_stale"]["tokens"] == 4
 
 
+def test_what_no_step_used_has_lines_of_its_own_and_a_roll_back_takes_them_back() -> None:
+    store = make(2, 1, 2, 9)
+    for n in range(2):
+        write(store, store.grant("g", 1, 2, 0.0)[0], length=6)
+        assert store.ask(1, n)[0]
+    assert store.commit(0, Label(1, 1), "d1", [(6, 0), (0, 2)])  # sample 0 in no optimizer step, two tokens of sample 1 rejected in all
+    assert store.commit(1, Label(1, 2), "d2", [])
+
+    def lines() -> dict[str, tuple[float, float]]:
+        return {n: (x["tokens"], x["samples"]) for n, x in store.ledger().items() if x["tokens"]}
+
+    assert lines() == {"trained": (4 + 12, 3), "skipped": (6, 1), "rejected": (2, 1)} and total(store) == 24
+    assert store.ledger()["skipped"]["upto_8"] == 6
+    assert hello(store, 2, 0, k=2, origin=1)
+    assert lines() == {"left_over": (24, 4)}
+    assert store.ask(2, 0)[0] and store.commit(0, Label(2, 1), "other", [(0, 0), (99, 99)])  # more than it has: all of it
+    assert lines() == {"trained": (6, 1), "skipped": (6, 1), "left_over": (12, 2)}
+    store.checkpointed(1)
+    assert lines() == {"trained": (6, 1), "skipped": (6, 1), "left_over": (12, 2)} and total(store) == 24
+    assert store.ask(2, 1)[0]
+    for wrong in ([(1, 0)], [(0, 0), (-1, 0)], [(0, 0)] * 3):
+        with pytest.raises(BadMessage, match="unused tokens of"):
+            store.commit(1, Label(2, 2), "x", wrong)
+    assert store.commit(1, Label(2, 2), "x")
+
+
+def test_masked_tokens_are_masked_before_they_are_skipped() -> None:
+    store, (a, _) = stale("mask", k=1)
+    store.deliver(sample(a, 0, (Label(1, 0), 3), (Label(1, 1), 2), (Label(1, 2), 1)), 0.0)
+    assert store.ask(1, 2)[0] and store.commit(2, Label(1, 3), "d3", [(6, 0)])
+    assert store.ledger()["masked_stale"]["tokens"] == 3 and store.ledger()["skipped"]["tokens"] == 3
+
+
 # ---- evaluation -----------------------------------------------------------------------------------------------------
 
 

@@ -62,6 +62,8 @@ class Prepared:
     known: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     latest: torch.Tensor = field(default_factory=lambda: torch.zeros(0))  # [N] the target policy at each token's last pass, where `passed`
     passed: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    live: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))  # [N] in the loss of the step under way
+    used: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))  # [N] in the loss of a step that was made
 
 
 @dataclass
@@ -137,7 +139,12 @@ def prepare(batch: LossBatch, config: Any, *, baseline: float = 0.0, beta: float
     start = batch.start.clone() if batch.start is not None else torch.zeros_like(batch.behavior)
     known = torch.full_like(batch.mask, given)
     return Prepared(batch, config, adv, valid, fade(batch, config), corrected, returns, metrics, budget, number=number, start=start, known=known,
-                    latest=start.clone(), passed=torch.zeros_like(known))  # fmt: skip
+                    latest=start.clone(), passed=torch.zeros_like(known), live=torch.zeros_like(known), used=torch.zeros_like(known))  # fmt: skip
+
+
+def step_made(prep: Prepared) -> None:
+    """The optimizer has made the step: what was in its loss is used."""
+    prep.used |= prep.live
 
 
 def _correct(batch: LossBatch, part: torch.Tensor, anchor: torch.Tensor, valid: torch.Tensor, config: Any,
@@ -172,6 +179,7 @@ def begin_step(prep: Prepared, samples: torch.Tensor, current: torch.Tensor | No
     factor = reduce.factors(counted, batch.seq, len(batch.rewards), c.loss.reduction, length)
     step = Step(factor.to(batch.behavior.dtype), weights.Statistics())
     _statistics(prep, step, current)
+    prep.live = torch.zeros_like(prep.live)
     prep.steps += 1
     return step
 
@@ -288,6 +296,7 @@ def micro_loss(prep: Prepared, step: Step, part: torch.Tensor, lp: torch.Tensor,
     else:
         trust = _trust(prep, step, part, ratios.difference(now, prox), now, valid)
     live = valid & fixed.kept
+    prep.live[part] = live & (fixed.weight != 0)
     scale = torch.where(live, fixed.weight * prep.fade[part] * factor, 0.0)
     coefficient = torch.where(live, trust.coefficient * scale, 0.0)
     safe = torch.where(live, lp, 0.0)

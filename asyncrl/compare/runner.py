@@ -153,7 +153,7 @@ class Run:
                 return False
             number, label, digest = self.pending
             self.pending = None
-            self.store.commit(number, label, digest)
+            self.store.commit(number, label, digest, self.core.unused)
             self.store.checkpointed(number + 1)
             keep = {*self.store.keep(), label, self.loaded}
             self.ring = {k: v for k, v in self.ring.items() if k in keep}
