@@ -128,6 +128,8 @@ class Generator:
             elif isinstance(reply, m.Acks) and reply.session == self.session:
                 self.outbox.on_acks(reply)
                 self.schedule.announce(reply.announcement)
+            elif isinstance(reply, m.Heard):
+                self.schedule.announce(reply.announcement)
             elif isinstance(reply, m.Refused):
                 error = AsyncrlError(reply.reason)
                 error.exit_code = reply.exit_code

@@ -301,9 +301,13 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Heard(msgspec.Struct, frozen=True, tag="heard"):
-    """The buffer's answer to Progress and Renew: it lives, however long the batch or the next ticket takes."""
+    """The buffer's answer to Progress and Renew: it lives, however long the batch or the next ticket takes.
+
+    A generator whose hands are full of a dead learner's tickets asks for no others: it hears here of the weights to follow.
+    """
 
     epoch: int
+    announcement: Announcement | None = None
 
 
 class Watch(msgspec.Struct, frozen=True, tag="watch"):

@@ -256,7 +256,7 @@ class Service:
         self.store.renew(message.producer, message.session, message.progress, time.monotonic(), message.judging)
         if entry is not None:
             entry["stats"], entry["waiting"] = message.stats, message.waiting
-            self.send(peer, m.Heard(self.store.epoch))
+            self.send(peer, m.Heard(self.store.epoch, self.announcement()))
 
     def on_Leaving(self, peer: bytes, message: m.Leaving) -> None:
         """A generator ends: what it holds is due again now, and nobody waits for it."""

@@ -280,6 +280,23 @@ def test_weights_whose_learner_is_gone_are_waited_for_by_name_until_others_are_a
     assert g.gone is None and g.engine.loads == [(2, 0)] and g.engine.active == 2  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("ring", ["not announced", "gone"])
+def test_hands_full_of_a_dead_learners_tickets_are_emptied_when_the_next_one_is_heard_of(make: Callable[..., Generator], ring: str) -> None:
+    """It asks for no ticket and delivers nothing, so no answer but that to its renewals can tell it."""
+    g = make()
+    g.weights.missing = {1}  # type: ignore[attr-defined]
+    full = [ticket(n, n + 1, epoch=1) for n in range(4)]  # two samples each, eight rows
+    g.socket.inbox.append(tickets(g, announcement(1) if ring == "gone" else None, *full))  # type: ignore[attr-defined]
+    for _ in range(2):
+        one_pass(g)
+    assert g.schedule.waiting() == g.engine.slots and not g.engine.active
+    said = g.socket.said  # type: ignore[attr-defined]
+    del said[:]
+    g.socket.inbox.append(m.Heard(2, announcement(2)))  # type: ignore[attr-defined]
+    one_pass(g)
+    assert not g.schedule.held and g.engine.loads == [(2, 0)] and any(isinstance(x, m.Want) for x in said)  # type: ignore[attr-defined]
+
+
 def test_weights_that_stay_gone_end_a_generator_of_its_own_and_never_a_supervised_one(
     make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -328,10 +328,13 @@ def test_after_a_restart_weights_are_announced_once_their_learner_is_heard(begin
     generator, learner = run.peer(), run.peer()
     got = ask(generator, want(1), m.Tickets)
     assert got.announcement is None and run.service.store.policy == (1, 0)
+    renew = m.Renew("generator-0", 1, [], {}, "")
+    assert ask(generator, renew, m.Heard).announcement is None
     generator.send(want(2))
     ask(generator, m.Watch(), m.Status)
     ask(learner, m.Progress("learner", "", {}, 1, 1), m.Heard)  # the same life goes on: only the buffer was away
     assert wait(generator, m.Tickets).announcement.label == (1, 0)
+    assert ask(generator, renew, m.Heard).announcement.label == (1, 0)
 
 
 def test_two_generators_of_one_name(begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
