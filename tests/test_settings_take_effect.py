@@ -72,7 +72,8 @@ def test_the_entropy_bonus_lowers_the_loss_by_its_coefficient() -> None:
     slope = torch.autograd.grad(loss, entropy, retain_graph=True)[0]
     assert torch.allclose(slope, -0.3 * b.mask.to(D) / b.mask.sum())
     assert float(sums["loss/entropy"]) == pytest.approx(float(entropy.detach()[b.mask].mean()))
-    bare, _ = with_terms(b, config(), lp, entropy=entropy)
+    bare, none = with_terms(b, config(), lp, entropy=entropy)
+    assert "loss/entropy" not in none and "loss/entropy" not in with_terms(b, config(loss={"entropy": 0.3}), lp)[1]
     assert float((bare - loss).detach()) == pytest.approx(0.3 * float(entropy.detach()[b.mask].mean()))
 
 
@@ -239,6 +240,55 @@ def test_clip_ranges_default_to_the_surrogates_own_and_are_one_sided() -> None:
         want = torch.where(away, 0.0, r * part) if r > 1 else r * part
         assert torch.allclose(gradient(b, config(loss=lopsided, **EVERYWHERE), lp)[1], want)
     assert sl.EPS["gspo"] == (3e-4, 4e-4)  # the paper's, section 5.1
+
+
+SURROGATES = [
+    ("sapo", {"sapo_tau_pos": 2.0}, lambda x, a, lp, b: surrogates.sapo(x, a, tau_pos=2.0)),
+    ("sapo", {"sapo_tau_neg": 3.0}, lambda x, a, lp, b: surrogates.sapo(x, a, tau_neg=3.0)),
+    ("sapo", {}, lambda x, a, lp, b: surrogates.sapo(x, a, tau_pos=1.0, tau_neg=1.05)),
+    ("dppo", {"dppo_threshold": 0.01}, lambda x, a, lp, b: surrogates.dppo(x, a, lp.exp(), threshold=0.01)),
+    ("dppo", {}, lambda x, a, lp, b: surrogates.dppo(x, a, lp.exp(), threshold=0.2)),
+    ("dro", {"dro_beta": 0.7}, lambda x, a, lp, b: surrogates.dro(x, a, lp, beta=0.7)),
+    ("dro", {}, lambda x, a, lp, b: surrogates.dro(x, a, lp, beta=0.05)),
+    ("topr", {}, lambda x, a, lp, b: surrogates.topr(x, a, lp, b.mask, b.seq, 12)),
+    ("vanilla", {}, lambda x, a, lp, b: surrogates.vanilla(x, a)),
+    ("gpg", {}, lambda x, a, lp, b: surrogates.plain(lp, a)),
+    ("ppo", {"dual_clip": 1.1, "eps_high": 9.0}, lambda x, a, lp, b: surrogates.ppo(x, a, dual=1.1, high=9.0)),
+    ("decoupled_ppo", {"eps_low": 0.05, "eps_high": 0.3}, lambda x, a, lp, b: surrogates.ppo(x, a, low=0.05, high=0.3)),
+    ("gspo", {}, lambda x, a, lp, b: surrogates.gspo(x, a, b.mask, b.seq, 12, low=3e-4, high=4e-4)),
+    ("gspo", {"eps_low": 0.2, "eps_high": 0.1}, lambda x, a, lp, b: surrogates.gspo(x, a, b.mask, b.seq, 12, low=0.2, high=0.1)),
+    ("kl_cov", {"cov_share": 0.3, "cov_coefficient": 0.4}, lambda x, a, lp, b: surrogates.kl_cov(
+        x, a, surrogates.highest(surrogates.covariance(lp, a, b.mask), b.mask, 0.3), coefficient=0.4)),
+    ("clip_cov", {"cov_share": 0.3, "cov_lo": -1.0, "cov_hi": 1.0, "eps_low": 0.05, "eps_high": 0.3}, lambda x, a, lp, b: surrogates.clip_cov(
+        x, a, surrogates.drawn(surrogates.covariance(lp, a, b.mask), b.mask, 0.3, -1.0, 1.0, 0), low=0.05, high=0.3)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "keys", "form"), SURROGATES, ids=[f"{n}-{'-'.join(k)}" for n, k, _ in SURROGATES])
+def test_each_surrogate_is_given_its_own_settings(name: str, keys: dict[str, Any], form: Any) -> None:
+    b = batch(18)
+    lp = theta(b)
+    adv = advantages.rloo(b.rewards, b.groups)[b.seq]
+    trust = form(lp.detach() - b.anchor, adv, lp.detach(), b)
+    got = gradient(b, config(loss={"surrogate": name, **keys}, **EVERYWHERE), lp)
+    assert torch.allclose(got[1], torch.where(b.mask, -trust.coefficient, 0.0) / b.mask.sum(), rtol=1e-9)
+    assert float(got[2]["loss/policy"]) == pytest.approx(-float(trust.objective[b.mask].mean()))
+    shown = sl.finish(got[2])
+    for side, mark in (("low", surrogates.LOW), ("high", surrogates.HIGH), ("dual", surrogates.DUAL)):
+        assert shown[f"clip/{side}"] == pytest.approx(float((trust.clipped == mark)[b.mask].double().mean()))
+
+
+def test_a_veto_by_probability_looks_at_the_anchor_and_not_at_the_ratio() -> None:
+    b = batch(19)
+    b.mask[:] = True
+    first = torch.tensor([True, *(b.seq[1:] != b.seq[:-1]).tolist()])
+    low = first & (b.seq % 3 == 0)
+    b.anchor = torch.where(low, -20.0, b.behavior)
+    b.behavior = torch.where(low, -20.0, b.behavior)
+    lp = b.anchor.clone().requires_grad_(True)
+    got = gradient(b, config(correction={"veto": "probability"}), lp)[1]
+    adv = advantages.rloo(b.rewards, b.groups)[b.seq]
+    assert torch.allclose(got, torch.where(b.seq % 3 == 0, 0.0, -adv) / len(b.seq))
 
 
 def test_the_tokens_of_clip_cov_are_shown_as_cut() -> None:

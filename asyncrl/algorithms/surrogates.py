@@ -82,7 +82,7 @@ def gspo(log_r: torch.Tensor, adv: torch.Tensor, mask: torch.Tensor, seq: torch.
 
 def sapo(log_r: torch.Tensor, adv: torch.Tensor, *, tau_pos: float = 1.0, tau_neg: float = 1.05) -> Trust:
     """Soft gate 4/tau sigma(tau (r - 1)) (SAPO, arXiv 2511.20347); its derivative in r is 4 sigma (1 - sigma)."""
-    r, tau = log_r.exp(), torch.where(adv > 0, tau_pos, tau_neg).to(log_r.dtype)
+    r, tau = log_r.exp(), torch.where(adv > 0, torch.full_like(adv, tau_pos), tau_neg)
     s = torch.sigmoid(tau * (r - 1))
     return _open(4 * s * (1 - s) * r * adv, 4 / tau * s * adv)
 
