@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import signal
+import socket
 import sys
 import time
 from collections import deque
@@ -193,8 +194,9 @@ class Service:
 
     def process_gone(self, name: str) -> bool:
         """Is the process that holds the name known to have ended?  Only one of this machine can be looked up."""
-        pid = self.generators.get(name, {}).get("pid", 0)
-        if not pid or not self.socket.address.startswith("ipc://"):
+        entry = self.generators.get(name, {})
+        pid = entry.get("pid", 0)
+        if not pid or entry["host"] != socket.gethostname():
             return False
         try:
             return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -260,7 +261,7 @@ def ended_process() -> int:
 
 
 def greeting(run: Run, session: int, pid: int, name: str = "generator-0") -> m.GeneratorHello:
-    return m.GeneratorHello(m.PROTOCOL, run.id, name, session, 4, "here", pid)
+    return m.GeneratorHello(m.PROTOCOL, run.id, name, session, 4, socket.gethostname(), pid)
 
 
 def test_what_a_dead_generator_had_asked_for_is_granted_to_nobody(begin: Any) -> None:
@@ -353,7 +354,7 @@ def test_two_generators_of_one_name(begin: Any, monkeypatch: pytest.MonkeyPatch)
         first.send(m.Renew("generator-0", 50, [], {}, ""))
         ask(first, m.Watch(), m.Status)
     refused = ask(second, m.Want("generator-0", 60, 1, 9, None), m.Refused)
-    assert refused.exit_code == 2 and f"process {process.pid} on here" in refused.reason and "--index" in refused.reason
+    assert refused.exit_code == 2 and f"process {process.pid} on {socket.gethostname()}" in refused.reason and "--index" in refused.reason
     process.communicate(b"\n")
     third.send(greeting(run, 3, os.getpid()))  # as after a clock that was set back
     again = ask(third, m.Want("generator-0", 3, 1, 9, None), m.Tickets).tickets
@@ -405,6 +406,17 @@ def test_a_batch_whose_commit_was_lost_is_trained_when_a_checkpoint_lies_behind_
     assert (summary["trajectories"], summary["tokens"], summary["steps"]) == (4, 8, 2) and summary["ledger"]["trained"] == 8
     ask(learner, msgspec.structs.replace(run.hello(3, 1 if killed == "learner" else 2, origin=1)), m.Welcome)
     assert len(trained.read(run.dir / "trained.jsonl")) == (1 if killed == "learner" else 2)  # and a roll-back takes it out again
+
+
+def test_a_process_of_another_machine_is_not_looked_up_here(begin: Any) -> None:
+    """Its number may be anybody's on this one: only its silence says that it is gone."""
+    run = begin()
+    first, second = run.peer(), run.peer()
+    first.send(msgspec.structs.replace(greeting(run, 1, ended_process()), host="elsewhere"))
+    ask(first, m.Watch(), m.Status)
+    second.send(greeting(run, 2, os.getpid()))
+    ask(second, m.Watch(), m.Status)
+    assert run.service.sessions.token("generator-0") == 1
 
 
 # ---- what cannot be -------------------------------------------------------------------------------------------------
