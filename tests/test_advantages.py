@@ -229,6 +229,39 @@ def test_rewards_before_the_first_trained_token_are_nobodys() -> None:
     assert prepared(b, advantage={"name": "gae", "lam": 1.0}).metrics["reward/used_mean"] == (8 + 3) / 2
 
 
+def test_rewards_on_skipped_tokens_are_owed_to_the_trained_one_before() -> None:
+    """Tokens trained, skipped, trained, skipped | trained; rewards 1, 2, 3, 4 | 5."""
+    b = answers([4, 1], [9.0, 9.0], token_rewards=vec(1, 2, 3, 4, 5))
+    b.mask = torch.tensor([True, False, True, False, True])
+    assert gae(b) == [10, 0, 7, 0, 5]
+
+
+def test_a_step_that_ends_on_a_skipped_token_ends_on_the_trained_one_before() -> None:
+    """Steps of 2, 4 | 6, all said on skipped tokens or behind them: mean 4, deviation 2; found by the rewards, or told."""
+    b = answers([5, 1], [9.0, 9.0], token_rewards=vec(0, 2, 0, 0, 4, 6))
+    b.mask = torch.tensor([True, False, True, True, False, True])
+    wanted = [-1, 0, 0, 0, 0, 1]
+    assert got(b, advantage={"name": "grpo", "eps": 0.0}) == pytest.approx(wanted)
+    b.steps = torch.tensor([False, True, False, False, True, True])
+    assert got(b, advantage={"name": "grpo", "eps": 0.0}) == pytest.approx(wanted)
+    b.steps = torch.tensor([False, True, False, False, False, True])  # the 4 belongs to the step before, the last one told: 6 | 6
+    assert got(b, advantage={"name": "grpo", "eps": 0.0}) == [0] * 6
+
+
+def test_a_batch_without_a_token_in_the_loss_has_no_kl() -> None:
+    b = answers([1, 1], [1.0, 0.0], start=vec(-1, -1), reference=vec(-2, -2))
+    b.mask[:] = False
+    assert prepared(b, kl={"reward": {"coefficient": 0.2}}).metrics["kl/answer"] == 0
+
+
+@pytest.mark.parametrize("many", [3, 5, 6, 7, 11, 13])
+def test_the_batchs_mean_is_no_baseline_of_rounding(many: int) -> None:
+    for value in INEXACT:
+        b = answers([1] * many, [value] * many)
+        b.rewards, b.behavior = b.rewards.float(), b.behavior.float()
+        assert got(b, advantage={"name": "reinforce"}) == [0.0] * many
+
+
 def test_reinforce_pp_takes_the_groups_mean_total_off() -> None:
     b = answers([2, 1], [9.0, 9.0], token_rewards=vec(1, 2, 5))
     raw = np.array([3.0 - 4, 2 - 4, 5 - 4])

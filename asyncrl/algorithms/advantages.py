@@ -34,7 +34,7 @@ def no_spread(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """Bool [B]: samples of groups whose rewards are all equal (to EQUAL of the largest), which teach nothing."""
     every, n = torch.ones_like(groups, dtype=torch.bool), int(groups.max()) + 1
     most, least = seq_max(rewards, every, groups, n), -seq_max(-rewards, every, groups, n)
-    return (most - least <= EQUAL * torch.maximum(most.abs(), least.abs()))[groups]
+    return (most - least <= EQUAL * most.abs())[groups]
 
 
 def centred(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -47,9 +47,8 @@ def centred(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 
 
 def _less(rewards: torch.Tensor, baseline: torch.Tensor) -> torch.Tensor:
-    """r - b, exactly 0 where the two are equal (to EQUAL of the larger)."""
-    size = torch.maximum(rewards.abs(), baseline.abs())
-    return torch.where((rewards - baseline).abs() <= EQUAL * size, 0.0, rewards - baseline)
+    """r - b, exactly 0 where the two are equal (to EQUAL)."""
+    return torch.where((rewards - baseline).abs() <= EQUAL * rewards.abs(), 0.0, rewards - baseline)
 
 
 def rloo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -184,7 +183,7 @@ def process_grpo(token_rewards: torch.Tensor, step: torch.Tensor, mask: torch.Te
         group = groups[seq][step]
         r, n = token_rewards[step], _counts(group)
         apart = centred(r, group)
-        std = (_sum(apart.square(), group) / (n - ddof).clamp(min=1)).sqrt()
+        std = (_sum(apart.square(), group) / (n - ddof)).sqrt()
         out[step] = torch.where(apart == 0, 0.0, apart / (std + eps))
     return _skipping(out, mask, seq, 1.0)
 
