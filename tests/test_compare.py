@@ -11,13 +11,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ENV, ROOT, Ended
 
 from asyncrl import config_load
 from asyncrl.compare import live, page
-from asyncrl.compare.comparison import Cell, analyse, data_apart, reference_kl
+from asyncrl.compare.comparison import Cell, analyse, data_apart, reference_kl, signs_of, signs_told, warm_cell
 from buffer import trained
 
 SETS = ("learner.steps=5", "learner.groups=8", "learner.group_size=4", "evaluation.every=2", "evaluation.prompts=32", "evaluation.final_prompts=32",
@@ -173,6 +174,35 @@ def test_one_seed_runs_and_says_that_no_verdict_is_possible(sort_model: Path, tm
     assert (tmp_path / "c" / "runs" / "sync-seed0" / "summary.json").exists(), "its speed is compared with a real run's"
     assert re.search(r"arm +OOD start +OOD end +KL to ref", done.out)
     assert "no verdict is possible" in done.err and "with one seed: no verdict is possible" in done.out
+
+
+def test_signs_of_warm_runs(tmp_path: Path) -> None:
+    """By the rules of a run: the size of each evaluation comes from the settings, and only what came to its end is judged by it."""
+    lost = [{"version": n + 1, "t": 1.0, "reward/mean": 0.5, "kl/target_ref_k3": 0.008 * n} for n in range(50)]
+    record: dict[str, Any] = {"accuracy": [[0.0, 20.0, 50.0], [0.4, 0.6, 0.9]], "ood": [[0.0, 20.0, 50.0], [0.4, 0.2, 0.1]], "curve": lost,
+                              "lag_histogram": {"0": 1}, "wall_s": 1.0, "ledger_lines": {}, "weights_digest": "d", "trained_ids": "x"}  # fmt: skip
+    sets = ["learner.steps=50", "evaluation.final_prompts=512", "evaluation.prompts=10", "evaluation.ood_prompts=256", "kl.loss.coefficient=0.3"]
+    k1, k3 = (config_load.load("configs/demo.toml", [*sets, f"kl.loss.estimator={x}"]) for x in ("k1", "k3"))
+    both = warm_cell("a", 0, record, k1)
+    assert [s.name for s in both.signs] == ["out_of_distribution", "kl_drift"]
+    assert [s.name for s in warm_cell("a", 0, record, k3).signs] == ["out_of_distribution"]
+    early = record | {"accuracy": [[0.0, 20.0], [0.4, 0.9]], "ood": [[0.0, 20.0], [0.4, 0.1]], "curve": lost[:20]}
+    assert [s.name for s in warm_cell("a", 0, early, k3).signs] == ["out_of_distribution"], "given up: its last evaluation is its end"
+    middle = record | {"ood": [[0.0, 20.0], [0.4, 0.2]]}
+    assert warm_cell("a", 0, middle, k3).signs == [], "ten prompts say little"
+    still = record | {"accuracy": [[0.0, 50.0], [0.4, 0.41]], "ood": [[], []]}
+    assert [s.name for s in warm_cell("a", 0, still, k3).signs] == ["unmoved_accuracy"]
+    assert warm_cell("a", 0, still | {"accuracy": [[0.0, 20.0], [0.4, 0.41]]}, k3).signs == []
+    found = signs_of([both, warm_cell("a", 1, record, k1), warm_cell("a", 2, middle, k3)])
+    assert list(found) == ["out_of_distribution", "kl_drift"] and [len(x) for x in found.values()] == [2, 2]
+    first, second = signs_told("late", found, 3)
+    assert first.startswith("late: out_of_distribution in 2 of 3 runs: held-out accuracy rose from 0.400 to 0.900") and "kl_drift" in second
+    cells = [both, warm_cell("b", 0, middle, k3)]
+    arms = analyse(cells, {"a": k1, "b": k3})
+    assert arms["arms"]["a"]["signs"] == {k: x[:1] for k, x in found.items()} and arms["arms"]["b"]["signs"] == {}
+    html = page.write(tmp_path, "n", cells, arms, [("a", "k1"), ("b", "k3")], k1).read_text()
+    listed = html[html.index('<ul id="signs">') :].split("</ul>")[0]
+    assert listed.count("<li>") == 2 and "a: kl_drift in 1 of 1 runs: KL to the reference" in listed
 
 
 def test_what_is_beside_the_accuracy_has_a_table_of_its_own(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

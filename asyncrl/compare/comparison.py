@@ -22,7 +22,7 @@ from typing import Any
 
 import msgspec
 
-from asyncrl import config_load, importing, metrics
+from asyncrl import config_load, importing, metrics, signs
 from asyncrl.compare import judgement, pool
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
@@ -57,6 +57,7 @@ class Cell:
     batches: list[tuple[str, list[list[int]]]] = field(default_factory=list)  # trained: digest of the samples' ids, runs of tickets
     warm: bool = False
     ood: dict[float, float] = field(default_factory=dict)  # step -> accuracy on out-of-distribution prompts
+    signs: list[signs.Sign] = field(default_factory=list)
 
     @property
     def final(self) -> float:
@@ -234,7 +235,7 @@ class Comparison:
 
     def read(self, arm: str, seed: int) -> Cell:
         if arm in self.warm:
-            return warm_cell(arm, seed, self.cells.read(f"{arm}-seed{seed}"))
+            return warm_cell(arm, seed, self.cells.read(f"{arm}-seed{seed}"), self.configs[arm])
         run_dir = self.run_dir(arm, seed)
         cell = Cell(arm, seed, json.loads((run_dir / "summary.json").read_text()))
         every = metrics.read(run_dir)
@@ -244,6 +245,7 @@ class Comparison:
         cell.steps, cell.accuracy = [float(s) for s in sorted(points)], [points[s] for s in sorted(points)]
         cell.ood = {float(r["step"]): r["eval/ood"] for r in every if "eval/ood" in r}
         cell.trouble = judgement.stability(cell.accuracy, cell.rows)
+        cell.signs = [signs.Sign(**s) for s in cell.summary.get("signs", [])]
         cell.batches = [(r.ids, r.tickets) for _, r in sorted(trained.read(run_dir / "trained.jsonl").items())]
         return cell
 
@@ -268,7 +270,16 @@ def uses_gpu(config: Config) -> bool:
     return config.model.device != "cpu"
 
 
-def warm_cell(arm: str, seed: int, record: dict[str, Any]) -> Cell:
+def warm_signs(cell: Cell, config: Config) -> list[signs.Sign]:
+    """What `asyncrl run` would say of a warm run, as far as its record goes."""
+    e, ends = config.evaluation, (cell.steps[0], cell.steps[-1])
+    rows = [{"step": s, "eval/heldout": x, "eval/heldout_n": e.final_prompts if s in ends else e.prompts}
+            for s, x in zip(cell.steps, cell.accuracy, strict=True)]  # fmt: skip
+    rows += [{"step": s, "eval/ood": x, "eval/ood_n": e.ood_prompts if s in ends else min(e.prompts, e.ood_prompts)} for s, x in cell.ood.items()]
+    return signs.signs([*rows, *cell.rows], signs.About(config), ended=cell.steps[-1] >= config.learner.steps)
+
+
+def warm_cell(arm: str, seed: int, record: dict[str, Any], config: Config) -> Cell:
     """A record of `runner.one` in the words of a run's summary and metrics."""
     steps, accuracy = record["accuracy"]
     lags = {int(k): n for k, n in record["lag_histogram"].items()}
@@ -281,7 +292,23 @@ def warm_cell(arm: str, seed: int, record: dict[str, Any]) -> Cell:
     trouble = judgement.stability(accuracy, rows) + ([f"failed: {record['failed']}"] if record.get("failed") else [])
     batches = [(str(b["ids"]), b["tickets"]) for b in record.get("batches", ())]
     ood = dict(zip(*record.get("ood", ([], [])), strict=True))  # a record of an older version has none
-    return Cell(arm, seed, summary, steps, accuracy, rows, trouble, batches, warm=True, ood=ood)
+    cell = Cell(arm, seed, summary, steps, accuracy, rows, trouble, batches, warm=True, ood=ood)
+    cell.signs = warm_signs(cell, config)
+    return cell
+
+
+def signs_of(cells: Sequence[Cell]) -> dict[str, list[str]]:
+    """Sign -> what each run that has it says."""
+    out: dict[str, list[str]] = {}
+    for c in cells:
+        for sign in c.signs:
+            out.setdefault(sign.name, []).append(sign.line())
+    return out
+
+
+def signs_told(arm: str, found: Mapping[str, Sequence[str]], runs: int) -> list[str]:
+    """A line for each sign of an arm: how many of its runs have it, and what one of them says."""
+    return [f"{arm}: {name} in {len(said)} of {runs} runs: {said[0]}" for name, said in found.items()]
 
 
 def data_apart(a: Cell, b: Cell) -> str:
@@ -399,6 +426,6 @@ def about(cells: Sequence[Cell], config: Config, target: float) -> dict[str, Any
         "lag_max": max(c.summary["lag"]["max"] for c in cells), "ess": mean([r["is/target_ess"] for c in cells for r in c.rows if "is/target_ess" in r]),
         "target": target, "reached": len(times), "steps_to_target": mean([x for x, _ in times]),
         "seconds_to_target": mean([x for _, x in times]), "unstable": sum(bool(c.trouble) for c in cells),
-        "trouble": trouble, "cause": cause(config, trouble), "weights_digests": [c.summary["weights_digest"] for c in cells],
+        "trouble": trouble, "cause": cause(config, trouble), "signs": signs_of(cells), "weights_digests": [c.summary["weights_digest"] for c in cells],
         "warm": all(c.warm for c in cells),
     }  # fmt: skip

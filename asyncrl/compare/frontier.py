@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from asyncrl.compare import judgement
-from asyncrl.compare.comparison import known, mean, reference_kl
+from asyncrl.compare.comparison import known, mean, reference_kl, signs_of, warm_cell
 from asyncrl.compare.sweep import SYNC, Plan, Sweep, label
 from asyncrl.config import Config
 
@@ -79,7 +79,9 @@ def analyse(s: Sweep) -> dict[str, Any]:
         d = judgement.paired(about["each"], base, prompts)
         if arm != SYNC:
             found[arm] = d
-        cells.append({"correction": correction, "limit": label(limit), "arm": arm, "difference": d, "speed": speed.get(label(limit), math.nan),
+        runs = [warm_cell(arm, x, got[x], p.arms[arm]) for x in sorted(got)]
+        cells.append({"signs": signs_of(runs), "correction": correction, "limit": label(limit), "arm": arm, "difference": d,
+                      "speed": speed.get(label(limit), math.nan),
                       "cause": (about["trouble"] and _cause(p.arms[arm], about["trouble"])) or "", **about})  # fmt: skip
     judgement.holm(found)
     for c in cells:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.compare import judgement
-from asyncrl.compare.comparison import KL_BATCHES, Cell, mean
+from asyncrl.compare.comparison import KL_BATCHES, Cell, mean, signs_told
 from asyncrl.config import Config
 from asyncrl.report import COLOURS
 from asyncrl.signs import interval
@@ -35,6 +35,7 @@ the first arm is what the others are compared with</div>
 <h2>Arms, mean over seeds</h2>
 <div class="wide"><table id="arms"><tr>{% for h in head %}<th>{{ h }}</th>{% endfor %}</tr>
 {% for row in table %}<tr>{% for x in row %}<td>{{ x }}</td>{% endfor %}</tr>{% endfor %}</table></div>
+{% if signs %}<h2>Signs</h2><ul id="signs">{% for t in signs %}<li>{{ t }}</li>{% endfor %}</ul>{% endif %}
 {% if trouble %}<h2 class="bad">Unstable runs</h2><ul>{% for t in trouble %}<li>{{ t }}</li>{% endfor %}</ul>{% endif %}
 <h2>Curves</h2><p id="bands" class="sub">{{ bands }}</p>
 <div class="grid">{% for plot in plots %}<div>{{ plot }}</div>{% endfor %}</div>
@@ -149,7 +150,8 @@ def write(directory: Path, name: str, cells: Sequence[Cell], found: dict[str, An
         name=name, bands=bands(found, config),
         seeds=len(found["seeds"]), steps=config.learner.steps, groups=config.learner.groups, size=config.learner.group_size,
         settings=settings,
-        data=same, verdicts=[v["text"] for v in found["verdicts"]], trade=found["trade"], head=HEAD, table=rows(found), trouble=trouble, plots=plots,
+        data=same, verdicts=[v["text"] for v in found["verdicts"]], trade=found["trade"], head=HEAD, table=rows(found), trouble=trouble,
+        signs=[x for n, a in found["arms"].items() for x in signs_told(n, a["signs"], len(a["each"]))], plots=plots,
         rules=judgement.Bounds(), kl_batches=KL_BATCHES, library=Markup(f"<script>{get_plotlyjs()}</script>"), blob=Markup(blob.replace("</", "<\\/")),
     )  # fmt: skip
     for path, text in ((directory / "report.html", page), (directory / "comparison.json", blob)):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.compare import judgement
-from asyncrl.compare.comparison import KL_BATCHES
+from asyncrl.compare.comparison import KL_BATCHES, signs_told
 from asyncrl.compare.page import clean
 from asyncrl.report import by_length
 
@@ -44,6 +44,7 @@ PAGE = """<!doctype html>
 {% for row in table %}<tr>{% for x in row %}<td>{{ x }}</td>{% endfor %}</tr>{% endfor %}</table>
 {% if losses %}<h2>What the staleness rule took, by answer length</h2>{% for name, by in losses %}<h3>{{ name }}</h3><table class="list">
 {% for row in by %}<tr>{% for x in row %}<td>{{ x }}</td>{% endfor %}</tr>{% endfor %}</table>{% endfor %}{% endif %}
+{% if signs %}<h2>Signs</h2><ul id="signs">{% for t in signs %}<li>{{ t }}</li>{% endfor %}</ul>{% endif %}
 {% if trouble %}<h2 class="bad">Unstable</h2><ul>{% for t in trouble %}<li>{{ t }}</li>{% endfor %}</ul>{% endif %}
 <p class="sub">OOD end: accuracy on out-of-distribution prompts after the last batch, over the runs that got there (the synchronous run: {{ far }}).
 KL to ref: KL(target || reference), k3, nats a token, mean over a run's last {{ kl_batches }} batches (the synchronous run: {{ kl }}). KL max: behaviour to
@@ -186,6 +187,7 @@ def write(directory: Path, name: str, found: dict[str, Any], corrections: Sequen
     sync = found["sync"]
     page = jinja2.Environment(autoescape=True).from_string(PAGE).render(
         name=name, subtitle=subtitle, suggestion=s, headline=headline, missing=found["missing"], head=HEAD, table=rows(found), trouble=trouble,
+        signs=[x for c in found["cells"] for x in signs_told(f"{c['correction']}, limit {c['limit']}", c["signs"], c["seeds"])],
         rules=judgement.Bounds(), kl_batches=KL_BATCHES, far=show(found["sync"]["ood_end"], ".3f"), kl=show(found["sync"]["kl_ref"], ".3g"),
         losses=[(f"{c['correction']}, limit {c['limit']}", by_length(c)) for c in found["cells"] if takes(c)],
         sync=f"{sync['final']:.3f} over {sync['seeds']} seed(s)", corrections=corrections, curves=[Markup(g) for g in graphs],
