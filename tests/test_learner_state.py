@@ -11,8 +11,9 @@ import pytest
 import torch
 from test_learner_step import GROUPS, SIZE, batch, core, model_dir, weights
 
-from asyncrl.errors import AsyncrlError
-from asyncrl.models import build_model
+from asyncrl.errors import AsyncrlError, ConfigError
+from asyncrl.models import build_model, load_policy
+from learner import step
 from learner.batch import pack
 
 __all__ = ["model_dir"]
@@ -89,6 +90,28 @@ def test_exact_runs_end_at_the_first_difference(model_dir: Path) -> None:
     with pytest.raises(AsyncrlError) as e:
         c.train(batch(3))
     assert str(e.value) == (f"exact: engine and learner differ at lag 0 in batch 3 by {float(off):.1e} nats; see `asyncrl doctor --exact`, or exact = \"try\"")
+
+
+def test_the_exact_kl_of_each_step_needs_both_models_packed(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of another kind has no packed forward: the policy's own, or the reference's."""
+    kl = {"loss": {"coefficient": 0.1, "off_policy": "prefix_full"}}
+    for without in (0, 1):
+        loaded = []
+
+        def load(*args: object, without: int = without, loaded: list[object] = loaded, **more: object) -> object:
+            model = load_policy(*args, **more)  # type: ignore[arg-type]
+            if len(loaded) == without:
+                model.fast = None
+            loaded.append(model)
+            return model
+
+        monkeypatch.setattr(step, "load_policy", load)
+        with pytest.raises(ConfigError) as e:
+            core(model_dir, kl=kl)
+        assert str(e.value) == ("kl.loss.off_policy: prefix_full needs a model of the packed forward (Llama, Qwen2, Qwen3, Mistral), "
+                                "also as its reference; use prefix")  # fmt: skip
+        loaded.clear()
+        core(model_dir, kl={"loss": {"coefficient": 0.1, "off_policy": "prefix"}})  # the others do without it
 
 
 def test_the_interpolated_anchor_leans_on_the_behaviour_policy_the_fresher_a_token_is(model_dir: Path) -> None:

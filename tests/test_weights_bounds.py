@@ -214,6 +214,16 @@ def test_m2po_cuts_tokens_and_needs_the_whole_batch() -> None:
 # ---- one's own function ------------------------------------------------------------------------------------------------
 
 
+def as_given(log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int, correction: Any) -> torch.Tensor:
+    return log_rho
+
+
+def test_a_function_is_given_what_it_may_exponentiate_and_its_weights_are_not_bounded() -> None:
+    x, one, seq = vec(30, -30, 0.5).requires_grad_(True), yes(1, 1, 1), torch.tensor([0, 1, 2])
+    got = weights.correct(x, x.detach(), one, seq, 3, section(function="test_weights_bounds:as_given", bound="mask", lo=0.1, hi=0.2))
+    assert got.weight.tolist() == [20, -20, 0.5] and not got.weight.requires_grad and got.kept.all()
+
+
 def test_a_function_that_cannot_be_had_says_which_half_is_missing() -> None:
     with pytest.raises(ConfigError, match=r"correction.function = no_such_module_here:f: cannot import no_such_module_here: No module named"):
         weights.load_function("no_such_module_here:f")

@@ -24,7 +24,7 @@ BOUNDS = ("none", "truncate", "clip", "mask")
 STATISTICS = ("none", "ratio", "k1", "k2", "k3")
 OVER = ("token", "sum", "mean", "max")
 VETOES = ("none", "probability", "ratio")
-DEFAULT_BOUNDS = {"token": (0.5, 2.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01), "none": (0.0, float("inf"))}
+DEFAULT_BOUNDS = {"token": (0.5, 2.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
 REJECT_BAND = {"token": (0.5, 2.0), "sum": (0.5, 2.0), "mean": (0.99, 1.01), "max": (0.0, 2.0)}  # of the ratio; k's have none
 VETO = {"probability": 1e-6, "ratio": 1e-4}
 
@@ -102,8 +102,8 @@ def kept(name: str, over: str, lo: float | None, hi: float | None, log_rho: torc
         return torch.ones_like(mask)
     if name != "ratio" and hi is None:
         raise ConfigError(f"correction.reject_hi: reject = {name} has no default bound; give one")
-    band = REJECT_BAND.get(over, (0.0, 2.0)) if name == "ratio" else (-torch.inf, torch.inf)
     s = statistic(name, over, log_rho, mask, seq, n)
+    band = REJECT_BAND[over] if name == "ratio" else (-torch.inf, torch.inf)
     return (s >= (band[0] if lo is None else lo)) & (s <= (band[1] if hi is None else hi))
 
 
