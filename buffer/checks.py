@@ -34,10 +34,11 @@ def producer(name: str) -> None:
 def sample(store: Store, t: Trajectory) -> None:
     """An answer: to a ticket and an attempt that were granted, by weights that a learner registered."""
     for span in t.spans:
-        need(span.label in store.tree, f"ticket {t.ticket}: weights {span.label} (digest {span.digest}) wrote tokens, but no learner has announced them; "
+        theirs = span.digest[:40]
+        need(span.label in store.tree, f"ticket {t.ticket}: weights {span.label} (digest {theirs}) wrote tokens, but no learner has announced them; "
              f"known are up to {store.policy}: stop the generator that runs other weights")  # fmt: skip
         ours = store.tree.digest(span.label)
-        need(span.digest in ("", ours), f"ticket {t.ticket}: weights {span.label} have digest {span.digest} at the generator and {ours} at the learner")
+        need(span.digest in ("", ours), f"ticket {t.ticket}: weights {span.label} have digest {theirs} at the generator and {ours} at the learner")
     need(1 <= t.attempt <= store.attempts, f"ticket {t.ticket}: attempt {t.attempt} was never granted; the last one is {store.attempts}")
     if t.ticket >= EVAL_BASE:
         out = store.evaluations.out.get(t.attempt)

@@ -235,9 +235,9 @@ class Service:
         checks.drawn(message.drawn)
         for t in message.samples:
             checks.sample(self.store, t)
-        self.heard(message.producer, peer, message.session)
-        now = time.monotonic()
-        self.store.told(message.producer, message.session, message.drawn)
+        entry, now = self.heard(message.producer, peer, message.session), time.monotonic()
+        if entry is not None or self.sessions.over(message.producer, message.session):
+            self.store.told(message.producer, message.session, message.drawn)
         acks = [(t.ticket, t.sample, t.attempt, self.store.deliver(t, now)) for t in message.samples]
         self.progress += sum(t.ticket >= m.EVAL_BASE for t in message.samples) + self.news_for_a_batch(acks)
         self.send(peer, m.Acks(message.session, acks, self.config.wires.credit_bytes, self.announcement()))

@@ -1,0 +1,125 @@
+"""Random messages of every kind, most of them nonsense, among those of a run: none ends the buffer, and its journal folds."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from conftest import ROOT
+from test_journal import state
+from test_service import SMALL
+
+from asyncrl import config_load, rundir
+from asyncrl import messages as m
+from asyncrl.tasks import get_task
+from asyncrl.versions import Label
+from buffer.service import Service, open_store
+
+NUMBERS = (-1, 0, 1, 2, 3, 4, 5, 7, 63, 2**31, 2**40, 2**40 + 1, 2**62, -(2**63))
+FLOATS = (0.0, 1.0, -1.0, 1e308, float("inf"), float("-inf"), float("nan"))
+TEXTS = ("", "generator-0", "generator-1", "learner", "x" * 300, "\x1b[2J", "a|b", "a|1.5", "data: no", "machinery: no", "reward/mean", "no/metric")
+
+
+class Fuzz:
+    """Values of a message's fields by their types, sometimes of the run as it is."""
+
+    def __init__(self, service: Service, r: random.Random) -> None:
+        self.service, self.r = service, r
+
+    def number(self) -> int:
+        s = self.service.store
+        near = (s.epoch, s.committed, s.cursor, s.attempts, s.base, s.committed + 1, s.epoch + 1)
+        return self.r.choice(near if self.r.random() < 0.6 else NUMBERS)
+
+    def make(self, kind: Any) -> Any:
+        r, info = self.r, msgspec.inspect.type_info(kind) if not isinstance(kind, msgspec.inspect.Type) else kind
+        i = msgspec.inspect
+        if isinstance(info, i.IntType):
+            return self.number()
+        if isinstance(info, i.FloatType):
+            return r.choice(FLOATS)
+        if isinstance(info, i.StrType):
+            return self.service.run if r.random() < 0.2 else r.choice(TEXTS)
+        if isinstance(info, i.BytesType):
+            return bytes(4 * r.choice((0, 1, 2, 5)))
+        if isinstance(info, i.BoolType):
+            return r.random() < 0.5
+        if isinstance(info, i.LiteralType):
+            return r.choice(info.values)
+        if isinstance(info, i.NoneType):
+            return None
+        if isinstance(info, i.UnionType):
+            return self.make(r.choice(info.types))
+        if isinstance(info, i.ListType):
+            return [self.make(info.item_type) for _ in range(r.choice((0, 0, 1, 2, 3)))]
+        if isinstance(info, i.DictType):
+            return {self.make(info.key_type): self.make(info.value_type) for _ in range(r.choice((0, 1, 2)))}
+        if isinstance(info, i.TupleType):
+            return tuple(self.make(x) for x in info.item_types)
+        if isinstance(info, i.NamedTupleType):
+            return info.cls(*(self.make(f.type) for f in info.fields))
+        assert isinstance(info, i.StructType), info
+        fields = {f.name: self.make(f.type) for f in info.fields if f.required or r.random() < 0.5}
+        if "protocol" in fields and r.random() < 0.9:
+            fields |= {"protocol": m.PROTOCOL, "run": self.service.run}
+        return info.cls(**fields)
+
+
+def honest(service: Service, r: random.Random) -> m.FromPeer | None:
+    """What a peer of the run would say next."""
+    s = service.store
+    if s.policy is None:
+        return m.LearnerHello(m.PROTOCOL, service.run, 1, Label(1, 0), None, "d", 0, 0, 1.0, m.WeightsSource(1, "here", "", ""), [])
+    leases = [(g.ticket, g.lease.attempt, k, g.lease.granted) for g in s.alive.values() if g.lease for k in sorted(g.lease.todo)]
+    leases += [(job.ticket, attempt, 0, job.label) for attempt, (job, *_) in s.evaluations.out.items()]
+    what = r.random()
+    if what < 0.5 and leases:
+        ticket, attempt, k, label = r.choice(leases)
+        t = m.Trajectory(ticket, k, attempt, b"", b"\0" * 8, b"\0" * 8, b"\1\1", [m.Span(label, "", 0, 2, label)], float(k), {}, "stop", 1.0)
+        return m.Deliver("generator-0", 7, 1, [t])
+    if what < 0.7:
+        return m.Want("generator-0", 7, 1, 8, None)
+    if what < 0.85 and s.committed < s.s.steps:
+        return m.Ask(s.epoch, s.committed)
+    return m.Commit(s.epoch, s.committed, Label(s.epoch, s.committed + 1), f"d{s.epoch}.{s.committed}", {"reward/mean": 0.5}) if service.leased else None
+
+
+@pytest.mark.parametrize("mode", ["memory", "process"])
+def test_no_message_ends_the_run(mode: str, tmp_path: Path) -> None:
+    kinds, committed, refused = m.FromPeer.__args__, 0, 0
+    for seed in range(12):
+        r = random.Random(seed)
+        config = config_load.load(ROOT / "configs" / "demo.toml", [*SMALL, "learner.steps=30", f"durability.mode='{mode}'"])
+        run_dir = tmp_path / str(seed)
+        rundir.ensure(config, "", run_dir)
+        service = Service(config, run_dir)
+        service.store.s.error_budget = service.store.s.machinery_budget = 1e9  # these end a run, and are meant to
+        fuzz = Fuzz(service, r)
+        try:
+            for _ in range(600):
+                kind = r.choice(kinds)
+                message = honest(service, r) if r.random() < 0.6 else fuzz.make(kind)
+                if isinstance(message, m.LearnerHello) and message.epoch > 50:
+                    continue  # a well-formed hello of a far epoch is a learner's right
+                if message is not None:
+                    service.handle(bytes([r.randrange(3)]), msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=m.FromPeer))
+                    service.answer()
+                    service.flush()
+                    service.status()
+            committed, refused = committed + service.store.committed, refused + service.refused
+            assert all(line.tokens >= 0 for line in service.store.folded().lines.values())
+            before = state(service.store)
+            assert service.close() == ""
+            if mode == "process":
+                again = open_store(config, run_dir, get_task(config.task))
+                again.s.error_budget = again.s.machinery_budget = 1e9
+                after = state(again)
+                assert {f: (x, getattr(after, f)) for f in before.__struct_fields__ if (x := getattr(before, f)) != getattr(after, f)} == {}
+        except Exception as e:
+            raise AssertionError(f"seed {seed}: {type(e).__name__} {e}") from e
+        finally:
+            rundir.clean(run_dir)
+    assert committed > 20 and refused > 300
