@@ -96,3 +96,18 @@ def test_a_run_is_followed_with_the_time_left(monkeypatch: pytest.MonkeyPatch, c
 
 def test_the_version_is_said() -> None:
     assert CliRunner().invoke(main, ["--version"]).output == f"asyncrl {asyncrl.__version__}\n" and asyncrl.__version__ == version("asyncrl")
+
+
+def test_what_no_step_used_is_said_while_it_is_much() -> None:
+    def out(s: Status) -> str:
+        text = io.StringIO()
+        Console(file=text, width=160).print(live.table(s))
+        return text.getvalue()
+
+    much, little = status(30), status(30)
+    for s, skipped in ((much, 300.0), (little, 3.0)):
+        s.ledger.update({"trained": {"tokens": 700.0}, "skipped": {"tokens": skipped}, "left_over": {"tokens": 9e9}})
+    said = "of the tokens of its batches 30% skipped by early stopping"
+    assert live.line(much).endswith(said) and said in out(much)
+    for s in (little, status(30)):
+        assert "skipped" not in live.line(s) and "not used" not in out(s)
