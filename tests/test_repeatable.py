@@ -32,7 +32,7 @@ def run(forked: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def numbers(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
     """What a run computed, step by step: no times, no loads."""
-    machine = ("time/", "throughput/", "memory/", "buffer/", "lag/in_")
+    machine = ("time/", "throughput/", "memory/", "buffer/", "lag/in_", "reward/call_s", "reward/wait_s", "reward/queue", "reward/workers")
     later = {(r["step"], "reward/mean" in r): r for r in rows}  # a resumed learner makes some steps again: the later row counts
     return sorted(
         ({k: v for k, v in r.items() if not k.startswith(machine) and k != "t"} for r in later.values()), key=lambda r: (r["step"], "reward/mean" in r)
