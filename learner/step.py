@@ -206,7 +206,7 @@ class LearnerCore:
                 a, b = step_loss.stop_statistic(prep, part, lp.detach())
                 stop = [stop[0] + a, stop[1] + b]
         if self.backend.ranks > 1:
-            sums = self._summed(sums, prep)
+            sums = self._summed(sums)
             stop = [self.backend.total(x.clone()) for x in stop]
         return sums, self._stop_kl(*stop)
 
@@ -220,7 +220,7 @@ class LearnerCore:
         each = [micro_batches(packed, s, self.config.learner.micro_batch_tokens) if s else [] for s in self.backend.share(samples, lengths)]
         return each[self.backend.rank], max(map(len, each))
 
-    def _summed(self, sums: dict[str, torch.Tensor], prep: step_loss.Prepared) -> dict[str, torch.Tensor]:
+    def _summed(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The sums of all ranks.  A rank without samples has none of its own: it takes the names from the others."""
         shapes = self.backend.gather({k: (tuple(v.shape), str(v.dtype).removeprefix("torch.")) for k, v in sums.items()})
         every = {k: v for s in shapes for k, v in s.items()}
