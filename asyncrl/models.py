@@ -125,7 +125,7 @@ def load_policy(path: str | Path, dtype: str = "float32", device: str = "auto", 
             raise ConfigError(f"model.path: {path} cannot be loaded as a causal LM: {str(e).splitlines()[0]}") from e
         if missing := sorted(info["missing_keys"]):
             raise ConfigError(f"model.path: {lacks(path, missing)}")
-        hf = hf.to(where).eval()
+        hf = aligned(hf.to(where).eval())
         if sees_ahead(hf):
             raise ConfigError(f"model.path: {path} is no causal LM: what it says of a token depends on those after it ({type(hf).__name__})")
     return PolicyModel(hf.to(where).eval(), str(path))
@@ -139,6 +139,17 @@ def sees_ahead(hf: Any) -> bool:
     logits = hf(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False).logits[:, :2].float()
     noise = NOISE if hf.dtype == torch.float32 else NOISE_BF16
     return bool((logits[0] - logits[1]).abs().max() > noise * logits.abs().max())
+
+
+def aligned(hf: Any) -> Any:
+    """The same parameters where torch would have put them: as read, they begin wherever their file has them.
+
+    A matrix product may round differently by where in memory its operands begin, so a model would not repeat bitwise from file to file.
+    """
+    for p in hf.parameters():
+        if p.data_ptr() % ALIGN:
+            p.data = p.data.clone()
+    return hf
 
 
 def text_config(path: str | Path) -> Any:

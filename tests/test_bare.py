@@ -56,6 +56,7 @@ def test_a_bare_model_is_transformers_model(family: str, kv: int, tied: bool, dt
     assert list(ours.hf.state_dict()) == list(theirs.hf.state_dict()) and models.weights_digest(ours) == models.weights_digest(theirs)
     for a, b in zip(ours.fast.rope(torch.arange(300)), theirs.fast.rope(torch.arange(300)), strict=True):
         assert torch.equal(a, b)
+    assert all(p.data_ptr() % models.ALIGN == 0 for model in (ours, theirs) for p in model.hf.parameters())
     prompts, responses, owner = sample_batch(11)
     found = []
     for model in (ours, theirs):
