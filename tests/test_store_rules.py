@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from test_store import hello, make, prompt, sample, train, write
 
-from asyncrl.errors import AsyncrlError
+from asyncrl.errors import AsyncrlError, ProtocolError
 from asyncrl.messages import LearnerHello, Sampling, Ticket, WeightsSource
 from asyncrl.versions import Label
 from buffer import store as store_module
@@ -380,3 +380,73 @@ def test_the_ledger_of_a_checkpoint_calls_lost_what_it_would_lose() -> None:
     assert (kept["trained"]["tokens"], kept["lost_with_process"]["tokens"], kept["left_over"]["tokens"]) == (8, 3, 0)
     kept = store.checkpoint_ledger({0})
     assert (kept["trained"]["tokens"], kept["lost_with_process"]["tokens"], kept["left_over"]["tokens"]) == (4, 7, 0)
+
+
+def test_tokens_past_the_limit_are_counted_wherever_they_stand() -> None:
+    """A fresh token before three old ones, which a prompt continued on older weights never makes but a file may hold."""
+    store = make(9, 1, 1, 9, on_exceed="mask")
+    t = store.grant("g", 1, 3, 0.0)
+    for n in (1, 2):
+        write(store, t[n])
+        train(store, n - 1)
+    store.max_lag = 1
+    store.deliver(sample(t[0], 0, (Label(1, 2), 2), (Label(1, 0), 3), (Label(1, 1), 1)), 0.0)
+    (g,) = store.ask(1, 2)[0]
+    assert [s.masked for s in g.stored()] == [3]
+
+
+def test_a_sample_past_the_limit_in_its_own_epoch_is_a_bug_and_is_called_one() -> None:
+    store = make(9, 1, 1, 9)
+    t = store.grant("g", 1, 3, 0.0)
+    for n in (0, 1):
+        write(store, t[n])
+        train(store, n)
+    store.deliver(sample(t[2], 0, (Label(1, 0), 4)), 0.0)
+    store.max_lag = 1
+    with pytest.raises(ProtocolError) as e:
+        store.ask(1, 2)
+    assert str(e.value) == ("ticket 2, sample 0 would train 2 versions late in batch 2, past the limit 1: a bug of ours; "
+                            "keep the run directory and report it")  # fmt: skip
+
+
+def test_a_learner_that_is_further_on_than_the_buffer_has_trained_what_lies_here() -> None:
+    """Two batches are committed and one is composed; the learner comes with number 5, next ticket 3 and ticket 4 trained above it."""
+    store = make(9, 1, 1, 9)
+    t = store.grant("g", 1, 6, 0.0)
+    for n in (0, 1):
+        write(store, t[n])
+        train(store, n)
+    for n in (2, 3, 4):
+        write(store, t[n])
+    label, source = Label(2, 5), WeightsSource(2, "h", "", "")
+    totals = {"trained": {"tokens": 100.0, "samples": 10.0, "mean_length": 10.0, "mean_reward": 0.5}}
+    assert store.hello(LearnerHello(1, "run", 2, label, None, "d5", 3, 1, 9, source, [], ledger=totals, trained_above=[4, 7]))
+    assert (store.base, store.committed, store.comps, store.composed, store.retained) == (5, 5, [], set(), {})
+    assert list(store.alive) == [3, 5] and store.cursor == 6 and store.skip == {7} and store.stored_bytes == 44
+    lines = store.ledger()
+    assert lines["trained"]["tokens"] == 100 + 8 and lines["orphaned"]["tokens"] == 8 and lines["left_over"]["tokens"] == 4
+    assert store.deliver(sample(t[1], 0), 1.0) == "trained"
+    got = store.grant("g", 1, 3, 1.0)
+    assert [x.ticket for x in got] == [5, 6, 8] and store.skip == set()
+
+
+def test_versions_far_behind_are_forgotten_unless_something_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two behind the oldest checkpoint are kept; further back only what a stored answer was written by and what a ticket that is out was granted at."""
+    monkeypatch.setattr(store_module, "VERSIONS", 2)
+    store = make(math.inf, 1, 2, 99)
+    for n in range(12):
+        if n in (1, 4):
+            (waits,) = store.grant("g", 1, 1, 0.0)  # out for good
+            if n == 1:
+                store.deliver(sample(waits, 0), 0.0)  # half of it written, by version 1
+                store.end_sessions("g", 2)
+                (waits,) = store.grant("g", 2, 1, 0.0)
+                assert waits.samples == [1]
+        (t,) = store.grant("g", 2, 1, 0.0)
+        write(store, t)
+        train(store, n)
+        store.checkpointed(n + 1)
+    labels = store.tree.labels()
+    assert labels[:2] == [Label(1, 1), Label(1, 4)] and labels[-1] == Label(1, 12)
+    assert all(x.number >= 12 - 2 * 2 - 1 for x in labels[2:]) and len(labels) <= 2 * 2 + 2
+    assert store.tree.lag(Label(1, 1), Label(1, 12), 12) == 11 and store.tree.lag(Label(1, 4), Label(1, 12), 12) == 8
