@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MOST_EVENTS = 20_000  # about 1.5 MB a process
 
 
 class Tracer:
-    """Spans of one process, to RUN/trace/PROCESS.jsonl; after MOST_EVENTS it only counts."""
+    """Spans of one process, to RUN/trace/PROCESS.jsonl; after MOST_EVENTS it only counts.
+
+    On a full disk the rest of the spans is left out: a timeline must not end the run, nor hide what does.
+    """
 
     def __init__(self, run_dir: Path, process: str) -> None:
         directory = run_dir / "trace"
@@ -33,10 +36,14 @@ class Tracer:
         """A span that was timed elsewhere."""
         if self.left > 0:
             self.left -= 1
-            self.file.write(f'["{name}",{began:.6f},{ended:.6f}{"" if size is None else f",{size}"}]\n')
+            try:
+                self.file.write(f'["{name}",{began:.6f},{ended:.6f}{"" if size is None else f",{size}"}]\n')
+            except OSError:
+                self.left = 0
 
     def close(self) -> None:
-        self.file.close()
+        with suppress(OSError):
+            self.file.close()
 
 
 def sized(run_dir: Path) -> dict[str, list[tuple[str, float, float, int | None]]]:

@@ -17,6 +17,7 @@ from asyncrl import jsonl, metrics, report
 from asyncrl import messages as m
 from asyncrl.errors import AsyncrlError
 from asyncrl.tasks import get_task
+from asyncrl.trace import Tracer
 from asyncrl.versions import Label
 from buffer import journal, trained
 from buffer.service import open_store
@@ -187,6 +188,16 @@ def test_a_full_disk_ends_a_run_in_one_line_and_the_next_life_goes_on(mode: str,
     if mode == "process":
         store = open_store(run.config, run.dir, get_task(run.config.task))
         assert store.committed in (0, 1) and len(store.comps) == 1  # the commit was never answered: it may be there or not
+
+
+def test_a_timeline_without_room_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "trace").mkdir()
+    (tmp_path / "trace" / "learner.jsonl").symlink_to("/dev/full")  # every byte that reaches it: no space left on device
+    tracer = Tracer(tmp_path, "learner")
+    for _ in range(5000):  # more than its file keeps back
+        tracer.add("train", 1.0, 2.0)
+    assert tracer.left == 0
+    tracer.close()
 
 
 def test_tensorboard_without_room_drops_its_events_and_waits_for_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
