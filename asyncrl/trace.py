@@ -61,11 +61,14 @@ def read(run_dir: Path) -> dict[str, list[tuple[str, float, float]]]:
 
 
 def merge(run_dir: Path) -> Path:
-    """Write RUN/trace.json in Chrome's format from what the processes left."""
+    """Write RUN/trace.json in Chrome's format from what the processes left; on a full disk there is none."""
     events: list[dict[str, object]] = []
     for pid, (process, spans) in enumerate(read(run_dir).items()):
         events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": process}})
         events += [{"name": n, "ph": "X", "pid": pid, "tid": 0, "ts": a * 1e6, "dur": (b - a) * 1e6} for n, a, b in spans]
     path = run_dir / "trace.json"
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    try:
+        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    except OSError:  # it is written when a run has ended, by whatever: that is what is to be told
+        path.unlink(missing_ok=True)
     return path

@@ -17,7 +17,7 @@ from asyncrl import jsonl, metrics, report
 from asyncrl import messages as m
 from asyncrl.errors import AsyncrlError
 from asyncrl.tasks import get_task
-from asyncrl.trace import Tracer
+from asyncrl.trace import Tracer, merge
 from asyncrl.versions import Label
 from buffer import journal, trained
 from buffer.service import open_store
@@ -198,6 +198,12 @@ def test_a_timeline_without_room_ends_nothing(tmp_path: Path) -> None:
         tracer.add("train", 1.0, 2.0)
     assert tracer.left == 0
     tracer.close()
+    (tmp_path / "trace" / "learner.jsonl").unlink()
+    (tmp_path / "trace" / "learner.jsonl").write_text('["train",1.0,2.0]\n')
+    assert merge(tmp_path).stat().st_size > 10
+    (tmp_path / "trace.json").unlink()
+    (tmp_path / "trace.json").symlink_to("/dev/full")
+    assert not merge(tmp_path).exists()
 
 
 def test_tensorboard_without_room_drops_its_events_and_waits_for_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
