@@ -72,6 +72,8 @@ def test_rewards_move_to_the_step_or_the_token_that_earned_them() -> None:
     assert adv.by_step(x, yes(0, 0, 0, 0, 0, 1), seq).tolist() == [0, 0, 0, 0, 0, 48]
     assert adv.on_trained(x, yes(0, 1, 0, 0, 1, 0), seq).tolist() == [0, 14, 0, 0, 48, 0]
     assert adv.on_trained(x, yes(0, 0, 0, 1, 0, 1), seq).tolist() == [0, 0, 0, 8, 0, 32]
+    one = torch.tensor([0, 0])
+    assert adv.by_step(vec(1, 2), yes(0, 0), one).tolist() == [0, 0] == adv.on_trained(vec(1, 2), yes(0, 0), one).tolist()
     assert adv.on_trained(x[:0], yes(), seq[:0]).tolist() == [] == adv.by_step(x[:0], yes(), seq[:0]).tolist()
 
 
