@@ -19,7 +19,7 @@ def bare(advantage: dict[str, Any], **more: Any) -> Any:
     sections = {
         "staleness": SimpleNamespace(on_exceed="pace"), "correction": SimpleNamespace(level="token", bound="truncate", lo=None, hi=None, self_normalize=False,
                                                                                       proximal="recompute"),
-        "advantage": SimpleNamespace(truncated="keep", whiten=False, **advantage), "learner": SimpleNamespace(epochs=1, minibatches=1),
+        "advantage": SimpleNamespace(truncated="keep", **advantage), "learner": SimpleNamespace(epochs=1, minibatches=1),
         "loss": SimpleNamespace(surrogate="decoupled_ppo", eps_low=None, eps_high=None, dual_clip=0.0, reduction="token-mean", entropy=0.0),
         "kl": SimpleNamespace(reward=SimpleNamespace(coefficient=0.0)), "reshape": c.reshape, "generator": c.generator,
     }  # fmt: skip
@@ -42,7 +42,7 @@ def prepared(c: Any, per_token: bool) -> sl.Prepared:
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("name", ["gae", "reinforce_pp", "grpo"])
 def test_an_advantage_of_a_name_alone(name: str, per_token: bool) -> None:
-    keys: dict[str, Any] = {"name": name} if name != "grpo" or per_token else {"name": name, "ddof": 1, "eps": 1e-4}
+    keys: dict[str, Any] = {"name": name} if name != "grpo" or per_token else {"name": name, "ddof": 1, "eps": 1e-4, "whiten": False}
     got, want = prepared(bare(keys), per_token), prepared(config(advantage={"name": name}), per_token)
     assert torch.equal(got.advantage, want.advantage) and float(want.advantage.abs().max()) > 0
     assert (got.returns is None) == (want.returns is None) and (got.returns is None or torch.equal(got.returns, want.returns))  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ def test_an_advantage_of_a_name_alone(name: str, per_token: bool) -> None:
 
 @pytest.mark.parametrize("truncated", ["penalty", "soft", "fixed", "zero"])
 def test_a_penalty_nobody_gave_is_none(truncated: str) -> None:
-    b, c = batch(3), bare({"name": "rloo"})
+    b, c = batch(3), bare({"name": "rloo", "whiten": False})
     b.truncated = torch.arange(12) % 2 == 0
     c.advantage.truncated = truncated
     want = torch.where(b.truncated, 0.0, b.rewards) if truncated in ("zero", "fixed") else b.rewards
@@ -66,7 +66,7 @@ def test_a_penalty_nobody_gave_is_none(truncated: str) -> None:
 def test_a_whole_step_with_bare_sections_is_that_of_the_defaults() -> None:
     lp = theta(batch(3))
     found = []
-    for c in (bare({"name": "rloo"}), config()):
+    for c in (bare({"name": "rloo", "whiten": False}), config()):
         b = batch(3)
         prep = sl.prepare(b, c)
         assert not sl.needs_current(prep) and not sl.needs_anchor_first(c) and not sl.needs_start_first(c)
@@ -93,7 +93,7 @@ def test_terms_of_bare_sections_have_the_defaults_of_the_configuration() -> None
 
 def test_a_stop_of_a_limit_alone_skips_from_the_start() -> None:
     for stop in (SimpleNamespace(kl_max=0.5), config(stop={"kl_max": 0.5}).stop):
-        prep = sl.prepare(batch(3), bare({"name": "rloo"}, stop=stop))
+        prep = sl.prepare(batch(3), bare({"name": "rloo", "whiten": False}, stop=stop))
         assert prep.budget is None and not sl.needs_current(prep)
         at = torch.arange(len(prep.batch.seq))
         a, w = sl.stop_statistic(prep, at, theta(batch(3)).detach())
@@ -106,7 +106,7 @@ def test_draws_without_a_seed_are_those_of_seed_zero() -> None:
     loss = SimpleNamespace(surrogate="clip_cov", eps_low=None, eps_high=None, reduction="token-mean", entropy=0.0, cov_share=0.3, cov_lo=-1.0, cov_hi=1.0)
     whole = config(loss={"surrogate": "clip_cov", "cov_share": 0.3, "cov_lo": -1.0, "cov_hi": 1.0}, seed=0)
     chosen = []
-    for c in (bare({"name": "rloo"}, loss=loss), whole):
+    for c in (bare({"name": "rloo", "whiten": False}, loss=loss), whole):
         prep = sl.prepare(batch(3), c, number=2)
         chosen.append(sl.begin_step(prep, torch.arange(12), theta(batch(3)).detach()).chosen)
     assert chosen[0] is not None and torch.equal(chosen[0], chosen[1]) and chosen[0].any()  # type: ignore[arg-type]

@@ -195,9 +195,9 @@ def steps(token_rewards: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n:
 
 
 def _moved(x: torch.Tensor, at: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
-    """x [N] added up at the places `at` int64 [N]; what would leave its own answer, or the batch (-1 or N), is dropped."""
+    """x [N] added up at the places `at` int64 [N]; what would leave its own answer, or the batch (-1), is dropped."""
     padded = torch.cat([seq, seq.new_full((1,), -1)])
-    return torch.zeros_like(x).index_add_(0, at.clamp(0, max(len(seq) - 1, 0)), torch.where(padded[at] == seq, x, 0.0))
+    return torch.zeros_like(x).index_add_(0, at.clamp(min=0), torch.where(padded[at] == seq, x, 0.0))
 
 
 def on_trained(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:

@@ -83,7 +83,7 @@ class Shaped:
     """
 
     answers: torch.Tensor
-    greedy: torch.Tensor | None = None
+    greedy: torch.Tensor | None
     tokens: torch.Tensor | None = None
     totals: torch.Tensor | None = None
 
