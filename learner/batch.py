@@ -52,17 +52,20 @@ def pack(batch: Batch, *, greedy: bool = False) -> Packed:
     lengths = np.array([len(r) for r in responses])
     order = {t: n for n, t in enumerate(dict.fromkeys(t.ticket for t in s))}
     groups = [order[t.ticket] for t in s]
-    lag = np.zeros(int(lengths.sum()), np.int64)
+    lag, age = np.zeros(int(lengths.sum()), np.int64), np.zeros(int(lengths.sum()), np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
     for i, runs in enumerate(batch.token_lags[k] for k in at):
         for start, end, value in runs:
             lag[offsets[i] + start : offsets[i] + end] = value
+    for i, t in enumerate(s):
+        for span in t.spans:
+            age[offsets[i] + span.start : offsets[i] + span.end] = max(0, span.label.number - span.kv.number)
     behavior = np.concatenate([np.frombuffer(t.behavior_logprobs, "<f4") for t in s]).copy()
     mask = np.concatenate([np.frombuffer(t.mask, np.uint8) for t in s]) > 0
     loss = LossBatch(
         seq=torch.from_numpy(np.repeat(np.arange(len(s)), lengths)), behavior=torch.from_numpy(behavior), mask=torch.from_numpy(mask),
         token_lag=torch.from_numpy(lag), rewards=torch.tensor([t.reward for t in s]), groups=torch.tensor(groups),
-        truncated=torch.tensor([t.finish == "length" for t in s]),
+        truncated=torch.tensor([t.finish == "length" for t in s]), age=torch.from_numpy(age),
     )  # fmt: skip
     if greedy:
         beside = [baseline[t.ticket] for t in s]

@@ -67,12 +67,10 @@ class Measure:
         """The split over the valid tokens of `answers` whose version's weights are at hand."""
         loss = packed.loss
         version = torch.where(loss.token_lag == 0, prep.start, torch.nan)  # drawn by the policy that the batch starts from
-        age = torch.zeros_like(loss.token_lag)
         spans: dict[Label, list[tuple[int, int, int]]] = {}
         for i in answers:
             for span in samples[i].spans:
                 first, last = (int(packed.offsets[i]) + at for at in (span.start, span.end))
-                age[first:last] = max(0, span.label.number - span.kv.number)
                 if last > first and bool((loss.token_lag[first:last] > 0).any()):
                     spans.setdefault(Label(*span.label), []).append((i, first, last))
         for label, places in sorted(spans.items()):
@@ -81,7 +79,8 @@ class Measure:
                     version[first:last] = found[first:last].to(version.dtype)
         part = packed.part(answers)
         usable = part[prep.valid[part] & version[part].isfinite()]
-        columns = (loss.behavior, version, prep.start, prep.latest, loss.token_lag, age)
+        assert loss.age is not None
+        columns = (loss.behavior, version, prep.start, prep.latest, loss.token_lag, loss.age)
         out = split.metrics(split.Split(*(x[usable] for x in columns)))
         out["split/coverage"] = len(usable) / max(int(prep.valid[part].sum()), 1)
         if self.config.exact is True and out.get("mismatch/max_one_version", 0.0) != 0:

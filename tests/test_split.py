@@ -149,8 +149,29 @@ def test_the_split_is_what_the_versions_own_weights_say(model_dir: Path) -> None
     assert m["split/update"] == 0 and m["split/coverage"] == 1
     assert m["split/total"] == pytest.approx(float((mu - start).mean()), abs=1e-5)
     assert m["by_lag/staleness_0"] == 0 and m["by_lag/staleness_k3_1"] > 0.01 and m["by_lag/mismatch_2"] == pytest.approx(NOISE, abs=1e-5)
+    assert "mismatch/k3_at_lag_0" not in m, "the start's own tokens here were drawn on keys and values of version 0"
     assert m["by_age/mismatch_k3_0"] == pytest.approx(k3(-NOISE), abs=1e-5) and "by_age/mismatch_k3_1" in m and "by_age/mismatch_k3_2" in m
     assert set(ring.asked) == {Label(1, 0), Label(1, 1)}, "the start's own version needs no second forward"
+
+
+def test_equal_weights_are_those_of_all_keys_and_values_too(model_dir: Path) -> None:
+    """Half of the answers end under the start itself; it is the engine's mismatch alone only where the start computed all they attended to."""
+    ring = Ring(model_dir)
+    b = batch(ring)
+    for i, sample in enumerate(b.samples):
+        if i % 4 == 1:
+            sample.spans = [sample.spans[0], Span(Label(1, 2), "", 4, 8, Label(1, 2))]
+    m = core(model_dir, ring).train(b)
+    assert m["mismatch/k3_at_lag_0"] == pytest.approx(k3(-NOISE), abs=1e-5) and m["mismatch/max_at_lag_0"] == pytest.approx(NOISE, abs=1e-4)
+    other = batch(ring)
+    for i, sample in enumerate(other.samples):  # as much again off, on older keys and values: not counted
+        if i % 4 == 3:
+            mu = np.frombuffer(sample.behavior_logprobs, "<f4").copy()
+            mu[4:] += NOISE
+            sample.behavior_logprobs = mu.tobytes()
+        elif i % 4 == 1:
+            sample.spans = [sample.spans[0], Span(Label(1, 2), "", 4, 8, Label(1, 2))]
+    assert core(model_dir, ring).train(other)["mismatch/k3_at_lag_0"] == pytest.approx(m["mismatch/k3_at_lag_0"], abs=1e-6)
 
 
 def test_an_update_is_the_last_pass_against_the_start(model_dir: Path) -> None:

@@ -31,6 +31,7 @@ class View:
     """What is looked at, [n] tokens of whole samples, detached.  valid bool [n]; reference, entropy may be None.
 
     start: the learner's policy as the batch began, where `known` bool [n] (None: everywhere); elsewhere it is not looked at.
+    age: versions between the weights that drew a token and the oldest of its keys and values (None: one version computed all).
     """
 
     seq: torch.Tensor
@@ -47,13 +48,16 @@ class View:
     reference: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
     known: torch.Tensor | None = None
+    age: torch.Tensor | None = None
 
 
 def sums(v: View) -> dict[str, torch.Tensor]:
-    """`tokens` [TOKENS, 1 + buckets], `samples` [SAMPLES], `ratios` [bins], `max/ratio`: all float64, on the tokens' device."""
+    """`tokens` [TOKENS, 1 + buckets], `samples` [SAMPLES], `ratios` [bins], `at_lag_0` (count and k3 of what the start's own weights
+    computed whole), `max/ratio`, `max/at_lag_0`: all float64, on the tokens' device."""
     a, b, t = log_ratio(v.start, v.behavior), log_ratio(v.target, v.start), log_ratio(v.target, v.behavior)
     zero, rho = torch.zeros_like(a), a.exp()
     known = v.valid if v.known is None else v.valid & v.known
+    same = known & (v.lag == 0) if v.age is None else known & (v.lag == 0) & (v.age == 0)
     x = zero if v.reference is None else log_ratio(v.target, v.reference)
     masked = v.kept & (v.weight == 0)
     columns = {
@@ -69,7 +73,8 @@ def sums(v: View) -> dict[str, torch.Tensor]:
     bins = torch.bucketize(a.abs().double(), EDGES.to(a.device, torch.float64))
     out = {
         "tokens": table @ inside, "samples": _samples(v), "max/ratio": torch.where(known, rho, 0.0).amax().double() if len(a) else a.sum().double(),
-        "max/at_lag_0": torch.where(known & (v.lag == 0), a.abs(), 0.0).amax().double() if len(a) else a.sum().double(),
+        "max/at_lag_0": torch.where(same, a.abs(), 0.0).amax().double() if len(a) else a.sum().double(),
+        "at_lag_0": torch.stack([same.double().sum(), torch.where(same, kl.k3(-a).double(), 0.0).sum()]),
         "ratios": torch.zeros(len(EDGES) + 1, dtype=torch.float64, device=a.device).index_add_(0, bins, known.double()),
     }  # fmt: skip
     return out
@@ -131,8 +136,8 @@ def metrics(total: dict[str, torch.Tensor]) -> dict[str, float]:
     if table["known"][0] > 0:
         quantiles = {f"is/log_ratio_{name}": _quantile(host["ratios"], q) for name, q in (("p50", 0.5), ("p99", 0.99))}
         out |= {"is/ratio_max": host["max/ratio"][0]} | quantiles
-    if table["known"][1] > 0:
-        out |= {"mismatch/k3_at_lag_0": table["bs_k3"][1] / table["known"][1], "mismatch/max_at_lag_0": host["max/at_lag_0"][0]}
+    if host["at_lag_0"][0] > 0:
+        out |= {"mismatch/k3_at_lag_0": host["at_lag_0"][1] / host["at_lag_0"][0], "mismatch/max_at_lag_0": host["max/at_lag_0"][0]}
     for i, bucket in enumerate(BUCKET_NAMES, 1):
         if table["n"][i] > 0:
             out |= _of_bucket({name: row[i] for name, row in table.items()}, bucket)

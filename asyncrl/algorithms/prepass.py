@@ -23,6 +23,8 @@ class LossBatch:
     absent: see `advantages.steps`; reward_reference [N]: of KL in the reward, where it has another reference than `reference`, which is
     the loss's and the metrics'.  All logprobs at the sample's own temperature.
 
+    age int64 [N]: versions between the weights that drew a token and the oldest that computed any of the keys and values it attended to.
+
     start: the learner's policy as the batch begins, which is what is measured against.  anchor: pi_prox, what the loss divides by; it
     is the start (correction.proximal = recompute), mu (behavior) or between the two (interpolate).
     """
@@ -45,6 +47,7 @@ class LossBatch:
     greedy_lengths: torch.Tensor | None = None
     steps: torch.Tensor | None = None
     reward_reference: torch.Tensor | None = None
+    age: torch.Tensor | None = None
 
 
 def section(config: Any, key: str, /, **defaults: Any) -> Any:

@@ -306,6 +306,7 @@ def micro_loss(prep: Prepared, step: Step, part: torch.Tensor, lp: torch.Tensor,
     view = diagnostics.View(
         b.seq[part], b.token_lag[part], valid, fixed.kept, fixed.vetoed, behavior, prep.start[part], now, fixed.weight, trust.clipped, b.rewards,
         None if b.reference is None else b.reference[part], None if entropy is None else entropy.detach(), prep.known[part],
+        None if b.age is None else b.age[part],
     )  # fmt: skip
     return loss + extra, diagnostics.sums(view) | sums | terms
 
