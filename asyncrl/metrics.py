@@ -45,7 +45,7 @@ METRICS: dict[str, Metric] = {
     "kl/target_ref_k1": Metric("nats/token", "k1 estimate of KL(target || reference)"),
     "kl/target_ref_k3": Metric("nats/token", "k3 estimate of KL(target || reference)"),
     "kl/beta": Metric("-", "coefficient of KL in the reward in this batch"),
-    "mismatch/k3_at_lag_0": Metric("nats/token", "k3 between engine and learner on tokens that the batch's own starting weights drew, on keys and values of theirs alone"),
+    "mismatch/k3_at_lag_0": Metric("nats/token", "k3 between engine and learner on tokens that the starting weights drew, on keys and values of theirs"),
     "mismatch/max_at_lag_0": Metric("nats", "largest |log ratio| of such a token: 0 to the last bit in exact mode"),
     "mismatch/k3_one_version": Metric("nats/token", "k3 between engine and learner under the version that drew a token and all its keys and values"),
     "mismatch/max_one_version": Metric("nats", "largest |log ratio| of such a token: 0 to the last bit in exact mode, at any lag"),
