@@ -31,6 +31,10 @@ def begun(b: LossBatch, c: Any, current: torch.Tensor | None = None, samples: li
     return prep, sl.begin_step(prep, torch.tensor(list(range(len(b.rewards))) if samples is None else samples), current)
 
 
+def test_what_the_module_offers_is_there() -> None:
+    assert all(hasattr(sl, name) for name in sl.__all__) and len(set(sl.__all__)) == len(sl.__all__)
+
+
 # ---- which forwards are needed --------------------------------------------------------------------------------------------
 
 
