@@ -23,6 +23,7 @@ from buffer.evaluation import Evaluations
 from buffer.groups import MAX_DROPS, Group, Lease, Settings, Stored, size
 from buffer.ledger import Ledger, tokens_of
 
+EQUAL = 1e-6  # rewards that differ by this share of the larger one are equal, as in asyncrl/algorithms/advantages.py (which needs torch)
 REMEMBERED = 200_000  # final dispositions of gone groups kept for late copies
 SESSIONS = 1000  # of generators, whose counts may still grow
 STRAYS = 20_000  # attempts of gone groups that may still report or deliver
@@ -267,8 +268,9 @@ class Store:
         self._end_lease(g)
         self.completions += 1
         g.completed = self.completions
-        rewards = {s.trajectory.reward for s in g.stored()}
-        if self.s.filter_no_spread and len(rewards) == 1 and self.s.group > 1 and g.ticket not in self.composed and g.ticket in self.alive:
+        rewards = [s.trajectory.reward for s in g.stored()]
+        equal = math.isclose(min(rewards), max(rewards), rel_tol=EQUAL)
+        if self.s.filter_no_spread and equal and self.s.group > 1 and g.ticket not in self.composed and g.ticket in self.alive:
             if "filter_leaves" in self.s.off:
                 g.filtered = True
             else:

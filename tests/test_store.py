@@ -5,14 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
+from asyncrl.algorithms import advantages
 from asyncrl.errors import AsyncrlError, BadMessage
 from asyncrl.messages import EVAL_BASE, LearnerHello, Prompt, Sampling, Span, Ticket, Trajectory, WeightsSource
 from asyncrl.versions import Label
 from buffer.evaluation import Evaluations
 from buffer.groups import Settings
 from buffer.ledger import tokens_of
-from buffer.store import Store
+from buffer.store import EQUAL, Store
 
 
 def prompt(i: int) -> Prompt:
@@ -177,6 +179,17 @@ def test_a_group_without_spread_leaves_and_frees_its_place() -> None:
     store.deliver(sample(t, 0, reward=0.0), 0.0)
     store.deliver(sample(t, 1, reward=1.0), 0.0)
     assert [g.ticket for g in store.ask(1, 0)[0]] == [1]
+
+
+@pytest.mark.parametrize(("other", "what"), [(0.7 * (1 + 5e-7), "filtered"), (0.7 * (1 + 2e-6), "left_over")])
+def test_rewards_apart_by_rounding_alone_are_no_spread_for_the_filter_as_for_the_learner(other: float, what: str) -> None:
+    store = make(0, 1, 2, filter_no_spread=True)
+    (t,) = store.grant("g", 1, 2, 0.0)
+    store.deliver(sample(t, 0, reward=0.7), 0.0)
+    store.deliver(sample(t, 1, reward=other), 0.0)
+    assert {name for name, line in store.ledger().items() if line["tokens"]} == {what}
+    both = torch.tensor([0.7, other], dtype=torch.float64)
+    assert bool(advantages.no_spread(both, torch.zeros(2, dtype=torch.long)).all()) == (what == "filtered") and EQUAL == advantages.EQUAL
 
 
 def test_a_group_in_a_composed_batch_is_never_filtered() -> None:
