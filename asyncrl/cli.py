@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,6 +22,9 @@ from asyncrl.lab.command import lab
 # Before anything loads OpenMP: threads that wait for each other sleep.  As they come, they spin for milliseconds, and on cores shared with other work
 # a warm start of half a minute took seven.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # a write fails with these, and with no file's name
 
 
 class Group(click.Group):
@@ -42,14 +47,15 @@ class Group(click.Group):
             refusal.tell(e)
             fail(str(e), e.exit_code, as_json)
         except OSError as e:
-            if e.filename is None:  # of no file: a programming error, with its traceback
+            if e.filename is None and e.errno not in DISK:  # of no file: a programming error, with its traceback
                 raise
-            fail(f"{e.filename}: {e.strerror}; is the disk full, or was the file removed or made read-only?", 1, as_json)
+            fail(f"{e.filename or 'writing failed'}: {e.strerror}; is the disk full, or was the file removed or made read-only?", 1, as_json)
 
 
 def fail(why: str, code: int, as_json: bool) -> NoReturn:
     """End with one line on stderr; with --json also as the last line of stdout, unless that was a result already."""
-    print(f"error: {why}", file=sys.stderr)
+    with suppress(OSError):  # stderr may be a file on the disk that is full
+        print(f"error: {why}", file=sys.stderr, flush=True)
     if as_json:
         result.put_error(why, code)
     sys.exit(code)

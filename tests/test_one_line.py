@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import errno
+import io
 import json
 import subprocess
 import sys
@@ -28,6 +30,40 @@ TURNS = [{"role": "user", "content": "12="}]
 
 def cli(*argv: str, cwd: Path = ROOT) -> Ended:
     return Ended(subprocess.run([sys.executable, "-m", "asyncrl.cli", *argv], cwd=cwd, env=ENV, capture_output=True, text=True, timeout=120))
+
+
+# ---- a disk that takes nothing more ----------------------------------------------------------------------------------
+
+
+class FullDisk(io.StringIO):
+    """A stderr that lies on it."""
+
+    def write(self, text: str) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def writes_nothing(error: OSError) -> Group:
+    group = Group("asyncrl")
+
+    @group.command()
+    def run() -> None:
+        raise error
+
+    return group
+
+
+def test_a_write_that_a_full_disk_refuses_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Writing to an open file raises without its name."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    with pytest.raises(SystemExit) as ended:
+        writes_nothing(full).main(["run"])
+    assert ended.value.code == 1 and capsys.readouterr().err.startswith("error: writing failed: No space left on device; is the disk full")
+    monkeypatch.setattr(sys, "stderr", FullDisk())
+    with pytest.raises(SystemExit) as ended:
+        writes_nothing(full).main(["run"])
+    assert ended.value.code == 1, "also where nothing can be said any more"
+    with pytest.raises(OSError, match="a bug"):
+        writes_nothing(OSError(errno.EBADF, "a bug")).main(["run"])
 
 
 # ---- chat templates ------------------------------------------------------------------------------------------------
