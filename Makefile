@@ -1,7 +1,7 @@
 # make demo   from nothing: environment, then a real asynchronous run, then its report
 # make test   from nothing: environment, then every test (14 minutes on four shared cores after the installation, which takes 2 to 5)
 # make check  lint, types, import rules, fast tests (about 1 minute)
-# make mutants  do the fast tests notice a changed line: 400 mutants by a seed (half an hour of processor time; `make mutants MUTANTS="--module weights"`)
+# make mutants  do the fast tests notice a changed line: 400 mutants by a seed (10 to 20 minutes; `make mutants MUTANTS="--module weights"`)
 # make bench  every benchmark, one table
 # make requirements  compile requirements/cpu.txt and gpu.txt anew
 VENV ?= .venv
