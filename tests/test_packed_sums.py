@@ -116,6 +116,21 @@ def test_ppo_marks_the_side_that_cut_and_is_open_at_its_edges() -> None:
     assert surrogates.ppo(vec(1.19, 0.81).log(), vec(1, -1)).clipped.tolist() == [0, 0]
 
 
+def test_gspo_clips_the_mean_ratio_of_an_answer_by_its_own_range() -> None:
+    """Means 0.1 (masked 9) and -0.1: s = e^0.1 and e^-0.1 for all of an answer's tokens; the range is 3e-4 below and 4e-4 above."""
+    seq, m, x = torch.tensor([0, 0, 0, 1]), yes(1, 1, 0, 1), vec(0.3, -0.1, 9, -0.1)
+    up, down = math.exp(0.1), math.exp(-0.1)
+    t = surrogates.gspo(x, vec(1, 1, 1, 1), m, seq, 2)
+    assert t.clipped.tolist() == [surrogates.HIGH] * 3 + [0] and t.coefficient.tolist() == pytest.approx([0, 0, 0, down])
+    assert t.objective.tolist() == pytest.approx([1 + 4e-4] * 3 + [down])
+    t = surrogates.gspo(x, vec(-1, -1, -1, -1), m, seq, 2)
+    assert t.clipped.tolist() == [0, 0, 0, surrogates.LOW] and t.objective.tolist() == pytest.approx([-up] * 3 + [-(1 - 3e-4)])
+    wide = surrogates.gspo(x, vec(1, 1, 1, -1), m, seq, 2, low=0.05, high=0.11)
+    assert wide.clipped.tolist() == [0, 0, 0, surrogates.LOW] and wide.coefficient.tolist() == pytest.approx([up, up, up, 0])
+    far = surrogates.gspo(vec(30, 30), vec(-1, -1), yes(1, 1), torch.tensor([0, 0]), 1)
+    assert far.objective.tolist() == pytest.approx([-math.exp(20)] * 2)
+
+
 def test_the_dual_clip_bounds_only_what_is_pushed_down() -> None:
     """c A for A < 0 where r A would be below it (r > c); between the upper bound and c it is r A still."""
     x = vec(1.1, 2.0, 2.9, 4.0, 4.0).log()

@@ -368,6 +368,28 @@ def test_bytes_are_counted_while_a_sample_is_stored() -> None:
     assert store.stored_bytes == 0 and store.ledger()["filtered"]["tokens"] == 4 and 1 not in store.alive
 
 
+def test_bytes_of_what_is_dropped_or_orphaned_are_free_again() -> None:
+    store = make(9, 1, 1, 9, on_exceed="drop")
+    t = store.grant("g", 1, 4, 0.0)
+    write(store, t[2])
+    train(store, 0)
+    for i in (0, 1):
+        store.deliver(sample(t[i], 0, length=8), 0.0)
+    assert store.stored_bytes == 44 + 88 + 88
+    store.max_lag = 0
+    assert store.ask(1, 1)[0] == [] and store.stored_bytes == 44  # both are of version 0, at number 1
+    paced = make(2, 1, 1, 9)
+    t = paced.grant("g", 1, 3, 0.0)
+    for n in (0, 1):
+        write(paced, t[n])
+        train(paced, n)
+    paced.deliver(sample(t[2], 0, length=8), 0.0)  # of version 0 of the first life
+    assert paced.stored_bytes == 44 + 44 + 88
+    assert resumed(paced, 2, 2, [], k=1)
+    assert paced.ask(2, 2) == ([], "ticket 2: 1 samples to be granted again") and paced.stored_bytes == 88
+    assert paced.ledger()["orphaned"]["tokens"] == 8
+
+
 def test_the_ledger_of_a_checkpoint_calls_lost_what_it_would_lose() -> None:
     store = make(4, 1, 1)
     a, b, c = store.grant("g", 1, 3, 0.0)
