@@ -194,7 +194,7 @@ def decode_exact(w: FusedWeights, cache: ColumnCache, tokens: torch.Tensor, posi
             q = torch.cat([q, q[:, :, :1].expand(-1, -1, repeat - share, -1)], 2)
         out = exact.attend(q, keys, values, bias)[:, :, :share].reshape(n, lay.heads * lay.head_dim)
         x = exact.finish(lay, layer, x, exact.pad_rows(out))
-    return (exact.unit(x, lay.eps) @ w.top["head"])[:n]
+    return exact.times(exact.unit(x, lay.eps), w.top["head"])[:n]
 
 
 def encode_exact(w: FusedWeights, ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -3,7 +3,7 @@
 The engine decodes one token of many answers at a time, the learner whole answers at once; libraries pick other kernels, and other
 orders of summation, for other shapes.  Here both sides call the same functions on the same fused weights, with tokens padded to
 a multiple of `ROWS` (one matrix kernel; no scalar tail in a vectorised loop), keys at the column of their position, the key axis
-padded to a multiple of `KEYS`, and at least `QUERIES` query rows.  Whether that is enough on a machine is what
+padded to a multiple of `KEYS`, at least `QUERIES` query rows, and at least `COLUMNS` columns of logits.  Whether that is enough on a machine is what
 `asyncrl.exact_check` finds out.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-ROWS, KEYS, QUERIES = 16, 16, 4
+ROWS, KEYS, QUERIES, COLUMNS = 16, 16, 4, 16
 MASKED = -1e30
 
 
@@ -28,6 +28,15 @@ def pad_rows(x: torch.Tensor, to: int = ROWS) -> torch.Tensor:
     """x [n, ...] with rows of zeros below, up to a multiple of `to`."""
     extra = up(len(x), to) - len(x)
     return x if not extra else torch.cat([x, x.new_zeros(extra, *x.shape[1:])])
+
+
+def times(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """x @ w [n, out], w [in, out] with columns of zeros beside it where it has fewer than COLUMNS.
+
+    For a narrower matrix (the head of a tiny vocabulary) a library may take another kernel, and another order of summation, for other n.
+    """
+    out = w.shape[1]
+    return x @ w if out >= COLUMNS else (x @ torch.cat([w, w.new_zeros(len(w), COLUMNS - out)], 1))[:, :out]
 
 
 class _Unit(torch.autograd.Function):

@@ -101,7 +101,8 @@ def operators(model: PolicyModel, threads: tuple[int, int] = (1, 1), seed: int =
     logits = torch.randn(max(SHAPES), head.shape[1], generator=source) * 3
     table: list[tuple[str, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]] = [
         ("norm", big, lambda x: exact.unit(x, lay.eps)), ("qkv", big, lambda x: x @ w["qkv"]), ("output", heads, lambda x: x @ w["o"]),
-        ("gate, up", big, lambda x: x @ w["up"]), ("silu", inner, F.silu), ("down", inner, lambda x: x @ w["down"]), ("head", big, lambda x: x @ head),
+        ("gate, up", big, lambda x: x @ w["up"]), ("silu", inner, F.silu), ("down", inner, lambda x: x @ w["down"]),
+        ("head", big, lambda x: exact.times(x, head)),
         ("log-softmax", logits, lambda x: torch.log_softmax(x, -1)),
     ]  # fmt: skip
     before, out = torch.get_num_threads(), []

@@ -131,7 +131,7 @@ class _PickedLogprobs(torch.autograd.Function):
         lp, ent, kept = hidden.new_empty(n, dtype=torch.float32), hidden.new_zeros(n if want_entropy else 0, dtype=torch.float32), None
         for at in range(0, n, step):
             s = slice(at, at + step)
-            logs = torch.log_softmax((hidden[s] @ weight.T).float() * scale[s, None], -1)
+            logs = torch.log_softmax(exact.times(hidden[s], weight.T).float() * scale[s, None], -1)
             lp[s] = logs.gather(1, targets[s, None])[:, 0]
             if want_entropy:
                 ent[s] = -(logs.exp() * logs).sum(-1)
@@ -146,7 +146,7 @@ class _PickedLogprobs(torch.autograd.Function):
         gh, gw = torch.empty_like(hidden), torch.zeros_like(weight)
         for at in range(0, hidden.shape[0], ctx.step):
             s = slice(at, at + ctx.step)
-            logs = kept[0] if kept else torch.log_softmax((hidden[s] @ weight.T).float() * scale[s, None], -1)
+            logs = kept[0] if kept else torch.log_softmax(exact.times(hidden[s], weight.T).float() * scale[s, None], -1)
             p = logs.exp()
             d = p * -grads[0][s, None]
             d.scatter_add_(1, targets[s, None], grads[0][s, None])

@@ -26,8 +26,11 @@ def listen() -> None:
 
 
 def tell(error: AsyncrlError) -> None:
-    """In the child: the message and its exit code, for the supervisor, if one has started this process."""
-    if not _mine:
+    """In the child: the message and its exit code, for the supervisor, if one has started this process.
+
+    An error that ends as a signal would (RankLost: 137) is a crash of something else: starting again may go well, so it is no refusal.
+    """
+    if not _mine or error.exit_code >= 128:
         return
     try:
         os.write(_mine.pop(), json.dumps([error.exit_code, str(error)[: MOST_BYTES // 8]]).encode())

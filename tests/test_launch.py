@@ -58,6 +58,8 @@ CRASHES = {
     "a traceback": "raise KeyError(3)",
     "a library's own exit": "import os; print('error: CUDA is gone'); os._exit(1)",
     "a kill": "import os; os.kill(os.getpid(), 9)",
+    "an error that ends as a kill would": "import sys; from asyncrl import refusal; from asyncrl.errors import AsyncrlError; refusal.listen();"
+    "e = AsyncrlError('rank 1 has ended'); e.exit_code = 137; refusal.tell(e); sys.exit(137)",
     "told to end by somebody": "import sys; sys.exit(130)",
 }
 

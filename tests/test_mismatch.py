@@ -80,9 +80,11 @@ def test_a_rounded_generator_shows_under_the_shipped_config(asyncrl: Callable[..
     assert [r["step"] for r in split] == [0, 1, 2, 3] and all(r["split/coverage"] == 1 for r in split)
     aged = [r for r in split if r["lag/mean"] > 0]
     assert aged and all(r["kl/behavior_start_k3"] > 1e-9 and r["is/ess"] < 1 for r in aged), "staleness is measured, not a constant"
+    alone = [r["by_age/mismatch_k3_0"] for r in split if "by_age/mismatch_k3_0" in r]  # older keys and values are a mismatch of their own
+    assert alone, "no token was drawn on keys and values of its own version"
     if bits:
-        assert done.json["mismatch_k3_max"] > 1e-2 and all(r["split/mismatch_k3"] > 1e-2 for r in split)
+        assert done.json["mismatch_k3_max"] > 1e-2 and min(alone) > 1e-2 and all(r["split/mismatch_k3"] > 1e-2 for r in split)
         assert "engine and learner differ at equal weights" in done.err
     else:
-        assert done.json["mismatch_k3_max"] < 1e-9 and all(r["split/mismatch_k3"] < 1e-9 for r in split)
+        assert done.json["mismatch_k3_max"] < 1e-9 and max(alone) < 1e-9
         assert "engine and learner differ" not in done.err
