@@ -1,6 +1,6 @@
 # make demo   from nothing: environment, then a real asynchronous run, then its report
-# make test   from nothing: environment, then every test (14 minutes on four shared cores after the installation, which takes 2 to 5)
-# make check  lint, types, import rules, fast tests (about 1 minute)
+# make test   from nothing: environment, then every test (14 minutes on two cores after the installation, which takes 2 to 5)
+# make check  lint, types, import rules, fast tests (about 2 minutes on two cores)
 # make mutants  do the fast tests notice a changed line: 400 mutants by a seed (10 to 20 minutes; `make mutants MUTANTS="--module weights"`)
 # make bench  every benchmark, one table
 # make requirements  compile requirements/cpu.txt and gpu.txt anew
@@ -45,17 +45,19 @@ browser:
 demo: $(VENV)/.demo
 	$(PY) -m asyncrl.cli run configs/demo.toml
 
-# CPU seconds by group (printed at the end of every run; these at load 12, which makes them about a quarter larger; a start of learner or generator is 2):
-#   DeepSpeed 450   built-in tasks learn 380   shutdown and stand-still 160   bad input 150   runs, kills, durability, versions 330
-#   compare, sweep 160   vLLM, and both engines together 310   algorithms, store, schedules, protocol model, all others 460
+# CPU seconds by file are printed at the end of every run; 1,420 in all on two cores.  Above 10, not in `make check`:
+SLOW := deepspeed tasks_learn both_engines run bad_input shutdown vllm staleness_property compare losses_by_length one_line any_model durability exact \
+  wrong_weights no_collisions kills versions by_hand sweep wrong_model bad_loss mismatch report
+TESTS := $(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal
+
 test: env browser
-	$(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal
+	$(TESTS)
 
 check: env
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
-	$(PY) -m pytest --ignore tests/test_run.py --ignore tests/test_tasks_learn.py --ignore tests/test_report.py
+	$(TESTS) $(SLOW:%=--ignore=tests/test_%.py)
 
 MUTANTS ?= --sample 400 --seed 0
 mutants: env
