@@ -465,10 +465,10 @@ class Service:
                 totals[name] += max(0.0, value - last)
                 entry["counted"][name] = value
         totals = {name.partition("/")[2]: x for name, x in totals.items()}
-        span, self.last_metrics = now - (self.last_metrics or self.clock.began or now), now
         spent = totals["busy_s"] + totals["idle_s"]
         if not spent:
-            return {}
+            return {}  # steps are faster than the generators' reports: the next report is of all the time since the last one
+        span, self.last_metrics = now - (self.last_metrics or self.clock.began or now), now
         return {"throughput/generator_tokens_per_s": totals["tokens"] / max(span, 1e-9), "time/generator_idle_share": totals["idle_s"] / spent,
                 "time/swap": totals["swap_s"]} | self.reward_numbers(totals, spent)  # fmt: skip
 

@@ -529,3 +529,15 @@ def test_a_buffer_folded_after_the_end_waits_for_the_learner_only_if_its_model_i
         pass
     again.thread.join(20)
     assert again.service.summary()["finished"] and again.service.summary()["heldout_end"] is not None
+
+
+def test_tokens_a_second_are_over_all_the_time_since_the_last_report(begin: Any) -> None:
+    """Steps may be faster than the generators' reports: 300 tokens in 3 s are 100 a second, however many steps lay between."""
+    service = begin().service
+    service.clock.began = 100.0
+    service.generators["g"] = {"stats": {"generator/tokens": 300.0, "generator/busy_s": 2.0, "generator/idle_s": 1.0}, "waiting": ""}
+    first = service.generator_numbers(103.0)
+    assert first["throughput/generator_tokens_per_s"] == pytest.approx(100.0) and first["time/generator_idle_share"] == pytest.approx(1 / 3)
+    assert service.generator_numbers(104.0) == {} and service.generator_numbers(105.5) == {}
+    service.generators["g"]["stats"] = {"generator/tokens": 700.0, "generator/busy_s": 5.0, "generator/idle_s": 2.0}
+    assert service.generator_numbers(107.0)["throughput/generator_tokens_per_s"] == pytest.approx(100.0)
