@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl import config_load, jsonl, lives, metrics, trace
+from asyncrl import config_load, jsonl, lives, metrics, page_kit, trace
 from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.signs import interval
@@ -18,39 +18,6 @@ TIMELINE_S = 3.0
 KINDS = {"decode": "#2563eb", "prefill": "#7c3aed", "weights": "#d97706", "reward": "#0891b2",
          "train": "#dc2626", "publish": "#059669", "checkpoint": "#6b7280"}  # fmt: skip
 OTHER_KIND = "#111827"
-COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed")
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>asyncrl: {{ name }}</title>
-<style>
- body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px; padding: 0 1rem; color: #1f2937 }
- h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem } .sub { color: #6b7280 }
- .cards { display: flex; flex-wrap: wrap; gap: .75rem; margin: 1.2rem 0 } .card { background: #f3f4f6; border-radius: 8px; padding: .6rem 1rem }
- .card b { display: block; font-size: 1.25rem } .grid { display: grid; grid-template-columns: 1fr 1fr; gap: .5rem }
- table { border-collapse: collapse } td, th { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #e5e7eb }
- #signs, #unfinished { background: #fef3c7; border-radius: 8px; padding: .6rem 1rem .6rem 2rem; margin: 1rem 0 0 }
- td:first-child, th:first-child { text-align: left } code { background: #f3f4f6; padding: 0 .3rem } pre { white-space: pre-wrap }
-</style>{{ library }}</head><body>
-<h1>{{ name }}</h1><div class="sub">{{ subtitle }}</div>
-{% if unfinished %}<ul id="unfinished">{% for x in unfinished %}<li>{{ x }}</li>{% endfor %}</ul>{% endif %}
-{% if signs %}<ul id="signs">{% for s in signs %}<li><b>{{ s.said }}</b>; {{ s.try_this }}</li>{% endfor %}</ul>{% endif %}
-<div class="cards">{% for label, value, id, note in cards %}<div class="card">{{ label }}
-<b id="{{ id }}">{{ value }}</b>{% if note %}<span class="sub" id="{{ id }}-note">{{ note }}</span>{% endif %}</div>{% endfor %}</div>
-<div class="grid">{% for plot in plots %}<div>{{ plot }}</div>{% endfor %}</div>
-<h2>Timeline: {{ seconds }} s from the middle of the run</h2>{{ timeline }}
-<h2>Ledger: where every generated token ended</h2>
-<table><tr><th>line</th><th>tokens</th><th>share</th><th>samples</th><th>mean length</th><th>mean reward</th></tr>
-{% for row in ledger %}<tr><td>{{ row[0] }}</td>{% for x in row[1:] %}<td>{{ x }}</td>{% endfor %}</tr>{% endfor %}</table>
-<h2>By answer length: what the staleness rule took</h2>
-<table id="by-length"><tr>{% for x in by_length[0] %}<th>{{ x }}</th>{% endfor %}</tr>
-{% for row in by_length[1:] %}<tr>{% for x in row %}<td>{{ x }}</td>{% endfor %}</tr>{% endfor %}</table>
-<h2>Some samples</h2>
-<table><tr><th>prompt and answer</th><th>batch</th><th>reward</th><th>lag</th><th>versions</th></tr>
-{% for s in samples %}<tr><td><code>{{ s.prompt }}{{ s.text }}</code></td><td>{{ s.batch }}</td><td>{{ s.reward }}</td><td>{{ s.lag }}</td>
-<td>{% for v in s.versions %}{{ v[0] }} [{{ v[1] }}, {{ v[2] }}) {% endfor %}</td></tr>{% endfor %}</table>
-<h2>Configuration</h2><pre>{{ config }}</pre>
-<script type="application/json" id="summary">{{ summary_json }}</script>
-</body></html>"""
 
 
 def _figure(title: str, unit: str) -> Any:
@@ -59,7 +26,7 @@ def _figure(title: str, unit: str) -> Any:
     figure = go.Figure()
     figure.update_layout(title={"text": title, "font": {"size": 14}, "y": 0.97}, height=325, margin={"l": 55, "r": 15, "t": 77, "b": 40},
                          template="plotly_white",
-                         legend={"orientation": "h", "y": 1.0, "x": 0, "xanchor": "left", "yanchor": "bottom"}, colorway=COLOURS)  # fmt: skip
+                         legend={"orientation": "h", "y": 1.0, "x": 0, "xanchor": "left", "yanchor": "bottom"}, colorway=page_kit.COLOURS)  # fmt: skip
     figure.update_yaxes(title=unit, rangemode="tozero")
     return figure
 
@@ -213,10 +180,6 @@ def write(run_dir: Path) -> Path:
 
     Raises ConfigError where there is no run, or nothing of it yet.
     """
-    import jinja2
-    import plotly.io as pio
-    from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
 
     from asyncrl.summary import compose  # which needs `certainty`
 
@@ -230,20 +193,17 @@ def write(run_dir: Path) -> Path:
     if not rows:
         raise ConfigError(f"{run_dir}: nothing to report yet, no batch has been trained; `asyncrl doctor {run_dir}` says how it stands")
 
-    def draw(figure: Any) -> Markup:
-        return Markup(pio.to_html(figure, include_plotlyjs=False, full_html=False, config={"displaylogo": False, "displayModeBar": False}))
-
     timeline, seconds = _timeline(trace.read(run_dir))
     samples = jsonl.read(run_dir / "samples.jsonl")
     commit, command = (_text(run_dir / name) for name in ("commit", "command"))
-    page = jinja2.Environment(autoescape=True).from_string(PAGE).render(
+    page = page_kit.render("run.html",
         name=run_dir.name, subtitle=f"commit {commit[:12]} · {command}", unfinished=unfinished(config, run_dir, summary),
-        library=Markup(f"<script>{get_plotlyjs()}</script>"),
+        library=page_kit.library(),
         signs=summary.get("signs", []),
-        cards=_cards(summary, rows), plots=[draw(f) for f in _plots(rows, summary)], timeline=draw(timeline), seconds=f"{seconds:g}", ledger=_ledger(summary),
+        cards=_cards(summary, rows), plots=[page_kit.plot(f) for f in _plots(rows, summary)], timeline=page_kit.plot(timeline), seconds=f"{seconds:g}", ledger=_ledger(summary),
         by_length=by_length(summary),
         samples=[*samples[:4], *samples[-8:]], config=(run_dir / "config.toml").read_text(),
-        summary_json=Markup(json.dumps(summary).replace("</", "<\\/")),
+        summary_json=page_kit.embedded(summary),
     )  # fmt: skip
     part = run_dir / "report.html.part"
     part.write_text(page)

@@ -9,44 +9,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from asyncrl import page_kit
 from asyncrl.compare import judgement
 from asyncrl.compare.comparison import KL_BATCHES, Cell, mean, signs_told
 from asyncrl.config import Config
-from asyncrl.report import COLOURS
+from asyncrl.page_kit import COLOURS
 from asyncrl.signs import interval
 
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>asyncrl: {{ name }}</title>
-<style>
- body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px; padding: 0 1rem; color: #1f2937 }
- h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem } .sub { color: #6b7280 }
- .grid { display: grid; grid-template-columns: 1fr 1fr; gap: .5rem } li { margin: .3rem 0 }
- table { border-collapse: collapse } td, th { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #e5e7eb }
- .wide { overflow-x: auto }
- td:first-child, th:first-child, .left { text-align: left; white-space: nowrap } code { background: #f3f4f6; padding: 0 .3rem } .bad { color: #b91c1c }
-</style>{{ library }}</head><body>
-<h1>{{ name }}</h1><div class="sub">{{ seeds }} seed(s), {{ steps }} steps of {{ groups }} x {{ size }};
-the first arm is what the others are compared with</div>
-<h2>What differs</h2>
-<table><tr><th>arm</th><th class="left">settings</th></tr>{% for n, s in settings %}<tr><td>{{ n }}</td>
-<td class="left"><code>{{ s }}</code></td></tr>{% endfor %}</table>
-<h2>Verdict</h2><ul id="verdicts">{% for v in verdicts %}<li>{{ v }}</li>{% endfor %}</ul>
-<ul>{% for t in trade %}<li>{{ t }}</li>{% endfor %}</ul>
-<h2>Arms, mean over seeds</h2>
-<div class="wide"><table id="arms"><tr>{% for h in head %}<th>{{ h }}</th>{% endfor %}</tr>
-{% for row in table %}<tr>{% for x in row %}<td>{{ x }}</td>{% endfor %}</tr>{% endfor %}</table></div>
-{% if signs %}<h2>Signs</h2><ul id="signs">{% for t in signs %}<li>{{ t }}</li>{% endfor %}</ul>{% endif %}
-{% if trouble %}<h2 class="bad">Unstable runs</h2><ul>{% for t in trouble %}<li>{{ t }}</li>{% endfor %}</ul>{% endif %}
-<h2>Curves</h2><p id="bands" class="sub">{{ bands }}</p>
-<div class="grid">{% for plot in plots %}<div>{{ plot }}</div>{% endfor %}</div>
-<h2>How to read this</h2>
-<p>Verdicts are paired by seed (t intervals, Holm's correction over the arms) and speak of seeds nobody has run; the interval for other prompts
-alone is in the JSON. Warm runs go by turns in one process: they train what a real run trains, in other seconds, which stand in brackets.
-OOD: accuracy on out-of-distribution prompts. KL to ref: KL(target || reference), k3, nats a token, mean over the last {{ kl_batches }} batches.
-The target is nine tenths of the first arm's accuracy at the end; its time is the mean over the runs that reach it.
-A run counts as unstable by these rules: {{ rules }}. Arms on the same data: {{ data }}.</p>
-<script type="application/json" id="comparison">{{ blob }}</script>
-</body></html>"""
 HEAD = ("arm", "start", "end", "each seed", "OOD start", "OOD end", "KL to ref", "area",
         "seconds of RL", "seconds to target", "tokens trained", "trained tok/s", "mean lag", "max lag", "ESS",
         "unstable", "processes")  # fmt: skip
@@ -122,10 +91,6 @@ def rows(found: dict[str, Any]) -> list[list[str]]:
 
 def write(directory: Path, name: str, cells: Sequence[Cell], found: dict[str, Any], settings: Sequence[tuple[str, str]], config: Config) -> Path:
     """DIR/report.html, comparison.json and the TensorBoard view of all arms."""
-    import jinja2
-    import plotly.io as pio
-    from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
 
     arms = list(found["arms"])
     figures = [
@@ -140,19 +105,19 @@ def write(directory: Path, name: str, cells: Sequence[Cell], found: dict[str, An
         curves("Answer length", "tokens", arms, cells, _metric("answer/length")),
         curves("Reward of the training batch", "mean", arms, cells, _metric("reward/mean")),
     ]
-    plots = [Markup(pio.to_html(f, include_plotlyjs=False, full_html=False, config={"displaylogo": False, "displayModeBar": False})) for f in figures]
+    plots = [page_kit.plot(f) for f in figures]
     blob = json.dumps(clean(found))
     trouble = [f"{c.arm}, seed {c.seed}: {x}" for c in cells for x in c.trouble]
     trouble += [f"{n}: likely cause: {a['cause']}" for n, a in found["arms"].items() if a["cause"]]
     same = "; ".join(f"{n} {sum(x)} of {len(x)} seeds" for n, x in found["same_data"].items())
     same += "".join(f"; {n}, seed {seed}: {x}" for n, each in found["data_apart"].items() for seed, x in zip(found["seeds"], each, strict=True) if x)
-    page = jinja2.Environment(autoescape=True).from_string(PAGE).render(
+    page = page_kit.render("compare.html",
         name=name, bands=bands(found, config),
         seeds=len(found["seeds"]), steps=config.learner.steps, groups=config.learner.groups, size=config.learner.group_size,
         settings=settings,
         data=same, verdicts=[v["text"] for v in found["verdicts"]], trade=found["trade"], head=HEAD, table=rows(found), trouble=trouble,
         signs=[x for n, a in found["arms"].items() for x in signs_told(n, a["signs"], len(a["each"]))], plots=plots,
-        rules=judgement.Bounds(), kl_batches=KL_BATCHES, library=Markup(f"<script>{get_plotlyjs()}</script>"), blob=Markup(blob.replace("</", "<\\/")),
+        rules=judgement.Bounds(), kl_batches=KL_BATCHES, library=page_kit.library(), blob=page_kit.embedded(blob),
     )  # fmt: skip
     for path, text in ((directory / "report.html", page), (directory / "comparison.json", blob)):
         part = path.with_suffix(".part")

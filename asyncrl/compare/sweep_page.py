@@ -10,47 +10,12 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from asyncrl import page_kit
 from asyncrl.compare import judgement
 from asyncrl.compare.comparison import KL_BATCHES, signs_told
 from asyncrl.compare.page import clean
 from asyncrl.report import by_length
 
-COLOURS = ("#2563eb", "#dc2626", "#059669", "#d97706", "#7c3aed", "#0891b2", "#be185d", "#4d7c0f", "#78350f", "#475569")
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>asyncrl: {{ name }}</title>
-<style>
- body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px; padding: 0 1rem; color: #1f2937 }
- h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem } .sub { color: #6b7280 }
- .box { background: #f3f4f6; border-radius: 8px; padding: .8rem 1.2rem; margin: 1.2rem 0 } code { background: #e5e7eb; padding: 0 .3rem }
- .grid { display: grid; grid-template-columns: repeat(2, 1fr); gap: .5rem } .map { border-spacing: 2px } .map td { padding: .35rem .6rem; text-align: center;
- min-width: 6.5rem } .map small { display: block; opacity: .8 } table.list { border-collapse: collapse; font-size: 13px }
- .list td, .list th { padding: .2rem .6rem; text-align: right; border-bottom: 1px solid #e5e7eb } .list td:first-child { text-align: left }
- svg text { font: 11px system-ui, sans-serif; fill: #374151 } .key span { margin-right: 1rem } .bad { color: #b91c1c }
-</style></head><body>
-<h1>{{ name }}</h1><div class="sub">{{ subtitle }}</div>
-<div class="box" id="suggestion"><b>{{ headline }}</b><br>{{ suggestion.reason }}.
-{% if suggestion.set %}<br><code>{{ suggestion.set }}</code>{% endif %}<br><span class="sub">rule: {{ suggestion.rule }}</span></div>
-{% if missing %}<p class="bad">{{ missing }} runs of this grid are not made yet; empty cells are missing, not zero.</p>{% endif %}
-<h2>Accuracy at the end, mean over seeds</h2>{{ accuracy }}
-<p class="sub">Below it: difference from the synchronous run of the config as it is ({{ sync }}), with its 95 % interval over seeds, paired by seed.
-&#9888; unstable runs of all; a run that was given up keeps its last accuracy.</p>
-<h2>Effective sample size of the raw ratios target / behaviour: lowest mean over 10 steps, worst seed</h2>{{ ess }}
-<h2>Frontier: speed against accuracy</h2>{{ frontier }}
-<p class="sub">Speed of a limit against limit 0, in decode steps of a short run at natural lag, with an update as long as the writing of one batch
-(learner and generators equally fast); the correction's own cost is not in it.</p>
-<h2>Accuracy over training, by limit</h2><div class="key">{{ key }}</div><div class="grid">{% for c in curves %}<div>{{ c }}</div>{% endfor %}</div>
-<h2>Corrections</h2><table class="list">{% for n, what in corrections %}<tr><td>{{ n }}</td><td style="text-align:left">{{ what }}</td></tr>{% endfor %}</table>
-<h2>Cells</h2><table class="list" id="cells"><tr>{% for h in head %}<th>{{ h }}</th>{% endfor %}</tr>
-{% for row in table %}<tr>{% for x in row %}<td>{{ x }}</td>{% endfor %}</tr>{% endfor %}</table>
-{% if losses %}<h2>What the staleness rule took, by answer length</h2>{% for name, by in losses %}<h3>{{ name }}</h3><table class="list">
-{% for row in by %}<tr>{% for x in row %}<td>{{ x }}</td>{% endfor %}</tr>{% endfor %}</table>{% endfor %}{% endif %}
-{% if signs %}<h2>Signs</h2><ul id="signs">{% for t in signs %}<li>{{ t }}</li>{% endfor %}</ul>{% endif %}
-{% if trouble %}<h2 class="bad">Unstable</h2><ul>{% for t in trouble %}<li>{{ t }}</li>{% endfor %}</ul>{% endif %}
-<p class="sub">OOD end: accuracy on out-of-distribution prompts after the last batch, over the runs that got there (the synchronous run: {{ far }}).
-KL to ref: KL(target || reference), k3, nats a token, mean over a run's last {{ kl_batches }} batches (the synchronous run: {{ kl }}). KL max: behaviour to
-target.</p>
-<p class="sub">Unstable by these rules: {{ rules }}. Collapsed runs are given up at that point. p: paired t over seeds, Holm's correction over all cells.</p>
-<script type="application/json" id="sweep">{{ blob }}</script></body></html>"""
 HEAD = ("correction", "limit", "seeds", "end", "each seed", "vs sync", "interval", "p",
         "OOD end", "KL to ref", "area", "ESS", "KL max", "mean lag", "lost", "unstable", "speed")  # fmt: skip
 
@@ -157,10 +122,9 @@ def takes(c: dict[str, Any]) -> bool:
 
 def write(directory: Path, name: str, found: dict[str, Any], corrections: Sequence[tuple[str, str]], subtitle: str) -> Path:
     """DIR/report.html and DIR/result.json.  Returns the page's path."""
-    import jinja2
     from markupsafe import Markup
 
-    colour = {n: COLOURS[i % len(COLOURS)] for i, n in enumerate(found["corrections"])}
+    colour = {n: page_kit.MORE_COLOURS[i % len(page_kit.MORE_COLOURS)] for i, n in enumerate(found["corrections"])}
 
     def under(c: dict[str, Any]) -> str:
         d = c["difference"]
@@ -185,7 +149,7 @@ def write(directory: Path, name: str, found: dict[str, Any], corrections: Sequen
                + (f"; likely cause: {c['cause']}" if c["cause"] else "") for c in found["cells"] if c["unstable"]]  # fmt: skip
     blob = json.dumps(clean(found))
     sync = found["sync"]
-    page = jinja2.Environment(autoescape=True).from_string(PAGE).render(
+    page = page_kit.render("sweep.html",
         name=name, subtitle=subtitle, suggestion=s, headline=headline, missing=found["missing"], head=HEAD, table=rows(found), trouble=trouble,
         signs=[x for c in found["cells"] for x in signs_told(f"{c['correction']}, limit {c['limit']}", c["signs"], c["seeds"])],
         rules=judgement.Bounds(), kl_batches=KL_BATCHES, far=show(found["sync"]["ood_end"], ".3f"), kl=show(found["sync"]["kl_ref"], ".3g"),
@@ -194,7 +158,7 @@ def write(directory: Path, name: str, found: dict[str, Any], corrections: Sequen
         accuracy=Markup(heat(found, lambda c: float(c["final"]), under, 0.0, best)),
         ess=Markup(heat(found, lambda c: float(c["ess"]), lambda c: f"KL up to {show(c['kl'], '.2g')}", 0.0, 1.0)),
         frontier=Markup(svg("", points, "speed against limit 0", "accuracy at the end", width=900, height=320, labels=tags)) if points else "",
-        key=Markup("".join(f"<span><b style='color:{c}'>&#9632;</b> {escape(n)}</span>" for n, c in colour.items())), blob=Markup(blob.replace("</", "<\\/")),
+        key=Markup("".join(f"<span><b style='color:{c}'>&#9632;</b> {escape(n)}</span>" for n, c in colour.items())), blob=page_kit.embedded(blob),
     )  # fmt: skip
     for path, text in ((directory / "report.html", page), (directory / "result.json", blob)):
         part = path.with_suffix(".part")

@@ -10,25 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.report import COLOURS
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>asyncrl lab {{ name }}</title>
-<style>
- body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px; padding: 0 1rem; color: #1f2937 }
- h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem } .sub { color: #6b7280 }
- .grid { display: grid; grid-template-columns: 1fr 1fr; gap: .5rem } .bad { color: #b91c1c } .good { color: #15803d }
- table { border-collapse: collapse } td, th { padding: .2rem .8rem; text-align: right; border-bottom: 1px solid #e5e7eb }
- td:first-child, th:first-child { text-align: left }
-</style>{{ library }}</head><body>
-<h1>lab {{ name }}</h1><div class="sub">{{ setting }}</div>
-<h2>Verdict</h2><ul id="verdict">{% for c in claims %}<li class="{{ c.style }}">{{ c.line }}</li>{% endfor %}</ul>
-<div class="grid">{% for plot in plots %}<div>{{ plot }}</div>{% endfor %}</div>
-{% for t in tables %}<h2>{{ t.title }}</h2><table><tr>{% for h in t.head %}<th>{{ h }}</th>{% endfor %}</tr>
-{% for row in t.rows %}<tr>{% for x in row %}<td>{{ x }}</td>{% endfor %}</tr>{% endfor %}</table>{% endfor %}
-<script type="application/json" id="result">{{ blob }}</script>
-</body></html>"""
-
+from asyncrl import page_kit
+from asyncrl.page_kit import COLOURS
 
 Lines = dict[str, tuple[Sequence[float], Sequence[float]]]  # xs and ys by name
 
@@ -140,17 +123,13 @@ def dots(title: str, names: Sequence[str], panels: Mapping[str, Sequence[float]]
 
 def write(directory: Path, found: Findings) -> tuple[Path, Path]:
     """DIR/NAME.html and DIR/NAME.json; returns both paths."""
-    import jinja2
-    import plotly.io as pio
-    from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
 
     directory.mkdir(parents=True, exist_ok=True)
     blob = json.dumps(found.json())
-    plots = [Markup(pio.to_html(f, include_plotlyjs=False, full_html=False, config={"displaylogo": False})) for f in found.figures]
-    page = jinja2.Environment(autoescape=True).from_string(PAGE).render(
+    plots = [page_kit.plot(f) for f in found.figures]
+    page = page_kit.render("lab.html",
         name=found.name, setting=found.setting, claims=found.claims, plots=plots, tables=found.tables,
-        library=Markup(f"<script>{get_plotlyjs()}</script>"), blob=Markup(blob.replace("</", "<\\/")),
+        library=page_kit.library(), blob=page_kit.embedded(blob),
     )  # fmt: skip
     paths = directory / f"{found.name}.html", directory / f"{found.name}.json"
     for path, text in zip(paths, (page, blob), strict=True):

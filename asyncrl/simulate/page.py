@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.report import COLOURS
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>asyncrl simulate: {{ name }}</title>
-<style>
- body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1180px; padding: 0 1rem; color: #1f2937 }
- h1 { font-size: 1.5rem; margin: 0 } h2 { font-size: 1.1rem; margin: 2rem 0 .5rem } .sub { color: #6b7280 }
- .grid { display: grid; grid-template-columns: 1fr 1fr; gap: .5rem } table { border-collapse: collapse }
- td, th { padding: .25rem .8rem; text-align: right; border-bottom: 1px solid #e5e7eb } pre { white-space: pre-wrap }
-</style>{{ library }}</head><body>
-<h1>{{ name }}</h1><div class="sub">simulated, no model; times: {{ source }}</div>
-<ul>{% for s in sentences %}<li>{{ s }}</li>{% endfor %}</ul>
-<div class="grid">{% for plot in plots %}<div>{{ plot }}</div>{% endfor %}</div>
-<h2>Numbers</h2><table><tr>{% for h in head %}<th>{{ h }}</th>{% endfor %}</tr>
-{% for row in rows %}<tr>{% for x in row %}<td>{{ x }}</td>{% endfor %}</tr>{% endfor %}</table>
-<h2>Configuration</h2><pre>{{ config }}</pre>
-<script type="application/json" id="simulation">{{ data }}</script>
-</body></html>"""
+from asyncrl import page_kit
+from asyncrl.page_kit import COLOURS
 
 HEAD = ("generators", "limit", "tokens/s", "s a step", "generators idle", "learner idle", "mean lag", "max lag", "tickets in flight", "tokens lost")
 
@@ -65,15 +48,11 @@ def _figures(points: Sequence[dict[str, Any]]) -> list[Any]:
 
 def write(path: Path, name: str, source: str, points: Sequence[dict[str, Any]], sentences: Sequence[str], config: str) -> Path:
     """Write the page, by rename."""
-    import jinja2
-    import plotly.io as pio
-    from markupsafe import Markup
-    from plotly.offline import get_plotlyjs
 
-    plots = [Markup(pio.to_html(f, include_plotlyjs=False, full_html=False, config={"displaylogo": False, "displayModeBar": False})) for f in _figures(points)]
-    page = jinja2.Environment(autoescape=True).from_string(PAGE).render(
+    plots = [page_kit.plot(f) for f in _figures(points)]
+    page = page_kit.render("simulate.html",
         name=name, source=source, sentences=sentences, plots=plots, head=HEAD, rows=[row(p) for p in points], config=config,
-        library=Markup(f"<script>{get_plotlyjs()}</script>"), data=Markup(json.dumps(points).replace("</", "<\\/")),
+        library=page_kit.library(), data=page_kit.embedded(points),
     )  # fmt: skip
     part = path.with_name(path.name + ".part")
     part.write_text(page)
