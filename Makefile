@@ -55,6 +55,7 @@ test: env browser
 
 check: env
 	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(TESTS) $(SLOW:%=--ignore=tests/test_%.py)

@@ -1,8 +1,9 @@
-"""Decoding kernels of the embedded engine for Llama-like models: fused weights, a cache of shared columns, sampling.
+"""Decoding kernels of the embedded engine for Llama-like models: fused weights, a cache of shared
+columns, sampling.
 
-The cache holds [rows, kv heads, columns, d].  The first columns are for prompts; the rest is a ring in which every row writes
-the same column at each step, so that a write is one slice and a version is one number per column.
-"""
+The cache holds [rows, kv heads, columns, d].  The first columns are for prompts; the rest is a ring
+in which every row writes the same column at each step, so that a write is one slice and a version
+is one number per column."""
 
 from __future__ import annotations
 
@@ -19,16 +20,20 @@ MASKED = -1e30
 
 
 class FusedWeights:
-    """The weights in the shapes that decoding wants; norm weights are folded into the matrix that follows them."""
+    """The weights in the shapes that decoding wants; norm weights are folded into the matrix that
+    follows them.
+    """
 
     def __init__(self, lay: Layout, positions: int) -> None:
         self.lay, hf = lay, lay.hf
-        self.layers, self.dtype = len(hf.model.layers), hf.model.embed_tokens.weight.dtype
+        self.layers = len(hf.model.layers)
+        self.dtype = hf.model.embed_tokens.weight.dtype
         self.qk_norm = hasattr(hf.model.layers[0].self_attn, "q_norm")
         self.bias = hf.model.layers[0].self_attn.q_proj.bias is not None
         self.tied = hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
         cos, sin = lay.rope(torch.arange(positions, device=hf.model.embed_tokens.weight.device))
-        self.cos, self.sin = cos[:, 0].contiguous(), sin[:, 0].contiguous()
+        self.cos = cos[:, 0].contiguous()
+        self.sin = sin[:, 0].contiguous()
         self.per_layer: list[dict[str, torch.Tensor]] = [{} for _ in range(self.layers)]
         self.top: dict[str, torch.Tensor] = {}
 
@@ -39,17 +44,22 @@ class FusedWeights:
             _keep(store, exact.fuse_layer(lay, i, weights), self.dtype)
         _keep(self.top, exact.fuse_top(weights, self.tied), self.dtype)
 
-    def project(self, i: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def project(
+        self, i: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q (scaled), k, v [n, heads, d] of layer i for the residual stream x [n, H]."""
-        w, lay = self.per_layer[i], self.lay
+        w = self.per_layer[i]
+        lay = self.lay
         h = _unit(x, lay.eps)
         y = torch.addmm(w["b"], h, w["qkv"]) if self.bias else h @ w["qkv"]
         y = y.view(len(x), lay.heads + 2 * lay.kv_heads, lay.head_dim)
-        qk, v = y[:, : lay.heads + lay.kv_heads], y[:, lay.heads + lay.kv_heads :]
+        qk = y[:, : lay.heads + lay.kv_heads]
+        v = y[:, lay.heads + lay.kv_heads :]
         if self.qk_norm:
             qk = _unit(qk, lay.eps) * w["norm"]
         qk = rotate(qk, cos[:, None], sin[:, None])
-        q, k = qk[:, : lay.heads], qk[:, lay.heads :]
+        q = qk[:, : lay.heads]
+        k = qk[:, lay.heads :]
         return (q if self.qk_norm else q * lay.head_dim**-0.5), k, v
 
     def finish(self, i: int, x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
@@ -65,8 +75,12 @@ class FusedWeights:
         return logits
 
 
-def _keep(store: dict[str, torch.Tensor], new: Mapping[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """Copy into the buffers of the last version, in the engine's precision: memory is touched once."""
+def _keep(
+    store: dict[str, torch.Tensor], new: Mapping[str, torch.Tensor], dtype: torch.dtype
+) -> None:
+    """Copy into the buffers of the last version, in the engine's precision: memory is touched
+    once.
+    """
     for name, tensor in new.items():
         if name in store:
             store[name].copy_(tensor)
@@ -77,19 +91,31 @@ def _keep(store: dict[str, torch.Tensor], new: Mapping[str, torch.Tensor], dtype
 def _unit(x: torch.Tensor, eps: float) -> torch.Tensor:
     """x over its root mean square on the last axis."""
     xf = x.float()
-    r: torch.Tensor = torch.linalg.vector_norm(xf, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+    r: torch.Tensor = (
+        torch.linalg.vector_norm(xf, dim=-1, keepdim=True)
+        .square_()
+        .div_(x.shape[-1])
+        .add_(eps)
+        .rsqrt_()
+    )
     out: torch.Tensor = (xf * r).to(x.dtype)
     return out
 
 
 class ColumnCache:
-    """Keys and values of all rows, and which columns each row may see (an additive bias [rows, 1, columns])."""
+    """Keys and values of all rows, and which columns each row may see (an additive bias [rows, 1,
+    columns]).
+    """
 
-    def __init__(self, lay: Layout, layers: int, rows: int, prompt: int, ring: int, like: torch.Tensor) -> None:
+    def __init__(
+        self, lay: Layout, layers: int, rows: int, prompt: int, ring: int, like: torch.Tensor
+    ) -> None:
         shape = (layers, rows, lay.kv_heads, prompt + ring, lay.head_dim)
-        self.k, self.v = like.new_zeros(shape), like.new_zeros(shape)
+        self.k = like.new_zeros(shape)
+        self.v = like.new_zeros(shape)
         self.bias = like.new_full((rows, 1, prompt + ring), MASKED, dtype=torch.float32)
-        self.prompt, self.ring = prompt, ring
+        self.prompt = prompt
+        self.ring = ring
 
     def forget(self, rows: torch.Tensor) -> None:
         self.bias[rows] = MASKED
@@ -102,62 +128,95 @@ class ColumnCache:
         self.bias[:n] = self.bias[rows]
 
 
-def decode(w: FusedWeights, cache: ColumnCache, tokens: torch.Tensor, positions: torch.Tensor, column: int) -> torch.Tensor:
-    """One step for the first n rows: tokens, positions [n]; writes cache column `column`; returns logits fp32 [n, V]."""
-    n, lay = len(tokens), w.lay
+def decode(
+    w: FusedWeights, cache: ColumnCache, tokens: torch.Tensor, positions: torch.Tensor, column: int
+) -> torch.Tensor:
+    """One step for the first n rows: tokens, positions [n]; writes cache column `column`; returns
+    logits fp32 [n, V].
+    """
+    n = len(tokens)
+    lay = w.lay
     share = lay.heads // lay.kv_heads
-    cos, sin = w.cos.index_select(0, positions), w.sin.index_select(0, positions)
-    cos, sin = cos.to(w.top["embed"].dtype), sin.to(w.top["embed"].dtype)
+    cos = w.cos.index_select(0, positions)
+    sin = w.sin.index_select(0, positions)
+    cos = cos.to(w.top["embed"].dtype)
+    sin = sin.to(w.top["embed"].dtype)
     cache.bias[:n, :, column] = 0.0
     bias = cache.bias[:n, None]
     x = w.top["embed"].index_select(0, tokens)
     for i in range(w.layers):
         q, k, v = w.project(i, x, cos, sin)
-        keys, values = cache.k[i, :n], cache.v[i, :n]
+        keys = cache.k[i, :n]
+        values = cache.v[i, :n]
         keys[:, :, column], values[:, :, column] = k, v
         columns = keys.shape[2]
         q = q.reshape(n * lay.kv_heads, share, lay.head_dim)
         scores = torch.bmm(q, keys.reshape(n * lay.kv_heads, columns, lay.head_dim).transpose(1, 2))
-        p = torch.softmax(scores.view(n, lay.kv_heads, share, columns).float() + bias, -1).to(x.dtype)
-        out = torch.bmm(p.view(n * lay.kv_heads, share, columns), values.reshape(n * lay.kv_heads, columns, lay.head_dim))
+        p = torch.softmax(scores.view(n, lay.kv_heads, share, columns).float() + bias, -1).to(
+            x.dtype
+        )
+        out = torch.bmm(
+            p.view(n * lay.kv_heads, share, columns),
+            values.reshape(n * lay.kv_heads, columns, lay.head_dim),
+        )
         x = w.finish(i, x, out.reshape(n, lay.heads * lay.head_dim))
     return w.logits(x)
 
 
 def encode(w: FusedWeights, ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values [B, kv heads, L, d] of every layer for right-padded token rows ids [B, L] from position 0."""
+    """Keys and values [B, kv heads, L, d] of every layer for right-padded token rows ids [B, L]
+    from position 0.
+    """
     b, n = ids.shape
     lay = w.lay
-    cos, sin = w.cos[:n].repeat(b, 1).to(w.top["embed"].dtype), w.sin[:n].repeat(b, 1).to(w.top["embed"].dtype)
+    cos = w.cos[:n].repeat(b, 1).to(w.top["embed"].dtype)
+    sin = w.sin[:n].repeat(b, 1).to(w.top["embed"].dtype)
     bias = torch.full((n, n), MASKED, device=ids.device).triu_(1)
-    x, out = w.top["embed"].index_select(0, ids.flatten()), []
+    x = w.top["embed"].index_select(0, ids.flatten())
+    out = []
     for i in range(w.layers):
-        q, k, v = (t.view(b, n, -1, lay.head_dim).transpose(1, 2) for t in w.project(i, x, cos, sin))
+        q, k, v = (
+            t.view(b, n, -1, lay.head_dim).transpose(1, 2) for t in w.project(i, x, cos, sin)
+        )
         out.append((k, v))
         if i + 1 < w.layers:
             share = lay.heads // lay.kv_heads
-            scores = torch.matmul(q.reshape(b, lay.kv_heads, share * n, lay.head_dim), k.transpose(2, 3)).view(b, lay.heads, n, n)
+            scores = torch.matmul(
+                q.reshape(b, lay.kv_heads, share * n, lay.head_dim), k.transpose(2, 3)
+            ).view(b, lay.heads, n, n)
             p = torch.softmax(scores.float() + bias, -1).to(x.dtype)
-            a = torch.matmul(p.view(b, lay.kv_heads, share * n, n), v).view(b, lay.heads, n, lay.head_dim)
+            a = torch.matmul(p.view(b, lay.kv_heads, share * n, n), v).view(
+                b, lay.heads, n, lay.head_dim
+            )
             x = w.finish(i, x, a.transpose(1, 2).reshape(b * n, -1))
     return out
 
 
-def sample(logits: torch.Tensor, u: torch.Tensor, scale: torch.Tensor | None, cut: tuple[torch.Tensor, torch.Tensor] | None) -> Any:
-    """Draw one token a row by inverse CDF.  logits fp32 [n, V], u [n]; scale [n] = 1 / temperature or None for 1.
+def sample(
+    logits: torch.Tensor,
+    u: torch.Tensor,
+    scale: torch.Tensor | None,
+    cut: tuple[torch.Tensor, torch.Tensor] | None,
+) -> Any:
+    """Draw one token a row by inverse CDF.  logits fp32 [n, V], u [n]; scale [n] = 1 / temperature
+    or None for 1.
 
-    cut: (top_p [n], top_k [n]) or None.  Returns tokens [n] and their log-probabilities [n] under what was sampled from.
-    """
+    cut: (top_p [n], top_k [n]) or None.  Returns tokens [n] and their log-probabilities [n] under
+    what was sampled from."""
     logs = torch.log_softmax(logits if scale is None else logits * scale[:, None], -1)
     if cut is not None:
         logs = truncate(logs, *cut)
     c = logs.exp().cumsum(-1)
-    tokens = torch.searchsorted(c, (u[:, None] * c[:, -1:]), right=True).clamp_(max=logs.shape[1] - 1)
+    tokens = torch.searchsorted(c, (u[:, None] * c[:, -1:]), right=True).clamp_(
+        max=logs.shape[1] - 1
+    )
     return tokens[:, 0], logs.gather(1, tokens)[:, 0]
 
 
 def truncate(logs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Renormalised log-probabilities after top-k, then top-p (the smallest set of at least that mass); -inf outside."""
+    """Renormalised log-probabilities after top-k, then top-p (the smallest set of at least that
+    mass); -inf outside.
+    """
     ordered, index = logs.sort(-1, descending=True)
     rank = torch.arange(logs.shape[1], device=logs.device)
     out = (top_k[:, None] > 0) & (rank >= top_k[:, None])
@@ -169,26 +228,36 @@ def truncate(logs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> to
     return cut
 
 
-# ---- exact mode: column = position, operators of asyncrl.exact -----------------------------------------------------
+# ---- exact mode: column = position, operators of asyncrl.exact -----------------------------------
 
 
-def decode_exact(w: FusedWeights, cache: ColumnCache, tokens: torch.Tensor, positions: torch.Tensor, longest: int) -> torch.Tensor:
-    """`decode` with each row's keys at the column of its own position; longest: largest position of a live row."""
-    n, lay = len(tokens), w.lay
+def decode_exact(
+    w: FusedWeights, cache: ColumnCache, tokens: torch.Tensor, positions: torch.Tensor, longest: int
+) -> torch.Tensor:
+    """`decode` with each row's keys at the column of its own position; longest: largest position of
+    a live row.
+    """
+    n = len(tokens)
+    lay = w.lay
     share = lay.heads // lay.kv_heads
-    rows, columns = torch.arange(n, device=tokens.device), cache.bias.shape[2]
+    rows = torch.arange(n, device=tokens.device)
+    columns = cache.bias.shape[2]
     positions = positions.clamp(max=columns - 1)
     seen = min(exact.up(longest + 1, exact.KEYS), columns)
     cache.bias[rows, 0, positions] = 0.0
     bias = cache.bias[:n, None, :, :seen]
     at = exact.pad_rows(positions)
-    cos, sin = w.cos.index_select(0, at)[:, None], w.sin.index_select(0, at)[:, None]
+    cos = w.cos.index_select(0, at)[:, None]
+    sin = w.sin.index_select(0, at)[:, None]
     x = w.top["embed"].index_select(0, exact.pad_rows(tokens))
     repeat = exact.up(share, exact.QUERIES)
     for i, layer in enumerate(w.per_layer):
         q, k, v = exact.project(lay, layer, x, cos, sin)
         cache.k[i, rows, :, positions], cache.v[i, rows, :, positions] = k[:n], v[:n]
-        keys, values = (t[i, :n].view(n * lay.kv_heads, columns, lay.head_dim)[:, :seen] for t in (cache.k, cache.v))
+        keys, values = (
+            t[i, :n].view(n * lay.kv_heads, columns, lay.head_dim)[:, :seen]
+            for t in (cache.k, cache.v)
+        )
         q = q[:n].reshape(n, lay.kv_heads, share, lay.head_dim)
         if repeat > share:
             q = torch.cat([q, q[:, :, :1].expand(-1, -1, repeat - share, -1)], 2)
@@ -201,14 +270,26 @@ def encode_exact(w: FusedWeights, ids: torch.Tensor) -> list[tuple[torch.Tensor,
     """`encode` for rows padded to a multiple of `exact.KEYS`."""
     b, n = ids.shape
     lay, share = w.lay, w.lay.heads // w.lay.kv_heads
-    cos, sin = w.cos[:n].repeat(b, 1)[:, None], w.sin[:n].repeat(b, 1)[:, None]
+    cos = w.cos[:n].repeat(b, 1)[:, None]
+    sin = w.sin[:n].repeat(b, 1)[:, None]
     bias = torch.full((n, n), MASKED, device=ids.device).triu_(1).repeat(share, 1)
-    x, out = w.top["embed"].index_select(0, ids.flatten()), []
+    x = w.top["embed"].index_select(0, ids.flatten())
+    out = []
     for i, layer in enumerate(w.per_layer):
-        q, k, v = (t.view(b, n, -1, lay.head_dim).transpose(1, 2) for t in exact.project(lay, layer, x, cos, sin))
+        q, k, v = (
+            t.view(b, n, -1, lay.head_dim).transpose(1, 2)
+            for t in exact.project(lay, layer, x, cos, sin)
+        )
         out.append((k, v))
         if i + 1 < w.layers:
             keys, values = (t.reshape(b * lay.kv_heads, n, lay.head_dim) for t in (k, v))
-            a = exact.attend(q.reshape(b, lay.kv_heads, share * n, lay.head_dim), keys, values, bias)
-            x = exact.finish(lay, layer, x, a.view(b, lay.heads, n, lay.head_dim).transpose(1, 2).reshape(b * n, -1))
+            a = exact.attend(
+                q.reshape(b, lay.kv_heads, share * n, lay.head_dim), keys, values, bias
+            )
+            x = exact.finish(
+                lay,
+                layer,
+                x,
+                a.view(b, lay.heads, n, lay.head_dim).transpose(1, 2).reshape(b * n, -1),
+            )
     return out

@@ -1,4 +1,6 @@
-"""The generator's outbox: samples are packed, sent, and sent again until the buffer says what became of each."""
+"""The generator's outbox: samples are packed, sent, and sent again until the buffer says what
+became of each.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +17,32 @@ REMEMBERED = 20_000  # attempts whose counts may still grow
 
 def size(sample: Trajectory) -> int:
     """Bytes of one sample on the wire, to a few per cent."""
-    return 160 + len(sample.prompt_tokens) + 3 * len(sample.tokens) + len(sample.text) + len(sample.token_rewards)
+    return (
+        160
+        + len(sample.prompt_tokens)
+        + 3 * len(sample.tokens)
+        + len(sample.text)
+        + len(sample.token_rewards)
+    )
 
 
 class Drawn:
-    """How many tokens for training this process has told the buffer of, by a count of its own: the check on the buffer's ledger.
+    """How many tokens for training this process has told the buffer of, by a count of its own: the
+    check on the buffer's ledger.
 
     >>> drawn = Drawn()
-    >>> drawn.reported([(0, 1, 5), (1, 2, 3)]), drawn.delivered(0, 1, 4), drawn.delivered(0, 1, 4), drawn.reported([(1, 2, 7)])
-    (8, 8, 11, 15)
+    >>> drawn.reported([(0, 1, 5), (1, 2, 3)])
+    8
+    >>> drawn.delivered(0, 1, 4), drawn.delivered(0, 1, 4)
+    (8, 11)
+    >>> drawn.reported([(1, 2, 7)])
+    15
     """
 
     def __init__(self) -> None:
         self.total = 0
-        self.attempts: OrderedDict[tuple[int, int], list[int]] = OrderedDict()  # (ticket, attempt) -> [reported, delivered]
+        # (ticket, attempt) -> [reported, delivered]
+        self.attempts: OrderedDict[tuple[int, int], list[int]] = OrderedDict()
 
     def _add(self, ticket: int, attempt: int, reported: int, delivered: int) -> None:
         if ticket < EVAL_BASE:
@@ -50,7 +64,8 @@ class Drawn:
 
 
 class Outbox:
-    """At most `credit` bytes are unacknowledged; several samples travel in one frame of about `frame_bytes`.
+    """At most `credit` bytes are unacknowledged; several samples travel in one frame of about
+    `frame_bytes`.
 
     >>> box = Outbox(Wires(), "generator-0", 1)     # nothing to send: no frames
     >>> list(box.frames(0.0, flush=True)), box.full
@@ -58,11 +73,16 @@ class Outbox:
     """
 
     def __init__(self, wires: Wires, producer: str, session: int) -> None:
-        self.frame_bytes, self.retry_s, self.credit = wires.frame_bytes, wires.retry_s, wires.credit_bytes
-        self.producer, self.session, self.sequence = producer, session, 0
+        self.frame_bytes = wires.frame_bytes
+        self.retry_s = wires.retry_s
+        self.credit = wires.credit_bytes
+        self.producer = producer
+        self.session = session
+        self.sequence = 0
         self.fresh: list[Trajectory] = []
         self.fresh_since = 0.0
-        self.sent: dict[Key, tuple[Trajectory, float]] = {}  # key -> (sample, when it was sent last)
+        # key -> (sample, when it was sent last)
+        self.sent: dict[Key, tuple[Trajectory, float]] = {}
         self.unacked_bytes = 0
         self.acked: dict[str, int] = {}  # disposition -> samples
         self.drawn = Drawn()
@@ -91,11 +111,17 @@ class Outbox:
         late = [s for s, at in self.sent.values() if now - at > self.retry_s]
         if self.fresh and not self.fresh_since:
             self.fresh_since = now
-        due = flush or now - self.fresh_since > LINGER_S or sum(map(size, self.fresh)) >= self.frame_bytes
+        due = (
+            flush
+            or now - self.fresh_since > LINGER_S
+            or sum(map(size, self.fresh)) >= self.frame_bytes
+        )
         if self.fresh and due and not self.full:
             for s in self.fresh:
                 self.unacked_bytes += size(s)
-            late, self.fresh, self.fresh_since = late + self.fresh, [], 0.0
+            late = late + self.fresh
+            self.fresh = []
+            self.fresh_since = 0.0
         yield from self._packed(late, now)
 
     def _packed(self, samples: list[Trajectory], now: float) -> Iterator[Deliver]:

@@ -1,4 +1,6 @@
-"""What an engine is to the generator: requests in, answers out, weights swapped between two decode steps."""
+"""What an engine is to the generator: requests in, answers out, weights swapped between two decode
+steps.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ Key = tuple[int, int, int]  # (ticket, sample, attempt)
 
 @dataclass(frozen=True)
 class Request:
-    """One answer to write.  prompt: int32 [P], P >= 1.  Requests with the same `group` have the same prompt."""
+    """One answer to write.  prompt: int32 [P], P >= 1.  Requests with the same `group` have the
+    same prompt.
+    """
 
     key: Key
     prompt: np.ndarray
@@ -31,7 +35,9 @@ class Request:
 
 @dataclass(frozen=True)
 class Answer:
-    """A finished answer.  tokens int32 [T], the stop token included; logprobs float32 [T] of what was sampled from."""
+    """A finished answer.  tokens int32 [T], the stop token included; logprobs float32 [T] of what
+    was sampled from.
+    """
 
     key: Key
     prompt: np.ndarray
@@ -50,8 +56,12 @@ class Engine(Protocol):
     def active(self) -> int:
         """Rows being written, and requests that wait for a row."""
 
-    def load(self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b"") -> None:
-        """Use these weights (name -> tensor, copied) from the next decode step on; probe: what the learner published with them."""
+    def load(
+        self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b""
+    ) -> None:
+        """Use these weights (name -> tensor, copied) from the next decode step on; probe: what the
+        learner published with them.
+        """
 
     def add(self, requests: Iterable[Request]) -> None:
         """Queue requests; they start at the next step with the weights then loaded."""
@@ -69,14 +79,18 @@ class Engine(Protocol):
 def uniforms(seed: int, ticket: int, sample: int, count: int) -> np.ndarray:
     """float32 [count] in (0, 1): a counter-based stream on (seed, ticket, sample, position).
 
-    The finaliser is SplitMix64 (Steele, Lea, Flood 2014), applied to a key that is itself mixed per component.
-    """
+    The finaliser is SplitMix64 (Steele, Lea, Flood 2014), applied to a key that is itself mixed per
+    component."""
     with np.errstate(over="ignore"):
         key = np.uint64(0x9E3779B97F4A7C15)
         for part in (seed, ticket, sample):
-            key = _mix(key ^ _mix(np.uint64(part & 0xFFFFFFFFFFFFFFFF) + np.uint64(0x632BE59BD9B4E019)))
+            key = _mix(
+                key ^ _mix(np.uint64(part & 0xFFFFFFFFFFFFFFFF) + np.uint64(0x632BE59BD9B4E019))
+            )
         bits = _mix(key + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-    out: np.ndarray = ((bits >> np.uint64(40)).astype(np.float64) + 0.5).astype(np.float32) * np.float32(2.0**-24)
+    out: np.ndarray = ((bits >> np.uint64(40)).astype(np.float64) + 0.5).astype(
+        np.float32
+    ) * np.float32(2.0**-24)
     return out
 
 

@@ -1,9 +1,8 @@
 """The embedded engine: continuous batching in torch, with preallocated key/value memory.
 
-Rows 0..n-1 are in use.  A finished row stays, ignored, until a chunk of waiting requests takes the free rows, or until few
-rows are live and they are moved together.  The last prompt token is a row's first decode input, so that admission only has
-to encode the rest of each prompt, once a group.
-"""
+Rows 0..n-1 are in use.  A finished row stays, ignored, until a chunk of waiting requests takes the
+free rows, or until few rows are live and they are moved together.  The last prompt token is a row's
+first decode input, so that admission only has to encode the rest of each prompt, once a group."""
 
 from __future__ import annotations
 
@@ -35,38 +34,58 @@ class Row:
 
     request: Request
     born: int
-    marks: list[tuple[int, Label, str]] = field(default_factory=list)  # (first token, label, digest) of each span
+    # (first token, label, digest) of each span
+    marks: list[tuple[int, Label, str]] = field(default_factory=list)
 
 
 class EmbeddedEngine:
-    """See `actors.engine.Engine`.  in_flight: what `load` does to live rows; `between_groups` means that none is live.
+    """See `actors.engine.Engine`.  in_flight: what `load` does to live rows; `between_groups` means
+    that none is live.
 
-    fixed: by the operators of exact mode (asyncrl/exact.py), with every key at the column of its position.
-    mantissa_bits: what the weights are rounded to when they are loaded; 0: not.
-    """
+    fixed: by the operators of exact mode (asyncrl/exact.py), with every key at the column of its
+    position. mantissa_bits: what the weights are rounded to when they are loaded; 0: not."""
 
-    def __init__(self, model: PolicyModel, *, slots: int, context: int, in_flight: str = "keep_kv", max_new_tokens: int = 64,
-                 fixed: bool = False, mantissa_bits: int = 0) -> None:  # fmt: skip
+    def __init__(
+        self,
+        model: PolicyModel,
+        *,
+        slots: int,
+        context: int,
+        in_flight: str = "keep_kv",
+        max_new_tokens: int = 64,
+        fixed: bool = False,
+        mantissa_bits: int = 0,
+    ) -> None:
         assert model.fast is not None
-        self.slots, self.in_flight, self.lay, self.mantissa_bits = slots, in_flight, model.fast, mantissa_bits
+        self.slots = slots
+        self.in_flight = in_flight
+        self.lay = model.fast
+        self.mantissa_bits = mantissa_bits
         self.context = context
         self.weights = decoder.FusedWeights(model.fast, exact.up(context + 1, exact.KEYS))
         self.fixed = fixed
-        self.dtype, self.device = next(model.hf.parameters()).dtype, model.device
+        self.dtype = next(model.hf.parameters()).dtype
+        self.device = model.device
         self.cache: decoder.ColumnCache | None = None
-        self.ring_needed, self.prompt_needed = max_new_tokens, 8
+        self.ring_needed = max_new_tokens
+        self.prompt_needed = 8
         self.queue: deque[Request] = deque()
         self.rows: list[Row | None] = []
         self.live = 0
         self.clock = 0  # decode steps so far; the ring column is clock % ring
-        self.label, self.digest = Label(0, 0), ""
+        self.label = Label(0, 0)
+        self.digest = ""
         n = slots
         self.token = torch.zeros(n, dtype=torch.long, device=self.device)
         self.position = torch.zeros(n, dtype=torch.long, device=self.device)
-        self.left = torch.zeros(n, dtype=torch.long, device=self.device)  # tokens that may still come; 0: dead row
+        # tokens that may still come; 0: dead row
+        self.left = torch.zeros(n, dtype=torch.long, device=self.device)
         self.count = torch.zeros(n, dtype=torch.long, device=self.device)  # tokens written
         self.scale = torch.ones(n, device=self.device)
-        self.top_p, self.top_k = torch.ones(n, device=self.device), torch.zeros(n, dtype=torch.long, device=self.device)
+        self.top_p, self.top_k = (
+            torch.ones(n, device=self.device),
+            torch.zeros(n, dtype=torch.long, device=self.device),
+        )
         self.cuts = False  # some live row has top-p or top-k
         self.plain = True  # every live row has temperature 1 and no cut
         self.stop = torch.full((n, 1), -1, dtype=torch.long, device=self.device)
@@ -74,16 +93,23 @@ class EmbeddedEngine:
         self.out_token = torch.zeros(n, max_new_tokens, dtype=torch.long, device=self.device)
         self.out_logprob = torch.zeros(n, max_new_tokens, device=self.device)
 
-    # ---- the protocol ----------------------------------------------------------------------------------------------
+    # ---- the protocol ----------------------------------------------------------------------------
 
     @property
     def active(self) -> int:
         return self.live + len(self.queue)
 
     @torch.inference_mode()
-    def load(self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b"") -> None:
-        self.weights.load({name: rounded(w, self.mantissa_bits) for name, w in weights.items()} if self.mantissa_bits else weights)
-        self.label, self.digest = label, digest
+    def load(
+        self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b""
+    ) -> None:
+        self.weights.load(
+            {name: rounded(w, self.mantissa_bits) for name, w in weights.items()}
+            if self.mantissa_bits
+            else weights
+        )
+        self.label = label
+        self.digest = digest
         for row in filter(None, self.rows):
             at = self.clock - row.born
             if row.marks and row.marks[-1][0] == at:
@@ -95,7 +121,10 @@ class EmbeddedEngine:
     def add(self, requests: Iterable[Request]) -> None:
         for r in requests:
             if len(r.prompt) + r.max_new_tokens > self.context:
-                raise ConfigError(f"prompt of {len(r.prompt)} and {r.max_new_tokens} new tokens do not fit generator.context = {self.context}")
+                raise ConfigError(
+                    f"prompt of {len(r.prompt)} and {r.max_new_tokens} new tokens do not fit "
+                    f"generator.context = {self.context}"
+                )
             self.queue.append(r)
 
     @torch.inference_mode()
@@ -109,7 +138,8 @@ class EmbeddedEngine:
         return answers
 
     def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
-        gone, tokens = set(keys), {}
+        gone = set(keys)
+        tokens = {}
         for r in [r for r in self.queue if r.key in gone]:
             tokens[r.key] = 0
             self.queue.remove(r)
@@ -122,7 +152,7 @@ class EmbeddedEngine:
     def progress(self) -> dict[Key, int]:
         return {row.request.key: self.clock - row.born for row in filter(None, self.rows)}
 
-    # ---- rows ------------------------------------------------------------------------------------------------------
+    # ---- rows ------------------------------------------------------------------------------------
 
     def _free(self, i: int) -> None:
         self.rows[i] = None
@@ -132,7 +162,8 @@ class EmbeddedEngine:
     def _arrange(self) -> None:
         """Refill free rows in chunks; without waiting requests, move the live rows together."""
         if not self.live:
-            self.rows, self.clock = [], 0
+            self.rows = []
+            self.clock = 0
         if self.queue:
             free = self.slots - self.live
             if free >= min(CHUNK, max(1, self.slots // 4), len(self.queue)) or not self.live:
@@ -142,11 +173,23 @@ class EmbeddedEngine:
 
     def _compact(self) -> None:
         keep = [i for i, r in enumerate(self.rows) if r is not None]
-        index, n = torch.tensor(keep, device=self.device), len(keep)
+        index = torch.tensor(keep, device=self.device)
+        n = len(keep)
         assert self.cache is not None
         self.cache.keep(index)
-        for t in (self.token, self.position, self.left, self.count, self.scale, self.top_p, self.top_k, self.stop, self.uniform, self.out_token,
-                  self.out_logprob):  # fmt: skip
+        for t in (
+            self.token,
+            self.position,
+            self.left,
+            self.count,
+            self.scale,
+            self.top_p,
+            self.top_k,
+            self.stop,
+            self.uniform,
+            self.out_token,
+            self.out_logprob,
+        ):
             t[:n] = t[index]
         self.rows = [self.rows[i] for i in keep]
 
@@ -181,35 +224,57 @@ class EmbeddedEngine:
         self.top_p[index] = put([r.top_p for r in requests], torch.float32)
         self.top_k[index] = put([r.top_k for r in requests], torch.long)
         width = self.stop.shape[1]
-        self.stop[index] = put([list(r.stop) + [-1] * (width - len(r.stop)) for r in requests], torch.long)
+        self.stop[index] = put(
+            [list(r.stop) + [-1] * (width - len(r.stop)) for r in requests], torch.long
+        )
         stream = np.zeros((len(requests), self.uniform.shape[1]), np.float32)
         for i, r in enumerate(requests):
             stream[i, : r.max_new_tokens] = uniforms(r.seed, r.key[0], r.key[1], r.max_new_tokens)
         self.uniform[index] = torch.from_numpy(stream).to(self.device)
 
     def _reserve(self, requests: list[Request]) -> None:
-        """Grow the cache and the tables when a longer prompt, a longer answer or more stop tokens come; rare."""
+        """Grow the cache and the tables when a longer prompt, a longer answer or more stop tokens
+        come; rare.
+        """
         prompt = max(self.prompt_needed, *(len(r.prompt) - 1 for r in requests))
         ring = max(self.ring_needed, *(r.max_new_tokens for r in requests))
         stops = max(1, *(len(r.stop) for r in requests))
         if stops > self.stop.shape[1]:
-            self.stop = torch.nn.functional.pad(self.stop, (0, stops - self.stop.shape[1]), value=-1)
+            self.stop = torch.nn.functional.pad(
+                self.stop, (0, stops - self.stop.shape[1]), value=-1
+            )
         if self.cache is not None and prompt == self.prompt_needed and ring == self.ring_needed:
             return
-        old, old_prompt, old_ring = self.cache, self.prompt_needed, self.ring_needed
-        self.prompt_needed, self.ring_needed = -(-prompt // 8) * 8, ring
+        old = self.cache
+        old_prompt = self.prompt_needed
+        old_ring = self.ring_needed
+        self.prompt_needed = -(-prompt // 8) * 8
+        self.ring_needed = ring
         like = torch.empty(0, dtype=self.dtype, device=self.device)
-        self.cache = decoder.ColumnCache(self.lay, self.weights.layers, self.slots, self.prompt_needed, self._ring_columns(), like)
+        self.cache = decoder.ColumnCache(
+            self.lay,
+            self.weights.layers,
+            self.slots,
+            self.prompt_needed,
+            self._ring_columns(),
+            like,
+        )
         if ring > self.uniform.shape[1]:
             more = ring - self.uniform.shape[1]
             pad = torch.nn.functional.pad
-            self.uniform, self.out_token, self.out_logprob = (pad(t, (0, more)) for t in (self.uniform, self.out_token, self.out_logprob))
+            self.uniform, self.out_token, self.out_logprob = (
+                pad(t, (0, more)) for t in (self.uniform, self.out_token, self.out_logprob)
+            )
         if old is not None:
             self._move(old, old_prompt, old_ring)
 
     def _ring_columns(self) -> int:
         """Columns beside the prompt's: in exact mode they are all one axis, padded."""
-        return exact.up(self.prompt_needed + self.ring_needed, exact.KEYS) - self.prompt_needed if self.fixed else self.ring_needed
+        return (
+            exact.up(self.prompt_needed + self.ring_needed, exact.KEYS) - self.prompt_needed
+            if self.fixed
+            else self.ring_needed
+        )
 
     def _encode(self, ids: np.ndarray) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of padded rows, as wide as ids."""
@@ -217,7 +282,10 @@ class EmbeddedEngine:
             return decoder.encode(self.weights, torch.from_numpy(ids).to(self.device))
         width = ids.shape[1]
         ids = np.pad(ids, ((0, 0), (0, exact.up(width, exact.KEYS) - width)))
-        return [(k[:, :, :width], v[:, :, :width]) for k, v in decoder.encode_exact(self.weights, torch.from_numpy(ids).to(self.device))]
+        return [
+            (k[:, :, :width], v[:, :, :width])
+            for k, v in decoder.encode_exact(self.weights, torch.from_numpy(ids).to(self.device))
+        ]
 
     def _move(self, old: decoder.ColumnCache, prompt: int, ring: int) -> None:
         """Copy a smaller cache into the new one, ring columns by their step."""
@@ -225,16 +293,26 @@ class EmbeddedEngine:
         steps = np.arange(max(0, self.clock - ring), self.clock)
         if self.fixed:
             n = old.bias.shape[2]
-            self.cache.k[:, :, :, :n], self.cache.v[:, :, :, :n], self.cache.bias[:, :, :n] = old.k, old.v, old.bias
+            self.cache.k[:, :, :, :n], self.cache.v[:, :, :, :n], self.cache.bias[:, :, :n] = (
+                old.k,
+                old.v,
+                old.bias,
+            )
             return
-        source = torch.from_numpy(np.concatenate([np.arange(prompt), prompt + steps % ring])).to(self.device)
-        target = torch.from_numpy(np.concatenate([np.arange(prompt), self.prompt_needed + steps % self.ring_needed])).to(self.device)
+        source = torch.from_numpy(np.concatenate([np.arange(prompt), prompt + steps % ring])).to(
+            self.device
+        )
+        target = torch.from_numpy(
+            np.concatenate([np.arange(prompt), self.prompt_needed + steps % self.ring_needed])
+        ).to(self.device)
         for new, was in ((self.cache.k, old.k), (self.cache.v, old.v)):
             new[:, :, :, target] = was[:, :, :, source]
         self.cache.bias[:, :, target] = old.bias[:, :, source]
 
     def _write_prompts(self, rows: list[int], prompts: list[np.ndarray], groups: list[Any]) -> None:
-        """Encode each distinct prompt without its last token; give its keys and values to the rows that share it."""
+        """Encode each distinct prompt without its last token; give its keys and values to the rows
+        that share it.
+        """
         assert self.cache is not None
         first = {g: i for i, g in reversed(list(enumerate(groups)))}
         unique = [g for g in dict.fromkeys(groups) if len(prompts[first[g]]) > 1]
@@ -260,36 +338,65 @@ class EmbeddedEngine:
         live = [(i, r) for i, r in enumerate(self.rows) if r is not None]
         for at in range(0, len(live), CHUNK):
             part = live[at : at + CHUNK]
-            whole = [np.concatenate([r.request.prompt, self._written(i, r)[0][: self.clock - r.born]])[:-1] for i, r in part]
+            whole = [
+                np.concatenate([r.request.prompt, self._written(i, r)[0][: self.clock - r.born]])[
+                    :-1
+                ]
+                for i, r in part
+            ]
             ids = np.zeros((len(part), max(1, *map(len, whole))), np.int64)
             for n, w in enumerate(whole):
                 ids[n, : len(w)] = w
             layers = self._encode(ids)
             for n, (i, r) in enumerate(part):
-                known, prompt = len(whole[n]), len(r.request.prompt) - 1
-                columns = np.concatenate([np.arange(prompt), self.prompt_needed + np.arange(r.born, r.born + known - prompt) % self.ring_needed])
+                known = len(whole[n])
+                prompt = len(r.request.prompt) - 1
+                columns = np.concatenate(
+                    [
+                        np.arange(prompt),
+                        self.prompt_needed
+                        + np.arange(r.born, r.born + known - prompt) % self.ring_needed,
+                    ]
+                )
                 if self.fixed:
                     columns = np.arange(known)
                 target = torch.from_numpy(columns).to(self.device)
                 for layer, (k, v) in enumerate(layers):
-                    self.cache.k[layer, i, :, target], self.cache.v[layer, i, :, target] = k[n, :, :known], v[n, :, :known]
+                    self.cache.k[layer, i, :, target], self.cache.v[layer, i, :, target] = (
+                        k[n, :, :known],
+                        v[n, :, :known],
+                    )
 
-    # ---- decoding --------------------------------------------------------------------------------------------------
+    # ---- decoding --------------------------------------------------------------------------------
 
     def _decode(self) -> list[Answer]:
         assert self.cache is not None
-        n, column = len(self.rows), self.clock % self.ring_needed
+        n = len(self.rows)
+        column = self.clock % self.ring_needed
         if self.fixed:
-            longest = max(len(r.request.prompt) - 1 + self.clock - r.born for r in self.rows if r is not None)
-            logits = decoder.decode_exact(self.weights, self.cache, self.token[:n], self.position[:n], longest)
+            longest = max(
+                len(r.request.prompt) - 1 + self.clock - r.born for r in self.rows if r is not None
+            )
+            logits = decoder.decode_exact(
+                self.weights, self.cache, self.token[:n], self.position[:n], longest
+            )
         else:
-            logits = decoder.decode(self.weights, self.cache, self.token[:n], self.position[:n], self.prompt_needed + column)
-        # a row's own count picks its uniform: what is drawn does not depend on who is written beside it
+            logits = decoder.decode(
+                self.weights,
+                self.cache,
+                self.token[:n],
+                self.position[:n],
+                self.prompt_needed + column,
+            )
+        # a row's own count picks its uniform: what is drawn does not depend on who is written
+        # beside it
         u = self.uniform[:n].gather(1, self.count[:n, None])[:, 0]
         if self.plain:
             token, logprob = decoder.sample(logits, u, None, None)
         else:
-            token, logprob = decoder.sample(logits, u, self.scale[:n], (self.top_p[:n], self.top_k[:n]) if self.cuts else None)
+            token, logprob = decoder.sample(
+                logits, u, self.scale[:n], (self.top_p[:n], self.top_k[:n]) if self.cuts else None
+            )
         self.out_token[:n, column], self.out_logprob[:n, column] = token, logprob
         live = self.left[:n] > 0
         self.left[:n].sub_(live.long())
@@ -303,39 +410,65 @@ class EmbeddedEngine:
     def _written(self, i: int, row: Row) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and logprobs of row i so far, read out of the ring."""
         columns = torch.arange(row.born, self.clock, device=self.device) % self.ring_needed
-        return self.out_token[i, columns].cpu().numpy().astype(np.int32), self.out_logprob[i, columns].cpu().numpy()
+        return self.out_token[i, columns].cpu().numpy().astype(np.int32), self.out_logprob[
+            i, columns
+        ].cpu().numpy()
 
     def _answer(self, i: int) -> Answer:
         row = self.rows[i]
         assert row is not None
         tokens, logprobs = self._written(i, row)
-        finish: Literal["stop", "length"] = "stop" if int(tokens[-1]) in row.request.stop else "length"
+        finish: Literal["stop", "length"] = (
+            "stop" if int(tokens[-1]) in row.request.stop else "length"
+        )
         self._free(i)
-        return Answer(row.request.key, row.request.prompt, tokens, logprobs, spans(row, len(tokens), self.in_flight), finish)
+        return Answer(
+            row.request.key,
+            row.request.prompt,
+            tokens,
+            logprobs,
+            spans(row, len(tokens), self.in_flight),
+            finish,
+        )
 
 
 def spans(row: Row, length: int, in_flight: str) -> list[Span]:
-    """Version spans of an answer of `length` tokens; under recompute_kv each span's keys are its own version's."""
+    """Version spans of an answer of `length` tokens; under recompute_kv each span's keys are its
+    own version's.
+    """
     ends = [m[0] for m in row.marks[1:]] + [length]
     out = []
     for (start, label, digest), end in zip(row.marks, ends, strict=True):
         if end > start:
-            out.append(Span(label, digest, start, end, label if in_flight == "recompute_kv" else row.marks[0][1]))
+            out.append(
+                Span(
+                    label,
+                    digest,
+                    start,
+                    end,
+                    label if in_flight == "recompute_kv" else row.marks[0][1],
+                )
+            )
     return out
 
 
 def rounded(weights: torch.Tensor, bits: int) -> torch.Tensor:
-    """The nearest numbers with `bits` stored mantissa bits, whatever their exponent: bfloat16 has 7, fp8 (e4m3) 3.
+    """The nearest numbers with `bits` stored mantissa bits, whatever their exponent: bfloat16 has
+    7, fp8 (e4m3) 3.
 
     >>> rounded(torch.tensor([1.0, 1.06, -1.07, 0.53, 3e-30]), 3).tolist()[:4]
     [1.0, 1.0, -1.125, 0.5]
     """
     mantissa, exponent = torch.frexp(weights.float())
-    return torch.ldexp(torch.round(mantissa * 2.0 ** (bits + 1)) * 2.0 ** -(bits + 1), exponent).to(weights.dtype)
+    return torch.ldexp(torch.round(mantissa * 2.0 ** (bits + 1)) * 2.0 ** -(bits + 1), exponent).to(
+        weights.dtype
+    )
 
 
 def make_engine(config: Config) -> Engine:
-    """The embedded engine for `config`: the fast one for Llama-like models, transformers' own forward for any other."""
+    """The embedded engine for `config`: the fast one for Llama-like models, transformers' own
+    forward for any other.
+    """
     g = config.generator
     dtype = config.model.dtype if g.dtype == "same" else g.dtype
     torch.set_num_threads(g.threads)
@@ -344,7 +477,20 @@ def make_engine(config: Config) -> Engine:
 
     kind: Any = GenericEngine if model.fast is None else EmbeddedEngine
     if g.mantissa_bits and kind is GenericEngine:
-        raise ConfigError("generator.mantissa_bits: needs a model of the packed forward (Llama, Qwen2, Qwen3, Mistral); set it to 0")
-    made: Engine = kind(model, slots=g.slots, context=g.context, in_flight=config.weights.in_flight, max_new_tokens=g.max_new_tokens,
-                       **({"fixed": bool(config.exact), "mantissa_bits": g.mantissa_bits} if kind is EmbeddedEngine else {}))  # fmt: skip
+        raise ConfigError(
+            "generator.mantissa_bits: needs a model of the packed forward (Llama, Qwen2, Qwen3, "
+            "Mistral); set it to 0"
+        )
+    made: Engine = kind(
+        model,
+        slots=g.slots,
+        context=g.context,
+        in_flight=config.weights.in_flight,
+        max_new_tokens=g.max_new_tokens,
+        **(
+            {"fixed": bool(config.exact), "mantissa_bits": g.mantissa_bits}
+            if kind is EmbeddedEngine
+            else {}
+        ),
+    )
     return made

@@ -1,8 +1,9 @@
-"""An engine for any transformers causal LM that has no packed forward: every step encodes the live rows anew.
+"""An engine for any transformers causal LM that has no packed forward: every step encodes the live
+rows anew.
 
-Right for every architecture, because nothing is assumed about its cache, and slow: T steps of T tokens each.  A swap is always
-`recompute_kv` here.  Llama, Qwen2, Qwen3 and Mistral get actors/engine_embedded.py instead.
-"""
+Right for every architecture, because nothing is assumed about its cache, and slow: T steps of T
+tokens each.  A swap is always `recompute_kv` here.  Llama, Qwen2, Qwen3 and Mistral get
+actors/engine_embedded.py instead."""
 
 from __future__ import annotations
 
@@ -33,19 +34,33 @@ class Row:
 class GenericEngine:
     """See `actors.engine.Engine`."""
 
-    def __init__(self, model: PolicyModel, *, slots: int, context: int, in_flight: str = "recompute_kv", max_new_tokens: int = 64) -> None:
-        self.model, self.slots, self.context = model, slots, context
+    def __init__(
+        self,
+        model: PolicyModel,
+        *,
+        slots: int,
+        context: int,
+        in_flight: str = "recompute_kv",
+        max_new_tokens: int = 64,
+    ) -> None:
+        self.model = model
+        self.slots = slots
+        self.context = context
         self.queue: deque[Request] = deque()
         self.rows: list[Row] = []
-        self.label, self.digest = Label(0, 0), ""
+        self.label = Label(0, 0)
+        self.digest = ""
 
     @property
     def active(self) -> int:
         return len(self.rows) + len(self.queue)
 
-    def load(self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b"") -> None:
+    def load(
+        self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b""
+    ) -> None:
         load_weights(self.model, weights)
-        self.label, self.digest = label, digest
+        self.label = label
+        self.digest = digest
         for row in self.rows:
             if row.marks[-1][0] == len(row.tokens):
                 row.marks.pop()
@@ -60,43 +75,79 @@ class GenericEngine:
         for _ in range(n):
             while self.queue and len(self.rows) < self.slots:
                 r = self.queue.popleft()
-                self.rows.append(Row(r, [], [], [(0, self.label, self.digest)], uniforms(r.seed, r.key[0], r.key[1], r.max_new_tokens)))
+                self.rows.append(
+                    Row(
+                        r,
+                        [],
+                        [],
+                        [(0, self.label, self.digest)],
+                        uniforms(r.seed, r.key[0], r.key[1], r.max_new_tokens),
+                    )
+                )
             if not self.rows:
                 break
             self._decode()
-            done = [r for r in self.rows if r.tokens[-1] in r.request.stop or len(r.tokens) >= r.request.max_new_tokens]
+            done = [
+                r
+                for r in self.rows
+                if r.tokens[-1] in r.request.stop or len(r.tokens) >= r.request.max_new_tokens
+            ]
             self.rows = [r for r in self.rows if r not in done]
             out += [self._answer(r) for r in done]
         return out
 
     def _decode(self) -> None:
-        hf, device = self.model.hf, self.model.device
+        hf = self.model.hf
+        device = self.model.device
         whole = [[*r.request.prompt.tolist(), *r.tokens] for r in self.rows]
         width = max(map(len, whole))
-        ids, keep = np.zeros((len(whole), width), np.int64), np.zeros((len(whole), width), np.int64)
+        ids = np.zeros((len(whole), width), np.int64)
+        keep = np.zeros((len(whole), width), np.int64)
         for i, w in enumerate(whole):
             ids[i, : len(w)], keep[i, : len(w)] = w, 1
-        out = hf(input_ids=torch.from_numpy(ids).to(device), attention_mask=torch.from_numpy(keep).to(device), use_cache=False)
+        out = hf(
+            input_ids=torch.from_numpy(ids).to(device),
+            attention_mask=torch.from_numpy(keep).to(device),
+            use_cache=False,
+        )
         last = torch.tensor([len(w) - 1 for w in whole], device=device)
         logits = out.logits[torch.arange(len(whole), device=device), last].float()
         requests = [r.request for r in self.rows]
         u = torch.tensor([float(r.stream[len(r.tokens)]) for r in self.rows], device=device)
         scale = torch.tensor([1.0 / r.temperature for r in requests], device=device)
-        cut = (torch.tensor([r.top_p for r in requests], device=device), torch.tensor([r.top_k for r in requests], device=device))
-        tokens, logprobs = sample(logits, u, scale, cut if any(r.top_p < 1 or r.top_k > 0 for r in requests) else None)
+        cut = (
+            torch.tensor([r.top_p for r in requests], device=device),
+            torch.tensor([r.top_k for r in requests], device=device),
+        )
+        tokens, logprobs = sample(
+            logits, u, scale, cut if any(r.top_p < 1 or r.top_k > 0 for r in requests) else None
+        )
         for row, token, logprob in zip(self.rows, tokens.tolist(), logprobs.tolist(), strict=True):
             row.tokens.append(token)
             row.logprobs.append(logprob)
 
     def _answer(self, r: Row) -> Answer:
         ends = [m[0] for m in r.marks[1:]] + [len(r.tokens)]
-        spans = [Span(label, digest, start, end, label) for (start, label, digest), end in zip(r.marks, ends, strict=True) if end > start]
+        spans = [
+            Span(label, digest, start, end, label)
+            for (start, label, digest), end in zip(r.marks, ends, strict=True)
+            if end > start
+        ]
         finish: Literal["stop", "length"] = "stop" if r.tokens[-1] in r.request.stop else "length"
-        return Answer(r.request.key, r.request.prompt, np.array(r.tokens, np.int32), np.array(r.logprobs, np.float32), spans, finish)
+        return Answer(
+            r.request.key,
+            r.request.prompt,
+            np.array(r.tokens, np.int32),
+            np.array(r.logprobs, np.float32),
+            spans,
+            finish,
+        )
 
     def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
         gone = set(keys)
-        tokens = {r.key: 0 for r in self.queue if r.key in gone} | {r.request.key: len(r.tokens) for r in self.rows if r.request.key in gone}
+        tokens = {r.key: 0 for r in self.queue if r.key in gone} | {
+            r.request.key: len(r.tokens) for r in self.rows if r.request.key in gone
+        }
         self.queue = deque(r for r in self.queue if r.key not in gone)
         self.rows = [r for r in self.rows if r.request.key not in gone]
         return tokens

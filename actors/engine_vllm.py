@@ -1,11 +1,13 @@
-"""vLLM behind the engine protocol: the scheduler and the kernels are vLLM's, tickets, versions and weights are ours.
+"""vLLM behind the engine protocol: the scheduler and the kernels are vLLM's, tickets, versions and
+weights are ours.
 
-The engine core lives in this process (no worker, no socket), so a swap happens between two of its steps and needs no pause.
-A swap writes the pulled bytes into the layers of vLLM's model (actors/vllm_swap.py; models that it does not know go through vLLM's
-layerwise reload, and what that leaves stale is packed again) and sets the version label; vLLM then reports per answer which tokens each
-version drew.  Either way can go wrong without an error, so every swap is probed: the log-probabilities of a few fixed tokens, from the
-engine, against those that the learner published with the weights.  No answer leaves the engine between a swap and its probe.
-"""
+The engine core lives in this process (no worker, no socket), so a swap happens between two of its
+steps and needs no pause. A swap writes the pulled bytes into the layers of vLLM's model
+(actors/vllm_swap.py; models that it does not know go through vLLM's layerwise reload, and what that
+leaves stale is packed again) and sets the version label; vLLM then reports per answer which tokens
+each version drew.  Either way can go wrong without an error, so every swap is probed: the
+log-probabilities of a few fixed tokens, from the engine, against those that the learner published
+with the weights.  No answer leaves the engine between a swap and its probe."""
 
 from __future__ import annotations
 
@@ -41,8 +43,10 @@ SETTINGS = {
     "VLLM_HOST_IP": "127.0.0.1",
 }
 CPU_SETTINGS = {
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # by default every generator would be bound to the same cores
-    "TORCHDYNAMO_DISABLE": "1",  # one small function is compiled even in eager mode: seconds at the start
+    # by default every generator would be bound to the same cores
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # one small function is compiled even in eager mode: seconds at the start
+    "TORCHDYNAMO_DISABLE": "1",
 }
 
 
@@ -50,12 +54,14 @@ class SwapExtension:
     """Methods that vLLM mixes into its worker (`worker_extension_cls`)."""
 
     def asyncrl_load(self, weights: Mapping[str, torch.Tensor]) -> str:
-        """Load `weights` (transformers' names; they need not outlive the call) into the model, in its own layout.
+        """Load `weights` (transformers' names; they need not outlive the call) into the model, in
+        its own layout.
 
-        The first time by vLLM's reload, and then, if it comes to the same, directly.  Returns why it does not; "": it does.
-        """
+        The first time by vLLM's reload, and then, if it comes to the same, directly.  Returns why
+        it does not; "": it does."""
         worker: Any = self
-        model, direct = worker.model_runner.get_model(), getattr(worker, "asyncrl_direct", None)
+        model = worker.model_runner.get_model()
+        direct = getattr(worker, "asyncrl_direct", None)
         if not isinstance(direct, Direct):
             worker.model_runner.reload_weights(weights_iterator=iter(weights.items()))
             repack(model)
@@ -76,34 +82,53 @@ class SwapExtension:
         worker: Any = self
         inner = worker.model_runner.sampler.topk_topp_sampler
         if getattr(inner.forward, "__name__", "") == "forward_cpu":
-            inner.forward = SeededSampler(inner.forward, 1024 + 4 * worker.model_runner.max_num_reqs)
+            inner.forward = SeededSampler(
+                inner.forward, 1024 + 4 * worker.model_runner.max_num_reqs
+            )
 
 
 def repack(model: torch.nn.Module) -> None:
-    """Pack again what the reload leaves packed from the old weights: CPU linears that also keep their plain weight (tied heads)."""
+    """Pack again what the reload leaves packed from the old weights: CPU linears that also keep
+    their plain weight (tied heads).
+    """
     for module in model.modules():
-        if hasattr(module, "cpu_linear") and isinstance(w := getattr(module, "weight", None), torch.Tensor) and w.numel():
+        if (
+            hasattr(module, "cpu_linear")
+            and isinstance(w := getattr(module, "weight", None), torch.Tensor)
+            and w.numel()
+        ):
             pack(module, remove_weight=False)
 
 
 class SeededSampler:
-    """vLLM's sampling on a CPU where every request has a seed: it draws a number a token from each row's generator, one call each; here
-    a generator gives AHEAD at once.  The numbers ahead outlive a preemption; those of the `room` requests used last are kept."""
+    """vLLM's sampling on a CPU where every request has a seed: it draws a number a token from each
+    row's generator, one call each; here a generator gives AHEAD at once.  The numbers ahead outlive
+    a preemption; those of the `room` requests used last are kept."""
 
     AHEAD = 64
 
     def __init__(self, plain: Callable[..., Any], room: int) -> None:
-        self.plain, self.room = plain, room
-        self.ahead: OrderedDict[int, tuple[torch.Generator, Iterator[int]]] = OrderedDict()  # by id, which the held generator keeps its own
+        self.plain = plain
+        self.room = room
+        # by id, which the held generator keeps its own
+        self.ahead: OrderedDict[int, tuple[torch.Generator, Iterator[int]]] = OrderedDict()
 
-    def __call__(self, logits: torch.Tensor, generators: dict[int, torch.Generator], k: torch.Tensor | None, p: torch.Tensor | None) -> Any:
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        generators: dict[int, torch.Generator],
+        k: torch.Tensor | None,
+        p: torch.Tensor | None,
+    ) -> Any:
         if len(generators) != len(logits):
             return self.plain(logits, generators, k, p)
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
         logits = apply_top_k_top_p(logits, k, p)
         seeds = torch.tensor([self.draw(generators[i]) for i in range(len(logits))])
-        return torch.ops._C.fused_gumbel_argmax(logits.float(), seeds), logits.log_softmax(-1, dtype=torch.float32)
+        return torch.ops._C.fused_gumbel_argmax(logits.float(), seeds), logits.log_softmax(
+            -1, dtype=torch.float32
+        )
 
     def draw(self, generator: torch.Generator) -> int:
         name = id(generator)
@@ -121,7 +146,8 @@ class SeededSampler:
 
 
 class Reference:
-    """The published weights under plain transformers, for versions without a probe (those before a resume, which injected lag may name).
+    """The published weights under plain transformers, for versions without a probe (those before a
+    resume, which injected lag may name).
 
     Its parameters view the published bytes: it holds no copy of its own.
     """
@@ -145,48 +171,88 @@ class Reference:
 
 
 class VllmEngine:
-    """See `actors.engine.Engine`.  path: a Hugging Face directory.  kv_bytes: memory for keys and values, 0 for what slots x context need.
+    """See `actors.engine.Engine`.  path: a Hugging Face directory.  kv_bytes: memory for keys and
+    values, 0 for what slots x context need.
 
-    in_flight: keep_kv leaves the keys of live answers as they are; recompute_kv has vLLM preempt them, forget all keys and encode them
-    anew with the weights just loaded.  Raises ConfigError when vLLM is not installed or refuses the model.
-    """
+    in_flight: keep_kv leaves the keys of live answers as they are; recompute_kv has vLLM preempt
+    them, forget all keys and encode them anew with the weights just loaded.  Raises ConfigError
+    when vLLM is not installed or refuses the model."""
 
-    def __init__(self, path: str, *, slots: int, context: int, in_flight: str = "keep_kv", dtype: str = "float32", published: str = "",
-                 device: str = "auto", kv_bytes: int = 0, seed: int = 0) -> None:  # fmt: skip
+    def __init__(
+        self,
+        path: str,
+        *,
+        slots: int,
+        context: int,
+        in_flight: str = "keep_kv",
+        dtype: str = "float32",
+        published: str = "",
+        device: str = "auto",
+        kv_bytes: int = 0,
+        seed: int = 0,
+    ) -> None:
         if why := missing_vllm():
             raise ConfigError(f"generator.engine = vllm: {why}")
-        self.slots, self.context, self.in_flight = slots, context, in_flight
+        self.slots = slots
+        self.context = context
+        self.in_flight = in_flight
         self.dtype = getattr(torch, dtype)
-        self.path, self.published = path, published or dtype
+        self.path = path
+        self.published = published or dtype
         self.reference: Reference | None = None  # made when it is needed
         with no_garbage():
             shape = text_config(path)
         self.ids = probe_ids(shape)
-        self.llm = start(path, shape, slots=slots, context=context, dtype=dtype, device=device, kv_bytes=kv_bytes, seed=seed)
+        self.llm = start(
+            path,
+            shape,
+            slots=slots,
+            context=context,
+            dtype=dtype,
+            device=device,
+            kv_bytes=kv_bytes,
+            seed=seed,
+        )
         self.llm.collective_rpc("asyncrl_sampler")
-        self.requests: dict[str, tuple[Request, Label]] = {}  # id -> (request, label when it was added)
+        # id -> (request, label when it was added)
+        self.requests: dict[str, tuple[Request, Label]] = {}
         self.expected: np.ndarray | None = None  # of the probe that is under way
         self.kept: deque[Answer] = deque()  # answers that wait for the probe
-        self.label, self.digest, self.loads, self.probes = Label(0, 0), "", 0, 0
+        self.label = Label(0, 0)
+        self.digest = ""
+        self.loads = 0
+        self.probes = 0
 
-    # ---- the protocol ----------------------------------------------------------------------------------------------
+    # ---- the protocol ----------------------------------------------------------------------------
 
     @property
     def active(self) -> int:
         return len(self.requests) + len(self.kept)
 
-    def load(self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b"") -> None:
+    def load(
+        self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b""
+    ) -> None:
         if not probe and self.reference is None:
             self.reference = Reference(self.path, self.published)
-        expected = np.frombuffer(probe, "<f4") if probe or self.reference is None else self.reference.logprobs(weights)
+        expected = (
+            np.frombuffer(probe, "<f4")
+            if probe or self.reference is None
+            else self.reference.logprobs(weights)
+        )
         why = self.llm.collective_rpc("asyncrl_load", args=(weights,))
         if why and why[0] and not self.loads:
-            print(f"generator: weights go through vLLM's own reload, which is slow: {why[0]}", file=sys.stderr)
-        if self.expected is not None:  # the last swap's probe has not run yet: this one's takes its place
+            print(
+                f"generator: weights go through vLLM's own reload, which is slow: {why[0]}",
+                file=sys.stderr,
+            )
+        # the last swap's probe has not run yet: this one's takes its place
+        if self.expected is not None:
             self._drop([self._id(PROBE, self.loads)])
         if self.in_flight == "recompute_kv":
             self.llm.reset_prefix_cache(reset_running_requests=True)
-        self.label, self.digest, self.loads = label, digest, self.loads + 1
+        self.label = label
+        self.digest = digest
+        self.loads = self.loads + 1
         self.llm.set_weight_version(f"{label.epoch}.{label.number}.{digest}")
         self.expected = expected
         ask = params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
@@ -195,10 +261,21 @@ class VllmEngine:
     def add(self, requests: Iterable[Request]) -> None:
         for r in requests:
             if len(r.prompt) + r.max_new_tokens > self.context:
-                raise ConfigError(f"prompt of {len(r.prompt)} and {r.max_new_tokens} new tokens do not fit generator.context = {self.context}")
+                raise ConfigError(
+                    f"prompt of {len(r.prompt)} and {r.max_new_tokens} new tokens do not fit "
+                    f"generator.context = {self.context}"
+                )
             name = self._id(*r.key)
-            how = params(max_tokens=r.max_new_tokens, temperature=r.temperature, top_p=r.top_p, top_k=r.top_k, stop_token_ids=list(r.stop),
-                         logprobs=0, flat_logprobs=True, seed=request_seed(r))  # fmt: skip
+            how = params(
+                max_tokens=r.max_new_tokens,
+                temperature=r.temperature,
+                top_p=r.top_p,
+                top_k=r.top_k,
+                stop_token_ids=list(r.stop),
+                logprobs=0,
+                flat_logprobs=True,
+                seed=request_seed(r),
+            )
             self.requests[name] = (r, self.label)
             self.llm.add_request(name, self._prompt(r.prompt.tolist()), how)
 
@@ -220,7 +297,9 @@ class VllmEngine:
         return out
 
     def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
-        gone, tokens, live = set(keys), {}, self.progress()
+        gone = set(keys)
+        tokens = {}
+        live = self.progress()
         for a in [a for a in self.kept if a.key in gone]:
             tokens[a.key] = len(a.tokens)
             self.kept.remove(a)
@@ -233,46 +312,75 @@ class VllmEngine:
 
     def progress(self) -> dict[Key, int]:
         states = self.llm.output_processor.request_states
-        count = {s.external_req_id: s.detokenizer.num_output_tokens() for s in states.values() if s.detokenizer is not None}
+        count = {
+            s.external_req_id: s.detokenizer.num_output_tokens()
+            for s in states.values()
+            if s.detokenizer is not None
+        }
         return {r.key: count.get(name, 0) for name, (r, _) in self.requests.items()}
 
     def close(self) -> None:
-        """Give back memory and vLLM's process group, so that another engine can be made in this process."""
+        """Give back memory and vLLM's process group, so that another engine can be made in this
+        process.
+        """
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
         self.llm.engine_core.shutdown()
         cleanup_dist_env_and_memory()
 
-    # ---- inside ----------------------------------------------------------------------------------------------------
+    # ---- inside ----------------------------------------------------------------------------------
 
     @staticmethod
     def _id(*parts: Any) -> str:
         return "-".join(map(str, parts))
 
     def _prompt(self, ids: list[int]) -> dict[str, Any]:
-        """Keys of a prompt are shared between requests added under the same load, never with those of another version."""
+        """Keys of a prompt are shared between requests added under the same load, never with those
+        of another version.
+        """
         return {"prompt_token_ids": ids, "cache_salt": str(self.loads)}
 
     def _drop(self, names: list[str]) -> None:
         self.llm.abort_request(names)
 
     def _check(self, done: Any) -> None:
-        """Compare a finished probe.  Raises ProtocolError, which stops the run, when the engine computes with other weights."""
+        """Compare a finished probe.  Raises ProtocolError, which stops the run, when the engine
+        computes with other weights.
+        """
         assert self.expected is not None
-        got = np.array([next(iter(x.values())).logprob for x in done.prompt_logprobs[1:]], np.float32)
-        off, limit = float(np.abs(got - self.expected).max()), TOLERANCE[self.dtype]
+        got = np.array(
+            [next(iter(x.values())).logprob for x in done.prompt_logprobs[1:]], np.float32
+        )
+        off = float(np.abs(got - self.expected).max())
+        limit = TOLERANCE[self.dtype]
         if not off <= limit:  # also when it is not a number
-            raise ProtocolError(f"vLLM does not compute with the weights it was given: after loading {self.label} (digest {self.digest}) the "
-                                f"log-probabilities of the probe are {off:.2g} nats off those that the learner published (limit {limit:g}); "
-                                "its swap does not work for this model: use generator.engine = embedded")  # fmt: skip
-        self.expected, self.probes = None, self.probes + 1
+            raise ProtocolError(
+                f"vLLM does not compute with the weights it was given: after loading {self.label} "
+                f"(digest {self.digest}) the "
+                f"log-probabilities of the probe are {off:.2g} nats off those that the learner "
+                f"published (limit {limit:g}); "
+                "its swap does not work for this model: use generator.engine = embedded"
+            )
+        self.expected = None
+        self.probes = self.probes + 1
 
     def _answer(self, done: Any) -> Answer:
         r, born = self.requests.pop(done.request_id)
         o = done.outputs[0]
-        spans = [self._span(v.version, v.start, v.end, born) for v in o.weight_versions if v.end > v.start]
+        spans = [
+            self._span(v.version, v.start, v.end, born)
+            for v in o.weight_versions
+            if v.end > v.start
+        ]
         finish: Literal["stop", "length"] = "stop" if o.token_ids[-1] in r.stop else "length"
-        return Answer(r.key, r.prompt, np.array(o.token_ids, np.int32), np.array(o.logprobs.logprobs, np.float32), spans, finish)
+        return Answer(
+            r.key,
+            r.prompt,
+            np.array(o.token_ids, np.int32),
+            np.array(o.logprobs.logprobs, np.float32),
+            spans,
+            finish,
+        )
 
     def _span(self, version: str, start: int, end: int, born: Label) -> Span:
         epoch, number, digest = version.split(".")
@@ -284,18 +392,22 @@ def params(**settings: Any) -> Any:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    return SamplingParams(**settings, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+    return SamplingParams(
+        **settings, ignore_eos=True, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+    )
 
 
 def request_seed(r: Request) -> int:
-    """A seed of its own for every answer, so that what is drawn does not depend on its neighbours."""
+    """A seed of its own for every answer, so that what is drawn does not depend on its
+    neighbours.
+    """
     return int(float(uniforms(r.seed, r.key[0], r.key[1], 1)[0]) * 2**31)
 
 
 class Unneeded(ModuleType):
-    """In the place of a module that `import vllm` begins with: it imports torch's whole compiler, a tenth of all that a start costs, to mend
-    parts of it that an eager engine on a CPU never runs.  Should something ask for one of its names, it is imported after all.
-    """
+    """In the place of a module that `import vllm` begins with: it imports torch's whole compiler, a
+    tenth of all that a start costs, to mend parts of it that an eager engine on a CPU never runs.
+    Should something ask for one of its names, it is imported after all."""
 
     NAME = "vllm.env_override"
 
@@ -306,7 +418,17 @@ class Unneeded(ModuleType):
         return getattr(importlib.import_module(self.NAME), name)
 
 
-def start(path: str, shape: Any, *, slots: int, context: int, dtype: str, device: str, kv_bytes: int, seed: int) -> Any:
+def start(
+    path: str,
+    shape: Any,
+    *,
+    slots: int,
+    context: int,
+    dtype: str,
+    device: str,
+    kv_bytes: int,
+    seed: int,
+) -> Any:
     """vLLM's engine on the Hugging Face directory `path`, its core in this process."""
     cpu = device == "cpu" or (device == "auto" and not torch.cuda.is_available())
     for name, value in (SETTINGS | (CPU_SETTINGS if cpu else {})).items():
@@ -324,22 +446,45 @@ def start(path: str, shape: Any, *, slots: int, context: int, dtype: str, device
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         if head not in (sizes := CPUAttentionBackend.get_supported_head_sizes()):
-            raise ConfigError(f"model.path: {path} has {head} dimensions a head; vLLM on a CPU has kernels for {', '.join(map(str, sizes))}: "
-                              "use generator.engine = embedded")  # fmt: skip
+            raise ConfigError(
+                f"model.path: {path} has {head} dimensions a head; vLLM on a CPU has kernels for "
+                f"{', '.join(map(str, sizes))}: "
+                "use generator.engine = embedded"
+            )
     blocks = (slots + 1) * -(-context // BLOCK) + 16
     args = EngineArgs(
-        model=str(path), tokenizer=str(path), skip_tokenizer_init=True, dtype=dtype, seed=seed, max_model_len=context, max_num_seqs=slots + 1,
-        max_num_batched_tokens=max(2048, context), block_size=BLOCK, kv_cache_memory_bytes=kv_bytes or blocks * BLOCK * token,
-        gpu_memory_utilization=0.05,  # a check at the start and nothing else, as the size of the cache is given: the learner may share the GPU
-        enable_prefix_caching=True, async_scheduling=False, scheduling_policy="priority", logprobs_mode="processed_logprobs", max_logprobs=1,
-        generation_config="vllm", enforce_eager=cpu, disable_log_stats=True, use_tqdm_on_load=False,
+        model=str(path),
+        tokenizer=str(path),
+        skip_tokenizer_init=True,
+        dtype=dtype,
+        seed=seed,
+        max_model_len=context,
+        max_num_seqs=slots + 1,
+        max_num_batched_tokens=max(2048, context),
+        block_size=BLOCK,
+        kv_cache_memory_bytes=kv_bytes or blocks * BLOCK * token,
+        # a check at the start and nothing else, as the size of the cache is given: the learner may
+        # share the GPU
+        gpu_memory_utilization=0.05,
+        enable_prefix_caching=True,
+        async_scheduling=False,
+        scheduling_policy="priority",
+        logprobs_mode="processed_logprobs",
+        max_logprobs=1,
+        generation_config="vllm",
+        enforce_eager=cpu,
+        disable_log_stats=True,
+        use_tqdm_on_load=False,
         worker_extension_cls="actors.engine_vllm.SwapExtension",
-    )  # fmt: skip
+    )
     try:
         with no_garbage():  # it imports as much again
             return LLMEngine.from_engine_args(args)
     except (ValueError, RuntimeError, NotImplementedError, AssertionError) as e:
-        raise ConfigError(f"model.path: vLLM refuses {Path(path)}: {str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__}") from e
+        raise ConfigError(
+            f"model.path: vLLM refuses {Path(path)}: "
+            f"{str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__}"
+        ) from e
 
 
 def make_engine(config: Config) -> VllmEngine:
@@ -347,5 +492,14 @@ def make_engine(config: Config) -> VllmEngine:
     g = config.generator
     torch.set_num_threads(g.threads)
     dtype = config.model.dtype if g.dtype == "same" else g.dtype
-    return VllmEngine(config.model.path, slots=g.slots, context=g.context, in_flight=config.weights.in_flight, dtype=dtype,
-                      published=config.model.dtype, device=config.model.device, kv_bytes=g.kv_cache_mib << 20, seed=config.seed)  # fmt: skip
+    return VllmEngine(
+        config.model.path,
+        slots=g.slots,
+        context=g.context,
+        in_flight=config.weights.in_flight,
+        dtype=dtype,
+        published=config.model.dtype,
+        device=config.model.device,
+        kv_bytes=g.kv_cache_mib << 20,
+        seed=config.seed,
+    )

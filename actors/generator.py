@@ -1,8 +1,8 @@
 """The generator process: tickets in, trajectories out, with the newest announced weights.
 
-One pass of the loop: read replies, load the weights that the schedule wants, start samples, decode a few steps, collect
-rewards, deliver.  It never waits while a row is live; with none, it waits for the buffer, and says for what.
-"""
+One pass of the loop: read replies, load the weights that the schedule wants, start samples, decode
+a few steps, collect rewards, deliver.  It never waits while a row is live; with none, it waits for
+the buffer, and says for what."""
 
 from __future__ import annotations
 
@@ -36,29 +36,39 @@ from asyncrl.watchdog import WaitLog
 from asyncrl.wires import PeerSocket
 
 DECODE_STEPS = 8  # between two looks at the socket
-CALL_S = 2.0  # seconds for them: a slow engine makes fewer, as leases are renewed and rewards delivered between two calls
+# seconds for them: a slow engine makes fewer, as leases are renewed and rewards delivered between
+# two calls
+CALL_S = 2.0
 EVERYTHING = 1 << 30  # samples
 IDLE_POLL_S = 0.02
 GREET_S = 5.0
 ENDED_S = 2.0  # of the buffer's silence, before it is looked up whether the run has ended
-REWARD_POLL_S = 0.002  # nothing to decode, rewards outstanding: the core may be the one that computes them
+# nothing to decode, rewards outstanding: the core may be the one that computes them
+REWARD_POLL_S = 0.002
 
 
 class Generator:
     """One generator.  `run` returns when the run is finished or it was told to end."""
 
     def __init__(self, config: Config, run_dir: Path, index: int, engine: Engine) -> None:
-        self.config, self.run_dir, self.engine = config, run_dir, engine
-        self.producer, self.session = f"generator-{index}", time.time_ns()
+        self.config = config
+        self.run_dir = run_dir
+        self.engine = engine
+        self.producer = f"generator-{index}"
+        self.session = time.time_ns()
         self.run = run_id(run_dir)
         self.lockstep = config.staleness.max_lag == 0 and config.generators == 1
-        self.schedule = Schedule(drain_first=config.weights.in_flight == "between_groups", lockstep=self.lockstep)
+        self.schedule = Schedule(
+            drain_first=config.weights.in_flight == "between_groups", lockstep=self.lockstep
+        )
         self.tokenizer = load_tokenizer(config.model.path)
         self.stops = stop_tokens(self.tokenizer, config)
         self.task = get_task(config.task)
         self.rewards = RewardRunner(config, self.task)
         self.tracer = Tracer(run_dir, self.producer)
-        self.reward_tracer = Tracer(run_dir, f"{self.producer}-rewards") if self.rewards.pool is not None else None
+        self.reward_tracer = (
+            Tracer(run_dir, f"{self.producer}-rewards") if self.rewards.pool is not None else None
+        )
         if self.reward_tracer is not None:
             self.rewards.timed = self.reward_tracer.add
         self.outbox = Outbox(config.wires, self.producer, self.session)
@@ -72,21 +82,30 @@ class Generator:
         self.want_sequence = 0
         self.want_sent = 0.0
         self.lacking = False  # weights are to be loaded, and not to be had now
-        self.gone: tuple[m.WeightsSource, float] | None = None  # where weights were announced and are not, and since when
+        # where weights were announced and are not, and since when
+        self.gone: tuple[m.WeightsSource, float] | None = None
         limits = config.wires.connect_s, config.watchdog.startup_s
         self.patience_s = math.inf if os.environ.get("ASYNCRL_SUPERVISED") else max(limits)
         self.asked = 0
         self.ending = self.over = False  # told to end; told that the run is over
-        self.unanswered = 0.0  # when the first of the requests that nothing has answered yet was sent; 0: none
+        # when the first of the requests that nothing has answered yet was sent; 0: none
+        self.unanswered = 0.0
         self.ever_heard = False
         self.renewed = self.greeted = 0.0
-        self.stats = {"generator/tokens": 0.0, "generator/busy_s": 0.0, "generator/idle_s": 0.0, "generator/swap_s": 0.0, "generator/swaps": 0.0,
-                      "generator/reward_idle_s": 0.0}  # fmt: skip
+        self.stats = {
+            "generator/tokens": 0.0,
+            "generator/busy_s": 0.0,
+            "generator/idle_s": 0.0,
+            "generator/swap_s": 0.0,
+            "generator/swaps": 0.0,
+            "generator/reward_idle_s": 0.0,
+        }
         self.idle_since = time.monotonic()
-        self.waiting_for, self.waiting_since = "the buffer's first answer", time.monotonic()
+        self.waiting_for = "the buffer's first answer"
+        self.waiting_since = time.monotonic()
         self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
 
-    # ---- the loop --------------------------------------------------------------------------------------------------
+    # ---- the loop --------------------------------------------------------------------------------
 
     def loop(self) -> None:
         self.greet()
@@ -104,7 +123,10 @@ class Generator:
         if not self.over:
             self.leave()
         elif self.loaded is None:
-            raise NothingToDo(f"the run in {self.run_dir} has ended, all its {self.config.learner.steps} steps are made: {self.producer} came too late")
+            raise NothingToDo(
+                f"the run in {self.run_dir} has ended, all its {self.config.learner.steps} steps "
+                f"are made: {self.producer} came too late"
+            )
 
     def request(self, message: m.FromPeer) -> None:
         """Send what the buffer answers, each in its own time: silence counts from here."""
@@ -113,7 +135,15 @@ class Generator:
 
     def greet(self) -> None:
         """Say who this is; again and again, as a buffer that was started anew does not know."""
-        hello = m.GeneratorHello(m.PROTOCOL, self.run, self.producer, self.session, self.engine.slots, socket.gethostname(), os.getpid())
+        hello = m.GeneratorHello(
+            m.PROTOCOL,
+            self.run,
+            self.producer,
+            self.session,
+            self.engine.slots,
+            socket.gethostname(),
+            os.getpid(),
+        )
         self.request(hello)
         self.greeted = time.monotonic()
 
@@ -122,7 +152,8 @@ class Generator:
         timeout = 0.0 if self.engine.active else REWARD_POLL_S if self.judged else IDLE_POLL_S
         while (reply := self.socket.recv(timeout)) is not None:
             timeout = 0.0
-            self.unanswered, self.ever_heard = 0.0, True
+            self.unanswered = 0.0
+            self.ever_heard = True
             if isinstance(reply, m.Tickets):
                 self.on_tickets(reply)
             elif isinstance(reply, m.Acks) and reply.session == self.session:
@@ -136,11 +167,13 @@ class Generator:
                 raise error
         silent = time.monotonic() - self.unanswered if self.unanswered else 0.0
         if silent > ENDED_S and ended(self.run_dir, self.config.learner.steps):
-            self.over = True  # the buffer has gone without telling this one: it decoded, or was still starting
+            # the buffer has gone without telling this one: it decoded, or was still starting
+            self.over = True
             return
         if silent > self.config.wires.connect_s:
             raise PeerUnreachable(
-                f"the buffer at {self.socket.address} has not answered for {silent:.0f} s (wires.connect_s); "
+                f"the buffer at {self.socket.address} has not answered for {silent:.0f} s "
+                "(wires.connect_s); "
                 "start it with `asyncrl buffer`, or set wires.address"
             )
 
@@ -151,14 +184,19 @@ class Generator:
         if reply.sequence == self.want_sequence:
             self.asked = 0
         for ticket in self.schedule.take(reply.tickets):
-            self.schedule.held[ticket.ticket, ticket.attempt].prompt = encode_prompt(self.tokenizer, ticket.prompt)
+            self.schedule.held[ticket.ticket, ticket.attempt].prompt = encode_prompt(
+                self.tokenizer, ticket.prompt
+            )
         self.over = self.over or reply.finished
 
     def swap(self) -> None:
-        """End what an older epoch left; load the version that the schedule wants, between two decode steps."""
+        """End what an older epoch left; load the version that the schedule wants, between two
+        decode steps.
+        """
         for held in self.schedule.outdated():
             self.engine.abort(self.schedule.drop(held))
-        goal, said = self.schedule.wanted(self.loaded[0] if self.loaded else None), self.schedule.announced
+        goal = self.schedule.wanted(self.loaded[0] if self.loaded else None)
+        said = self.schedule.announced
         self.lacking = said is None
         if said is None and self.ever_heard:
             self.wait("the learner: no weights have been announced yet")
@@ -167,7 +205,8 @@ class Generator:
         began = time.monotonic()
         with self.tracer.span("weights"):
             got = self.pull(said, goal)
-            if got is None:  # its slot was reused or is being written: the next announcement, or a retry, brings one
+            # its slot was reused or is being written: the next announcement, or a retry, brings one
+            if got is None:
                 self.lacking = True
                 if self.gone is None:
                     self.wait(f"weights {goal}")
@@ -182,10 +221,9 @@ class Generator:
     def pull(self, said: m.Announcement, goal: Label) -> tuple[dict[str, Any], str, bytes] | None:
         """Weights `goal` from where they were announced to be; None: not now.
 
-        That place may be gone because its learner has died, and the next one needs its time to start; the buffer will then announce
-        another.  Raises PeerUnreachable when the place stays gone for longer than any start takes; under a supervisor, whose watchdog
-        judges, never.
-        """
+        That place may be gone because its learner has died, and the next one needs its time to
+        start; the buffer will then announce another.  Raises PeerUnreachable when the place stays
+        gone for longer than any start takes; under a supervisor, whose watchdog judges, never."""
         try:
             got = self.weights.pull(said.source, goal, said.digest if goal == said.label else None)
         except (PeerUnreachable, FileNotFoundError) as e:
@@ -193,8 +231,13 @@ class Generator:
                 self.gone = said.source, time.monotonic()
             gone_s = time.monotonic() - self.gone[1]
             if gone_s > self.patience_s:
-                raise PeerUnreachable(f"weights {goal} have been gone for {gone_s:.0f} s: {e}; is the learner running?") from e
-            self.wait(f"weights {goal}, which are gone ({e}); the learner's next life brings others")
+                raise PeerUnreachable(
+                    f"weights {goal} have been gone for {gone_s:.0f} s: {e}; is the learner "
+                    "running?"
+                ) from e
+            self.wait(
+                f"weights {goal}, which are gone ({e}); the learner's next life brings others"
+            )
             return None
         self.gone = None
         return got
@@ -205,17 +248,32 @@ class Generator:
             return
         requests = []
         for held, sample in self.schedule.admit(self.loaded[0], room):
-            ticket, tokens = held.ticket, held.prompt
+            ticket = held.ticket
+            tokens = held.prompt
             limit = min(ticket.sampling.max_new_tokens, self.config.generator.context - len(tokens))
             key = (ticket.ticket, sample, ticket.attempt)
             if limit < 1:
-                self.fail(ticket, key, f"data: the prompt has {len(tokens)} tokens, generator.context is {self.config.generator.context}")
+                self.fail(
+                    ticket,
+                    key,
+                    f"data: the prompt has {len(tokens)} tokens, generator.context is "
+                    f"{self.config.generator.context}",
+                )
                 continue
             s = ticket.sampling
             requests.append(
-                Request(key=key, prompt=tokens, group=ticket.ticket, max_new_tokens=limit, temperature=s.temperature, top_p=s.top_p,
-                        top_k=s.kept(sample), stop=self.stops, seed=ticket.seed)
-            )  # fmt: skip
+                Request(
+                    key=key,
+                    prompt=tokens,
+                    group=ticket.ticket,
+                    max_new_tokens=limit,
+                    temperature=s.temperature,
+                    top_p=s.top_p,
+                    top_k=s.kept(sample),
+                    stop=self.stops,
+                    seed=ticket.seed,
+                )
+            )
         if requests:
             with self.tracer.span("prefill", len(requests)):
                 self.engine.add(requests)
@@ -233,7 +291,11 @@ class Generator:
         self.decoded += self.steps
         took = time.monotonic() - now
         if not self.lockstep:  # where the moments at which rows are filled must not hang on time
-            self.steps = max(1, min(DECODE_STEPS, int(self.steps * CALL_S / took))) if took > CALL_S else min(DECODE_STEPS, self.steps + 1)
+            self.steps = (
+                max(1, min(DECODE_STEPS, int(self.steps * CALL_S / took)))
+                if took > CALL_S
+                else min(DECODE_STEPS, self.steps + 1)
+            )
         for answer in answers:
             self.stats["generator/tokens"] += len(answer.tokens)
             self.finished(answer)
@@ -251,14 +313,32 @@ class Generator:
         text = self.tokenizer.decode(shown, skip_special_tokens=True)
         self.judged[key] = (held.ticket, answer, text)
         steps = decode_steps(self.config, held.ticket, len(answer.tokens))
-        self.late.hold(time.monotonic() + steps * self.stats["generator/busy_s"] / max(self.decoded, 1), key)
+        self.late.hold(
+            time.monotonic() + steps * self.stats["generator/busy_s"] / max(self.decoded, 1), key
+        )
 
     def fail(self, ticket: m.Ticket, key: Key, why: str) -> None:
-        """A sample that cannot be written: delivered as failed, never trained on as a reward of 0."""
+        """A sample that cannot be written: delivered as failed, never trained on as a reward of
+        0.
+        """
         self.schedule.done(key, 0)
         label, digest = self.loaded or (ticket.min_version, "")
         span = m.Span(label, digest, 0, 0, label)
-        self.outbox.add(m.Trajectory(*key, b"", b"", b"", b"", [span], 0.0, {}, "stop", ticket.sampling.temperature, failed=why))
+        self.outbox.add(
+            m.Trajectory(
+                *key,
+                b"",
+                b"",
+                b"",
+                b"",
+                [span],
+                0.0,
+                {},
+                "stop",
+                ticket.sampling.temperature,
+                failed=why,
+            )
+        )
 
     def collect(self) -> None:
         for key in self.late.due(time.monotonic()):
@@ -267,8 +347,13 @@ class Generator:
         for key, reward, parts, token_rewards, failed in self.rewards.poll():
             ticket, answer, text = self.judged.pop(key)
             if failed and self.config.reward.on_error == "stop":
-                raise AsyncrlError(f"the reward function failed on prompt {ticket.prompt.id}: {failed} (reward.on_error = stop)")
-            self.outbox.add(trajectory(ticket, answer, text, float(reward), parts, token_rewards, failed))
+                raise AsyncrlError(
+                    f"the reward function failed on prompt {ticket.prompt.id}: {failed} "
+                    "(reward.on_error = stop)"
+                )
+            self.outbox.add(
+                trajectory(ticket, answer, text, float(reward), parts, token_rewards, failed)
+            )
 
     def deliver(self) -> None:
         for frame in self.outbox.frames(time.monotonic(), flush=not self.engine.active):
@@ -277,32 +362,48 @@ class Generator:
     def wait(self, what: str) -> None:
         """What it waits for from now on; "" when it has work."""
         if what != self.waiting_for:
-            self.waiting_for, self.waiting_since = what, time.monotonic()
+            self.waiting_for = what
+            self.waiting_since = time.monotonic()
 
     def want(self) -> None:
-        """Ask for as many samples as will find a free row soon; one request at a time, repeated when unanswered.
+        """Ask for as many samples as will find a free row soon; one request at a time, repeated
+        when unanswered.
 
-        In lockstep (synchronous, one generator) it asks for all there is, and only with empty hands and everything delivered:
-        what then shares the engine does not hang on when messages arrive, and runs repeat bitwise.
-        """
-        now, free = time.monotonic(), self.engine.slots - self.engine.active - self.schedule.waiting()
+        In lockstep (synchronous, one generator) it asks for all there is, and only with empty hands
+        and everything delivered: what then shares the engine does not hang on when messages arrive,
+        and runs repeat bitwise."""
+        now = time.monotonic()
+        free = self.engine.slots - self.engine.active - self.schedule.waiting()
         if self.lockstep:
-            free = 0 if self.engine.active or self.schedule.waiting() or self.judged or self.outbox.fresh else EVERYTHING
+            free = (
+                0
+                if self.engine.active or self.schedule.waiting() or self.judged or self.outbox.fresh
+                else EVERYTHING
+            )
         if self.outbox.full:
             self.wait("credit: the buffer has not acknowledged what was delivered")
             return
         due = free > self.asked or (self.asked and now - self.want_sent > self.config.wires.retry_s)
         if free > 0 and due:
-            self.want_sequence, self.want_sent, self.asked = self.want_sequence + 1, now, free
+            self.want_sequence = self.want_sequence + 1
+            self.want_sent = now
+            self.asked = free
             holding = self.loaded[0] if self.loaded else None
             self.socket.send(m.Want(self.producer, self.session, self.want_sequence, free, holding))
-        if not self.engine.active and not self.judged and not self.schedule.waiting() and not self.lacking:
+        if (
+            not self.engine.active
+            and not self.judged
+            and not self.schedule.waiting()
+            and not self.lacking
+        ):
             self.wait("a ticket: the staleness limit leaves no room, or all tickets are out")
         elif not self.engine.active and self.rewards.waiting:
             self.wait(m.REWARDS_WAITED_FOR)
 
     def judging(self) -> list[tuple[int, int]]:
-        """(ticket, attempt) of what is written and waits only for its rewards: nothing of it is in the engine or to come."""
+        """(ticket, attempt) of what is written and waits only for its rewards: nothing of it is in
+        the engine or to come.
+        """
         if not self.rewards.working:
             return []
         return sorted({(t, a) for t, _, a in self.judged if (t, a) not in self.schedule.held})
@@ -314,7 +415,18 @@ class Generator:
         self.renewed = now
         if now - self.greeted > GREET_S:
             self.greet()
-        waits = [(self.producer, self.waiting_for, f"the buffer at {self.socket.address}", now - self.waiting_since)] if self.waiting_for else []
+        waits = (
+            [
+                (
+                    self.producer,
+                    self.waiting_for,
+                    f"the buffer at {self.socket.address}",
+                    now - self.waiting_since,
+                )
+            ]
+            if self.waiting_for
+            else []
+        )
         for line in self.wait_log.lines(waits):
             print(line, file=sys.stderr, flush=True)
         live = self.engine.progress()
@@ -325,17 +437,31 @@ class Generator:
         progress = [(t, a, n) for (t, a), n in tokens.items()]
         waiting = f"{self.waiting_for}|{now - self.waiting_since:.1f}" if self.waiting_for else ""
         stats = self.stats | self.rewards.numbers()
-        self.request(m.Renew(self.producer, self.session, progress, stats, waiting, self.judging(), self.outbox.drawn.reported(progress)))
+        self.request(
+            m.Renew(
+                self.producer,
+                self.session,
+                progress,
+                stats,
+                waiting,
+                self.judging(),
+                self.outbox.drawn.reported(progress),
+            )
+        )
 
     def leave(self) -> None:
-        """Told to end: what is finished goes out, and how much was drawn of the rest, which is lost."""
+        """Told to end: what is finished goes out, and how much was drawn of the rest, which is
+        lost.
+        """
         for frame in self.outbox.frames(time.monotonic(), flush=True):
             self.socket.send(frame)
         self.renewed = 0.0
         self.renew()
 
     def close(self) -> None:
-        """Whatever ended it: the buffer hears that its leases are free, unless there is no buffer any more."""
+        """Whatever ended it: the buffer hears that its leases are free, unless there is no buffer
+        any more.
+        """
         self.rewards.close()
         self.tracer.close()
         if self.reward_tracer is not None:
@@ -346,11 +472,23 @@ class Generator:
         self.socket.close()
 
 
-def trajectory(ticket: m.Ticket, answer: Answer, text: str, reward: float, parts: dict[str, float], token_rewards: Any, failed: str) -> m.Trajectory:
+def trajectory(
+    ticket: m.Ticket,
+    answer: Answer,
+    text: str,
+    reward: float,
+    parts: dict[str, float],
+    token_rewards: Any,
+    failed: str,
+) -> m.Trajectory:
     """The record of one answer: token ids exactly as sampled."""
     if not np.isfinite(answer.logprobs).all():
-        raise ProtocolError(f"the engine gave a logprob that is not finite for ticket {ticket.ticket}, sample {answer.key[1]}, with weights "
-                            f"{answer.spans[-1].label}: if optim/grad_norm or kl/prox_target_k3 grew before, learner.lr is too large")  # fmt: skip
+        raise ProtocolError(
+            f"the engine gave a logprob that is not finite for ticket {ticket.ticket}, sample "
+            f"{answer.key[1]}, with weights "
+            f"{answer.spans[-1].label}: if optim/grad_norm or kl/prox_target_k3 grew before, "
+            "learner.lr is too large"
+        )
     return m.Trajectory(
         *answer.key,
         prompt_tokens=np.ascontiguousarray(answer.prompt, dtype="<i4").tobytes(),
@@ -365,7 +503,9 @@ def trajectory(ticket: m.Ticket, answer: Answer, text: str, reward: float, parts
         text=text,
         prompt_text=ticket.prompt.text,
         segments=[("model", 0, len(answer.tokens))],
-        token_rewards=b"" if token_rewards is None else np.asarray(token_rewards, dtype="<f4").tobytes(),
+        token_rewards=b""
+        if token_rewards is None
+        else np.asarray(token_rewards, dtype="<f4").tobytes(),
         generated_at=time.monotonic(),
         failed=failed,
     )
@@ -383,7 +523,9 @@ def engine_for(config: Config) -> Engine:
 
 
 def main(config: Config, run_dir: Path, index: int) -> bool:
-    """Run generator `index` of the run in `run_dir` until the run is finished, or SIGTERM asks for its end (False)."""
+    """Run generator `index` of the run in `run_dir` until the run is finished, or SIGTERM asks for
+    its end (False).
+    """
     bind(config.generator.gpus, index, "generator.gpus")
     engine = engine_for(config)
     generator = Generator(config, run_dir, index, engine)
@@ -397,5 +539,8 @@ def main(config: Config, run_dir: Path, index: int) -> bool:
         generator.loop()
     finally:
         generator.close()
-    print(f"{generator.producer}: ended after {generator.stats['generator/tokens']:.0f} tokens", file=sys.stderr)
+    print(
+        f"{generator.producer}: ended after {generator.stats['generator/tokens']:.0f} tokens",
+        file=sys.stderr,
+    )
     return generator.over

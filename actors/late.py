@@ -1,4 +1,6 @@
-"""Answers that come late on purpose (`staleness.delay`): finished ones wait here until their time has come."""
+"""Answers that come late on purpose (`staleness.delay`): finished ones wait here until their time
+has come.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,14 @@ T = TypeVar("T")
 
 
 def decode_steps(config: Config, ticket: Ticket, tokens: int) -> float:
-    """Decode steps by which an answer of `tokens` to `ticket` comes late, as if each token had taken so much longer; 0 for evaluation."""
-    return tokens * admission.delay(config.staleness.delay, ticket.seed, ticket.ticket) if ticket.kind == "train" else 0.0
+    """Decode steps by which an answer of `tokens` to `ticket` comes late, as if each token had
+    taken so much longer; 0 for evaluation.
+    """
+    return (
+        tokens * admission.delay(config.staleness.delay, ticket.seed, ticket.ticket)
+        if ticket.kind == "train"
+        else 0.0
+    )
 
 
 class Late(Generic[T]):

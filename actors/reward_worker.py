@@ -1,9 +1,11 @@
-"""One reward process: `python -m actors.reward_worker FD PARENT`, started by actors/rewards.py; it ends with its parent or its socket.
+"""One reward process: `python -m actors.reward_worker FD PARENT`, started by actors/rewards.py; it
+ends with its parent or its socket.
 
-A frame is four bytes of length (big endian) and msgpack, never pickle.  In: Setup, then lists of Unit.  Out: Reply("ready" or "broken"), then
-one Reply for each Unit, at once: the parent knows from what is unanswered which calls this process was working on when it hangs or dies.
-A unit is one answer, or a list of them for a function that takes lists (`batched`); a coroutine function has several units under way.
-"""
+A frame is four bytes of length (big endian) and msgpack, never pickle.  In: Setup, then lists of
+Unit.  Out: Reply("ready" or "broken"), then one Reply for each Unit, at once: the parent knows from
+what is unanswered which calls this process was working on when it hangs or dies. A unit is one
+answer, or a list of them for a function that takes lists (`batched`); a coroutine function has
+several units under way."""
 
 from __future__ import annotations
 
@@ -32,14 +34,17 @@ from asyncrl.tasks import get_task
 
 Judged = tuple[float, dict[str, float], list[float] | None]
 FRAME_BYTES = 64 * 1024 * 1024  # a larger frame is a broken worker
-LARGEST = 1e15  # of a reward: float32 holds the sum of a batch's squares of it, and no reward is meant to be larger
+# of a reward: float32 holds the sum of a batch's squares of it, and no reward is meant to be larger
+LARGEST = 1e15
 WHY_CHARACTERS = 300  # of what an exception says
 PRINTED_CHARACTERS = 1 << 20  # by the function in the life of its process; the rest is dropped
 _PR_SET_PDEATHSIG = 1
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """Runner to worker, once: the function (module:function, or "" for the task's own), the task, and the bounds of a coroutine function."""
+    """Runner to worker, once: the function (module:function, or "" for the task's own), the task,
+    and the bounds of a coroutine function.
+    """
 
     path: str
     task: Task
@@ -56,17 +61,20 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Unit(msgspec.Struct, frozen=True, array_like=True):
-    """Runner to worker: what one call of the function judges.  One answer, or several when the function takes lists."""
+    """Runner to worker: what one call of the function judges.  One answer, or several when the
+    function takes lists.
+    """
 
     id: int
     calls: list[Call]
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):
-    """Worker to runner.  `results` has one entry for each answer of the unit: what was judged, or why it cannot be used.
+    """Worker to runner.  `results` has one entry for each answer of the unit: what was judged, or
+    why it cannot be used.
 
-    "failed": the call raised; "hung": a coroutine that did not end by the deadline.  Times are CLOCK_MONOTONIC seconds.
-    """
+    "failed": the call raised; "hung": a coroutine that did not end by the deadline.  Times are
+    CLOCK_MONOTONIC seconds."""
 
     kind: Literal["ready", "broken", "ok", "failed", "hung"]
     id: int = -1
@@ -90,17 +98,22 @@ def one_line(text: str) -> str:
 
 def said(e: BaseException) -> str:
     """`raised KeyError: 'x'`, on one line; for an exit, that it was one."""
-    return one_line(f"called sys.exit({e.code!r})" if isinstance(e, SystemExit) else f"raised {type(e).__name__}: {e}")
+    return one_line(
+        f"called sys.exit({e.code!r})"
+        if isinstance(e, SystemExit)
+        else f"raised {type(e).__name__}: {e}"
+    )
 
 
-# ---- what a function returned ----------------------------------------------------------------------------------------
+# ---- what a function returned --------------------------------------------------------------------
 
 
 def checked(value: Any, tokens: int) -> Judged:
-    """(reward, parts, token rewards) of what a reward function returned for an answer of `tokens` tokens; nan for a token given None.
+    """(reward, parts, token rewards) of what a reward function returned for an answer of `tokens`
+    tokens; nan for a token given None.
 
-    Raises ValueError that says what is wrong: no number, not finite or too large, no `reward` in a dict, another count of token rewards.
-    """
+    Raises ValueError that says what is wrong: no number, not finite or too large, no `reward` in a
+    dict, another count of token rewards."""
     parts: dict[str, float] = {}
     per_token = None
     if isinstance(value, dict):
@@ -114,7 +127,8 @@ def checked(value: Any, tokens: int) -> Judged:
         per_token = per_token.tolist() if hasattr(per_token, "tolist") else per_token
         if not isinstance(per_token, list | tuple) or len(per_token) != tokens:
             raise ValueError(f"token_rewards must be a list of {tokens} numbers, one a token")
-        per_token = [math.nan if x is None else number(x, "token_rewards") for x in per_token]  # nan: nothing was said of this token
+        # nan: nothing was said of this token
+        per_token = [math.nan if x is None else number(x, "token_rewards") for x in per_token]
     return number(value, "reward"), parts, per_token
 
 
@@ -129,7 +143,10 @@ def number(x: Any, name: str) -> float:
     if not math.isfinite(y):
         raise ValueError(f"{name} is {y}, not a finite number")
     if abs(y) > LARGEST:
-        raise ValueError(f"{name} is {y:g}, beyond {LARGEST:g}: the learner's float32 would make it infinite; scale it down")
+        raise ValueError(
+            f"{name} is {y:g}, beyond {LARGEST:g}: the learner's float32 would make it infinite; "
+            "scale it down"
+        )
     return y
 
 
@@ -138,19 +155,31 @@ def usable(value: Any, tokens: int) -> Judged | str:
     try:
         return checked(value, tokens)
     except Exception as e:
-        return one_line(f"what the reward function returned cannot be used: {e if type(e) is ValueError else said(e)}")
+        return one_line(
+            "what the reward function returned cannot be used: "
+            f"{e if type(e) is ValueError else said(e)}"
+        )
 
 
 def each(values: Any, calls: list[Call]) -> list[Judged | str]:
-    """What a function that takes lists returned, answer by answer.  Raises ValueError unless it is one value for each."""
+    """What a function that takes lists returned, answer by answer.  Raises ValueError unless it is
+    one value for each.
+    """
     values = values.tolist() if hasattr(values, "tolist") else values
     if not isinstance(values, list | tuple) or len(values) != len(calls):
-        got = f"{len(values)} values" if isinstance(values, list | tuple) else f"a {type(values).__name__}"
-        raise ValueError(f"it takes lists (`batched`), and returned {got} for {len(calls)} answers: return a list of as many")
+        got = (
+            f"{len(values)} values"
+            if isinstance(values, list | tuple)
+            else f"a {type(values).__name__}"
+        )
+        raise ValueError(
+            f"it takes lists (`batched`), and returned {got} for {len(calls)} answers: return a "
+            "list of as many"
+        )
     return [usable(v, len(c.tokens)) for v, c in zip(values, calls, strict=True)]
 
 
-# ---- the function ----------------------------------------------------------------------------------------------------
+# ---- the function --------------------------------------------------------------------------------
 
 
 def resolve(path: str) -> Callable[..., Any]:
@@ -160,14 +189,19 @@ def resolve(path: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module), name)
     except (Exception, SystemExit) as e:
-        raise ConfigError(f"reward.function = {path}: importing it {said(e)}; write module:function, importable from here") from e
+        raise ConfigError(
+            f"reward.function = {path}: importing it {said(e)}; write module:function, importable "
+            "from here"
+        ) from e
     if not callable(found):
         raise ConfigError(f"reward.function = {path}: is not a function")
     return found  # type: ignore[no-any-return]
 
 
 def takes_lists(function: Callable[..., Any]) -> bool:
-    """Is it marked by `function.batched = True`: (list of prompts, list of texts) -> list of rewards?"""
+    """Is it marked by `function.batched = True`: (list of prompts, list of texts) -> list of
+    rewards?
+    """
     return bool(getattr(function, "batched", False))
 
 
@@ -181,15 +215,28 @@ def takes_tokens(function: Callable[..., Any]) -> bool:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def called(function: Callable[..., Any], calls: list[Call]) -> Any:
-    """The function on these answers: on lists of them where it takes lists, with `tokens` where it has such a parameter."""
-    prompts, texts, tokens = [c.prompt for c in calls], [c.text for c in calls], [c.tokens for c in calls]
+    """The function on these answers: on lists of them where it takes lists, with `tokens` where it
+    has such a parameter.
+    """
+    prompts = [c.prompt for c in calls]
+    texts = [c.text for c in calls]
+    tokens = [c.tokens for c in calls]
     if takes_lists(function):
-        return function(prompts, texts, tokens=tokens) if takes_tokens(function) else function(prompts, texts)
-    return function(prompts[0], texts[0], tokens=tokens[0]) if takes_tokens(function) else function(prompts[0], texts[0])
+        return (
+            function(prompts, texts, tokens=tokens)
+            if takes_tokens(function)
+            else function(prompts, texts)
+        )
+    return (
+        function(prompts[0], texts[0], tokens=tokens[0])
+        if takes_tokens(function)
+        else function(prompts[0], texts[0])
+    )
 
 
 def results(function: Callable[..., Any], value: Any, calls: list[Call]) -> list[Judged | str]:
@@ -197,7 +244,9 @@ def results(function: Callable[..., Any], value: Any, calls: list[Call]) -> list
 
 
 def call(function: Callable[..., Any], prompt: Prompt, text: str, tokens: list[int]) -> Judged:
-    """Judge one answer here, awaiting the function when it is async.  Raises what it raises, and ValueError for what it returns."""
+    """Judge one answer here, awaiting the function when it is async.  Raises what it raises, and
+    ValueError for what it returns.
+    """
     calls = [Call(prompt, text, tokens)]
     value = _awaited(called(function, calls))
     if not takes_lists(function):
@@ -216,7 +265,7 @@ async def _wait_for(x: Any) -> Any:
     return await x
 
 
-# ---- the loop --------------------------------------------------------------------------------------------------------
+# ---- the loop ------------------------------------------------------------------------------------
 
 
 def encoded(reply: Reply) -> bytes:
@@ -226,12 +275,16 @@ def encoded(reply: Reply) -> bytes:
         if len(payload) > FRAME_BYTES:
             raise ValueError(f"it makes {len(payload)} bytes, more than {FRAME_BYTES}")
     except Exception as e:
-        payload = msgspec.msgpack.encode(msgspec.structs.replace(reply, kind="failed", results=[], why=said(e)))
+        payload = msgspec.msgpack.encode(
+            msgspec.structs.replace(reply, kind="failed", results=[], why=said(e))
+        )
     return frame(payload)
 
 
 def judge(function: Callable[..., Any], unit: Unit) -> Reply:
-    """One call of the function, now.  Whatever it raises, an exit included, is the call's failure and not the process's."""
+    """One call of the function, now.  Whatever it raises, an exit included, is the call's failure
+    and not the process's.
+    """
     began = time.monotonic()
     try:
         found = results(function, _awaited(called(function, unit.calls)), unit.calls)
@@ -241,7 +294,9 @@ def judge(function: Callable[..., Any], unit: Unit) -> Reply:
 
 
 async def judge_later(function: Callable[..., Any], unit: Unit, deadline_s: float) -> Reply:
-    """The same beside others of its kind.  One that does not end by the deadline, nor when it is cancelled, is left behind."""
+    """The same beside others of its kind.  One that does not end by the deadline, nor when it is
+    cancelled, is left behind.
+    """
     began = time.monotonic()
 
     async def guarded() -> Reply:
@@ -290,7 +345,8 @@ def _read(stream: Any) -> bytes | None:
 async def _serve_async(wire: socket.socket, function: Callable[..., Any], setup: Setup) -> None:
     """Units begin in the order in which they came, at most `concurrency` at once."""
     reader, writer = await asyncio.open_unix_connection(sock=wire, limit=FRAME_BYTES)
-    gate, running = asyncio.Semaphore(setup.concurrency), set[asyncio.Task[None]]()
+    gate = asyncio.Semaphore(setup.concurrency)
+    running = set[asyncio.Task[None]]()
     decode = msgspec.msgpack.Decoder(list[Unit]).decode
 
     async def one(unit: Unit) -> None:
@@ -313,7 +369,8 @@ class Bounded(io.TextIOBase):
     """What a reward function prints: to the process's log, up to so many characters."""
 
     def __init__(self, to: TextIO, most: int = PRINTED_CHARACTERS) -> None:
-        self.to, self.left = to, most
+        self.to = to
+        self.left = most
         self.buffer = to.buffer
 
     @property

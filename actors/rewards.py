@@ -1,23 +1,25 @@
 """Rewards: a task's own in place, anybody else's in processes of their own, under a deadline.
 
-A reward function is `def reward(prompt: Prompt, text: str) -> float | dict`, given as `module:function`.  A dict names the parts; `reward`
-among them counts, `token_rewards` may be a list of one number a token (None: of this token nothing is said), which `advantage.name` = gae,
-reinforce_pp and grpo (process supervision) train on in its place.  A function with a parameter `tokens` is given the answer's token ids
-too, the stop token included.  As `async def` its calls are awaited together, at most `reward.concurrency` in a process.  With
-`reward.batched = True` it takes lists, (prompts, texts), and returns a list of as many.
-What raises, returns something else or hangs is a failed sample ("data: why"; "machinery: why" when its process died), never a reward of 0.
+A reward function is `def reward(prompt: Prompt, text: str) -> float | dict`, given as
+`module:function`.  A dict names the parts; `reward` among them counts, `token_rewards` may be a
+list of one number a token (None: of this token nothing is said), which `advantage.name` = gae,
+reinforce_pp and grpo (process supervision) train on in its place.  A function with a parameter
+`tokens` is given the answer's token ids too, the stop token included.  As `async def` its calls are
+awaited together, at most `reward.concurrency` in a process.  With `reward.batched = True` it takes
+lists, (prompts, texts), and returns a list of as many. What raises, returns something else or hangs
+is a failed sample ("data: why"; "machinery: why" when its process died), never a reward of 0.
 
 A thread feeds the processes, so that none waits for the generator's next look:
 
 ```
-submit, poll --inbox--> queue --units--> in a process's hands: the first `window` under way, a little ahead in its socket
-     ^                    ^                  |
+submit, poll --inbox--> queue --units--> in a process's hands: the first `window` under way,
+     ^                    ^                  |                 a little ahead in its socket
      +-----results--------+---(lost)---------+
 ```
 
-A process that hangs or dies was working on its first `window` units, and on nothing else: units begin in order, and each is answered at
-once.  If these are a single answer, that one has failed.  Of several nobody knows which: each is judged again, alone.
-"""
+A process that hangs or dies was working on its first `window` units, and on nothing else: units
+begin in order, and each is answered at once.  If these are a single answer, that one has failed.
+Of several nobody knows which: each is judged again, alone."""
 
 from __future__ import annotations
 
@@ -44,15 +46,23 @@ from asyncrl.messages import Prompt
 Key = tuple[int, int, int]
 Result = tuple[Key, float, dict[str, float], list[float] | None, str]
 GRACE_S = 60.0  # the first import may be slow; a call's deadline starts when the process is ready
-START_TRIES = 3  # processes in a row that end before they are ready: the function's module cannot be imported here
-AHEAD_S = 0.05  # work in a process's socket beyond what it is doing: longer calls wait in the common queue for whoever is free
+# processes in a row that end before they are ready: the function's module cannot be imported here
+START_TRIES = 3
+# work in a process's socket beyond what it is doing: longer calls wait in the common queue for
+# whoever is free
+AHEAD_S = 0.05
 AHEAD_BYTES = 64 * 1024  # and never more than a socket holds
 MOST_AHEAD = 128  # units: what stands behind one that hangs waits for its deadline
 REST_S = 0.002  # between two looks: replies are read together
-SLACK_S = 1.0  # a process of coroutines ends each by itself at the deadline; only one whose loop is blocked is ended by us
+# a process of coroutines ends each by itself at the deadline; only one whose loop is blocked is
+# ended by us
+SLACK_S = 1.0
 TURN_S = 0.5  # the thread looks at least so often
 STUCK_S = 30.0  # after so long without a look, it is not taken to be working any more
-GROW_S, GROW_CALLS, GROW_MOST_S = 1.0, 8, 10.0  # a measurement: so long, so many calls a process, or this long at most
+# a measurement: so long, so many calls a process, or this long at most
+GROW_S = 1.0
+GROW_CALLS = 8
+GROW_MOST_S = 10.0
 WORTH = 1.25  # a doubled pool must do so much more to be doubled again
 
 
@@ -81,14 +91,20 @@ class _Process:
         self.wire, theirs = socket.socketpair()
         with theirs:
             argv = importing.command("actors.reward_worker", str(theirs.fileno()), str(os.getpid()))
-            self.process = subprocess.Popen(argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+            self.process = subprocess.Popen(
+                argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
         self.wire.setblocking(False)
         self.units: dict[int, tuple[list[_Job], int]] = {}  # id -> (its answers, its bytes)
         self.bytes = 0
         self.alone = False  # it has one answer that nothing else may be blamed for
-        self.ready, self.batched, self.window = False, False, 1
-        self.since = time.monotonic()  # its start; then when its oldest unit can have begun at the latest
-        self.incoming, self.outgoing = bytearray(), bytearray(frame(setup))
+        self.ready = False
+        self.batched = False
+        self.window = 1
+        # its start; then when its oldest unit can have begun at the latest
+        self.since = time.monotonic()
+        self.incoming = bytearray()
+        self.outgoing = bytearray(frame(setup))
 
     def under_way(self) -> list[_Job]:
         """The answers it is working on."""
@@ -99,7 +115,9 @@ class _Process:
         return [job for jobs, _ in list(self.units.values())[self.window :] for job in jobs]
 
     def receive(self) -> tuple[list[Reply], bool]:
-        """The replies that have come, and whether it has closed.  Raises msgspec.MsgspecError for what is no reply."""
+        """The replies that have come, and whether it has closed.  Raises msgspec.MsgspecError for
+        what is no reply.
+        """
         closed = False
         try:
             while data := self.wire.recv(1 << 18):
@@ -109,7 +127,8 @@ class _Process:
             pass
         except OSError:
             closed = True
-        replies, at = [], 0
+        replies = []
+        at = 0
         while len(self.incoming) - at >= 4:
             size = int.from_bytes(self.incoming[at : at + 4], "big")
             if size > FRAME_BYTES:
@@ -158,10 +177,12 @@ def idle_cores() -> Callable[[], float]:
 
     def look() -> float:
         nonlocal last
-        before, last = last, psutil.cpu_times(percpu=True)
+        before = last
+        last = psutil.cpu_times(percpu=True)
         idle = 0.0
         for core in (c for c in mine if c < min(len(before), len(last))):
-            spent = sum(last[core][:8]) - sum(before[core][:8])  # beyond the eighth, guests' time is counted twice
+            # beyond the eighth, guests' time is counted twice
+            spent = sum(last[core][:8]) - sum(before[core][:8])
             idle += (last[core].idle - before[core].idle) / spent if spent > 0 else 0.0
         return idle
 
@@ -169,12 +190,15 @@ def idle_cores() -> Callable[[], float]:
 
 
 def grown(workers: int, cores: int, idle: float, rate: float, before: float) -> int:
-    """Processes from now on, of a pool that had more to do than it could: twice as many, as idle cores allow, while that pays.
+    """Processes from now on, of a pool that had more to do than it could: twice as many, as idle
+    cores allow, while that pays.
 
     rate: calls a second now; before: those before it was last enlarged, 0 if it never was.
 
-    >>> grown(1, 8, 6.0, 10.0, 0.0), grown(2, 8, 5.0, 19.0, 10.0), grown(4, 8, 1.2, 37.0, 19.0), grown(2, 8, 5.0, 11.0, 10.0), grown(2, 8, 0.3, 19.0, 10.0)
-    (2, 4, 5, 2, 2)
+    >>> grown(1, 8, 6.0, 10.0, 0.0), grown(2, 8, 5.0, 19.0, 10.0), grown(4, 8, 1.2, 37.0, 19.0)
+    (2, 4, 5)
+    >>> grown(2, 8, 5.0, 11.0, 10.0), grown(2, 8, 0.3, 19.0, 10.0)
+    (2, 2)
     """
     if idle < 0.5 or rate < WORTH * before:
         return workers
@@ -182,13 +206,19 @@ def grown(workers: int, cores: int, idle: float, rate: float, before: float) -> 
 
 
 class _Pool(threading.Thread):
-    """The thread that feeds the processes.  `inbox`, `results` and `wake` are its doors; all else is its own."""
+    """The thread that feeds the processes.  `inbox`, `results` and `wake` are its doors; all else
+    is its own.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__(name="rewards", daemon=True)
         r = config.reward
-        self.path, self.deadline_s, self.batch = r.function, r.deadline_s, r.batch
-        self.setup = msgspec.msgpack.encode(Setup(r.function, config.task, r.deadline_s, r.concurrency))
+        self.path = r.function
+        self.deadline_s = r.deadline_s
+        self.batch = r.batch
+        self.setup = msgspec.msgpack.encode(
+            Setup(r.function, config.task, r.deadline_s, r.concurrency)
+        )
         self.inbox: deque[_Job] = deque()
         self.results: deque[tuple[_Job, Result, float]] = deque()  # with when its call ended
         self.spans: deque[tuple[float, float, int]] = deque()  # calls: began, ended, answers
@@ -199,15 +229,21 @@ class _Pool(threading.Thread):
         self.error: BaseException | None = None
         self.closing = False
         self.turned = time.monotonic()
-        self.processes = [_Process(self.setup) for _ in range(r.workers if isinstance(r.workers, int) and r.workers else 1)]
-        self.cores = len(os.sched_getaffinity(0)) if r.workers == "auto" else 0  # 0: the pool keeps its size
+        self.processes = [
+            _Process(self.setup)
+            for _ in range(r.workers if isinstance(r.workers, int) and r.workers else 1)
+        ]
+        # 0: the pool keeps its size
+        self.cores = len(os.sched_getaffinity(0)) if r.workers == "auto" else 0
         self.idle_cores = idle_cores() if self.cores > 1 else lambda: 0.0
-        self.looked, self.done, self.rate_before = time.monotonic(), 0, 0.0
+        self.looked = time.monotonic()
+        self.done = 0
+        self.rate_before = 0.0
         self.ours, self.wake = socket.socketpair()
         self.ours.setblocking(False)
         self.wake.setblocking(False)
 
-    # ---- the generator's side ------------------------------------------------------------------------------------------
+    # ---- the generator's side --------------------------------------------------------------------
 
     def hand_over(self, jobs: Iterable[_Job]) -> None:
         self.inbox.extend(jobs)
@@ -219,7 +255,7 @@ class _Pool(threading.Thread):
         except OSError:  # it has enough reasons to wake up
             pass
 
-    # ---- the thread ----------------------------------------------------------------------------------------------------
+    # ---- the thread ------------------------------------------------------------------------------
 
     def run(self) -> None:
         try:
@@ -273,7 +309,9 @@ class _Pool(threading.Thread):
     def _deadline(self, p: _Process) -> float:
         if not p.ready:
             return p.since + GRACE_S
-        return p.since + self.deadline_s + (SLACK_S if p.window > 1 else 0.0) if p.units else math.inf
+        return (
+            p.since + self.deadline_s + (SLACK_S if p.window > 1 else 0.0) if p.units else math.inf
+        )
 
     def _receive(self, p: _Process) -> None:
         dead = p.process.poll() is not None  # looked at before the last of its replies is read
@@ -291,11 +329,15 @@ class _Pool(threading.Thread):
         if reply.kind == "broken":
             raise ConfigError(reply.why)
         if reply.kind == "ready":
-            p.ready, p.batched, p.window, self.unborn = True, reply.batched, reply.window, 0
+            p.ready = True
+            p.batched = reply.batched
+            p.window = reply.window
+            self.unborn = 0
             return
         jobs, size = p.units.pop(reply.id, ([], 0))
         p.bytes -= size
-        p.since, p.alone = reply.ended, False
+        p.since = reply.ended
+        p.alone = False
         seconds = reply.ended - reply.began
         self.call_s = 0.9 * self.call_s + 0.1 * seconds if self.call_s else max(seconds, 1e-6)
         self.spans.append((reply.began, reply.ended, len(jobs)))
@@ -342,11 +384,14 @@ class _Pool(threading.Thread):
         self.queue.extendleft(reversed(p.ahead()))
         self.unborn += not p.ready
         if self.unborn >= START_TRIES:
-            raise ConfigError(f"reward.function = {self.path}: {self.unborn} processes ended or hung while importing it; try `python -c 'import "
-                              f"{self.path.partition(':')[0]}'`")  # fmt: skip
+            raise ConfigError(
+                f"reward.function = {self.path}: {self.unborn} processes ended or hung while "
+                "importing it; try `python -c 'import "
+                f"{self.path.partition(':')[0]}'`"
+            )
         self.processes[self.processes.index(p)] = _Process(self.setup)
 
-    # ---- giving out ----------------------------------------------------------------------------------------------------
+    # ---- giving out ------------------------------------------------------------------------------
 
     def _feed(self) -> None:
         free = [p for p in self.processes if p.ready and not p.alone]
@@ -374,8 +419,12 @@ class _Pool(threading.Thread):
             self._send(p, groups)
 
     def _capacity(self, p: _Process) -> int:
-        """Units that it may have in its hands: those under way, and some ahead when they are short."""
-        return p.window + (min(MOST_AHEAD, int(AHEAD_S * p.window / self.call_s)) if self.call_s else 0)
+        """Units that it may have in its hands: those under way, and some ahead when they are
+        short.
+        """
+        return p.window + (
+            min(MOST_AHEAD, int(AHEAD_S * p.window / self.call_s)) if self.call_s else 0
+        )
 
     def _send(self, p: _Process, groups: list[list[_Job]]) -> None:
         if not p.units:
@@ -387,26 +436,35 @@ class _Pool(threading.Thread):
             units.append(Unit(self.last_id, [j.call for j in jobs]))
         p.outgoing += frame(msgspec.msgpack.encode(units))
 
-    # ---- its size --------------------------------------------------------------------------------------------------------
+    # ---- its size --------------------------------------------------------------------------------
 
     def waiting(self) -> int:
         """Calls that no process has begun."""
-        return len(self.queue) + len(self.suspects) + sum(max(0, len(p.units) - p.window) for p in self.processes)
+        return (
+            len(self.queue)
+            + len(self.suspects)
+            + sum(max(0, len(p.units) - p.window) for p in self.processes)
+        )
 
     def _measure(self) -> None:
-        """Enlarge the pool when answers waited all the time, cores were idle, and the last enlargement paid."""
+        """Enlarge the pool when answers waited all the time, cores were idle, and the last
+        enlargement paid.
+        """
         now = time.monotonic()
         waiting = self.waiting()
         if not waiting or not all(p.ready for p in self.processes):
-            self.looked, self.done = now, 0
+            self.looked = now
+            self.done = 0
             self.idle_cores()
             return
-        spent, n = now - self.looked, len(self.processes)
+        spent = now - self.looked
+        n = len(self.processes)
         if spent < GROW_S or (self.done < GROW_CALLS * n and spent < GROW_MOST_S):
             return
         rate = self.done / spent
         wanted = grown(n, self.cores, self.idle_cores(), rate, self.rate_before)
-        self.looked, self.done = now, 0
+        self.looked = now
+        self.done = 0
         if wanted > n:
             self.rate_before = rate
             self.processes += [_Process(self.setup) for _ in range(wanted - n)]
@@ -414,12 +472,26 @@ class _Pool(threading.Thread):
 
 def _size(jobs: list[_Job]) -> int:
     """About what they make in bytes."""
-    return sum(64 + 4 * (len(j.call.text) + len(j.call.tokens) + len(j.call.prompt.text) + len(j.call.prompt.answer)) for j in jobs)
+    return sum(
+        64
+        + 4
+        * (
+            len(j.call.text)
+            + len(j.call.tokens)
+            + len(j.call.prompt.text)
+            + len(j.call.prompt.answer)
+        )
+        for j in jobs
+    )
 
 
 def check(config: Config) -> None:
-    """Import `reward.function` in a process like those that will call it.  Raises ConfigError when that cannot be."""
-    pool = _Pool(msgspec.structs.replace(config, reward=msgspec.structs.replace(config.reward, workers=1)))
+    """Import `reward.function` in a process like those that will call it.  Raises ConfigError when
+    that cannot be.
+    """
+    pool = _Pool(
+        msgspec.structs.replace(config, reward=msgspec.structs.replace(config.reward, workers=1))
+    )
     try:
         while not any(p.ready for p in pool.processes):
             pool.turn()
@@ -428,11 +500,12 @@ def check(config: Config) -> None:
 
 
 class RewardRunner:
-    """Submit answers, poll results.  Results may come in any order; each submitted key comes back exactly once.
+    """Submit answers, poll results.  Results may come in any order; each submitted key comes back
+    exactly once.
 
-    In place when no `reward.function` is given and `reward.workers` is 0 or "auto"; otherwise in processes, of which there are
-    `reward.workers` (at least 1), or as many as turn out to pay ("auto").
-    """
+    In place when no `reward.function` is given and `reward.workers` is 0 or "auto"; otherwise in
+    processes, of which there are `reward.workers` (at least 1), or as many as turn out to pay
+    ("auto")."""
 
     def __init__(self, config: Config, task: Any) -> None:
         self.task = task
@@ -440,9 +513,12 @@ class RewardRunner:
         self.fresh: list[_Job] = []
         self.timing = Timing()
         self.waiting = 0  # submitted, not yet given back
-        self.timed: Callable[[str, float, float, int], None] | None = None  # told of each call to a process: name, began, ended, answers
+        # told of each call to a process: name, began, ended, answers
+        self.timed: Callable[[str, float, float, int], None] | None = None
         r = config.reward
-        self.pool = _Pool(config) if r.function or (isinstance(r.workers, int) and r.workers) else None
+        self.pool = (
+            _Pool(config) if r.function or (isinstance(r.workers, int) and r.workers) else None
+        )
         if self.pool is not None:
             self.pool.start()
 
@@ -456,33 +532,51 @@ class RewardRunner:
 
     @property
     def working(self) -> bool:
-        """Will what waits be judged, or fail at its deadline?  False only if the thread that sees to it is stuck."""
+        """Will what waits be judged, or fail at its deadline?  False only if the thread that sees
+        to it is stuck.
+        """
         return self.pool is None or time.monotonic() - self.pool.turned < STUCK_S
 
     def numbers(self) -> dict[str, float]:
-        """Sums since the start, and the state now, for the metrics; empty when rewards are judged in place."""
+        """Sums since the start, and the state now, for the metrics; empty when rewards are judged
+        in place.
+        """
         if self.pool is None:
             return {}
         t = self.timing
-        return {"reward/judged": t.judged, "reward/waited_s": t.waited_s, "reward/called_s": t.called_s, "reward/queue": self.waiting,
-                "reward/workers": len(self.processes)}  # fmt: skip
+        return {
+            "reward/judged": t.judged,
+            "reward/waited_s": t.waited_s,
+            "reward/called_s": t.called_s,
+            "reward/queue": self.waiting,
+            "reward/workers": len(self.processes),
+        }
 
     def submit(self, key: Key, prompt: Prompt, text: str, tokens: Any) -> None:
-        """Judge `text`, whose token ids are `tokens`, the stop token included.  Processes get it at the next `poll`."""
+        """Judge `text`, whose token ids are `tokens`, the stop token included.  Processes get it at
+        the next `poll`.
+        """
         self.waiting += 1
         if self.pool is not None:
-            self.fresh.append(_Job(key, Call(prompt, text, [int(x) for x in tokens]), time.monotonic()))
+            self.fresh.append(
+                _Job(key, Call(prompt, text, [int(x) for x in tokens]), time.monotonic())
+            )
             return
         try:
-            self.done.append((key, *call(self.task.reward, prompt, text, [int(x) for x in tokens]), ""))
+            self.done.append(
+                (key, *call(self.task.reward, prompt, text, [int(x) for x in tokens]), "")
+            )
         except Exception as e:
             self.done.append((key, 0.0, {}, None, f"data: the reward {said(e)}"))
 
     def poll(self) -> list[Result]:
-        """What is done by now: (key, reward, parts, token rewards, "" or why it failed).  Raises ConfigError when no process can start."""
+        """What is done by now: (key, reward, parts, token rewards, "" or why it failed).  Raises
+        ConfigError when no process can start.
+        """
         if self.pool is not None:
             self._exchange(self.pool)
-        out, self.done = self.done, []
+        out = self.done
+        self.done = []
         self.waiting -= len(out)
         return out
 
@@ -490,7 +584,9 @@ class RewardRunner:
         if isinstance(pool.error, AsyncrlError):
             raise pool.error
         if pool.error is not None:
-            raise AsyncrlError(f"the thread that feeds the reward processes {said(pool.error)}") from pool.error
+            raise AsyncrlError(
+                f"the thread that feeds the reward processes {said(pool.error)}"
+            ) from pool.error
         if self.fresh:
             pool.hand_over(self.fresh)
             self.fresh = []
@@ -520,8 +616,12 @@ class RewardRunner:
             self.pool = None
 
 
-def judge_all(config: Config, task: Any, answers: Sequence[tuple[Prompt, str, list[int]]]) -> list[Result]:
-    """Judge (prompt, text, token ids) as a run would, and wait for it; one result each, in their order."""
+def judge_all(
+    config: Config, task: Any, answers: Sequence[tuple[Prompt, str, list[int]]]
+) -> list[Result]:
+    """Judge (prompt, text, token ids) as a run would, and wait for it; one result each, in their
+    order.
+    """
     runner = RewardRunner(config, task)
     try:
         for i, (prompt, text, tokens) in enumerate(answers):

@@ -1,13 +1,16 @@
-"""Which weights a generator loads next and which samples may start: the generator's rules of the protocol, pure.
+"""Which weights a generator loads next and which samples may start: the generator's rules of the
+protocol, pure.
 
     tickets --take--> waiting --admit--> rows in the engine --done--> (delivery)
 
-1. A ticket is taken once; its samples start only with weights of its epoch, at or above `min_version`.
-2. A ticket with an exact version (evaluation, lag injection) starts, runs and ends with exactly these weights: while such a
-   row is live, nothing is swapped.
+1. A ticket is taken once; its samples start only with weights of its epoch, at or above
+   `min_version`.
+2. A ticket with an exact version (evaluation, lag injection) starts, runs and ends with exactly
+   these weights: while such a row is live, nothing is swapped.
 3. A newer epoch's weights end every unfinished sample of an older one.
-4. In lockstep, no training sample starts while an evaluation ticket is held: which answers share the engine's batch, and with
-   it the last bit of every logprob, is then a function of the tickets alone.
+4. In lockstep, no training sample starts while an evaluation ticket is held: which answers share
+   the engine's batch, and with it the last bit of every logprob, is then a function of the tickets
+   alone.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ class Held:
 
 
 class Schedule:
-    """The tickets one generator holds, in the order in which they are served: evaluation first, then by number."""
+    """The tickets one generator holds, in the order in which they are served: evaluation first,
+    then by number.
+    """
 
     def __init__(self, *, drain_first: bool, lockstep: bool = False) -> None:
         self.drain_first = drain_first  # weights.in_flight = between_groups
@@ -61,13 +66,17 @@ class Schedule:
 
     def announce(self, said: Announcement | None) -> bool:
         """Remember the newest announcement; True when it is news."""
-        if said is None or (self.announced is not None and said.announcement_key <= self.announced.announcement_key):
+        if said is None or (
+            self.announced is not None and said.announcement_key <= self.announced.announcement_key
+        ):
             return False
         self.announced = said
         return True
 
     def take(self, tickets: Iterable[Ticket]) -> list[Ticket]:
-        """Take each ticket reply once (an attempt number is never used twice); returns those that are new."""
+        """Take each ticket reply once (an attempt number is never used twice); returns those that
+        are new.
+        """
         new = [t for t in tickets if t.attempt > self.newest_attempt]
         for t in new:
             self.newest_attempt = max(self.newest_attempt, t.attempt)
@@ -75,7 +84,10 @@ class Schedule:
         return new
 
     def order(self) -> list[Held]:
-        return sorted((h for h in self.held.values() if h.waiting), key=lambda h: (h.ticket.kind == "train", h.ticket.ticket))
+        return sorted(
+            (h for h in self.held.values() if h.waiting),
+            key=lambda h: (h.ticket.kind == "train", h.ticket.ticket),
+        )
 
     def waiting(self) -> int:
         return sum(len(h.waiting) for h in self.held.values())
@@ -93,7 +105,9 @@ class Schedule:
         return sum(len(h.live) for h in self.held.values())
 
     def wanted(self, loaded: Label | None) -> Label | None:
-        """The version to load now, None to stay.  Exact needs come in order; otherwise the newest announced."""
+        """The version to load now, None to stay.  Exact needs come in order; otherwise the newest
+        announced.
+        """
         if self.announced is None or self.pinned():
             return None
         need = next((h.exact for h in self.order() if h.exact is not None), None)
@@ -106,13 +120,19 @@ class Schedule:
         return goal
 
     def admit(self, loaded: Label | None, room: int) -> list[tuple[Held, int]]:
-        """Samples to start now, at most `room`, marked live.  Nothing unpinned starts while a drain is awaited."""
+        """Samples to start now, at most `room`, marked live.  Nothing unpinned starts while a drain
+        is awaited.
+        """
         out: list[tuple[Held, int]] = []
         goal = self._drain_goal(loaded)
         for h in self.order():
             if goal is not None and h.exact != loaded:
                 continue
-            if self.lockstep and h.ticket.kind == "train" and any(x.ticket.kind != "train" for x in self.held.values()):
+            if (
+                self.lockstep
+                and h.ticket.kind == "train"
+                and any(x.ticket.kind != "train" for x in self.held.values())
+            ):
                 break
             while h.waiting and len(out) < room and h.ready(loaded):
                 sample = h.waiting.pop(0)
@@ -124,13 +144,17 @@ class Schedule:
         """A version that waits for live rows to end before it can be loaded."""
         if self.announced is None or loaded is None or not self.live():
             return None
-        need = next((h.exact for h in self.order() if h.exact is not None and h.exact != loaded), None)
+        need = next(
+            (h.exact for h in self.order() if h.exact is not None and h.exact != loaded), None
+        )
         if need is not None and (need < loaded or self.drain_first or self.pinned()):
             return need
         return self.announced.label if self.drain_first and self.announced.label > loaded else None
 
     def done(self, key: Key, tokens: int) -> None:
-        """A sample left the engine: its row is free; the ticket is forgotten when nothing of it is left."""
+        """A sample left the engine: its row is free; the ticket is forgotten when nothing of it is
+        left.
+        """
         h = self.held.get((key[0], key[2]))
         if h is None:
             return

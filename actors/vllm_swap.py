@@ -1,11 +1,12 @@
 """Published weights straight into the layers of vLLM's model, without its reload.
 
-vLLM's reload prepares for any checkpoint and any quantization: it rebuilds every layer, loads into fresh memory, packs, and copies the
-outcome over the old.  For plain layers whose weights are those of the Hugging Face model, stacked, less will do: copy into the live
-parameters, and on a CPU, where vLLM packs the matrix of a linear layer and lets go of it, drop the old packing and pack the published
-bytes where they lie.  Which layer takes which weights is found from the names, and believed only after it was compared with what vLLM's
-own reload made of the same weights.  What is not plain (quantized, experts, latent attention, other names) is told, and keeps the reload.
-"""
+vLLM's reload prepares for any checkpoint and any quantization: it rebuilds every layer, loads into
+fresh memory, packs, and copies the outcome over the old.  For plain layers whose weights are those
+of the Hugging Face model, stacked, less will do: copy into the live parameters, and on a CPU, where
+vLLM packs the matrix of a linear layer and lets go of it, drop the old packing and pack the
+published bytes where they lie.  Which layer takes which weights is found from the names, and
+believed only after it was compared with what vLLM's own reload made of the same weights.  What is
+not plain (quantized, experts, latent attention, other names) is told, and keeps the reload."""
 
 from __future__ import annotations
 
@@ -17,8 +18,11 @@ import torch
 from torch.nn.functional import linear
 
 Weights = Mapping[str, torch.Tensor]
-PLAIN = 256 * 768  # elements; a smaller fp32 matrix multiplies faster as it is than packed for oneDNN (0.4 to 0.9 of the time at 8 to 64 rows)
-CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}  # of the largest output, where packed products are compared
+# elements; a smaller fp32 matrix multiplies faster as it is than packed for oneDNN (0.4 to 0.9 of
+# the time at 8 to 64 rows)
+PLAIN = 256 * 768
+# of the largest output, where packed products are compared
+CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
 
 
 class Unknown(Exception):
@@ -41,7 +45,11 @@ def fused(weights: Weights, names: Sequence[str]) -> torch.Tensor | None:
     first, *rest = (weights[n] for n in names)
     end = first.storage_offset() + first.numel()
     for w in rest:
-        if w.untyped_storage().data_ptr() != first.untyped_storage().data_ptr() or w.storage_offset() != end or w.dtype != first.dtype:
+        if (
+            w.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+            or w.storage_offset() != end
+            or w.dtype != first.dtype
+        ):
             return None
         end += w.numel()
     rows = sum(len(weights[n]) for n in names)
@@ -52,32 +60,54 @@ class Direct:
     """The parts of one model.  Raises Unknown.  dtype: the engine's."""
 
     def __init__(self, model: torch.nn.Module, weights: Weights, dtype: torch.dtype) -> None:
-        self.dtype, self.cpu = dtype, next(model.parameters()).device.type == "cpu"
+        self.dtype = dtype
+        self.cpu = next(model.parameters()).device.type == "cpu"
         self.parts = list(parts(model, weights))
         found = [n for p in self.parts if not p.tied for n in p.names]
         if (missing := weights.keys() - set(found)) or len(found) > len(weights):
-            raise Unknown(f"no layer of vLLM's takes {min(missing)}" if missing else "a weight belongs to several layers")
+            raise Unknown(
+                f"no layer of vLLM's takes {min(missing)}"
+                if missing
+                else "a weight belongs to several layers"
+            )
         heads = [p.layer for p in self.parts if p.product]
-        self.idle: list[Any] = [m for m in model.modules() if hasattr(m, "cpu_linear") and not any(m is h for h in heads)]  # embeddings: packed for nothing
+        # embeddings: packed for nothing
+        self.idle: list[Any] = [
+            m
+            for m in model.modules()
+            if hasattr(m, "cpu_linear") and not any(m is h for h in heads)
+        ]
         self.scratch = torch.empty(0, dtype=dtype)
-        self.plain: dict[int, torch.Tensor] = {}  # by part: matrices kept plain where vLLM has let go of its own
+        # by part: matrices kept plain where vLLM has let go of its own
+        self.plain: dict[int, torch.Tensor] = {}
 
     def same(self, weights: Weights) -> None:
         """Compare with what vLLM's own reload has just made of these weights.  Raises Unknown."""
         for p in self.parts:
-            want, live = self.stacked(weights, p), getattr(p.layer, p.kind)
-            if live.numel() and not torch.equal(live[: len(want)].float(), want.to(live.device, self.dtype).float()):
+            want = self.stacked(weights, p)
+            live = getattr(p.layer, p.kind)
+            if live.numel() and not torch.equal(
+                live[: len(want)].float(), want.to(live.device, self.dtype).float()
+            ):
                 raise Unknown(f"vLLM's own loading changes {p.names[0]}")
             if live.numel() == 0 or (p.product and self.cpu):
-                x = torch.randn(4, want.shape[1], generator=torch.Generator().manual_seed(0)).to(self.dtype)
-                got, plain = p.layer.cpu_linear(x, p.layer.weight, None).float(), linear(x, want).float()
+                x = torch.randn(4, want.shape[1], generator=torch.Generator().manual_seed(0)).to(
+                    self.dtype
+                )
+                got = p.layer.cpu_linear(x, p.layer.weight, None).float()
+                plain = linear(x, want).float()
                 if live.numel():
                     got = got[:, : len(want)]
-                if got.shape != plain.shape or not (got - plain).abs().max() <= CLOSE[self.dtype] * plain.abs().max():
+                if (
+                    got.shape != plain.shape
+                    or not (got - plain).abs().max() <= CLOSE[self.dtype] * plain.abs().max()
+                ):
                     raise Unknown(f"vLLM's own loading changes {p.names[0]}")
 
     def stacked(self, weights: Weights, p: Part) -> torch.Tensor:
-        """The tensor of one part in the engine's dtype, until the next call; a view of the published bytes where that will do."""
+        """The tensor of one part in the engine's dtype, until the next call; a view of the
+        published bytes where that will do.
+        """
         whole = fused(weights, p.names)
         if whole is not None and (whole.dtype == self.dtype or not p.product):
             return whole
@@ -93,15 +123,29 @@ class Direct:
         for m in self.idle:
             m.cpu_linear = linear
         for number, p in enumerate(self.parts):
-            packed = self.cpu and p.product and (self.dtype != torch.float32 or sum(weights[n].numel() for n in p.names) >= PLAIN)
+            packed = (
+                self.cpu
+                and p.product
+                and (
+                    self.dtype != torch.float32 or sum(weights[n].numel() for n in p.names) >= PLAIN
+                )
+            )
             if packed:
-                p.layer.cpu_linear = None  # first give back the old packing, so that the new one gets its memory
-                if not getattr(p.layer, p.kind).numel():  # else the output head, which keeps its plain weight, padded and perhaps tied
-                    p.layer.weight = torch.nn.Parameter(self.stacked(weights, p), requires_grad=False)
+                # first give back the old packing, so that the new one gets its memory
+                p.layer.cpu_linear = None
+                # else the output head, which keeps its plain weight, padded and perhaps tied
+                if not getattr(p.layer, p.kind).numel():
+                    p.layer.weight = torch.nn.Parameter(
+                        self.stacked(weights, p), requires_grad=False
+                    )
                     pack(p.layer, remove_weight=True)
                     continue
             elif self.cpu and p.product and not p.layer.weight.numel():
-                own = self.plain[number] if number in self.plain else self.plain.setdefault(number, self.stacked(weights, p).clone())
+                own = (
+                    self.plain[number]
+                    if number in self.plain
+                    else self.plain.setdefault(number, self.stacked(weights, p).clone())
+                )
                 p.layer.cpu_linear = lambda x, _weight, bias, own=own: linear(x, own, bias)
                 self.copy(weights, p, own)
                 continue
@@ -114,7 +158,9 @@ class Direct:
 
     @staticmethod
     def copy(weights: Weights, p: Part, live: torch.Tensor) -> None:
-        """Fill the rows of `live` that are published; those beyond, of a padded vocabulary, stay zero."""
+        """Fill the rows of `live` that are published; those beyond, of a padded vocabulary, stay
+        zero.
+        """
         at = 0
         for n in p.names:
             live[at : at + len(weights[n])].copy_(weights[n])
@@ -129,10 +175,16 @@ def pack(layer: Any, *, remove_weight: bool) -> None:
 
 
 def parts(model: torch.nn.Module, weights: Weights) -> Iterator[Part]:
-    """Every parameter of the model and its sources.  Raises Unknown for a layer that is not plain."""
+    """Every parameter of the model and its sources.  Raises Unknown for a layer that is not
+    plain.
+    """
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod, VocabParallelEmbedding
+    from vllm.model_executor.layers.vocab_parallel_embedding import (
+        ParallelLMHead,
+        UnquantizedEmbeddingMethod,
+        VocabParallelEmbedding,
+    )
 
     stacks: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
     has_head = any(isinstance(m, ParallelLMHead) for m in model.modules())
@@ -140,18 +192,27 @@ def parts(model: torch.nn.Module, weights: Weights) -> Iterator[Part]:
     for path, layer in model.named_modules():
         method: Any = getattr(layer, "quant_method", None)
         square = isinstance(layer, LinearBase) and type(method) is UnquantizedLinearMethod
-        table = isinstance(layer, VocabParallelEmbedding) and type(method) is UnquantizedEmbeddingMethod
-        if not (square or table) and (method is not None or (hasattr(layer, "process_weights_after_loading") and type(layer) is not Attention)):
+        table = (
+            isinstance(layer, VocabParallelEmbedding) and type(method) is UnquantizedEmbeddingMethod
+        )
+        if not (square or table) and (
+            method is not None
+            or (hasattr(layer, "process_weights_after_loading") and type(layer) is not Attention)
+        ):
             raise Unknown(f"{path} ({type(layer).__name__}) is not plain")
         prefix, _, leaf = path.rpartition(".")
         for kind, tensor in layer.named_parameters(recurse=False):
-            head = table and kind == "weight" and (isinstance(layer, ParallelLMHead) or not has_head)
+            head = (
+                table and kind == "weight" and (isinstance(layer, ParallelLMHead) or not has_head)
+            )
             names = [".".join(filter(None, (prefix, s, kind))) for s in stacks.get(leaf, [leaf])]
             tied = head and names[0] not in weights and id(tensor) in seen
             if tied:
                 names = seen[id(tensor)]
             elif any(n not in weights for n in names):
-                raise Unknown(f"no published weight is called {next(n for n in names if n not in weights)}")
+                raise Unknown(
+                    f"no published weight is called {next(n for n in names if n not in weights)}"
+                )
             elif not _fits(tensor, [weights[n] for n in names], padded=table):
                 raise Unknown(f"{path}.{kind} has another shape than {names[0]}")
             seen[id(tensor)] = names
@@ -164,4 +225,6 @@ def _fits(tensor: torch.Tensor, sources: Sequence[torch.Tensor], *, padded: bool
         return False
     if tensor.numel() == 0:  # packed, its plain form gone
         return sources[0].ndim == 2
-    return tensor.shape[1:] == sources[0].shape[1:] and (len(tensor) == rows or (padded and len(tensor) > rows))
+    return tensor.shape[1:] == sources[0].shape[1:] and (
+        len(tensor) == rows or (padded and len(tensor) > rows)
+    )

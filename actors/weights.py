@@ -1,7 +1,8 @@
-"""How weights reach a generator: from the learner's ring on the same host, in chunks over tcp from another, from GPU to GPU by NCCL.
+"""How weights reach a generator: from the learner's ring on the same host, in chunks over tcp from
+another, from GPU to GPU by NCCL.
 
-A version is copied into a buffer of our own, verified, and only then handed to the engine; nothing runs from the mapping.
-"""
+A version is copied into a buffer of our own, verified, and only then handed to the engine; nothing
+runs from the mapping."""
 
 from __future__ import annotations
 
@@ -22,10 +23,14 @@ if TYPE_CHECKING:
 
 
 class WeightsReceiver:
-    """Pulls announced versions.  `bytes_over_socket` counts what did not come through shared memory."""
+    """Pulls announced versions.  `bytes_over_socket` counts what did not come through shared
+    memory.
+    """
 
     def __init__(self, config: Config, reader_id: str) -> None:
-        self.transport, self.reader_id, self.connect_s = config.weights.transport, reader_id, config.wires.connect_s
+        self.transport = config.weights.transport
+        self.reader_id = reader_id
+        self.connect_s = config.wires.connect_s
         self.epoch = -1
         self.reader: RingReader | None = None
         self.manifest: Any = None
@@ -40,8 +45,12 @@ class WeightsReceiver:
             return source.host == socket.gethostname() and Path(source.directory).is_dir()
         return self.transport == "shared_memory"
 
-    def pull(self, source: WeightsSource, label: Label, digest: str | None) -> tuple[dict[str, Any], str, bytes] | None:
-        """(tensors that view a private buffer, digest, probe) of version `label`, None when it is not to be had right now."""
+    def pull(
+        self, source: WeightsSource, label: Label, digest: str | None
+    ) -> tuple[dict[str, Any], str, bytes] | None:
+        """(tensors that view a private buffer, digest, probe) of version `label`, None when it is
+        not to be had right now.
+        """
         if source.epoch != self.epoch:
             self.open(source)
         if self.pair is not None:
@@ -62,7 +71,9 @@ class WeightsReceiver:
             probe = self.client.probe
         return read_flat(memoryview(self.into), self.manifest), digest, probe
 
-    def _receive(self, pair: PairClient, label: Label, digest: str | None) -> tuple[dict[str, Any], str, bytes] | None:
+    def _receive(
+        self, pair: PairClient, label: Label, digest: str | None
+    ) -> tuple[dict[str, Any], str, bytes] | None:
         try:
             digest = pair.fetch(label, digest or "")
         except PeerUnreachable:
@@ -74,10 +85,14 @@ class WeightsReceiver:
         self.close()
         if self.transport == "nccl" or self.transport == "gloo":
             if source.host != socket.gethostname():
-                raise PeerUnreachable(f"the learner is on host {source.host}: weights.transport = {self.transport} works on one machine; use tcp")
+                raise PeerUnreachable(
+                    f"the learner is on host {source.host}: weights.transport = {self.transport} "
+                    "works on one machine; use tcp"
+                )
             from asyncrl.weight_pairs import PairClient
 
-            self.pair, self.epoch = PairClient(source.address, self.transport, self.connect_s), source.epoch
+            self.pair = PairClient(source.address, self.transport, self.connect_s)
+            self.epoch = source.epoch
             return
         if self.local(source):
             self.reader = RingReader(Path(source.directory), self.reader_id)
@@ -87,10 +102,12 @@ class WeightsReceiver:
             self.manifest = self.client.manifest()
         else:
             raise PeerUnreachable(
-                f"the learner's weights lie on host {source.host} in {source.directory}, which this host cannot read; "
+                f"the learner's weights lie on host {source.host} in {source.directory}, which "
+                "this host cannot read; "
                 "set wires.weights_address to a tcp address of the learner"
             )
-        self.into = bytearray(flat_bytes(self.manifest))  # written in full by every pull, so its pages are touched once
+        # written in full by every pull, so its pages are touched once
+        self.into = bytearray(flat_bytes(self.manifest))
         self.epoch = source.epoch
 
     def close(self) -> None:
@@ -100,4 +117,7 @@ class WeightsReceiver:
             self.client.close()
         if self.pair is not None:
             self.pair.close()
-        self.reader, self.client, self.pair, self.epoch = None, None, None, -1
+        self.reader = None
+        self.client = None
+        self.pair = None
+        self.epoch = -1

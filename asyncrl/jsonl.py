@@ -1,4 +1,6 @@
-"""Files of rows, one JSON object a line: appended whole or not at all, and read past what a crash or a full disk has left."""
+"""Files of rows, one JSON object a line: appended whole or not at all, and read past what a crash
+or a full disk has left.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,16 @@ _said: set[tuple[str, int]] = set()  # (file, line) of damage that was told
 
 def full(path: Path, e: OSError) -> AsyncrlError:
     """The error for a file of the run that cannot be written."""
-    return AsyncrlError(f"{path} cannot be written: {e.strerror or e}; free some space or check the disk, then go on with `asyncrl run --resume`")
+    return AsyncrlError(
+        f"{path} cannot be written: {e.strerror or e}; free some space or check the disk, then go "
+        "on with `asyncrl run --resume`"
+    )
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The rows of a file, none where there is none.  A line that is no object is left out, and said once; a last line still being written is left out."""
+    """The rows of a file, none where there is none.  A line that is no object is left out, and said
+    once; a last line still being written is left out.
+    """
     lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
     rows: list[dict[str, Any]] = []
     damaged: list[int] = []
@@ -38,7 +45,12 @@ def read(path: Path) -> list[dict[str, Any]]:
     if damaged and (str(path), damaged[-1]) not in _said:
         _said.add((str(path), damaged[-1]))
         more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
-        print(f"note: {path}: line {damaged[0]}{more} is torn or damaged and left out (a power cut or a full disk does this)", file=sys.stderr, flush=True)
+        print(
+            f"note: {path}: line {damaged[0]}{more} is torn or damaged and left out (a power cut "
+            "or a full disk does this)",
+            file=sys.stderr,
+            flush=True,
+        )
     return rows
 
 

@@ -1,8 +1,7 @@
 """Starts, watches, restarts and ends the processes of one run, on this machine.
 
-Each child has a session of its own (Ctrl-C reaches the supervisor, which ends them in order: learner, generators, buffer), dies
-with its parent, and writes RUN/logs/attempt_N/PROCESS.log.
-"""
+Each child has a session of its own (Ctrl-C reaches the supervisor, which ends them in order:
+learner, generators, buffer), dies with its parent, and writes RUN/logs/attempt_N/PROCESS.log."""
 
 from __future__ import annotations
 
@@ -21,7 +20,8 @@ from asyncrl.errors import NothingToDo, ProcessLost
 from asyncrl.messages import Status
 from asyncrl.watchdog import Watchdog, culprit
 
-SILENT_S = 5.0  # a process that sends nothing for this long, when the run is overdue, is the one to blame
+# a process that sends nothing for this long, when the run is overdue, is the one to blame
+SILENT_S = 5.0
 LATE_S = 5.0  # after the end of buffer and learner a generator has this long to hear of it
 END_S = 30.0  # a process asked to end is killed after this long
 _PR_SET_PDEATHSIG = 1
@@ -48,7 +48,6 @@ class Child:
     restarts: int = 0
     code: int | None = None  # of its exit, 0 when that was no loss; None: it runs
     pipe: int = -1  # its refusal comes here
-
 
     def hang_up(self) -> None:
         """Close the pipe of the life before."""
@@ -82,9 +81,21 @@ class Supervisor:
         base = importing.command("asyncrl.cli")
         where = [str(self.run_dir / "config.toml"), "--run-dir", str(self.run_dir)]
         c = self.config
-        self.children = [Child("buffer", [*base, "buffer", *where], 1, restartable=c.durability.mode != "memory"),
-                         Child("learner", [*base, "learner", *where], c.learner.threads, True)]  # fmt: skip
-        self.children += [Child(f"generator-{i}", [*base, "generator", *where, "--index", str(i)], c.generator.threads, True) for i in range(c.generators)]
+        self.children = [
+            Child(
+                "buffer", [*base, "buffer", *where], 1, restartable=c.durability.mode != "memory"
+            ),
+            Child("learner", [*base, "learner", *where], c.learner.threads, True),
+        ]
+        self.children += [
+            Child(
+                f"generator-{i}",
+                [*base, "generator", *where, "--index", str(i)],
+                c.generator.threads,
+                True,
+            )
+            for i in range(c.generators)
+        ]
         for child in self.children:
             self.spawn(child)
         self.heard = time.monotonic()
@@ -94,19 +105,34 @@ class Supervisor:
         child.log = self.logs / f"{child.name}.log"
         child.hang_up()
         child.pipe, theirs = os.pipe()
-        env = os.environ | {"OMP_NUM_THREADS": str(child.threads), "ASYNCRL_SUPERVISED": "1", "PYTHONUNBUFFERED": "1", refusal.VARIABLE: str(theirs)}
+        env = os.environ | {
+            "OMP_NUM_THREADS": str(child.threads),
+            "ASYNCRL_SUPERVISED": "1",
+            "PYTHONUNBUFFERED": "1",
+            refusal.VARIABLE: str(theirs),
+        }
         try:
             with child.log.open("ab") as log:
-                child.process = subprocess.Popen(child.argv, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, start_new_session=True,
-                                                 pass_fds=[theirs], preexec_fn=_die_with_parent)  # fmt: skip
+                child.process = subprocess.Popen(
+                    child.argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=env,
+                    start_new_session=True,
+                    pass_fds=[theirs],
+                    preexec_fn=_die_with_parent,
+                )
         finally:
             os.close(theirs)
         child.code = None
 
-    # ---- watching --------------------------------------------------------------------------------------------------
+    # ---- watching --------------------------------------------------------------------------------
 
     def poll(self) -> bool:
-        """Look after the children; True when all have ended well.  Raises ProcessLost or AsyncrlError when the run cannot go on."""
+        """Look after the children; True when all have ended well.  Raises ProcessLost or
+        AsyncrlError when the run cannot go on.
+        """
         for child in self.children:
             if child.process is None or child.code is not None:
                 continue
@@ -124,11 +150,15 @@ class Supervisor:
 
     @property
     def ended(self) -> bool:
-        """The buffer has ended well: every step is made and evaluated, and the model was exported before the learner said so."""
+        """The buffer has ended well: every step is made and evaluated, and the model was exported
+        before the learner said so.
+        """
         return any(c.name == "buffer" and c.code == 0 for c in self.children)
 
     def end_late(self, seconds: float) -> None:
-        """What outlives the buffer by `seconds`: the learner may take its time to close; what is started too late to be told has nothing to do."""
+        """What outlives the buffer by `seconds`: the learner may take its time to close; what is
+        started too late to be told has nothing to do.
+        """
         heard = self.status.peers if self.status is not None else {}
         for c in self.children:
             patience = END_S if c.name == "learner" and c.name in heard else LATE_S
@@ -136,29 +166,49 @@ class Supervisor:
                 c.process.kill()
                 c.process.wait()
                 c.code = 0
-                self.say(f"{c.name} was still {'ending' if patience == END_S else 'starting'} when the run had ended")
+                self.say(
+                    f"{c.name} was still {'ending' if patience == END_S else 'starting'} when the "
+                    "run had ended"
+                )
 
     def observe(self, status: Status) -> None:
         """The buffer's newest status: what the watchdog knows of the run."""
-        self.status, self.heard = status, time.monotonic()
+        self.status = status
+        self.heard = time.monotonic()
         self.watchdog.observe(status.progress, status.committed, self.heard)
 
     def look(self) -> None:
-        """End by rule what does not go on: the process that holds the run up is killed, and started again while it may be."""
+        """End by rule what does not go on: the process that holds the run up is killed, and started
+        again while it may be.
+        """
         now = time.monotonic()
-        asleep, self.looked = now - self.looked > SILENT_S, now
-        if asleep:  # this process was stopped (Ctrl-Z) or starved: what it has not seen, nobody is blamed for
+        asleep = now - self.looked > SILENT_S
+        self.looked = now
+        # this process was stopped (Ctrl-Z) or starved: what it has not seen, nobody is blamed for
+        if asleep:
             self.heard = now
             self.watchdog.restart(now)
         alive = {c.name: c for c in self.children if c.process is not None and c.code is None}
         if self.interrupts or "buffer" not in alive or not (why := self.watchdog.overdue(now)):
             return
         waits = self.status.waits if self.status else []
-        says = "; ".join(f"{who} waits {age:.0f} s for {what}" for who, what, _, age in waits) or "nobody says what it waits for"
+        says = (
+            "; ".join(f"{who} waits {age:.0f} s for {what}" for who, what, _, age in waits)
+            or "nobody says what it waits for"
+        )
         patience = min(self.watchdog.deadline / 2, SILENT_S)
-        name = culprit([n for n in alive if n != "buffer"], waits, self.status.peers if self.status else {}, now - self.heard, patience)
+        name = culprit(
+            [n for n in alive if n != "buffer"],
+            waits,
+            self.status.peers if self.status else {},
+            now - self.heard,
+            patience,
+        )
         if not name:
-            raise ProcessLost(f"the run stands still: {why}; {says}; logs: {self.logs} (watchdog.multiple, watchdog.floor_s)")
+            raise ProcessLost(
+                f"the run stands still: {why}; {says}; logs: {self.logs} (watchdog.multiple, "
+                "watchdog.floor_s)"
+            )
         self.say(f"the run stands still: {why}; {says}; {name} holds it up and is ended")
         child = alive[name]
         assert child.process is not None
@@ -167,14 +217,23 @@ class Supervisor:
         self.watchdog.restart(now)
 
     def died(self, child: Child, code: int) -> None:
-        """A child has ended otherwise than well: no loss at the run's end, started again after a crash; raises what it refused, or ProcessLost."""
+        """A child has ended otherwise than well: no loss at the run's end, started again after a
+        crash; raises what it refused, or ProcessLost.
+        """
         if self.ended or (code == NothingToDo.exit_code and child.name != "buffer"):
             child.code = 0  # the run is over, as it knows or as its buffer does
             self.say(f"{child.name} ended ({signal_name(code)}) when the run was over")
             return
         refused = refusal.heard(child.pipe)
         if refused is None and child.process is not None:
-            lives.note(self.run_dir, child.name, child.process.pid, "died", code=code, why=(self.tail(child, 1) or [""])[-1][:500])
+            lives.note(
+                self.run_dir,
+                child.name,
+                child.process.pid,
+                "died",
+                code=code,
+                why=(self.tail(child, 1) or [""])[-1][:500],
+            )
         self.say(f"{child.name} died: {signal_name(code)}; its log: {child.log}")
         last = self.tail(child)
         for line in last:
@@ -182,21 +241,36 @@ class Supervisor:
         if refused is not None:  # starting again would meet it again
             raise refused
         if not child.restartable or child.restarts >= self.config.watchdog.restarts:
-            raise ProcessLost(f"{child.name} died ({signal_name(code)}) and cannot be started again; log: {child.log}")
+            raise ProcessLost(
+                f"{child.name} died ({signal_name(code)}) and cannot be started again; log: "
+                f"{child.log}"
+            )
         child.restarts += 1
-        self.say(f"starting {child.name} again ({child.restarts} of {self.config.watchdog.restarts})")
+        self.say(
+            f"starting {child.name} again ({child.restarts} of {self.config.watchdog.restarts})"
+        )
         self.spawn(child)
 
     @staticmethod
     def tail(child: Child, lines: int = 20) -> list[str]:
-        return child.log.read_text(errors="replace").splitlines()[-lines:] if child.log.exists() else []
+        return (
+            child.log.read_text(errors="replace").splitlines()[-lines:]
+            if child.log.exists()
+            else []
+        )
 
-    # ---- the end ---------------------------------------------------------------------------------------------------
+    # ---- the end ---------------------------------------------------------------------------------
 
     def end(self, *, gently: bool) -> None:
-        """End what runs, in order; a learner that ends gently finishes its batch and writes a checkpoint."""
+        """End what runs, in order; a learner that ends gently finishes its batch and writes a
+        checkpoint.
+        """
         for kind in ("learner", "generator", "buffer"):
-            mine = [c for c in self.children if c.name.startswith(kind) and c.process is not None and c.process.poll() is None]
+            mine = [
+                c
+                for c in self.children
+                if c.name.startswith(kind) and c.process is not None and c.process.poll() is None
+            ]
             for c in mine:
                 assert c.process is not None
                 c.process.send_signal(signal.SIGTERM if gently else signal.SIGKILL)
@@ -209,6 +283,13 @@ class Supervisor:
                     time.sleep(0.02)
                 c.code = c.process.returncode
                 if c.code < 0:
-                    lives.note(self.run_dir, c.name, c.process.pid, "died", code=c.code, why="by its supervisor, which ends the run")
+                    lives.note(
+                        self.run_dir,
+                        c.name,
+                        c.process.pid,
+                        "died",
+                        code=c.code,
+                        why="by its supervisor, which ends the run",
+                    )
         for c in self.children:
             c.hang_up()

@@ -1,14 +1,37 @@
-"""What config.json says of a Llama-like model: whether that is all there is to know, and each parameter with its shape.  Imports no torch."""
+"""What config.json says of a Llama-like model: whether that is all there is to know, and each
+parameter with its shape.  Imports no torch.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mistral": "MistralForCausalLM"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "mistral": "MistralForCausalLM",
+}
 # What the config must say itself: the families' defaults are transformers' business.
-NEEDED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
-          "tie_word_embeddings", "initializer_range", "hidden_act")  # fmt: skip
-SAYS_MORE = ("quantization_config", "auto_map", "rope_scaling", "partial_rotary_factor", "text_config")
+NEEDED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "rms_norm_eps",
+    "tie_word_embeddings",
+    "initializer_range",
+    "hidden_act",
+)
+SAYS_MORE = (
+    "quantization_config",
+    "auto_map",
+    "rope_scaling",
+    "partial_rotary_factor",
+    "text_config",
+)
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
 
@@ -19,10 +42,20 @@ def head_dim(raw: dict[str, Any]) -> int:
 
 def names(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every parameter of such a model with its shape, tied ones once."""
-    h, wide, dim = raw["hidden_size"], raw["intermediate_size"], head_dim(raw)
-    rows = {"q": raw["num_attention_heads"] * dim, "k": raw["num_key_value_heads"] * dim, "v": raw["num_key_value_heads"] * dim}
+    h = raw["hidden_size"]
+    wide = raw["intermediate_size"]
+    dim = head_dim(raw)
+    rows = {
+        "q": raw["num_attention_heads"] * dim,
+        "k": raw["num_key_value_heads"] * dim,
+        "v": raw["num_key_value_heads"] * dim,
+    }
     family = raw["model_type"]
-    biased = {"llama": "qkvo", "qwen3": "qkvo"}.get(family, "") if raw.get("attention_bias") else ("qkv" if family == "qwen2" else "")
+    biased = (
+        {"llama": "qkvo", "qwen3": "qkvo"}.get(family, "")
+        if raw.get("attention_bias")
+        else ("qkv" if family == "qwen2" else "")
+    )
     out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (raw["vocab_size"], h)}
     for i in range(raw["num_hidden_layers"]):
         at = f"model.layers.{i}."
@@ -44,20 +77,35 @@ def names(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def plain(raw: dict[str, Any]) -> bool:
-    """Whether this config.json says all there is to know of a model of the packed forward, and nothing beyond."""
+    """Whether this config.json says all there is to know of a model of the packed forward, and
+    nothing beyond.
+    """
     family = raw.get("model_type", "")
-    sliding = raw.get("sliding_window", "some") if family == "mistral" else raw.get("use_sliding_window")
+    sliding = (
+        raw.get("sliding_window", "some") if family == "mistral" else raw.get("use_sliding_window")
+    )
     return (
-        raw.get("architectures") == [ARCHITECTURES.get(family)] and all(raw.get(k) is not None for k in NEEDED) and raw["hidden_act"] == "silu"
-        and not sliding and set(raw.get("layer_types") or ()) <= {"full_attention"} and rope_base(raw) is not None
-        and not any(raw.get(k) is not None for k in SAYS_MORE) and (family != "qwen3" or raw.get("head_dim") is not None)
+        raw.get("architectures") == [ARCHITECTURES.get(family)]
+        and all(raw.get(k) is not None for k in NEEDED)
+        and raw["hidden_act"] == "silu"
+        and not sliding
+        and set(raw.get("layer_types") or ()) <= {"full_attention"}
+        and rope_base(raw) is not None
+        and not any(raw.get(k) is not None for k in SAYS_MORE)
+        and (family != "qwen3" or raw.get("head_dim") is not None)
         and (family not in ("llama", "qwen3") or raw.get("attention_bias") is not None)
-    )  # fmt: skip
+    )
 
 
 def rope_base(raw: dict[str, Any]) -> float | None:
-    """The base of plain rotary embeddings; None when they are of another kind, or it is not said."""
+    """The base of plain rotary embeddings; None when they are of another kind, or it is not
+    said.
+    """
     rope = raw.get("rope_parameters")
     if rope is None:
         return raw.get("rope_theta")
-    return rope.get("rope_theta") if set(rope) == {"rope_type", "rope_theta"} and rope["rope_type"] == "default" else None
+    return (
+        rope.get("rope_theta")
+        if set(rope) == {"rope_type", "rope_theta"} and rope["rope_type"] == "default"
+        else None
+    )

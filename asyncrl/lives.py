@@ -1,9 +1,13 @@
-"""Who lives in a run directory, and how those before ended: what `asyncrl doctor` reads when nobody answers.
+"""Who lives in a run directory, and how those before ended: what `asyncrl doctor` reads when nobody
+answers.
 
 ```
-RUN/logs/lives.jsonl   a row when a process begins, and one when it ends; who is killed leaves no second one, unless a supervisor saw it
-RUN/.NAME.alive        locked by the process of that name for as long as it lives: the kernel frees it, whatever ended it
-RUN/.parts.lock        shared by all that live; whoever can have it alone is the last one (asyncrl/run.py: `close_up`)
+RUN/logs/lives.jsonl   a row when a process begins, and one when it ends; who is killed leaves no
+                       second one, unless a supervisor saw it
+RUN/.NAME.alive        locked by the process of that name for as long as it lives: the kernel frees
+                       it, whatever ended it
+RUN/.parts.lock        shared by all that live; whoever can have it alone is the last one
+                       (asyncrl/run.py: `close_up`)
 ```
 """
 
@@ -20,7 +24,9 @@ from typing import IO, Any
 
 from asyncrl.errors import ConfigError
 
-INTERRUPTED, NOTHING = 130, 6  # exit codes: told to end; nothing left to do
+# exit codes: told to end; nothing left to do
+INTERRUPTED = 130
+NOTHING = 6
 AGAIN_S = 5.0  # a process that is started again waits this long for what is left of the one before
 _POLL_S = 0.05
 
@@ -30,8 +36,16 @@ def path(run_dir: Path) -> Path:
 
 
 def note(run_dir: Path, name: str, pid: int, event: str, **more: Any) -> None:
-    """Add a row.  Nobody is stopped by a directory that cannot be written: these rows are for people who look."""
-    row = {"at": time.time(), "name": name, "pid": pid, "host": socket.gethostname(), "event": event} | more
+    """Add a row.  Nobody is stopped by a directory that cannot be written: these rows are for
+    people who look.
+    """
+    row = {
+        "at": time.time(),
+        "name": name,
+        "pid": pid,
+        "host": socket.gethostname(),
+        "event": event,
+    } | more
     try:
         path(run_dir).parent.mkdir(exist_ok=True)
         with path(run_dir).open("a") as f:
@@ -43,7 +57,9 @@ def note(run_dir: Path, name: str, pid: int, event: str, **more: Any) -> None:
 def rows(run_dir: Path) -> list[dict[str, Any]]:
     """All rows, oldest first; a line that a power cut tore is left out."""
     out = []
-    for line in path(run_dir).read_text(errors="replace").splitlines() if path(run_dir).exists() else ():
+    for line in (
+        path(run_dir).read_text(errors="replace").splitlines() if path(run_dir).exists() else ()
+    ):
         try:
             row = json.loads(line)
         except ValueError:
@@ -54,23 +70,38 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def ends(run_dir: Path) -> list[dict[str, Any]]:
-    """The newest row of each process that has ended otherwise than well, or without a word; oldest first."""
+    """The newest row of each process that has ended otherwise than well, or without a word; oldest
+    first.
+    """
     newest = {row["name"]: row for row in rows(run_dir)}
-    bad = [r for r in newest.values() if (r.get("code") not in (0, NOTHING) if r["event"] != "began" else not alive(run_dir, r["name"]))]
+    bad = [
+        r
+        for r in newest.values()
+        if (
+            r.get("code") not in (0, NOTHING)
+            if r["event"] != "began"
+            else not alive(run_dir, r["name"])
+        )
+    ]
     return sorted(bad, key=lambda r: float(r["at"]))
 
 
 def end_of(row: dict[str, Any]) -> str:
     """One line: how a process ended.
 
-    >>> end_of({"at": 0.0, "name": "learner", "pid": 7, "event": "ended", "code": 1, "why": "KeyError: 3"}).split(" at ")[0]
+    >>> row = {"at": 0.0, "name": "learner", "pid": 7, "event": "ended", "code": 1}
+    >>> end_of(row | {"why": "KeyError: 3"}).split(" at ")[0]
     'learner (process 7) ended with exit code 1: KeyError: 3'
     """
-    who, why = f"{row['name']} (process {row['pid']})", row.get("why") or ""
+    who = f"{row['name']} (process {row['pid']})"
+    why = row.get("why") or ""
     code = row.get("code")
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(row["at"])))
     if row["event"] == "began":
-        return f"{who} was killed without a word (by SIGKILL, for want of memory, with its machine), some time after {when}"
+        return (
+            f"{who} was killed without a word (by SIGKILL, for want of memory, with its "
+            f"machine), some time after {when}"
+        )
     if code == INTERRUPTED:
         return f"{who} was told to end, and did at {when}"
     how = signal.Signals(-code).name if isinstance(code, int) and code < 0 else f"exit code {code}"
@@ -78,7 +109,9 @@ def end_of(row: dict[str, Any]) -> str:
 
 
 def alive(run_dir: Path, name: str) -> bool:
-    """Does a process of this name live, in this directory and on this machine?  `supervisor`, too."""
+    """Does a process of this name live, in this directory and on this machine?  `supervisor`,
+    too.
+    """
     lock = run_dir / (".run.lock" if name == "supervisor" else f".{name}.alive")
     try:
         with lock.open("r") as f:
@@ -91,15 +124,18 @@ def alive(run_dir: Path, name: str) -> bool:
 
 
 class Life:
-    """One process of a run: its name is its own (`alone`; the learner's is not, the newer epoch wins), and the others see that it lives.
+    """One process of a run: its name is its own (`alone`; the learner's is not, the newer epoch
+    wins), and the others see that it lives.
 
-    Raises ConfigError when a process of this name lives already; one that a supervisor has started waits a little for the one before.
-    """
+    Raises ConfigError when a process of this name lives already; one that a supervisor has started
+    waits a little for the one before."""
 
     def __init__(self, run_dir: Path, name: str, *, alone: bool, supervised: bool = False) -> None:
-        self.run_dir, self.name = run_dir, name
+        self.run_dir = run_dir
+        self.name = name
         self.all = (run_dir / ".parts.lock").open("a")
-        fcntl.flock(self.all, fcntl.LOCK_SH)  # waits while the last one of those before writes summary and report
+        # waits while the last one of those before writes summary and report
+        fcntl.flock(self.all, fcntl.LOCK_SH)
         self.mine: IO[str] = (run_dir / f".{name}.alive").open("a+")
         until = time.monotonic() + (AGAIN_S if supervised else 0.0)
         while True:
@@ -108,7 +144,9 @@ class Life:
                 break
             except BlockingIOError as e:
                 if time.monotonic() > until:
-                    raise ConfigError(f"{name} of {run_dir} is running already{self._holder()}: {_other(name)}") from e
+                    raise ConfigError(
+                        f"{name} of {run_dir} is running already{self._holder()}: {_other(name)}"
+                    ) from e
                 time.sleep(_POLL_S)
         self.mine.truncate(0)
         self.mine.write(str(os.getpid()))
@@ -121,11 +159,14 @@ class Life:
         return f" as process {pid}" if pid else ""
 
     def end(self, code: int, why: str = "") -> bool:
-        """It ends with this exit code; why: its error, if any.  True: it is the last one of the directory, which is then its own until `free`."""
+        """It ends with this exit code; why: its error, if any.  True: it is the last one of the
+        directory, which is then its own until `free`.
+        """
         note(self.run_dir, self.name, os.getpid(), "ended", code=code, why=why)
         self.mine.close()
         try:
-            fcntl.flock(self.all, fcntl.LOCK_EX | fcntl.LOCK_NB)  # gives the shared lock up first: of two that end at once, one gets it
+            # gives the shared lock up first: of two that end at once, one gets it
+            fcntl.flock(self.all, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return False
         return True
@@ -135,4 +176,8 @@ class Life:
 
 
 def _other(name: str) -> str:
-    return "give this one another --index, or end that one first" if name.startswith("generator") else "end that one first"
+    return (
+        "give this one another --index, or end that one first"
+        if name.startswith("generator")
+        else "end that one first"
+    )

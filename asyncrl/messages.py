@@ -1,9 +1,9 @@
 """Every struct on every wire, each headed by who makes it and who reads it.
 
-Arrays travel as raw little-endian bytes: token ids int32, logprobs float32, masks uint8.  Every message on the control
-socket is one frame of msgpack, a tagged union (`FromPeer` towards the buffer, `FromBuffer` back); decoding is typed.
-Requests are repeated until they are answered and are idempotent.
-"""
+Arrays travel as raw little-endian bytes: token ids int32, logprobs float32, masks uint8.  Every
+message on the control socket is one frame of msgpack, a tagged union (`FromPeer` towards the
+buffer, `FromBuffer` back); decoding is typed. Requests are repeated until they are answered and are
+idempotent."""
 
 from __future__ import annotations
 
@@ -14,29 +14,37 @@ import msgspec
 from asyncrl.versions import Label
 
 PROTOCOL = 1
-EVAL_BASE = 1 << 40  # ticket numbers from here on are of evaluations: the same prompt has the same random stream at every version
+# ticket numbers from here on are of evaluations: the same prompt has the same random stream at
+# every version
+EVAL_BASE = 1 << 40
 MAX_FRAME_BYTES = 256 * 1024 * 1024  # a larger frame is refused: nothing here needs it
 
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """Made by asyncrl.tasks; read by generators (text, tokenised there) and reward functions (answer, meta)."""
+    """Made by asyncrl.tasks; read by generators (text, tokenised there) and reward functions
+    (answer, meta).
+    """
 
     id: int
     text: str
     answer: str = ""
-    messages: list[dict[str, str]] = []  # chat turns; when given, the tokenizer's chat template replaces `text`
+    # chat turns; when given, the tokenizer's chat template replaces `text`
+    messages: list[dict[str, str]] = []
     meta: dict[str, str] = {}
     split: str = "train"
 
 
 class Sampling(msgspec.Struct, frozen=True, array_like=True):
-    """Made by the buffer from the config; read by the engine.  logprobs are those of exactly this distribution."""
+    """Made by the buffer from the config; read by the engine.  logprobs are those of exactly this
+    distribution.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: all
     max_new_tokens: int = 64
-    greedy: bool = False  # sample 0 of the group is the likeliest answer, a baseline and not trained on (remax)
+    # sample 0 of the group is the likeliest answer, a baseline and not trained on (remax)
+    greedy: bool = False
 
     def kept(self, sample: int) -> int:
         """top_k of that sample."""
@@ -44,10 +52,11 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Tokens [start, end) of an answer: drawn by `label` (weights `digest`), on keys and values written since `kv`.
+    """Tokens [start, end) of an answer: drawn by `label` (weights `digest`), on keys and values
+    written since `kv`.
 
-    `kv` is the oldest label whose weights computed any of the keys and values that the span attended to.
-    """
+    `kv` is the oldest label whose weights computed any of the keys and values that the span
+    attended to."""
 
     label: Label
     digest: str
@@ -57,7 +66,9 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Trajectory(msgspec.Struct, array_like=True):
-    """One sample.  Made by a generator; stored by the buffer; read by the learner.  P prompt, T response tokens."""
+    """One sample.  Made by a generator; stored by the buffer; read by the learner.  P prompt, T
+    response tokens.
+    """
 
     ticket: int
     sample: int
@@ -74,7 +85,8 @@ class Trajectory(msgspec.Struct, array_like=True):
     group_key: str = ""
     text: str = ""  # only for the few that are shown in samples.jsonl
     prompt_text: str = ""
-    segments: list[tuple[str, int, int]] = []  # (kind, start, end): "model", "tool", ... in response tokens
+    # (kind, start, end): "model", "tool", ... in response tokens
+    segments: list[tuple[str, int, int]] = []
     token_rewards: bytes = b""  # float32 [T] when the reward function gives them, else empty
     generated_at: float = 0.0  # CLOCK_MONOTONIC seconds, when the last token was drawn
     failed: str = ""  # "" or "data: why" / "machinery: why": never trained on
@@ -84,23 +96,29 @@ class Trajectory(msgspec.Struct, array_like=True):
         return len(self.tokens) // 4
 
 
-# ---- generator to buffer ------------------------------------------------------------------------------------------
+# ---- generator to buffer -------------------------------------------------------------------------
 
 
 class GeneratorHello(msgspec.Struct, frozen=True, tag="gen_hello"):
-    """A generator says who it is; repeated now and then.  One session holds a name (buffer/sessions.py says which); what others hold ends with them."""
+    """A generator says who it is; repeated now and then.  One session holds a name
+    (buffer/sessions.py says which); what others hold ends with them.
+    """
 
     protocol: int
     run: str
     producer: str  # stable name, "generator-0"
-    session: int  # of this process alone; the buffer orders sessions by when it hears of them, never by this number
+    # of this process alone; the buffer orders sessions by when it hears of them, never by this
+    # number
+    session: int
     slots: int
     host: str  # names the machine: weights come over shared memory when it is the learner's
     pid: int
 
 
 class Want(msgspec.Struct, frozen=True, tag="want"):
-    """Free engine slots: answered by Tickets at once or as soon as some may be granted.  Replaces an earlier Want."""
+    """Free engine slots: answered by Tickets at once or as soon as some may be granted.  Replaces
+    an earlier Want.
+    """
 
     producer: str
     session: int
@@ -119,33 +137,44 @@ class Deliver(msgspec.Struct, frozen=True, tag="deliver"):
     drawn: int = 0  # as in Renew, these samples included
 
 
-REWARDS_WAITED_FOR = "the rewards of its answers"  # Renew.waiting of a generator that has nothing else to do
+# Renew.waiting of a generator that has nothing else to do
+REWARDS_WAITED_FOR = "the rewards of its answers"
 
 
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
-    """Decode progress: renews leases whose token count grew or whose answers are being judged, and carries the generator's own numbers."""
+    """Decode progress: renews leases whose token count grew or whose answers are being judged, and
+    carries the generator's own numbers.
+    """
 
     producer: str
     session: int
     progress: list[tuple[int, int, int]]  # (ticket, attempt, tokens so far over its samples)
     stats: dict[str, float]
     waiting: str  # "" or what for, and since when (seconds)
-    judging: list[tuple[int, int]] = []  # (ticket, attempt) that are written and wait for their rewards, which have deadlines of their own
-    drawn: int = 0  # tokens for training that this session has told of so far, by its own count: of each attempt what it reported or delivered
+    # (ticket, attempt) that are written and wait for their rewards, which have deadlines of their
+    # own
+    judging: list[tuple[int, int]] = []
+    # tokens for training that this session has told of so far, by its own count: of each attempt
+    # what it reported or delivered
+    drawn: int = 0
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
-    """The last word of a generator that ends: its leases end now.  Sent once; should it be lost, they end by time."""
+    """The last word of a generator that ends: its leases end now.  Sent once; should it be lost,
+    they end by time.
+    """
 
     producer: str
     session: int
 
 
-# ---- buffer to generator ------------------------------------------------------------------------------------------
+# ---- buffer to generator -------------------------------------------------------------------------
 
 
 class WeightsSource(msgspec.Struct, frozen=True):
-    """Where the learner of one epoch keeps its ring.  Made by the learner, handed on by the buffer."""
+    """Where the learner of one epoch keeps its ring.  Made by the learner, handed on by the
+    buffer.
+    """
 
     epoch: int
     host: str
@@ -176,7 +205,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     samples: list[int]
     sampling: Sampling
     min_version: Label
-    exact_version: Label | None  # evaluation and lag injection: the whole answer with exactly these weights
+    # evaluation and lag injection: the whole answer with exactly these weights
+    exact_version: Label | None
     seed: int  # of the random stream: (seed, ticket, sample, position)
 
 
@@ -198,13 +228,15 @@ class Acks(msgspec.Struct, frozen=True, tag="acks"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """The peer must stop: it speaks another protocol, belongs to another run, or said what cannot be.  The run goes on without it."""
+    """The peer must stop: it speaks another protocol, belongs to another run, or said what cannot
+    be.  The run goes on without it.
+    """
 
     reason: str
     exit_code: int = 4
 
 
-# ---- learner and buffer -------------------------------------------------------------------------------------------
+# ---- learner and buffer --------------------------------------------------------------------------
 
 
 class LearnerHello(msgspec.Struct, frozen=True, tag="learner_hello"):
@@ -240,7 +272,9 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
 
 
 class Batch(msgspec.Struct, frozen=True, tag="batch"):
-    """Made by the buffer at the lease; `lags` are whole-sample lags in the batch, in the order of `samples`."""
+    """Made by the buffer at the lease; `lags` are whole-sample lags in the batch, in the order of
+    `samples`.
+    """
 
     epoch: int
     number: int
@@ -262,7 +296,9 @@ class Commit(msgspec.Struct, frozen=True, tag="commit"):
     label: Label
     digest: str
     metrics: dict[str, float]
-    unused: list[tuple[int, int]] = []  # per sample of the batch: tokens (in no optimizer step that was made, rejected or vetoed in all); []: none
+    # per sample of the batch: tokens (in no optimizer step that was made, rejected or vetoed in
+    # all); []: none
+    unused: list[tuple[int, int]] = []
 
 
 class Committed(msgspec.Struct, frozen=True, tag="committed"):
@@ -277,7 +313,9 @@ class Checkpointed(msgspec.Struct, frozen=True, tag="checkpointed"):
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag="goodbye"):
-    """The learner has trained its last batch; answered by Finished once its evaluation is in (or by FencedOff)."""
+    """The learner has trained its last batch; answered by Finished once its evaluation is in (or by
+    FencedOff).
+    """
 
     epoch: int
     number: int
@@ -287,7 +325,7 @@ class Finished(msgspec.Struct, frozen=True, tag="finished"):
     epoch: int
 
 
-# ---- anyone and buffer --------------------------------------------------------------------------------------------
+# ---- anyone and buffer ---------------------------------------------------------------------------
 
 
 class Progress(msgspec.Struct, frozen=True, tag="progress"):
@@ -301,10 +339,11 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
 
 
 class Heard(msgspec.Struct, frozen=True, tag="heard"):
-    """The buffer's answer to Progress and Renew: it lives, however long the batch or the next ticket takes.
+    """The buffer's answer to Progress and Renew: it lives, however long the batch or the next
+    ticket takes.
 
-    A generator whose hands are full of a dead learner's tickets asks for no others: it hears here of the weights to follow.
-    """
+    A generator whose hands are full of a dead learner's tickets asks for no others: it hears here
+    of the weights to follow."""
 
     epoch: int
     announcement: Announcement | None = None
@@ -329,13 +368,40 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     peers: dict[str, float]  # name: seconds since it was heard of
     finished: bool
     error: str = ""
-    progress: int = 0  # commits, evaluation answers, samples up to a batch between two commits: what the watchdog looks at
+    # commits, evaluation answers, samples up to a batch between two commits: what the watchdog
+    # looks at
+    progress: int = 0
 
 
-FromPeer = GeneratorHello | Want | Deliver | Renew | Leaving | LearnerHello | Ask | Commit | Checkpointed | Goodbye | Progress | Watch
-FromBuffer = Tickets | Acks | Refused | Welcome | FencedOff | Batch | Committed | Finished | Heard | Status
+FromPeer = (
+    GeneratorHello
+    | Want
+    | Deliver
+    | Renew
+    | Leaving
+    | LearnerHello
+    | Ask
+    | Commit
+    | Checkpointed
+    | Goodbye
+    | Progress
+    | Watch
+)
+FromBuffer = (
+    Tickets | Acks | Refused | Welcome | FencedOff | Batch | Committed | Finished | Heard | Status
+)
 
 DISPOSITIONS = (
-    "trained", "skipped", "rejected", "masked_stale",
-    "dropped_stale", "abandoned", "filtered", "duplicate", "orphaned", "lost_with_process", "left_over", "failed",
-)  # fmt: skip
+    "trained",
+    "skipped",
+    "rejected",
+    "masked_stale",
+    "dropped_stale",
+    "abandoned",
+    "filtered",
+    "duplicate",
+    "orphaned",
+    "lost_with_process",
+    "left_over",
+    "failed",
+)

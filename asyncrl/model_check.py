@@ -1,8 +1,9 @@
-"""What can be known of a model directory before anything starts: that it is a causal LM, whole, finite, and fits tokenizer and settings.
+"""What can be known of a model directory before anything starts: that it is a causal LM, whole,
+finite, and fits tokenizer and settings.
 
-Imports no torch for a model of the packed forward.  Any other is loaded once by transformers, in a process of its own
-(`python -m asyncrl.start asyncrl.model_check PATH DTYPE`), because only its own classes know which weights they need.
-"""
+Imports no torch for a model of the packed forward.  Any other is loaded once by transformers, in a
+process of its own (`python -m asyncrl.start asyncrl.model_check PATH DTYPE`), because only its own
+classes know which weights they need."""
 
 from __future__ import annotations
 
@@ -20,27 +21,49 @@ from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.tokenizer import check_weights, lacks, load_tokenizer, stop_tokens
 
-OTHER_HEADS = ("ForMaskedLM", "ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering", "ForMultipleChoice",
-               "ForPreTraining", "ForNextSentencePrediction")  # fmt: skip
+OTHER_HEADS = (
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForPreTraining",
+    "ForNextSentencePrediction",
+)
 POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
-# safetensors' dtype -> numpy's unsigned type of that size and the bits of the exponent: all set in infinities and NaN alone
-EXPONENT = {"F64": ("<u8", 0x7FF0000000000000), "F32": ("<u4", 0x7F800000), "F16": ("<u2", 0x7C00), "BF16": ("<u2", 0x7F80)}
+# safetensors' dtype -> numpy's unsigned type of that size and the bits of the exponent: all set in
+# infinities and NaN alone
+EXPONENT = {
+    "F64": ("<u8", 0x7FF0000000000000),
+    "F32": ("<u4", 0x7F800000),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+}
 CHUNK = 1 << 20  # numbers looked at at once, so that they stay in the core's cache
 
 
 def check(config: Config) -> Any:
-    """Look at the model, its reference and the settings around them; returns the tokenizer.  Raises ConfigError that says what differs."""
-    c, path = config, Path(config.model.path)
+    """Look at the model, its reference and the settings around them; returns the tokenizer.  Raises
+    ConfigError that says what differs.
+    """
+    c = config
+    path = Path(config.model.path)
     raw = settings(path, "model.path")
     kind(raw, path, "model.path")
     check_weights(path)
     tokenizer = load_tokenizer(path)
     vocabulary(raw, path, tokenizer)
     if (most := positions(raw)) is not None and c.generator.context > most:
-        raise ConfigError(f"generator.context: {c.generator.context} tokens; the model in {path} has {most} positions (config.json)")
+        raise ConfigError(
+            f"generator.context: {c.generator.context} tokens; the model in {path} has {most} "
+            "positions (config.json)"
+        )
     if not stop_tokens(tokenizer, c):
-        raise ConfigError(f"model.path: no token ends an answer: neither the tokenizer nor generation_config.json in {path} has an end-of-sequence "
-                          "token; give the texts of such tokens by generator.stop")  # fmt: skip
+        raise ConfigError(
+            "model.path: no token ends an answer: neither the tokenizer nor "
+            f"generation_config.json in {path} has an end-of-sequence "
+            "token; give the texts of such tokens by generator.stop"
+        )
     complete(raw, path, c.model.dtype, "model.path")
     finite(path, "model.path")
     if c.model.reference:
@@ -49,7 +72,10 @@ def check(config: Config) -> Any:
         kind(theirs, other, "model.reference")
         check_weights(other)
         if text(theirs).get("vocab_size") != text(raw).get("vocab_size"):
-            raise ConfigError(f"model.reference: {other} has a vocabulary of {text(theirs).get('vocab_size')}, model.path of {text(raw).get('vocab_size')}")
+            raise ConfigError(
+                f"model.reference: {other} has a vocabulary of {text(theirs).get('vocab_size')}, "
+                f"model.path of {text(raw).get('vocab_size')}"
+            )
         complete(theirs, other, c.model.dtype, "model.reference")
         finite(other, "model.reference")
     return tokenizer
@@ -80,15 +106,21 @@ def kind(raw: dict[str, Any], path: Path, key: str) -> None:
         if str(name).endswith(OTHER_HEADS):
             raise ConfigError(f"{key}: {path} is a {name} (config.json), not a causal LM")
     if raw.get("is_encoder_decoder"):
-        raise ConfigError(f"{key}: {path} is an encoder and a decoder (config.json), not a causal LM")
+        raise ConfigError(
+            f"{key}: {path} is an encoder and a decoder (config.json), not a causal LM"
+        )
 
 
 def vocabulary(raw: dict[str, Any], path: Path, tokenizer: Any) -> None:
     """Refuse a tokenizer with tokens that the model has no embedding for."""
-    size, largest = text(raw).get("vocab_size"), max(tokenizer.get_vocab().values(), default=-1)
+    size = text(raw).get("vocab_size")
+    largest = max(tokenizer.get_vocab().values(), default=-1)
     if isinstance(size, int) and largest >= size:
-        raise ConfigError(f"model.path: the tokenizer in {path} has tokens up to number {largest}, the model's vocabulary ends at {size - 1} (vocab_size): "
-                          "they do not belong together, or the embeddings were not resized")  # fmt: skip
+        raise ConfigError(
+            f"model.path: the tokenizer in {path} has tokens up to number {largest}, the model's "
+            f"vocabulary ends at {size - 1} (vocab_size): "
+            "they do not belong together, or the embeddings were not resized"
+        )
 
 
 def positions(raw: dict[str, Any]) -> int | None:
@@ -96,13 +128,19 @@ def positions(raw: dict[str, Any]) -> int | None:
     raw = text(raw)
     most = next((raw[k] for k in POSITIONS if isinstance(raw.get(k), int)), None)
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    if most is not None and isinstance(rope, dict) and isinstance(factor := rope.get("factor"), int | float):
+    if (
+        most is not None
+        and isinstance(rope, dict)
+        and isinstance(factor := rope.get("factor"), int | float)
+    ):
         most = max(most, int(factor * (rope.get("original_max_position_embeddings") or most)))
     return most
 
 
 def headers(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
-    """(file, where its data begin, name -> dtype, shape, data_offsets) of each safetensors file; `check_weights` has read them before."""
+    """(file, where its data begin, name -> dtype, shape, data_offsets) of each safetensors file;
+    `check_weights` has read them before.
+    """
     for file in sorted(path.glob("*.safetensors")):
         with file.open("rb") as f:
             size = int.from_bytes(f.read(8), "little")
@@ -120,27 +158,42 @@ def finite(path: Path, key: str) -> None:
                     continue
                 kind, mask = EXPONENT[entry["dtype"]]
                 f.seek(begin + entry["data_offsets"][0])
-                left = (entry["data_offsets"][1] - entry["data_offsets"][0]) // np.dtype(kind).itemsize
+                left = (entry["data_offsets"][1] - entry["data_offsets"][0]) // np.dtype(
+                    kind
+                ).itemsize
                 while left > 0:
                     bits = np.fromfile(f, kind, min(left, CHUNK))
                     left -= max(len(bits), 1)
                     if ((bits & mask) == mask).any():
-                        raise ConfigError(f"{key}: {name} in {file} has NaN or infinities: copy the weights again, or train from an earlier checkpoint")
+                        raise ConfigError(
+                            f"{key}: {name} in {file} has NaN or infinities: copy the weights "
+                            "again, or train from an earlier checkpoint"
+                        )
 
 
 def complete(raw: dict[str, Any], path: Path, dtype: str, key: str) -> None:
-    """Refuse weights that lack what the config asks for, and models that see what comes after a token."""
+    """Refuse weights that lack what the config asks for, and models that see what comes after a
+    token.
+    """
     if layout.plain(raw):
-        found = {name: tuple(e["shape"]) for _, _, entries in headers(path) for name, e in entries.items()}
+        found = {
+            name: tuple(e["shape"])
+            for _, _, entries in headers(path)
+            for name, e in entries.items()
+        }
         wanted = layout.names(raw)
         if found == wanted:
             return
         if found.items() < wanted.items():
             raise ConfigError(f"{key}: {lacks(path, sorted(set(wanted) - set(found)))}")
     argv = importing.command("asyncrl.model_check", str(path), dtype, key)
-    done = subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
     if done.returncode:
-        said = [x for x in done.stderr.splitlines() if x.strip()] or [f"exit code {done.returncode}"]
+        said = [x for x in done.stderr.splitlines() if x.strip()] or [
+            f"exit code {done.returncode}"
+        ]
         clear = [x.removeprefix("error: ") for x in said if x.startswith("error: ")]
         raise ConfigError(clear[-1] if clear else f"{key}: {path} cannot be loaded: {said[-1]}")
 

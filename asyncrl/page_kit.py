@@ -15,7 +15,9 @@ MORE_COLOURS = (*COLOURS, "#0891b2", "#be185d", "#4d7c0f", "#78350f", "#475569")
 
 
 def render(template: str, **values: Any) -> str:
-    """The page of `template`, escaped but for what is Markup; `library` is plotly's where a page has figures."""
+    """The page of `template`, escaped but for what is Markup; `library` is plotly's where a page
+    has figures.
+    """
     import jinja2
 
     loader = jinja2.PackageLoader("asyncrl", "templates")
@@ -47,7 +49,9 @@ def library() -> Any:
 
 
 def embedded(value: Any) -> Any:
-    """JSON as Markup for a <script type="application/json">: a text that it holds cannot end the element."""
+    """JSON as Markup for a <script type="application/json">: a text that it holds cannot end the
+    element.
+    """
     from markupsafe import Markup
 
     text = value if isinstance(value, str) else json.dumps(value)

@@ -1,8 +1,8 @@
-"""How a supervisor tells a clear refusal from a crash: the child says a refusal through a pipe of its own; whatever else ends it is a crash.
+"""How a supervisor tells a clear refusal from a crash: the child says a refusal through a pipe of
+its own; whatever else ends it is a crash.
 
-Exit codes alone cannot: Python ends with 1 after any traceback, and so do libraries that give up in their own words.  A pipe needs no
-disk, which may be full.
-"""
+Exit codes alone cannot: Python ends with 1 after any traceback, and so do libraries that give up in
+their own words.  A pipe needs no disk, which may be full."""
 
 from __future__ import annotations
 
@@ -19,17 +19,20 @@ _mine: list[int] = []
 
 
 def listen() -> None:
-    """In the child, at its start: the pipe is this process's alone; those that it starts itself inherit neither it nor its number."""
+    """In the child, at its start: the pipe is this process's alone; those that it starts itself
+    inherit neither it nor its number.
+    """
     if number := os.environ.pop(VARIABLE, ""):
         os.set_inheritable(int(number), False)
         _mine.append(int(number))
 
 
 def tell(error: AsyncrlError) -> None:
-    """In the child: the message and its exit code, for the supervisor, if one has started this process.
+    """In the child: the message and its exit code, for the supervisor, if one has started this
+    process.
 
-    An error that ends as a signal would (RankLost: 137) is a crash of something else: starting again may go well, so it is no refusal.
-    """
+    An error that ends as a signal would (RankLost: 137) is a crash of something else: starting
+    again may go well, so it is no refusal."""
     if not _mine or error.exit_code >= 128:
         return
     try:
@@ -39,7 +42,9 @@ def tell(error: AsyncrlError) -> None:
 
 
 def heard(pipe: int) -> AsyncrlError | None:
-    """In the supervisor, after the child's end: the refusal it told through `pipe`, None when it told none."""
+    """In the supervisor, after the child's end: the refusal it told through `pipe`, None when it
+    told none.
+    """
     os.set_blocking(pipe, False)
     try:
         code, message = json.loads(os.read(pipe, MOST_BYTES))

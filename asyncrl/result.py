@@ -1,4 +1,6 @@
-"""The one JSON object of a command, the last line of stdout: its result, or its error where there was none."""
+"""The one JSON object of a command, the last line of stdout: its result, or its error where there
+was none.
+"""
 
 from __future__ import annotations
 

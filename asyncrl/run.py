@@ -1,4 +1,6 @@
-"""`asyncrl run`: checks, warm start, all processes under a supervisor, the live view, summary and report."""
+"""`asyncrl run`: checks, warm start, all processes under a supervisor, the live view, summary and
+report.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl import config_load, devices, importing, live, lives, metrics, recording, report, rundir, signs, trace
+from asyncrl import (
+    config_load,
+    devices,
+    importing,
+    live,
+    lives,
+    metrics,
+    recording,
+    report,
+    rundir,
+    signs,
+    trace,
+)
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError, NothingToDo
 from asyncrl.launch import Supervisor
@@ -20,7 +34,15 @@ from asyncrl.messages import Status
 from asyncrl.summary import about, task_signs
 from asyncrl.summary import write as summarise
 
-FIXED_ON_RESUME = ("seed", "model.path", "model.dtype", "task", "learner.groups", "learner.group_size", "durability")
+FIXED_ON_RESUME = (
+    "seed",
+    "model.path",
+    "model.dtype",
+    "task",
+    "learner.groups",
+    "learner.group_size",
+    "durability",
+)
 
 
 def say(text: str) -> None:
@@ -34,11 +56,16 @@ class Watcher:
     together cost as much as five at the end.
     """
 
-    def __init__(self, run_dir: Path, say: Callable[[str], None], about: signs.About | None = None) -> None:
-        self.run_dir, self.say, self.about = run_dir, say, about
+    def __init__(
+        self, run_dir: Path, say: Callable[[str], None], about: signs.About | None = None
+    ) -> None:
+        self.run_dir = run_dir
+        self.say = say
+        self.about = about
         self.said: set[str] = set()
         self.next = signs.LEAST
-        self.measured: list[Mapping[str, float]] = []  # what `latest` was, for every new mismatch in it
+        # what `latest` was, for every new mismatch in it
+        self.measured: list[Mapping[str, float]] = []
 
     def tell(self, found: Sequence[signs.Sign]) -> None:
         for sign in found:
@@ -49,8 +76,8 @@ class Watcher:
     def look(self, committed: int, latest: Mapping[str, float] = {}) -> None:
         """After `committed` batches of the run.
 
-        latest: the newest value of each metric, of whatever batch; it tells of an engine that differs in the first batch already.
-        """
+        latest: the newest value of each metric, of whatever batch; it tells of an engine that
+        differs in the first batch already."""
         before = self.measured[-1] if self.measured else {}
         if self.about is not None and latest.get(signs.MISMATCH) != before.get(signs.MISMATCH):
             self.measured = [*self.measured[-signs.WINDOW :], latest]
@@ -62,7 +89,9 @@ class Watcher:
 
 
 def preflight(config: Config) -> None:
-    """What can be known before anything starts: model directory, tokenizer, task, room for the prompts, reward function."""
+    """What can be known before anything starts: model directory, tokenizer, task, room for the
+    prompts, reward function.
+    """
     from asyncrl.engines import missing_vllm
     from asyncrl.tasks import get_task
     from asyncrl.tasks.file import FileTask
@@ -75,7 +104,10 @@ def preflight(config: Config) -> None:
     path = Path(config.model.path)
     if not (path / "config.json").is_file():
         if not config.model.warm_start:
-            raise ConfigError(f"model.path: {path} is no model directory (it has no config.json); model.warm_start = true builds one for a built-in task")
+            raise ConfigError(
+                f"model.path: {path} is no model directory (it has no config.json); "
+                "model.warm_start = true builds one for a built-in task"
+            )
         from asyncrl.tasks.warm_start import warm_start
 
         say(f"building and warm-starting a tiny model for `{config.task.name}` in {path}")
@@ -93,10 +125,16 @@ def preflight(config: Config) -> None:
             prompt = task.prompt(split, i, config.seed)
             n = len(encode_prompt(tokenizer, prompt))
             if not n:
-                raise ConfigError(f"task: {split} prompt {prompt.id} has no token under the tokenizer in {path}: it is empty, or of other symbols")
+                raise ConfigError(
+                    f"task: {split} prompt {prompt.id} has no token under the tokenizer in {path}: "
+                    "it is empty, or of other symbols"
+                )
             if n > room:
-                raise ConfigError(f"generator.context: {split} prompt {prompt.id} has {n} tokens; context {config.generator.context} less "
-                                  f"max_new_tokens {config.generator.max_new_tokens} leaves {room}")  # fmt: skip
+                raise ConfigError(
+                    f"generator.context: {split} prompt {prompt.id} has {n} tokens; context "
+                    f"{config.generator.context} less "
+                    f"max_new_tokens {config.generator.max_new_tokens} leaves {room}"
+                )
     if config.reward.function and ":" not in config.reward.function:
         raise ConfigError(f"reward.function: {config.reward.function} is not module:function")
     if config.reward.function:
@@ -106,12 +144,21 @@ def preflight(config: Config) -> None:
 
         wrong = exact_check.failure(exact_check.check(config))
         if wrong and config.exact is True:
-            raise ConfigError(f'exact: {wrong}; `asyncrl doctor --exact CONFIG` shows the table, exact = "try" goes on')
-        say(f'exact: {wrong}; going on, as exact = "try" asks' if wrong else "exact: engine and learner agree bitwise in the self-test")
+            raise ConfigError(
+                f'exact: {wrong}; `asyncrl doctor --exact CONFIG` shows the table, exact = "try" '
+                "goes on"
+            )
+        say(
+            f'exact: {wrong}; going on, as exact = "try" asks'
+            if wrong
+            else "exact: engine and learner agree bitwise in the self-test"
+        )
 
 
 def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
-    """The config of a run to go on with.  Raises ConfigError for keys that may not change, NothingToDo when it is finished."""
+    """The config of a run to go on with.  Raises ConfigError for keys that may not change,
+    NothingToDo when it is finished.
+    """
     if not (run_dir / "config.toml").is_file():
         raise ConfigError(f"--resume {run_dir}: no run directory (it has no config.toml)")
     before = config_load.load(run_dir / "config.toml")
@@ -119,10 +166,15 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
     for item in sets:
         key = item.partition("=")[0].strip()
         if any(key == f or key.startswith(f + ".") for f in FIXED_ON_RESUME):
-            raise ConfigError(f"--set {item}: {key} cannot change when a run is resumed; start a new run")
+            raise ConfigError(
+                f"--set {item}: {key} cannot change when a run is resumed; start a new run"
+            )
     said = run_dir / "summary.json"
     if said.exists() and json.loads(said.read_text())["steps"] >= config.learner.steps:
-        raise NothingToDo(f"{run_dir} has made all its {config.learner.steps} steps; raise it by --set learner.steps=N to train on")
+        raise NothingToDo(
+            f"{run_dir} has made all its {config.learner.steps} steps; raise it by --set "
+            "learner.steps=N to train on"
+        )
     if config.staleness.max_lag != before.staleness.max_lag:
         rundir.note_limit(run_dir, before.staleness.max_lag)
     if config != before:
@@ -133,20 +185,34 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
 
 
 def removed(run_dir: Path) -> AsyncrlError:
-    return AsyncrlError(f"{run_dir} was removed or moved while the run went on; what it had written is where it went, and the run has ended")
+    return AsyncrlError(
+        f"{run_dir} was removed or moved while the run went on; what it had written is where it "
+        "went, and the run has ended"
+    )
 
 
 def supervise(config: Config, run_dir: Path, watcher: Watcher) -> int:
-    """Run all processes to their end; 130 when interrupted.  Raises what ended the run otherwise."""
+    """Run all processes to their end; 130 when interrupted.  Raises what ended the run
+    otherwise.
+    """
     lock = rundir.Lock(run_dir)
     outside = rundir.outside(run_dir)
     lives.note(run_dir, "supervisor", os.getpid(), "began")
     supervisor = Supervisor(config, run_dir, say)
-    sweeper = subprocess.Popen(importing.command("asyncrl.sweeper", str(run_dir)), stdin=subprocess.PIPE, start_new_session=True)
+    sweeper = subprocess.Popen(
+        importing.command("asyncrl.sweeper", str(run_dir)),
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
 
     def interrupt(number: int, _frame: Any) -> None:
         supervisor.interrupts += 1
-        say("stopping: the learner finishes its batch and writes a checkpoint; once more stops at once" if supervisor.interrupts == 1 else "stopping now")
+        say(
+            "stopping: the learner finishes its batch and writes a checkpoint; once more stops at "
+            "once"
+            if supervisor.interrupts == 1
+            else "stopping now"
+        )
 
     def observe(status: Status) -> None:
         supervisor.observe(status)
@@ -157,11 +223,17 @@ def supervise(config: Config, run_dir: Path, watcher: Watcher) -> int:
     previous = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
         supervisor.start()
-        live.follow(rundir.buffer_address(config, run_dir), config.wires.curve_dir, lambda: supervisor.poll() or supervisor.interrupts > 0, observe)
+        live.follow(
+            rundir.buffer_address(config, run_dir),
+            config.wires.curve_dir,
+            lambda: supervisor.poll() or supervisor.interrupts > 0,
+            observe,
+        )
         supervisor.end(gently=supervisor.interrupts < 2)
         return 130 if supervisor.interrupts else 0
     except (AsyncrlError, OSError) as e:
-        if not (run_dir / "config.toml").exists():  # whichever process met that first, in whatever words
+        # whichever process met that first, in whatever words
+        if not (run_dir / "config.toml").exists():
             raise removed(run_dir) from e
         raise
     finally:
@@ -188,7 +260,10 @@ def run(config: Config, run_dir: Path, *, resume: bool) -> tuple[int, dict[str, 
     watcher.tell(task_signs(config))
     if not resume:
         rundir.prepare(config, config_load.dump(config), run_dir)
-    say(f"run {run_dir}: {config.generators} generator(s), {config.learner.steps} steps of {config.learner.groups} x {config.learner.group_size}")
+    say(
+        f"run {run_dir}: {config.generators} generator(s), {config.learner.steps} steps of "
+        f"{config.learner.groups} x {config.learner.group_size}"
+    )
     began = time.monotonic()
     if resume and rundir.ended(run_dir, config.learner.steps):
         say("all its steps are made: what was missing is its summary")
@@ -197,7 +272,9 @@ def run(config: Config, run_dir: Path, *, resume: bool) -> tuple[int, dict[str, 
         code = supervise(config, run_dir, watcher)
     except BaseException as e:
         why = str(e) if isinstance(e, AsyncrlError) else f"{type(e).__name__}: {e}"
-        lives.note(run_dir, "supervisor", os.getpid(), "ended", code=getattr(e, "exit_code", 1), why=why)
+        lives.note(
+            run_dir, "supervisor", os.getpid(), "ended", code=getattr(e, "exit_code", 1), why=why
+        )
         account(run_dir)
         raise
     lives.note(run_dir, "supervisor", os.getpid(), "ended", code=code, why="")
@@ -208,26 +285,47 @@ def run(config: Config, run_dir: Path, *, resume: bool) -> tuple[int, dict[str, 
     return code, conclude(config, run_dir, code, began, watcher)
 
 
-def conclude(config: Config, run_dir: Path, code: int, began: float | None = None, watcher: Watcher | None = None) -> dict[str, Any]:
-    """The end of a run whose buffer has written its summary: timeline, summary, report, and what to do next.  Returns the summary.
+def conclude(
+    config: Config,
+    run_dir: Path,
+    code: int,
+    began: float | None = None,
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """The end of a run whose buffer has written its summary: timeline, summary, report, and what to
+    do next.  Returns the summary.
 
-    code: 0 when it has made all its steps; began: time.monotonic() at its start, where one process saw it; watcher: what was said already.
-    """
+    code: 0 when it has made all its steps; began: time.monotonic() at its start, where one process
+    saw it; watcher: what was said already."""
     trace.merge(run_dir)
     found = summarise(config, run_dir)
-    (watcher or Watcher(run_dir, say, about(config))).tell([signs.Sign(**s) for s in found["signs"]])
+    (watcher or Watcher(run_dir, say, about(config))).tell(
+        [signs.Sign(**s) for s in found["signs"]]
+    )
     report.write(run_dir)
     in_all = "" if began is None else f" ({time.monotonic() - began:.0f} s in all)"
-    say(f"{run_dir}: held-out {_show(found['heldout_start'])} -> {_show(found['heldout_end'])}{within(found)} in {found['wall_s']:.0f} s of RL{in_all}, "
-        f"mean lag {found['lag']['mean']:.2f}")  # fmt: skip
+    say(
+        f"{run_dir}: held-out {_show(found['heldout_start'])} -> "
+        f"{_show(found['heldout_end'])}{within(found)} in {found['wall_s']:.0f} s of RL{in_all}, "
+        f"mean lag {found['lag']['mean']:.2f}"
+    )
     if config.record.stream:
-        say(f"recording: {recording.size(run_dir) / recording.MIB:.1f} MiB, bound {config.record.stream_mib} MiB; asyncrl replay {run_dir}")
-    say(f"report: {run_dir / 'report.html'}" if code == 0 else f"go on with: asyncrl run --resume {run_dir}")
+        say(
+            f"recording: {recording.size(run_dir) / recording.MIB:.1f} MiB, bound "
+            f"{config.record.stream_mib} MiB; asyncrl replay {run_dir}"
+        )
+    say(
+        f"report: {run_dir / 'report.html'}"
+        if code == 0
+        else f"go on with: asyncrl run --resume {run_dir}"
+    )
     return found
 
 
 def account(run_dir: Path) -> None:
-    """A run that did not end well: its timeline and its report of what there is; the error that ended it is what matters, so none of these."""
+    """A run that did not end well: its timeline and its report of what there is; the error that
+    ended it is what matters, so none of these.
+    """
     if not run_dir.is_dir():
         return
     try:
@@ -235,11 +333,16 @@ def account(run_dir: Path) -> None:
         if metrics.read(run_dir):
             say(f"report of what there is: {report.write(run_dir)}")
     except Exception as e:
-        say(f"no report could be written ({type(e).__name__}: {e}); `asyncrl report {run_dir}` tries again")
+        say(
+            f"no report could be written ({type(e).__name__}: {e}); `asyncrl report {run_dir}` "
+            "tries again"
+        )
 
 
 def close_up(life: lives.Life) -> None:
-    """The last process of a run that nobody supervises ends it as a supervisor does, once; the others leave that to it."""
+    """The last process of a run that nobody supervises ends it as a supervisor does, once; the
+    others leave that to it.
+    """
     run_dir = life.run_dir
     try:
         lock = rundir.Lock(run_dir)
@@ -247,13 +350,17 @@ def close_up(life: lives.Life) -> None:
         return  # a supervisor ends it
     try:
         if not (run_dir / "buffer_summary.json").exists():
-            return  # no buffer has ended here: it was killed, or this directory is another machine's
+            # no buffer has ended here: it was killed, or this directory is another machine's
+            return
         if not (run_dir / "summary.json").exists():
             config = config_load.load(run_dir / "config.toml")
             conclude(config, run_dir, 0 if rundir.ended(run_dir, config.learner.steps) else 1)
         rundir.clean(run_dir)
     except (AsyncrlError, OSError) as e:
-        say(f"the run's summary and report could not be written: {e}; `asyncrl report {run_dir}` tries again")
+        say(
+            f"the run's summary and report could not be written: {e}; `asyncrl report {run_dir}` "
+            "tries again"
+        )
     finally:
         lock.close()
 

@@ -21,12 +21,16 @@ SHM = Path("/dev/shm")
 
 
 def prepare(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
-    """Make a new run directory, with the resolved config, the command and the commit; run: id of the run, where it has one elsewhere.
+    """Make a new run directory, with the resolved config, the command and the commit; run: id of
+    the run, where it has one elsewhere.
 
     Raises ConfigError when the directory is used.
     """
     if (run_dir / "config.toml").exists():
-        raise ConfigError(f"{run_dir} holds a run already: go on with it by `asyncrl run --resume {run_dir}`, or choose another name by --set name=...")
+        raise ConfigError(
+            f"{run_dir} holds a run already: go on with it by `asyncrl run --resume {run_dir}`, or "
+            "choose another name by --set name=..."
+        )
     try:
         for part in ("checkpoints", "logs", "trace"):
             (run_dir / part).mkdir(parents=True, exist_ok=True)
@@ -34,7 +38,13 @@ def prepare(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
     except OSError as e:
         raise unwritable(run_dir, e) from e
     (run_dir / "command").write_text(" ".join(sys.argv) + "\n")
-    git = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout if shutil.which("git") else ""
+    git = (
+        subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout
+        if shutil.which("git")
+        else ""
+    )
     (run_dir / "commit").write_text(git or "unknown\n")
     part_file = run_dir / "config.toml.part"
     part_file.write_text(toml)
@@ -42,7 +52,9 @@ def prepare(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
 
 
 def ensure(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
-    """The same for processes started by hand, in any order: whoever comes first makes the directory."""
+    """The same for processes started by hand, in any order: whoever comes first makes the
+    directory.
+    """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         making = (run_dir / ".making").open("w")
@@ -56,12 +68,17 @@ def ensure(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
 
 def unwritable(run_dir: Path, e: OSError) -> ConfigError:
     """A run directory that cannot be made."""
-    return ConfigError(f"runs: the run directory {run_dir} cannot be made: {e.strerror}; choose another place by --set runs=DIR (or --run-dir)")
+    return ConfigError(
+        f"runs: the run directory {run_dir} cannot be made: {e.strerror}; choose another place by "
+        "--set runs=DIR (or --run-dir)"
+    )
 
 
 def directory(config: Config, source: str) -> Path:
     """runs/NAME; without a name, the config file's and the time."""
-    return Path(config.runs) / (config.name or f"{Path(source).stem}-{time.strftime('%Y%m%d-%H%M%S')}")
+    return Path(config.runs) / (
+        config.name or f"{Path(source).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
 
 
 def note_limit(run_dir: Path, limit: float) -> None:
@@ -81,7 +98,9 @@ def run_id(run_dir: Path) -> str:
 
 
 def here(run_dir: Path) -> str:
-    """Names this directory on this machine: a copy of it has the run's id too, and must not share its socket and its weights."""
+    """Names this directory on this machine: a copy of it has the run's id too, and must not share
+    its socket and its weights.
+    """
     return f"{run_id(run_dir)}-{run_dir.stat().st_ino:x}"
 
 
@@ -123,10 +142,16 @@ def clean(run_dir: Path) -> None:
 
 
 def ended(run_dir: Path, steps: int) -> bool:
-    """Has the run made its `steps`, been evaluated, and left its model?  Its last buffer says so at its end; one that begins takes it back."""
+    """Has the run made its `steps`, been evaluated, and left its model?  Its last buffer says so at
+    its end; one that begins takes it back.
+    """
     try:
         left = json.loads((run_dir / "buffer_summary.json").read_text())
-        return bool(left["finished"]) and left["steps"] >= steps and (run_dir / "weights_digest").exists()
+        return (
+            bool(left["finished"])
+            and left["steps"] >= steps
+            and (run_dir / "weights_digest").exists()
+        )
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -138,7 +163,9 @@ def take_back(run_dir: Path) -> None:
 
 
 class Lock:
-    """One supervisor, or one set of processes, at a time in a run directory; freed by the kernel when its holder dies."""
+    """One supervisor, or one set of processes, at a time in a run directory; freed by the kernel
+    when its holder dies.
+    """
 
     def __init__(self, run_dir: Path, what: str = "run") -> None:
         self.file = (run_dir / f".{what}.lock").open("a+")
@@ -146,7 +173,10 @@ class Lock:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as e:
             self.file.seek(0)
-            raise ConfigError(f"{run_dir} is in use by process {self.file.read().strip() or '?'}: stop that run first, or choose another name") from e
+            raise ConfigError(
+                f"{run_dir} is in use by process {self.file.read().strip() or '?'}: stop that run "
+                "first, or choose another name"
+            ) from e
         self.file.truncate(0)
         self.file.write(str(os.getpid()))
         self.file.flush()

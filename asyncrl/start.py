@@ -1,4 +1,5 @@
-"""`python -P -m asyncrl.start MODULE ARGUMENTS`: one of our modules as the main program of a process.
+"""`python -P -m asyncrl.start MODULE ARGUMENTS`: one of our modules as the main program of a
+process.
 
 With -P nothing of the working directory comes before what is installed; `here_last` puts it behind,
 for reward functions.  `importing.command` writes such command lines.

@@ -1,8 +1,9 @@
-"""What is left to do when the supervisor was killed: `python -m asyncrl.sweeper RUN_DIR`, with a pipe from it as stdin.
+"""What is left to do when the supervisor was killed: `python -m asyncrl.sweeper RUN_DIR`, with a
+pipe from it as stdin.
 
-The kernel ends the children of a killed supervisor; sockets and shared memory would stay.  This process sees its pipe close, waits
-until the run directory's lock is free, and removes them.  Ends by itself, also after a run that ended well.
-"""
+The kernel ends the children of a killed supervisor; sockets and shared memory would stay.  This
+process sees its pipe close, waits until the run directory's lock is free, and removes them.  Ends
+by itself, also after a run that ended well."""
 
 from __future__ import annotations
 
@@ -14,15 +15,18 @@ from pathlib import Path
 from asyncrl import rundir
 from asyncrl.errors import ConfigError
 
-WAIT_S, TRIES = 0.2, 10
+WAIT_S = 0.2
+TRIES = 10
 
 
 def main(run_dir: Path) -> None:
     for s in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(s, signal.SIG_IGN)  # it outlives the supervisor by a moment, whatever the terminal sends
+        # it outlives the supervisor by a moment, whatever the terminal sends
+        signal.signal(s, signal.SIG_IGN)
     outside = rundir.outside(run_dir)
     sys.stdin.buffer.read()
-    for _ in range(TRIES):  # the kernel frees the supervisor's lock, and ends the children, in its own time
+    # the kernel frees the supervisor's lock, and ends the children, in its own time
+    for _ in range(TRIES):
         time.sleep(WAIT_S)
         try:
             lock = rundir.Lock(run_dir)

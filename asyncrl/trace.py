@@ -1,4 +1,6 @@
-"""A timeline of what each process does: one lane a process, opened by any viewer of Chrome traces (Perfetto)."""
+"""A timeline of what each process does: one lane a process, opened by any viewer of Chrome traces
+(Perfetto).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,8 @@ MOST_EVENTS = 20_000  # about 1.5 MB a process
 class Tracer:
     """Spans of one process, to RUN/trace/PROCESS.jsonl; after MOST_EVENTS it only counts.
 
-    On a full disk the rest of the spans is left out: a timeline must not end the run, nor hide what does.
-    """
+    On a full disk the rest of the spans is left out: a timeline must not end the run, nor hide what
+    does."""
 
     def __init__(self, run_dir: Path, process: str) -> None:
         directory = run_dir / "trace"
@@ -25,7 +27,9 @@ class Tracer:
 
     @contextmanager
     def span(self, name: str, size: int | None = None) -> Iterator[None]:
-        """`size`: what the work was done on (answers, tokens); `asyncrl simulate` fits its times by it."""
+        """`size`: what the work was done on (answers, tokens); `asyncrl simulate` fits its times by
+        it.
+        """
         began = time.monotonic()
         try:
             yield
@@ -37,7 +41,9 @@ class Tracer:
         if self.left > 0:
             self.left -= 1
             try:
-                self.file.write(f'["{name}",{began:.6f},{ended:.6f}{"" if size is None else f",{size}"}]\n')
+                self.file.write(
+                    f'["{name}",{began:.6f},{ended:.6f}{"" if size is None else f",{size}"}]\n'
+                )
             except OSError:
                 self.left = 0
 
@@ -47,7 +53,9 @@ class Tracer:
 
 
 def sized(run_dir: Path) -> dict[str, list[tuple[str, float, float, int | None]]]:
-    """process -> (name, start, end, size) in CLOCK_MONOTONIC seconds; a last line cut by a crash is left out."""
+    """process -> (name, start, end, size) in CLOCK_MONOTONIC seconds; a last line cut by a crash is
+    left out.
+    """
     out: dict[str, list[tuple[str, float, float, int | None]]] = {}
     for path in sorted((run_dir / "trace").glob("*.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("]")]
@@ -61,11 +69,16 @@ def read(run_dir: Path) -> dict[str, list[tuple[str, float, float]]]:
 
 
 def merge(run_dir: Path) -> Path:
-    """Write RUN/trace.json in Chrome's format from what the processes left; on a full disk there is none."""
+    """Write RUN/trace.json in Chrome's format from what the processes left; on a full disk there is
+    none.
+    """
     events: list[dict[str, object]] = []
     for pid, (process, spans) in enumerate(read(run_dir).items()):
         events.append({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": process}})
-        events += [{"name": n, "ph": "X", "pid": pid, "tid": 0, "ts": a * 1e6, "dur": (b - a) * 1e6} for n, a, b in spans]
+        events += [
+            {"name": n, "ph": "X", "pid": pid, "tid": 0, "ts": a * 1e6, "dur": (b - a) * 1e6}
+            for n, a, b in spans
+        ]
     path = run_dir / "trace.json"
     try:
         path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

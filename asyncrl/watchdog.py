@@ -1,8 +1,8 @@
 """When is a run stuck, and who holds it up?  Pure: time is an argument.
 
-Progress means commits, evaluation answers, and between two commits the samples of one batch; never heartbeats.  A run is overdue when none
-came for `multiple` medians of its own steps, at least `floor_s`; before the first commit, `startup_s`.
-"""
+Progress means commits, evaluation answers, and between two commits the samples of one batch; never
+heartbeats.  A run is overdue when none came for `multiple` medians of its own steps, at least
+`floor_s`; before the first commit, `startup_s`."""
 
 from __future__ import annotations
 
@@ -22,8 +22,11 @@ class Watchdog:
     >>> w.observe(0, 0, 0.0); w.overdue(59.0)
     ''
     >>> for n in range(1, 5): w.observe(n, n, 60.0 + 0.5 * n)
-    >>> w.overdue(66.0), w.overdue(68.0)
-    ('', 'no commit and no evaluation answer for 6.0 s (deadline 5.0 s: 10 medians of 0.50 s, at least 1 s)')
+    >>> w.overdue(66.0)
+    ''
+    >>> print(w.overdue(68.0).replace(": ", ":\\n  "))
+    no commit and no evaluation answer for 6.0 s (deadline 5.0 s:
+      10 medians of 0.50 s, at least 1 s)
     """
 
     multiple: float
@@ -36,9 +39,12 @@ class Watchdog:
     steps: deque[float] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def observe(self, progress: int, committed: int, now: float) -> None:
-        """progress: any number that changes with every commit and evaluation answer; committed: batches; now in seconds."""
+        """progress: any number that changes with every commit and evaluation answer; committed:
+        batches; now in seconds.
+        """
         if progress != self.progress:
-            self.progress, self.since = progress, now
+            self.progress = progress
+            self.since = now
         if committed > self.committed:
             if self.last_commit is not None:
                 self.steps.append((now - self.last_commit) / (committed - self.committed))
@@ -47,37 +53,52 @@ class Watchdog:
 
     def restart(self, now: float) -> None:
         """A process is being started again: it gets the time of a start."""
-        self.since, self.last_commit = now, None
+        self.since = now
+        self.last_commit = None
         self.steps.clear()
 
     @property
     def deadline(self) -> float:
-        return max(self.floor_s, self.multiple * statistics.median(self.steps)) if self.steps else self.startup_s
+        return (
+            max(self.floor_s, self.multiple * statistics.median(self.steps))
+            if self.steps
+            else self.startup_s
+        )
 
     def overdue(self, now: float) -> str:
         """What is wrong, with the arithmetic; empty while nothing is."""
         if (silent := now - self.since) <= self.deadline:
             return ""
         if not self.steps:
-            return f"no commit and no evaluation answer for {silent:.1f} s (grace of a start: watchdog.startup_s = {self.startup_s:g} s)"
+            return (
+                f"no commit and no evaluation answer for {silent:.1f} s (grace of a start: "
+                f"watchdog.startup_s = {self.startup_s:g} s)"
+            )
         median = statistics.median(self.steps)
-        return (f"no commit and no evaluation answer for {silent:.1f} s (deadline {self.deadline:.1f} s: {self.multiple:g} medians of {median:.2f} s, "
-                f"at least {self.floor_s:g} s)")  # fmt: skip
+        return (
+            f"no commit and no evaluation answer for {silent:.1f} s (deadline {self.deadline:.1f} "
+            f"s: {self.multiple:g} medians of {median:.2f} s, "
+            f"at least {self.floor_s:g} s)"
+        )
 
 
 @dataclass
 class WaitLog:
-    """Lines for a process's log: a wait that has lasted `first_s` seconds, then again each time its age has doubled.
+    """Lines for a process's log: a wait that has lasted `first_s` seconds, then again each time its
+    age has doubled.
 
-    The processes use 10 s, or half of watchdog.floor_s if that is less: it is said before the deadline passes.
+    The processes use 10 s, or half of watchdog.floor_s if that is less: it is said before the
+    deadline passes.
 
     >>> log = WaitLog(first_s=10)
     >>> log.lines([("learner", "batch 3", "buffer", 9.0)])
     []
     >>> log.lines([("learner", "batch 3", "buffer", 11.0)])
     ['learner has waited for buffer for 11 s: batch 3']
-    >>> log.lines([("learner", "batch 3", "buffer", 19.0)]), log.lines([("learner", "batch 3", "buffer", 23.0)])
-    ([], ['learner has waited for buffer for 23 s: batch 3'])
+    >>> log.lines([("learner", "batch 3", "buffer", 19.0)])
+    []
+    >>> log.lines([("learner", "batch 3", "buffer", 23.0)])
+    ['learner has waited for buffer for 23 s: batch 3']
     """
 
     first_s: float = 10.0
@@ -85,22 +106,37 @@ class WaitLog:
 
     def lines(self, waits: Sequence[tuple[str, str, str, float]]) -> list[str]:
         """waits: who, what, holder, seconds; those not among them have ended."""
-        self.said = {(who, what): self.said[who, what] for who, what, *_ in waits if (who, what) in self.said}
+        self.said = {
+            (who, what): self.said[who, what] for who, what, *_ in waits if (who, what) in self.said
+        }
         due = [w for w in waits if w[3] >= self.said.get((w[0], w[1]), self.first_s)]
         for who, what, _, age in due:
             self.said[who, what] = 2 * age
-        return [f"{who} has waited for {holder} for {age:.0f} s: {what}" for who, what, holder, age in due]
+        return [
+            f"{who} has waited for {holder} for {age:.0f} s: {what}"
+            for who, what, holder, age in due
+        ]
 
 
-def culprit(names: Sequence[str], waits: Sequence[tuple[str, str, str, float]], peers: Mapping[str, float], buffer_silent: float, patience: float) -> str:
-    """The process that holds the run up: a silent buffer; else the most silent peer; else one that waits for nobody; else none.
+def culprit(
+    names: Sequence[str],
+    waits: Sequence[tuple[str, str, str, float]],
+    peers: Mapping[str, float],
+    buffer_silent: float,
+    patience: float,
+) -> str:
+    """The process that holds the run up: a silent buffer; else the most silent peer; else one that
+    waits for nobody; else none.
 
-    >>> culprit(["learner", "generator-0"], [("learner", "batch 3", "buffer", 9.0)], {"learner": 0.1, "generator-0": 9.0}, 0.1, 5.0)
+    >>> both = ["learner", "generator-0"]
+    >>> waits = [("learner", "batch 3", "buffer", 9.0)]
+    >>> culprit(both, waits, {"learner": 0.1, "generator-0": 9.0}, 0.1, 5.0)
     'generator-0'
-    >>> culprit(["learner", "generator-0"], [("generator-0", "a ticket", "buffer", 9.0)], {"learner": 0.4, "generator-0": 0.1}, 0.1, 5.0)
+    >>> heard = {"learner": 0.4, "generator-0": 0.1}
+    >>> culprit(both, [("generator-0", "a ticket", "buffer", 9.0)], heard, 0.1, 5.0)
     'learner'
-    >>> waits = [("learner", "batch 3", "buffer", 9.0), ("generator-0", "the rewards of its answers", "generator-0-rewards", 9.0)]
-    >>> culprit(["learner", "generator-0"], waits, {"learner": 0.4, "generator-0": 0.1}, 0.1, 5.0)
+    >>> waits += [("generator-0", "the rewards of its answers", "generator-0-rewards", 9.0)]
+    >>> culprit(both, waits, heard, 0.1, 5.0)
     'generator-0'
     """
     if buffer_silent > patience:
@@ -108,5 +144,6 @@ def culprit(names: Sequence[str], waits: Sequence[tuple[str, str, str, float]], 
     silent = {name: peers.get(name, float("inf")) for name in names}
     if silent and max(silent.values()) > patience:
         return max(silent, key=lambda n: silent[n])
-    waiting = {who for who, _, on, *_ in waits if not on.startswith(f"{who}-")}  # who waits for a part of itself, its rewards, waits for nobody
+    # who waits for a part of itself, its rewards, waits for nobody
+    waiting = {who for who, _, on, *_ in waits if not on.startswith(f"{who}-")}
     return next((n for n in names if n not in waiting), "")

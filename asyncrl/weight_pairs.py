@@ -1,19 +1,23 @@
-"""Weights from the learner to each generator through torch.distributed: NCCL between two GPUs, Gloo between two CPUs.
+"""Weights from the learner to each generator through torch.distributed: NCCL between two GPUs, Gloo
+between two CPUs.
 
-A group with every generator in it would stand still when one of them is killed, and could take no new one.  So each generator makes a
-group of two with the learner, and a new one when it, or the learner, starts again:
+A group with every generator in it would stand still when one of them is killed, and could take no
+new one.  So each generator makes a group of two with the learner, and a new one when it, or the
+learner, starts again:
 
 ```
-store     a TCPStore of the learner's: the layout, and a counter of which the next generator takes its number n
-control   a Gloo group of two: "version, digest" from the generator; "digest, probe, mark" or "not here" from the learner
+store     a TCPStore of the learner's: the layout, and a counter of which the next generator takes
+          its number n
+control   a Gloo group of two: "version, digest" from the generator; "digest, probe, mark" or "not
+          here" from the learner
 data      the flat bytes in pieces; the control group itself, or an NCCL group of two
 ```
 
-The learner serves each pair from a thread, out of its ring (asyncrl/weight_ring.py), so training waits for nobody; a transfer that
-stands still longer than the deadline, or whose other end has gone, ends that thread alone.  What has arrived is compared with a mark
-(`mark`) computed where the weights lie, so that they need not leave the GPU for it; the ring's own checksum was checked before.
-One machine only: the store and the groups neither encrypt nor ask for keys.
-"""
+The learner serves each pair from a thread, out of its ring (asyncrl/weight_ring.py), so training
+waits for nobody; a transfer that stands still longer than the deadline, or whose other end has
+gone, ends that thread alone.  What has arrived is compared with a mark (`mark`) computed where the
+weights lie, so that they need not leave the GPU for it; the ring's own checksum was checked before.
+One machine only: the store and the groups neither encrypt nor ask for keys."""
 
 from __future__ import annotations
 
@@ -59,11 +63,15 @@ class _Reply(msgspec.Struct, frozen=True):
 
 
 def mark(flat: torch.Tensor) -> int:
-    """A 64-bit sum over the words of `flat` (uint8, a multiple of 8 bytes), each mixed with an odd factor by its place; computed where it lies."""
+    """A 64-bit sum over the words of `flat` (uint8, a multiple of 8 bytes), each mixed with an odd
+    factor by its place; computed where it lies.
+    """
     words = flat.view(torch.int64)
     factors = torch.arange(WORDS, device=flat.device) * 2 + 1
     factors *= ODD - (1 << 64)  # wraps, as everything here does, modulo 2^64
-    sums = torch.stack([((x := w * factors[: len(w)]) ^ (x >> 32)).sum() for w in torch.split(words, WORDS)]).tolist()
+    sums = torch.stack(
+        [((x := w * factors[: len(w)]) ^ (x >> 32)).sum() for w in torch.split(words, WORDS)]
+    ).tolist()
     out = 0
     for s in sums:
         out = (out * ODD + s) % (1 << 64)
@@ -71,18 +79,27 @@ def mark(flat: torch.Tensor) -> int:
 
 
 def device_of(backend: Backend) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if backend == "nccl"
+        else torch.device("cpu")
+    )
 
 
 def group(backend: Backend, store: Any, name: str, rank: int, deadline_s: float) -> Any:
-    """A group of two that torch's global state knows nothing of.  Raises RuntimeError when the other one does not come in time."""
-    store, group_type = dist.PrefixStore(name, store), dist.ProcessGroup.BackendType
+    """A group of two that torch's global state knows nothing of.  Raises RuntimeError when the
+    other one does not come in time.
+    """
+    store = dist.PrefixStore(name, store)
+    group_type = dist.ProcessGroup.BackendType
     out = dist.ProcessGroup(store, rank, 2)
     if backend == "gloo":
         inner: Any = dist.ProcessGroupGloo(store, rank, 2, timeout=timedelta(seconds=deadline_s))
     else:
         options = dist.ProcessGroupNCCL.Options()
-        options._timeout = timedelta(days=1)  # its own watchdog would end the process; `finish` holds the deadline and gives up the pair alone
+        # its own watchdog would end the process; `finish` holds the deadline and gives up the pair
+        # alone
+        options._timeout = timedelta(days=1)
         inner = dist.ProcessGroupNCCL(store, rank, 2, options)
     kind = group_type.GLOO if backend == "gloo" else group_type.NCCL
     out._set_default_backend(kind)
@@ -96,7 +113,8 @@ def finish(work: Any, device: torch.device, deadline: timedelta) -> None:
         work.wait(deadline)
         return
     work.wait()  # the stream waits, the host does not
-    event, end = cuda.Event(), time.monotonic() + deadline.total_seconds()
+    event = cuda.Event()
+    end = time.monotonic() + deadline.total_seconds()
     event.record()
     while not event.query():
         if time.monotonic() > end:
@@ -107,27 +125,41 @@ def finish(work: Any, device: torch.device, deadline: timedelta) -> None:
 class Pair:
     """One end of a pair.  rank: 0 the learner, 1 the generator."""
 
-    def __init__(self, backend: Backend, store: Any, number: int, rank: int, deadline_s: float) -> None:
-        self.rank, self.device, self.deadline = rank, device_of(backend), timedelta(seconds=deadline_s)
+    def __init__(
+        self, backend: Backend, store: Any, number: int, rank: int, deadline_s: float
+    ) -> None:
+        self.rank = rank
+        self.device = device_of(backend)
+        self.deadline = timedelta(seconds=deadline_s)
         self.control = group("gloo", store, f"{number}/control", rank, deadline_s)
-        self.data = group("nccl", store, f"{number}/data", rank, deadline_s) if backend == "nccl" else self.control
+        self.data = (
+            group("nccl", store, f"{number}/data", rank, deadline_s)
+            if backend == "nccl"
+            else self.control
+        )
 
     def write(self, message: msgspec.Struct) -> None:
         data = msgspec.msgpack.encode(message)
         letter = torch.zeros(LETTER, dtype=torch.uint8)
-        letter[: len(data) + 2] = torch.frombuffer(bytearray(len(data).to_bytes(2, "little") + data), dtype=torch.uint8)
+        letter[: len(data) + 2] = torch.frombuffer(
+            bytearray(len(data).to_bytes(2, "little") + data), dtype=torch.uint8
+        )
         finish(self.control.send([letter], 1 - self.rank, 0), letter.device, self.deadline)
 
     def read(self, kind: Any, deadline: timedelta | None = None) -> Any:
         letter = torch.zeros(LETTER, dtype=torch.uint8)
-        finish(self.control.recv([letter], 1 - self.rank, 0), letter.device, deadline or self.deadline)
+        finish(
+            self.control.recv([letter], 1 - self.rank, 0), letter.device, deadline or self.deadline
+        )
         data = letter.numpy().tobytes()
         return msgspec.msgpack.decode(data[2 : 2 + int.from_bytes(data[:2], "little")], type=kind)
 
     def move(self, flat: torch.Tensor) -> None:
         """Send or receive the flat bytes."""
         for piece in torch.split(flat, PIECE):
-            work = self.data.send([piece], 1, 1) if self.rank == 0 else self.data.recv([piece], 0, 1)
+            work = (
+                self.data.send([piece], 1, 1) if self.rank == 0 else self.data.recv([piece], 0, 1)
+            )
             finish(work, self.device, self.deadline)
 
     def close(self) -> None:
@@ -149,14 +181,26 @@ class _Held:
 
 
 class PairServer:
-    """The learner's end: serves the versions in the ring at `directory`.  deadline_s: for one piece, and for a group to come together."""
+    """The learner's end: serves the versions in the ring at `directory`.  deadline_s: for one
+    piece, and for a group to come together.
+    """
 
     def __init__(self, directory: Path, backend: Backend, layout: Rows, deadline_s: float) -> None:
-        self.backend, self.deadline_s, self.bytes_sent = backend, deadline_s, 0
-        self.store = dist.TCPStore("127.0.0.1", 0, None, True, timeout=timedelta(seconds=deadline_s), wait_for_workers=False)
+        self.backend = backend
+        self.deadline_s = deadline_s
+        self.bytes_sent = 0
+        self.store = dist.TCPStore(
+            "127.0.0.1",
+            0,
+            None,
+            True,
+            timeout=timedelta(seconds=deadline_s),
+            wait_for_workers=False,
+        )
         self.store.set("layout", msgspec.json.encode(layout).decode())
         self.address = f"tcp://127.0.0.1:{self.store.port}"
-        self.device, self.size = device_of(backend), flat_bytes(layout)
+        self.device = device_of(backend)
+        self.size = flat_bytes(layout)
         self.reader = RingReader(directory, "pairs")
         self.lock = threading.Lock()
         self.newest: _Held | None = None
@@ -171,14 +215,18 @@ class PairServer:
         while not self.ended:
             while known < self.store.add("pairs", 0):
                 known += 1
-                threading.Thread(target=self._serve, args=(known,), name=f"weight-pair-{known}", daemon=True).start()
+                threading.Thread(
+                    target=self._serve, args=(known,), name=f"weight-pair-{known}", daemon=True
+                ).start()
             time.sleep(0.05)
 
     def _serve(self, number: int) -> None:
         pair = None
         try:
             with cuda.stream(cuda.Stream(self.device)) if self.backend == "nccl" else nullcontext():
-                pair = Pair(self.backend, connect(self.address, self.deadline_s), number, 0, self.deadline_s)
+                pair = Pair(
+                    self.backend, connect(self.address, self.deadline_s), number, 0, self.deadline_s
+                )
                 while not self.ended:
                     ask = pair.read(_Ask, IDLE)
                     if self.ended:
@@ -188,7 +236,8 @@ class PairServer:
                         if held is not None:
                             pair.move(held.flat)
                             self.bytes_sent += self.size
-        except (RuntimeError, ValueError, OSError):  # the generator has gone or stands still; should it wake, it makes a new pair
+        except (RuntimeError, ValueError, OSError):
+            # the generator has gone or stands still; should it wake, it makes a new pair
             pass
         finally:
             if pair is not None:
@@ -196,7 +245,9 @@ class PairServer:
 
     @contextmanager
     def _hold(self, label: Label, digest: str) -> Iterator[_Held | None]:
-        """The version, not overwritten while it is being sent; None when the ring does not have it."""
+        """The version, not overwritten while it is being sent; None when the ring does not have
+        it.
+        """
         with self.lock:
             held = self.newest
             if held is None or held.label != label or digest not in ("", held.reply.digest):
@@ -216,7 +267,11 @@ class PairServer:
         digest = digest or self.reader.labels().get(label, "")
         if not digest or not self.reader.read(label, digest, memoryview(self.host)):
             return None
-        flat = self.spare.pop() if self.spare else torch.zeros(self.size, dtype=torch.uint8, device=self.device)
+        flat = (
+            self.spare.pop()
+            if self.spare
+            else torch.zeros(self.size, dtype=torch.uint8, device=self.device)
+        )
         flat.copy_(torch.frombuffer(self.host, dtype=torch.uint8))
         held = _Held(label, _Reply(digest, self.reader.probe, mark(flat)), flat)
         if self.newest is not None and not self.newest.users:
@@ -234,15 +289,22 @@ class PairServer:
 
 def connect(address: str, deadline_s: float) -> Any:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    socket.create_connection((host, int(port)), deadline_s).close()  # nobody there: told at once, and without the store's own pages of text
-    return dist.TCPStore(host, int(port), None, False, timeout=timedelta(seconds=deadline_s), wait_for_workers=False)
+    # nobody there: told at once, and without the store's own pages of text
+    socket.create_connection((host, int(port)), deadline_s).close()
+    return dist.TCPStore(
+        host, int(port), None, False, timeout=timedelta(seconds=deadline_s), wait_for_workers=False
+    )
 
 
 class PairClient:
-    """A generator's end.  Raises PeerUnreachable when the learner has gone or does not answer in time."""
+    """A generator's end.  Raises PeerUnreachable when the learner has gone or does not answer in
+    time.
+    """
 
     def __init__(self, address: str, backend: Backend, deadline_s: float) -> None:
-        self.address, self.bytes_received, self.probe = address, 0, b""
+        self.address = address
+        self.bytes_received = 0
+        self.probe = b""
         with self._peer():
             store = connect(address, deadline_s)
             self.layout: Rows = msgspec.json.decode(store.get("layout"), type=Rows)
@@ -255,10 +317,14 @@ class PairClient:
             yield
         except (RuntimeError, OSError) as e:
             why = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-            raise PeerUnreachable(f"the learner's weights at {self.address}: {why[:200]}; is the learner running?") from e
+            raise PeerUnreachable(
+                f"the learner's weights at {self.address}: {why[:200]}; is the learner running?"
+            ) from e
 
     def fetch(self, label: Label, digest: str) -> str:
-        """Receive version `label` into `flat`; returns its digest, "" when the learner does not have it (any more)."""
+        """Receive version `label` into `flat`; returns its digest, "" when the learner does not
+        have it (any more).
+        """
         with self._peer():
             self.pair.write(_Ask(label, digest))
             reply: _Reply = self.pair.read(_Reply)

@@ -6,12 +6,13 @@ DIR/slot_N          header (sequence, epoch, number, xxh3-64, probe), then the b
 DIR/pin_READER      the slot that a reader copies from, and its heartbeat
 ```
 
-The writer takes a slot that no live reader has pinned, makes the sequence odd, writes, stores label and checksum, makes it even.
-A reader pins, copies into memory of its own, and believes the copy only when sequence and checksum agree.  A pin whose heartbeat
-is older than PIN_S counts for nothing (its reader is stopped or dead): should it wake, its checksum tells it.
+The writer takes a slot that no live reader has pinned, makes the sequence odd, writes, stores label
+and checksum, makes it even. A reader pins, copies into memory of its own, and believes the copy
+only when sequence and checksum agree.  A pin whose heartbeat is older than PIN_S counts for nothing
+(its reader is stopped or dead): should it wake, its checksum tells it.
 
-The probe: the learner's log-probabilities of a few fixed tokens (`asyncrl.models.probe_ids`) under these weights, float32, or nothing.
-"""
+The probe: the learner's log-probabilities of a few fixed tokens (`asyncrl.models.probe_ids`) under
+these weights, float32, or nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def _map(path: Path, size: int, *, create: bool) -> mmap.mmap:
     fd = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
     try:
         if create:
-            os.posix_fallocate(fd, 0, size)  # a full memory file system fails here, not later by SIGBUS
+            # a full memory file system fails here, not later by SIGBUS
+            os.posix_fallocate(fd, 0, size)
         return mmap.mmap(fd, size)
     finally:
         os.close(fd)
@@ -65,18 +67,35 @@ def _probe(slot: mmap.mmap) -> bytes:
 
 
 class Ring:
-    """The learner's end.  `slots` files to begin with; more are made, up to `most`, while all are pinned or kept."""
+    """The learner's end.  `slots` files to begin with; more are made, up to `most`, while all are
+    pinned or kept.
+    """
 
-    def __init__(self, directory: Path, size: int, slots: int, rows: Rows, epoch: int, most: int = 0, wait_s: float = 60.0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        size: int,
+        slots: int,
+        rows: Rows,
+        epoch: int,
+        most: int = 0,
+        wait_s: float = 60.0,
+    ) -> None:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self.directory, self.size, self.epoch = directory, size, epoch
-        self.most, self.wait_s = max(most, slots), wait_s
+        self.directory = directory
+        self.size = size
+        self.epoch = epoch
+        self.most = max(most, slots)
+        self.wait_s = wait_s
         self.slots: list[mmap.mmap] = []
         try:
             for _ in range(slots):
                 self._grow()
         except OSError as e:
-            raise AsyncrlError(f"no room for {slots} weight slots of {size / 2**20:.1f} MiB in {directory}: {e}; lower weights.slots") from e
+            raise AsyncrlError(
+                f"no room for {slots} weight slots of {size / 2**20:.1f} MiB in {directory}: {e}; "
+                "lower weights.slots"
+            ) from e
         self.rows = rows
         self._declare()
 
@@ -86,10 +105,11 @@ class Ring:
         os.replace(part, self.directory / "manifest")
 
     def mend(self) -> bool:
-        """Make the directory anew, with all that the ring holds, if somebody has removed it; True when it had to be.
+        """Make the directory anew, with all that the ring holds, if somebody has removed it; True
+        when it had to be.
 
-        Whoever maps the old files keeps them, and finds by `RingReader.replaced` that nothing new comes there.  Raises AsyncrlError.
-        """
+        Whoever maps the old files keeps them, and finds by `RingReader.replaced` that nothing new
+        comes there.  Raises AsyncrlError."""
         if (self.directory / "manifest").exists():
             return False
         try:
@@ -100,10 +120,13 @@ class Ring:
                 fresh.append(_map(self.directory / f"slot_{n}", HEADER + self.size, create=True))
                 with memoryview(old) as source, memoryview(fresh[-1]) as target:
                     target[:] = source
-            self.slots = fresh  # the old ones end with their last reader: the chunk server's thread may be in one
+            # the old ones end with their last reader: the chunk server's thread may be in one
+            self.slots = fresh
             self._declare()
         except OSError as e:
-            raise AsyncrlError(f"the weights' directory {self.directory} is gone and cannot be made again: {e}") from e
+            raise AsyncrlError(
+                f"the weights' directory {self.directory} is gone and cannot be made again: {e}"
+            ) from e
         return True
 
     def _grow(self) -> int:
@@ -131,22 +154,39 @@ class Ring:
 
     def _take(self, keep: Iterable[Label]) -> int:
         """The slot to overwrite: the oldest that is not pinned, not kept and not the newest."""
-        deadline, kept = time.monotonic() + self.wait_s, set(keep)
+        deadline = time.monotonic() + self.wait_s
+        kept = set(keep)
         while True:
             heads = [_head(s)[1] for s in self.slots]
-            newest, pinned = max(heads), self.pins()
-            free = [(label, n) for n, label in enumerate(heads) if n not in pinned and label not in kept and (label != newest or label.number < 0)]
+            newest = max(heads)
+            pinned = self.pins()
+            free = [
+                (label, n)
+                for n, label in enumerate(heads)
+                if n not in pinned and label not in kept and (label != newest or label.number < 0)
+            ]
             if free:
                 return min(free)[1]
             if len(self.slots) < self.most:
                 return self._grow()
             if time.monotonic() > deadline:
                 who = ", ".join(sorted(set(pinned.values()))) or "evaluation"
-                raise AsyncrlError(f"no weight slot has been free for {self.wait_s:g} s: held by {who}; raise weights.slots ({len(self.slots)})")
+                raise AsyncrlError(
+                    f"no weight slot has been free for {self.wait_s:g} s: held by {who}; raise "
+                    f"weights.slots ({len(self.slots)})"
+                )
             time.sleep(0.001)
 
-    def write(self, label: Label, fill: Callable[[memoryview], None], keep: Iterable[Label] = (), probe: bytes = b"") -> str:
-        """Publish: `fill` writes the flat bytes.  Returns their digest.  Raises AsyncrlError when no slot comes free."""
+    def write(
+        self,
+        label: Label,
+        fill: Callable[[memoryview], None],
+        keep: Iterable[Label] = (),
+        probe: bytes = b"",
+    ) -> str:
+        """Publish: `fill` writes the flat bytes.  Returns their digest.  Raises AsyncrlError when
+        no slot comes free.
+        """
         slot = self.slots[self._take(keep)]
         sequence = _head(slot)[0] | 1
         _SLOT.pack_into(slot, 0, sequence, -1, -1, 0)
@@ -158,18 +198,25 @@ class Ring:
         struct.pack_into("<Q", slot, 0, sequence + 1)
         return f"{checksum:016x}"
 
-    def read_part(self, label: Label, digest: str, offset: int, size: int) -> tuple[str, bytes, bytes]:
-        """(digest, bytes of a part, probe) of version `label`, digest "" when it is not there: for the chunk server."""
+    def read_part(
+        self, label: Label, digest: str, offset: int, size: int
+    ) -> tuple[str, bytes, bytes]:
+        """(digest, bytes of a part, probe) of version `label`, digest "" when it is not there: for
+        the chunk server.
+        """
         for slot in self.slots:
             before = _head(slot)
             if before[1] == label and not before[0] & 1 and digest in ("", before[2]):
-                data, probe = slot[HEADER + offset : HEADER + min(offset + size, self.size)], _probe(slot)
+                data = slot[HEADER + offset : HEADER + min(offset + size, self.size)]
+                probe = _probe(slot)
                 if _head(slot) == before:
                     return before[2], data, probe
         return "", b"", b""
 
     def close(self, *, remove: bool = True) -> None:
-        """Unmap, and remove the directory; readers that still map it keep their memory until they close."""
+        """Unmap, and remove the directory; readers that still map it keep their memory until they
+        close.
+        """
         for slot in self.slots:
             slot.close()
         self.slots = []
@@ -178,12 +225,18 @@ class Ring:
 
 
 class RingReader:
-    """A generator's end.  Raises Damaged when the ring's manifest does not parse, FileNotFoundError when there is none."""
+    """A generator's end.  Raises Damaged when the ring's manifest does not parse, FileNotFoundError
+    when there is none.
+    """
 
     def __init__(self, directory: Path, reader_id: str) -> None:
-        self.directory, self.probe = directory, b""  # of the version read last
+        # of the version read last
+        self.directory = directory
+        self.probe = b""
         try:
-            self._manifest = msgspec.msgpack.decode((directory / "manifest").read_bytes(), type=_Manifest)
+            self._manifest = msgspec.msgpack.decode(
+                (directory / "manifest").read_bytes(), type=_Manifest
+            )
         except msgspec.MsgspecError as e:
             raise Damaged(f"{directory / 'manifest'} is no manifest of weights: {e}") from e
         self.slots: list[mmap.mmap] = []
@@ -200,7 +253,9 @@ class RingReader:
             return 0
 
     def replaced(self) -> bool:
-        """Was the directory removed, or made anew, since this reader opened it?  Then nothing new will come to its maps."""
+        """Was the directory removed, or made anew, since this reader opened it?  Then nothing new
+        will come to its maps.
+        """
         return self._inode() != self._made
 
     @property
@@ -208,16 +263,24 @@ class RingReader:
         return self._manifest.rows
 
     def _look(self) -> None:
-        while (path := self.directory / f"slot_{len(self.slots)}").exists() and path.stat().st_size == HEADER + self._manifest.size:
+        while (
+            path := self.directory / f"slot_{len(self.slots)}"
+        ).exists() and path.stat().st_size == HEADER + self._manifest.size:
             self.slots.append(_map(path, HEADER + self._manifest.size, create=False))
 
     def labels(self) -> dict[Label, str]:
         """label -> digest of what the ring holds now."""
         self._look()
-        return {label: digest for sequence, label, digest in map(_head, self.slots) if label.number >= 0 and not sequence & 1}
+        return {
+            label: digest
+            for sequence, label, digest in map(_head, self.slots)
+            if label.number >= 0 and not sequence & 1
+        }
 
     def read(self, label: Label, digest: str, into: memoryview) -> bool:
-        """Copy version `label` into `into` and verify it; False when it is not there or changed under the copy."""
+        """Copy version `label` into `into` and verify it; False when it is not there or changed
+        under the copy.
+        """
         self._look()
         for n, slot in enumerate(self.slots):
             if _head(slot)[1] == label:

@@ -1,8 +1,8 @@
 """Sockets.  The only importer of zmq.
 
-DEALER towards one ROUTER: no message is dropped silently for lack of a peer, and the peers' own rules (requests repeated until
-answered, samples sent until acknowledged, duplicates suppressed by key) make up for every loss a killed process can cause.
-"""
+DEALER towards one ROUTER: no message is dropped silently for lack of a peer, and the peers' own
+rules (requests repeated until answered, samples sent until acknowledged, duplicates suppressed by
+key) make up for every loss a killed process can cause."""
 
 from __future__ import annotations
 
@@ -22,23 +22,33 @@ from asyncrl.versions import Label
 
 IPC_LIMIT = 107  # bytes of a unix socket's path
 CHUNK_BYTES = 1 << 20
-HIGH_WATER = 10_000  # messages; what may be outstanding is bounded by credit and pacing, far below this
+# messages; what may be outstanding is bounded by credit and pacing, far below this
+HIGH_WATER = 10_000
 
-# what a decoder raises for bytes that somebody else made: wrong types, bad UTF-8, nesting without end, sizes that no memory holds
+# what a decoder raises for bytes that somebody else made: wrong types, bad UTF-8, nesting without
+# end, sizes that no memory holds
 UNDECODABLE = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError, OverflowError)
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 def check_address(address: str, curve_dir: str, key: str) -> None:
-    """Refuse an address that cannot work or that would be open to the network without keys.  Raises ConfigError."""
+    """Refuse an address that cannot work or that would be open to the network without keys.  Raises
+    ConfigError.
+    """
     kind, _, rest = address.partition("://")
     if kind not in ("ipc", "tcp") or not rest:
         raise ConfigError(f"{key}: `{address}` is no address; write ipc:///path or tcp://host:port")
     if kind == "ipc" and len(rest.encode()) > IPC_LIMIT:
-        raise ConfigError(f"{key}: the socket path {rest} has {len(rest.encode())} bytes, the system allows {IPC_LIMIT}; choose a shorter one")
+        raise ConfigError(
+            f"{key}: the socket path {rest} has {len(rest.encode())} bytes, the system allows "
+            f"{IPC_LIMIT}; choose a shorter one"
+        )
     if kind == "tcp" and not curve_dir and not _loopback(rest.rsplit(":", 1)[0]):
-        raise ConfigError(f"{key}: {address} is open to the network; give CURVE keys by wires.curve_dir (`asyncrl keys DIR`), or use 127.0.0.1")
+        raise ConfigError(
+            f"{key}: {address} is open to the network; give CURVE keys by wires.curve_dir "
+            "(`asyncrl keys DIR`), or use 127.0.0.1"
+        )
 
 
 def _loopback(host: str) -> bool:
@@ -51,14 +61,17 @@ def _loopback(host: str) -> bool:
 
 
 def make_keys(directory: Path) -> list[Path]:
-    """Write CURVE keys: server.key(_secret), client.key(_secret), and the allow-list clients/; returns what a client's host needs.
+    """Write CURVE keys: server.key(_secret), client.key(_secret), and the allow-list clients/;
+    returns what a client's host needs.
 
     Raises ConfigError where keys lie already: whoever holds the old ones would be locked out.
     """
     import zmq.auth
 
     if (directory / "server.key").exists():
-        raise ConfigError(f"{directory} holds keys already: choose another directory, or remove it first")
+        raise ConfigError(
+            f"{directory} holds keys already: choose another directory, or remove it first"
+        )
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     server, _ = zmq.auth.create_certificates(directory, "server")
     public, secret = zmq.auth.create_certificates(directory, "client")
@@ -68,18 +81,24 @@ def make_keys(directory: Path) -> list[Path]:
 
 
 def _secure(socket: Any, curve_dir: str, *, server: bool) -> Any:
-    """Encrypt with the keys in `curve_dir`; a server admits only the keys in its clients/ folder."""
+    """Encrypt with the keys in `curve_dir`; a server admits only the keys in its clients/
+    folder.
+    """
     if not curve_dir:
         return None
     import zmq.auth  # with asyncio and threads of its own: only for those who encrypt
     from zmq.auth.thread import ThreadAuthenticator
 
-    where, guard = Path(curve_dir), None
+    where = Path(curve_dir)
+    guard = None
     mine = where / ("server.key_secret" if server else "client.key_secret")
     if not mine.is_file():
-        raise ConfigError(f"wires.curve_dir: {mine} is missing; `asyncrl keys {curve_dir}` makes keys")
+        raise ConfigError(
+            f"wires.curve_dir: {mine} is missing; `asyncrl keys {curve_dir}` makes keys"
+        )
     public, secret = zmq.auth.load_certificate(mine)
-    socket.curve_publickey, socket.curve_secretkey = public, secret
+    socket.curve_publickey = public
+    socket.curve_secretkey = secret
     if server:
         guard = ThreadAuthenticator(socket.context)
         guard.start()
@@ -93,9 +112,9 @@ def _secure(socket: Any, curve_dir: str, *, server: bool) -> Any:
 class BufferSocket:
     """The buffer's ROUTER.
 
-    A slow peer: its messages queue at its side up to its credit; ours to it up to HIGH_WATER, then they are dropped and the
-    peer's repeated request brings them again.  A dead peer: the same, nothing blocks.  A peer that connects late finds us.
-    """
+    A slow peer: its messages queue at its side up to its credit; ours to it up to HIGH_WATER, then
+    they are dropped and the peer's repeated request brings them again.  A dead peer: the same,
+    nothing blocks.  A peer that connects late finds us."""
 
     def __init__(self, address: str, curve_dir: str = "") -> None:
         check_address(address, curve_dir, "wires.address")
@@ -110,13 +129,17 @@ class BufferSocket:
         try:
             self.socket.bind(address)
         except zmq.ZMQError as e:
-            raise ConfigError(f"wires.address: cannot listen on {address}: {e}; is another run using it?") from e
+            raise ConfigError(
+                f"wires.address: cannot listen on {address}: {e}; is another run using it?"
+            ) from e
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._decoder = msgspec.msgpack.Decoder(FromPeer)
         self.undecodable = 0  # frames refused so far
 
     def recv(self, timeout: float) -> tuple[bytes, FromPeer] | None:
-        """The next message within `timeout` seconds, with its peer; a frame that does not decode is answered by Refused, and counted."""
+        """The next message within `timeout` seconds, with its peer; a frame that does not decode is
+        answered by Refused, and counted.
+        """
         if not self.socket.poll(int(timeout * 1000)):
             return None
         frames = self.socket.recv_multipart()
@@ -124,11 +147,19 @@ class BufferSocket:
             return frames[0], self._decoder.decode(frames[-1])
         except UNDECODABLE as e:
             self.undecodable += 1
-            self.send(frames[0], Refused(f"a message that is not of this protocol: {type(e).__name__}: {str(e)[:200]!r}", 4))
+            self.send(
+                frames[0],
+                Refused(
+                    f"a message that is not of this protocol: {type(e).__name__}: {str(e)[:200]!r}",
+                    4,
+                ),
+            )
             return None
 
     def send(self, peer: bytes, message: FromBuffer) -> None:
-        """Send without blocking; what cannot be queued is dropped (the peer repeats its request)."""
+        """Send without blocking; what cannot be queued is dropped (the peer repeats its
+        request).
+        """
         try:
             self.socket.send_multipart([peer, _encoder.encode(message)], zmq.NOBLOCK)
         except zmq.ZMQError:
@@ -144,13 +175,13 @@ class BufferSocket:
 class PeerSocket:
     """A DEALER to the buffer.
 
-    It connects when the buffer comes and again after it was away; what was sent meanwhile queues here.  A dead buffer shows as
-    silence: the caller holds the deadline.
-    """
+    It connects when the buffer comes and again after it was away; what was sent meanwhile queues
+    here.  A dead buffer shows as silence: the caller holds the deadline."""
 
     def __init__(self, address: str, curve_dir: str = "") -> None:
         check_address(address, curve_dir, "wires.address")
-        self.address, self.context = address, zmq.Context()
+        self.address = address
+        self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 500)
         self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
@@ -161,14 +192,18 @@ class PeerSocket:
         self._decoder = msgspec.msgpack.Decoder(FromBuffer)
 
     def send(self, message: FromPeer) -> None:
-        """Queue a message; with HIGH_WATER messages unsent (the buffer is away) it is dropped and repeated by its sender."""
+        """Queue a message; with HIGH_WATER messages unsent (the buffer is away) it is dropped and
+        repeated by its sender.
+        """
         try:
             self.socket.send(_encoder.encode(message), zmq.NOBLOCK)
         except zmq.Again:
             pass
 
     def recv(self, timeout: float) -> FromBuffer | None:
-        """The next message within `timeout` seconds, or None.  Raises PeerUnreachable for a frame that does not decode."""
+        """The next message within `timeout` seconds, or None.  Raises PeerUnreachable for a frame
+        that does not decode.
+        """
         if not self.socket.poll(int(timeout * 1000)):
             return None
         try:
@@ -181,7 +216,7 @@ class PeerSocket:
         self.context.term()
 
 
-# ---- weights in chunks, for another host --------------------------------------------------------------------------
+# ---- weights in chunks, for another host ---------------------------------------------------------
 
 
 class _ChunkAsk(msgspec.Struct, frozen=True):
@@ -203,11 +238,17 @@ class _Chunk(msgspec.Struct, frozen=True):
 class ChunkServer:
     """Serves the learner's ring in chunks from a thread.
 
-    A slow reader may find its version replaced: it gets an empty answer and starts over with a newer one.  It never blocks the
-    writer: chunks are copied under the slot's own sequence lock by `read` = `Ring.read_part`.
-    """
+    A slow reader may find its version replaced: it gets an empty answer and starts over with a
+    newer one.  It never blocks the writer: chunks are copied under the slot's own sequence lock by
+    `read` = `Ring.read_part`."""
 
-    def __init__(self, address: str, manifest: list[Any], read: Callable[[Label, str, int, int], tuple[str, bytes, bytes]], curve_dir: str = "") -> None:
+    def __init__(
+        self,
+        address: str,
+        manifest: list[Any],
+        read: Callable[[Label, str, int, int], tuple[str, bytes, bytes]],
+        curve_dir: str = "",
+    ) -> None:
         check_address(address, curve_dir, "wires.weights_address")
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
@@ -215,7 +256,10 @@ class ChunkServer:
         self._guard = _secure(self.socket, curve_dir, server=True)
         self.socket.bind(address)
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.manifest, self.read, self.bytes_sent, self._end = manifest, read, 0, False
+        self.manifest = manifest
+        self.read = read
+        self.bytes_sent = 0
+        self._end = False
         self.thread = threading.Thread(target=self._serve, name="chunk-server", daemon=True)
         self.thread.start()
 
@@ -230,11 +274,17 @@ class ChunkServer:
             except UNDECODABLE:
                 continue
             if ask.offset < 0:
-                digest, data, probe = "manifest", msgspec.msgpack.encode(self.manifest), b""
+                digest = "manifest"
+                data = msgspec.msgpack.encode(self.manifest)
+                probe = b""
             else:
-                digest, data, probe = self.read(ask.label, ask.digest, ask.offset, min(max(ask.size, 0), CHUNK_BYTES))
+                digest, data, probe = self.read(
+                    ask.label, ask.digest, ask.offset, min(max(ask.size, 0), CHUNK_BYTES)
+                )
             self.bytes_sent += len(data)
-            self.socket.send_multipart([peer, _encoder.encode(_Chunk(digest, data, xxhash.xxh3_64_intdigest(data), probe))])
+            self.socket.send_multipart(
+                [peer, _encoder.encode(_Chunk(digest, data, xxhash.xxh3_64_intdigest(data), probe))]
+            )
 
     def close(self) -> None:
         self._end = True
@@ -246,12 +296,16 @@ class ChunkServer:
 
 
 class ChunkClient:
-    """Fetches versions from a ChunkServer, four chunks ahead; `bytes_received` counts what came over the socket."""
+    """Fetches versions from a ChunkServer, four chunks ahead; `bytes_received` counts what came
+    over the socket.
+    """
 
     AHEAD = 4
 
     def __init__(self, address: str, timeout: float, curve_dir: str = "") -> None:
-        self.address, self.timeout, self.bytes_received = address, timeout, 0
+        self.address = address
+        self.timeout = timeout
+        self.bytes_received = 0
         self.probe = b""  # of the version fetched last
         self.context = zmq.Context()
         self.curve_dir = curve_dir
@@ -269,7 +323,10 @@ class ChunkClient:
         if not self.socket.poll(int(self.timeout * 1000)):
             self.socket.close()
             self.socket = self._connect()
-            raise PeerUnreachable(f"the learner's chunk server at {self.address} has not answered for {self.timeout:g} s; is the learner running?")
+            raise PeerUnreachable(
+                f"the learner's chunk server at {self.address} has not answered for "
+                f"{self.timeout:g} s; is the learner running?"
+            )
         try:
             chunk: _Chunk = self._decoder.decode(self.socket.recv())
         except UNDECODABLE as e:
@@ -281,22 +338,38 @@ class ChunkClient:
 
     def manifest(self) -> list[Any]:
         self.socket.send(_encoder.encode(_ChunkAsk(Label(0, 0), "", -1, 0)))
-        return msgspec.msgpack.decode(self._receive().data, type=list[tuple[str, str, list[int], int, int]])
+        return msgspec.msgpack.decode(
+            self._receive().data, type=list[tuple[str, str, list[int], int, int]]
+        )
 
     def fetch(self, label: Label, digest: str, into: memoryview) -> str:
-        """Copy version `label` into `into`; returns its digest, verified over the whole, or "" when it is gone."""
+        """Copy version `label` into `into`; returns its digest, verified over the whole, or "" when
+        it is gone.
+        """
         offsets = list(range(0, len(into), CHUNK_BYTES))
-        got, found, asked = 0, digest, 0
+        got = 0
+        found = digest
+        asked = 0
         while got < len(offsets):
             while asked < min(len(offsets), got + self.AHEAD):
-                self.socket.send(_encoder.encode(_ChunkAsk(label, digest, offsets[asked], min(CHUNK_BYTES, len(into) - offsets[asked]))))
+                self.socket.send(
+                    _encoder.encode(
+                        _ChunkAsk(
+                            label,
+                            digest,
+                            offsets[asked],
+                            min(CHUNK_BYTES, len(into) - offsets[asked]),
+                        )
+                    )
+                )
                 asked += 1
             chunk = self._receive()
             if not chunk.digest or (found and chunk.digest != found):
                 for _ in range(asked - got - 1):
                     self._receive()
                 return ""
-            found, self.probe = chunk.digest, chunk.probe
+            found = chunk.digest
+            self.probe = chunk.probe
             into[offsets[got] : offsets[got] + len(chunk.data)] = chunk.data
             got += 1
         return found if xxhash.xxh3_64_hexdigest(into) == found else ""

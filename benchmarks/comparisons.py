@@ -1,10 +1,13 @@
-"""`asyncrl compare` as its user meets it: how long the default comparison takes, and what it says where rewards take time.
+"""`asyncrl compare` as its user meets it: how long the default comparison takes, and what it says
+where rewards take time.
 
-    python benchmarks/comparisons.py [--part default] [--part slow] [--cores 0,1] [--quick] [--json] [--out DIR]
+    python benchmarks/comparisons.py [--part default] [--part slow] [--cores 0,1] [--quick] [--json]
+    [--out DIR]
 
-default: `asyncrl compare configs/demo.toml`, four arms and three seeds, from no model to the report, in ten minutes on two cores.
-slow: synchronous against a limit of 4 where a reward takes 0.2 s and more (Pareto tail to 4 s) in 32 processes, with batches of 8 x 8.
-The result holds the whole comparison, and its page stands beside it.  --quick: few steps and one seed, which proves nothing.
+default: `asyncrl compare configs/demo.toml`, four arms and three seeds, from no model to the
+report, in ten minutes on two cores. slow: synchronous against a limit of 4 where a reward takes 0.2
+s and more (Pareto tail to 4 s) in 32 processes, with batches of 8 x 8. The result holds the whole
+comparison, and its page stands beside it.  --quick: few steps and one seed, which proves nothing.
 """
 
 from __future__ import annotations
@@ -23,17 +26,42 @@ import rounds
 
 ROOT = rounds.results_file.ROOT
 MINUTES = 10.0
-SLOW = ("reward.function=benchmarks.slow_reward:waiting", "reward.workers=32", "learner.groups=8", "generator.slots=64", "learner.steps=60")
+SLOW = (
+    "reward.function=benchmarks.slow_reward:waiting",
+    "reward.workers=32",
+    "learner.groups=8",
+    "generator.slots=64",
+    "learner.steps=60",
+)
 PARTS: dict[str, list[str]] = {
     "default": [],
-    "slow": [*(x for s in SLOW for x in ("--set", s)), "--arm", "sync:staleness.max_lag=0", "--arm", "async:staleness.max_lag=4"],
+    "slow": [
+        *(x for s in SLOW for x in ("--set", s)),
+        "--arm",
+        "sync:staleness.max_lag=0",
+        "--arm",
+        "async:staleness.max_lag=4",
+    ],
 }
-QUICK = ("learner.steps=4", "evaluation.every=2", "evaluation.prompts=32", "evaluation.final_prompts=32", "evaluation.ood_prompts=0")
+QUICK = (
+    "learner.steps=4",
+    "evaluation.every=2",
+    "evaluation.prompts=32",
+    "evaluation.final_prompts=32",
+    "evaluation.ood_prompts=0",
+)
 
 
 def run(part: str, out: Path, cores: set[int], quick: bool) -> dict[str, Any]:
     """One comparison from nothing in OUT/PART: {"seconds", "cpu_seconds", "found"}."""
-    words = [*PARTS[part], *(x for s in (f"model.path={str(out / 'model')!r}", *(QUICK if quick else ())) for x in ("--set", s))]
+    words = [
+        *PARTS[part],
+        *(
+            x
+            for s in (f"model.path={str(out / 'model')!r}", *(QUICK if quick else ()))
+            for x in ("--set", s)
+        ),
+    ]
     argv = [
         sys.executable,
         "-m",
@@ -47,31 +75,68 @@ def run(part: str, out: Path, cores: set[int], quick: bool) -> dict[str, Any]:
         *(["--seeds", "1"] if quick else []),
     ]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    began, before = time.monotonic(), os.times()
-    done = subprocess.run(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True, check=False, preexec_fn=lambda: os.sched_setaffinity(0, cores))
+    began = time.monotonic()
+    before = os.times()
+    done = subprocess.run(
+        argv,
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+        preexec_fn=lambda: os.sched_setaffinity(0, cores),
+    )
     after = os.times()
     if done.returncode:
         sys.exit(f"{part}: asyncrl compare ended with {done.returncode}")
-    cpu = after.children_user + after.children_system - before.children_user - before.children_system
-    return {"seconds": time.monotonic() - began, "cpu_seconds": cpu, "command": " ".join(["asyncrl", *argv[3:]]).replace(str(out), "OUT"),
-            "found": json.loads(done.stdout.strip().splitlines()[-1])}  # fmt: skip
+    cpu = (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
+    return {
+        "seconds": time.monotonic() - began,
+        "cpu_seconds": cpu,
+        "command": " ".join(["asyncrl", *argv[3:]]).replace(str(out), "OUT"),
+        "found": json.loads(done.stdout.strip().splitlines()[-1]),
+    }
 
 
 def goals(part: str, r: dict[str, Any]) -> list[dict[str, Any]]:
     if part == "default":
-        return [rounds.goal("default: minutes, with the warm start", r["seconds"] / 60, MINUTES, at_least=False, cpu_minutes=round(r["cpu_seconds"] / 60, 1))]
+        return [
+            rounds.goal(
+                "default: minutes, with the warm start",
+                r["seconds"] / 60,
+                MINUTES,
+                at_least=False,
+                cpu_minutes=round(r["cpu_seconds"] / 60, 1),
+            )
+        ]
     arms = r["found"]["arms"]
     speed = arms["sync"]["wall_s"] / arms["async"]["wall_s"]
     end = next(v for v in r["found"]["verdicts"] if v["metric"] == "heldout_end")
-    return [rounds.goal("slow rewards: speed, async / sync", speed, 1.5, at_least=True),
-            rounds.goal("slow rewards: async is not visibly worse", float(end["verdict"] != "worse"), 1, at_least=True, difference=round(end["difference"], 3),
-                        interval=[round(x, 3) for x in end["interval"] if x is not None])]  # fmt: skip
+    return [
+        rounds.goal("slow rewards: speed, async / sync", speed, 1.5, at_least=True),
+        rounds.goal(
+            "slow rewards: async is not visibly worse",
+            float(end["verdict"] != "worse"),
+            1,
+            at_least=True,
+            difference=round(end["difference"], 3),
+            interval=[round(x, 3) for x in end["interval"] if x is not None],
+        ),
+    ]
 
 
 def main() -> None:
     p = rounds.parser(__doc__)
-    p.add_argument("--part", action="append", choices=list(PARTS), help="repeatable; both without it")
-    p.add_argument("--cores", default="", help="numbers of the cores to use; without it the two that are least busy")
+    p.add_argument(
+        "--part", action="append", choices=list(PARTS), help="repeatable; both without it"
+    )
+    p.add_argument(
+        "--cores",
+        default="",
+        help="numbers of the cores to use; without it the two that are least busy",
+    )
     p.add_argument("--out", type=Path, help="keep the comparisons here, which must not exist")
     args = p.parse_args()
     cores = {int(x) for x in args.cores.split(",")} if args.cores else set(rounds.idle_cores(2))
@@ -81,10 +146,21 @@ def main() -> None:
         parts = args.part or list(PARTS)
         made = {part: run(part, out, cores, args.quick) for part in parts}
         name = "_".join(["comparisons", *(args.part or ())])
-        result = {"what": "the whole of each comparison under `found`", "cores": len(cores), "parts": made}
-        path = rounds.report(name, [g for part in parts for g in goals(part, made[part])], result, args)
+        result = {
+            "what": "the whole of each comparison under `found`",
+            "cores": len(cores),
+            "parts": made,
+        }
+        path = rounds.report(
+            name, [g for part in parts for g in goals(part, made[part])], result, args
+        )
         for part in parts if path else ():
-            shutil.copy(out / part / "report.html", path.with_name(f"{path.stem}.html" if args.part == [part] else f"{path.stem}_{part}.html"))
+            shutil.copy(
+                out / part / "report.html",
+                path.with_name(
+                    f"{path.stem}.html" if args.part == [part] else f"{path.stem}_{part}.html"
+                ),
+            )
 
 
 if __name__ == "__main__":

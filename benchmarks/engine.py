@@ -1,12 +1,14 @@
-"""The embedded engine against transformers' `generate` (dynamic and static cache) and a plain decode loop, on one core.
+"""The embedded engine against transformers' `generate` (dynamic and static cache) and a plain
+decode loop, on one core.
 
     OMP_NUM_THREADS=1 python benchmarks/engine.py [--quick] [--json] [--sizes 84k 332k 2.6M]
 
-Proves: with answers of very different length (the longest three times the mean, ten or more a slot) at least twice the speed of
-`generate`; at equal lengths a static batch wins nothing (within 10 %).  Lengths are fixed beforehand and the same for all: the
-engine ends a row by its limit, `generate` by a stopping criterion for each row, so that it also stops as early as it can.
-`generate` gets the best of several batch sizes, found in a first round.  All sample at temperature 1 from the same random weights.
-"""
+Proves: with answers of very different length (the longest three times the mean, ten or more a slot)
+at least twice the speed of `generate`; at equal lengths a static batch wins nothing (within 10 %).
+Lengths are fixed beforehand and the same for all: the engine ends a row by its limit, `generate` by
+a stopping criterion for each row, so that it also stops as early as it can. `generate` gets the
+best of several batch sizes, found in a first round.  All sample at temperature 1 from the same
+random weights."""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ SIZES: dict[str, tuple[dict[str, int], int]] = {  # build_model's arguments, slo
     "332k": ({"hidden": 128, "layers": 2, "heads": 4}, 256),
     "2.6M": ({"hidden": 256, "layers": 4, "heads": 8}, 64),
 }
-PROMPT, MOST, GROUP, A_SLOT = 12, 48, 8, 10
+PROMPT = 12
+MOST = 48
+GROUP = 8
+A_SLOT = 10
 
 
 class Lengths(StoppingCriteria):  # type: ignore[misc]
@@ -55,17 +60,27 @@ def lengths(n: int, spread: int, r: np.random.Generator) -> np.ndarray:
     mean = MOST / spread
     out = np.clip(r.exponential(mean, n).round(), 1, MOST).astype(int)
     out[:: n // 16] = MOST
-    while (excess := round(out.sum() - mean * n)) != 0:  # one token here and there, until the mean is exact
-        some = r.choice(np.flatnonzero((out > 1) & (out < MOST) if excess > 0 else out < MOST), min(abs(excess), n // 8), replace=False)
+    # one token here and there, until the mean is exact
+    while (excess := round(out.sum() - mean * n)) != 0:
+        some = r.choice(
+            np.flatnonzero((out > 1) & (out < MOST) if excess > 0 else out < MOST),
+            min(abs(excess), n // 8),
+            replace=False,
+        )
         out[some] -= np.sign(excess)
     return out
 
 
-def by_engine(model: models.PolicyModel, slots: int, prompts: torch.Tensor, lens: np.ndarray) -> Any:
+def by_engine(
+    model: models.PolicyModel, slots: int, prompts: torch.Tensor, lens: np.ndarray
+) -> Any:
     engine = EmbeddedEngine(model, slots=slots, context=PROMPT + MOST, max_new_tokens=MOST)
     engine.load(dict(models.named_weights(model)), Label(1, 0), "d")
     rows = prompts.numpy().astype(np.int32)
-    requests = [Request((i // GROUP, i % GROUP, 1), rows[i], i // GROUP, int(n), 1.0, 1.0, 0, (), 7) for i, n in enumerate(lens)]
+    requests = [
+        Request((i // GROUP, i % GROUP, 1), rows[i], i // GROUP, int(n), 1.0, 1.0, 0, (), 7)
+        for i, n in enumerate(lens)
+    ]
 
     def run() -> int:
         engine.add(requests)
@@ -78,9 +93,17 @@ def by_engine(model: models.PolicyModel, slots: int, prompts: torch.Tensor, lens
     return run
 
 
-def by_generate(model: models.PolicyModel, batch: int, prompts: torch.Tensor, lens: np.ndarray, cache: str) -> Any:
+def by_generate(
+    model: models.PolicyModel, batch: int, prompts: torch.Tensor, lens: np.ndarray, cache: str
+) -> Any:
     model.hf.generation_config.eos_token_id = None
-    how: dict[str, Any] = {"do_sample": True, "top_k": 0, "top_p": 1.0, "max_new_tokens": MOST, "pad_token_id": 0}
+    how: dict[str, Any] = {
+        "do_sample": True,
+        "top_k": 0,
+        "top_p": 1.0,
+        "max_new_tokens": MOST,
+        "pad_token_id": 0,
+    }
     how |= {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
 
     @torch.inference_mode()
@@ -88,7 +111,12 @@ def by_generate(model: models.PolicyModel, batch: int, prompts: torch.Tensor, le
         for at in range(0, len(lens), batch):
             piece = slice(at, at + batch)
             stop = StoppingCriteriaList([Lengths(torch.from_numpy(lens[piece]))])
-            model.hf.generate(prompts[piece], attention_mask=torch.ones_like(prompts[piece]), stopping_criteria=stop, **how)
+            model.hf.generate(
+                prompts[piece],
+                attention_mask=torch.ones_like(prompts[piece]),
+                stopping_criteria=stop,
+                **how,
+            )
 
     return run
 
@@ -111,7 +139,9 @@ def by_loop(model: models.PolicyModel, batch: int, prompts: torch.Tensor, lens: 
 
 
 def best(make: Any, sizes: list[int]) -> tuple[int, Any]:
-    """The fastest of several batch sizes, by one run each on the first 512 answers; made for all of them."""
+    """The fastest of several batch sizes, by one run each on the first 512 answers; made for all of
+    them.
+    """
     tried = []
     for batch in sizes:
         run = make(batch, 512)
@@ -122,7 +152,9 @@ def best(make: Any, sizes: list[int]) -> tuple[int, Any]:
     return batch, make(batch, None)
 
 
-def measure(name: str, spread: int, n_rounds: int, work: str, *, quick: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def measure(
+    name: str, spread: int, n_rounds: int, work: str, *, quick: bool
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     shape, slots = SIZES[name]
     model = models.build_model(Path(work) / name, "0123456789abcdefghij", **shape)  # type: ignore[arg-type]
     r = np.random.default_rng(0)
@@ -130,25 +162,58 @@ def measure(name: str, spread: int, n_rounds: int, work: str, *, quick: bool) ->
     prompts = torch.from_numpy(np.repeat(r.integers(3, 23, (n // GROUP, PROMPT)), GROUP, 0))
     lens = lengths(n, spread, r)
     batches = [256] if quick else [64, 256, 512]
-    chosen = {"generate dynamic": best(lambda b, n: by_generate(model, b, prompts[:n], lens[:n], "dynamic"), batches),
-              "generate static": best(lambda b, n: by_generate(model, b, prompts[:n], lens[:n], "static"), batches),
-              "plain loop": best(lambda b, n: by_loop(model, b, prompts[:n], lens[:n]), batches)}  # fmt: skip
+    chosen = {
+        "generate dynamic": best(
+            lambda b, n: by_generate(model, b, prompts[:n], lens[:n], "dynamic"), batches
+        ),
+        "generate static": best(
+            lambda b, n: by_generate(model, b, prompts[:n], lens[:n], "static"), batches
+        ),
+        "plain loop": best(lambda b, n: by_loop(model, b, prompts[:n], lens[:n]), batches),
+    }
     runs = {"engine": by_engine(model, slots, prompts, lens)} | {k: v[1] for k, v in chosen.items()}
     times = rounds.interleave(runs, n_rounds)
     tokens = int(lens.sum())
     rates = {k: round(tokens / rounds.median(times, k)) for k in times}
-    what = {"parameters": sum(p.numel() for p in model.hf.parameters()), "slots": slots, "answers": n, "tokens": tokens, "tokens_per_s": rates,
-            "tokens_per_cpu_s": {k: round(tokens / rounds.median(times, k, 1)) for k in times}, "batch": {k: v[0] for k, v in chosen.items()},
-            "times": times}  # fmt: skip
+    what = {
+        "parameters": sum(p.numel() for p in model.hf.parameters()),
+        "slots": slots,
+        "answers": n,
+        "tokens": tokens,
+        "tokens_per_s": rates,
+        "tokens_per_cpu_s": {k: round(tokens / rounds.median(times, k, 1)) for k in times},
+        "batch": {k: v[0] for k, v in chosen.items()},
+        "times": times,
+    }
     goals = []
     if spread > 1:
         rival = max(("generate dynamic", "generate static"), key=lambda k: rates[k])
-        value, cpu = rounds.speedup(times, "engine", rival), rounds.speedup(times, "engine", rival, 1)
-        goals.append(rounds.goal(f"{name}, spread {spread}: engine / {rival}", value, 2.0, at_least=True, by_cpu=round(cpu, 3), engine=rates["engine"]))
+        value = rounds.speedup(times, "engine", rival)
+        cpu = rounds.speedup(times, "engine", rival, 1)
+        goals.append(
+            rounds.goal(
+                f"{name}, spread {spread}: engine / {rival}",
+                value,
+                2.0,
+                at_least=True,
+                by_cpu=round(cpu, 3),
+                engine=rates["engine"],
+            )
+        )
     else:
         rival = max((k for k in rates if k != "engine"), key=lambda k: rates[k])
-        value, cpu = rounds.speedup(times, "engine", rival), rounds.speedup(times, "engine", rival, 1)
-        goals.append(rounds.goal(f"{name}, equal lengths: engine / {rival}", value, 0.9, at_least=True, by_cpu=round(cpu, 3), engine=rates["engine"]))
+        value = rounds.speedup(times, "engine", rival)
+        cpu = rounds.speedup(times, "engine", rival, 1)
+        goals.append(
+            rounds.goal(
+                f"{name}, equal lengths: engine / {rival}",
+                value,
+                0.9,
+                at_least=True,
+                by_cpu=round(cpu, 3),
+                engine=rates["engine"],
+            )
+        )
     return goals, what
 
 
@@ -159,11 +224,14 @@ def main() -> None:
     args = p.parse_args()
     torch.set_num_threads(1)
     rounds.one_core()
-    goals, details = [], {}
+    goals = []
+    details = {}
     with tempfile.TemporaryDirectory() as work:
         for name in args.sizes[:1] if args.quick else args.sizes:
             for spread in (3, 1):
-                found, details[f"{name} spread {spread}"] = measure(name, spread, 2 if args.quick else args.rounds, work, quick=args.quick)
+                found, details[f"{name} spread {spread}"] = measure(
+                    name, spread, 2 if args.quick else args.rounds, work, quick=args.quick
+                )
                 goals += found
     rounds.report(
         "_".join(["engine", *(args.sizes if len(args.sizes) < len(SIZES) else [])]),

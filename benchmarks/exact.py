@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/exact.py [--quick] [--json] [--sizes 84k 332k 2.6M]
 
-Proves: generation at 0.7 of the plain engine or more, a learner's step at 0.9 or more.  The same weights, prompts and lengths (the
-longest three times the mean, ten answers a slot); a step is the one of benchmarks/learner.py, 32 prompts with 8 answers.  In every
-size the answers' logprobs are also computed again by the learner: with exact mode none may differ, without it some should.
-"""
+Proves: generation at 0.7 of the plain engine or more, a learner's step at 0.9 or more.  The same
+weights, prompts and lengths (the longest three times the mean, ten answers a slot); a step is the
+one of benchmarks/learner.py, 32 prompts with 8 answers.  In every size the answers' logprobs are
+also computed again by the learner: with exact mode none may differ, without it some should."""
 
 from __future__ import annotations
 
@@ -32,10 +32,17 @@ from learner.step import LearnerCore
 WAYS = {"plain": False, "exact": True}
 
 
-def generation(model: models.PolicyModel, slots: int, fixed: bool, lens: np.ndarray, prompts: np.ndarray) -> Any:
-    engine = EmbeddedEngine(model, slots=slots, context=PROMPT + MOST, max_new_tokens=MOST, fixed=fixed)
+def generation(
+    model: models.PolicyModel, slots: int, fixed: bool, lens: np.ndarray, prompts: np.ndarray
+) -> Any:
+    engine = EmbeddedEngine(
+        model, slots=slots, context=PROMPT + MOST, max_new_tokens=MOST, fixed=fixed
+    )
     engine.load(dict(models.named_weights(model)), Label(1, 0), "d")
-    requests = [Request((i // GROUP, i % GROUP, 1), prompts[i], i // GROUP, int(n), 1.0, 1.0, 0, (), 7) for i, n in enumerate(lens)]
+    requests = [
+        Request((i // GROUP, i % GROUP, 1), prompts[i], i // GROUP, int(n), 1.0, 1.0, 0, (), 7)
+        for i, n in enumerate(lens)
+    ]
 
     def run() -> list[Answer]:
         engine.add(requests)
@@ -49,14 +56,22 @@ def generation(model: models.PolicyModel, slots: int, fixed: bool, lens: np.ndar
 
 def differing(model: models.PolicyModel, answers: list[Answer], fixed: bool) -> float:
     """Share of tokens whose logprob the learner computes to other bits than the engine."""
-    model.exact, part = fixed, answers[:512]
+    model.exact = fixed
+    part = answers[:512]
     with torch.no_grad():
-        out = model.logprobs([a.prompt for a in part], [a.tokens for a in part], torch.ones(len(part)), groups=[a.key[0] for a in part])
+        out = model.logprobs(
+            [a.prompt for a in part],
+            [a.tokens for a in part],
+            torch.ones(len(part)),
+            groups=[a.key[0] for a in part],
+        )
     engine = torch.from_numpy(np.concatenate([a.logprobs for a in part]))
     return float((engine != out.logprobs).double().mean())
 
 
-def measure(name: str, n_rounds: int, work: Path, *, quick: bool) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def measure(
+    name: str, n_rounds: int, work: Path, *, quick: bool
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     shape, slots = SIZES[name]
     path = work / name
     model = models.build_model(path, "0123456789abcdefghij", **shape)  # type: ignore[arg-type]
@@ -70,15 +85,37 @@ def measure(name: str, n_rounds: int, work: Path, *, quick: bool) -> tuple[list[
     for way, fixed in WAYS.items():
         cores[way].model.exact = fixed
     b = batch()
-    times = rounds.interleave({f"write {w}": write[w] for w in WAYS} | {f"train {w}": lambda c=cores[w]: c.train(b) for w in WAYS}, n_rounds)
+    times = rounds.interleave(
+        {f"write {w}": write[w] for w in WAYS}
+        | {f"train {w}": lambda c=cores[w]: c.train(b) for w in WAYS},
+        n_rounds,
+    )
     goals = []
     for what, aim in (("write", 0.7), ("train", 0.9)):
         wall, cpu = (rounds.speedup(times, f"{what} exact", f"{what} plain", i) for i in (0, 1))
-        goals.append(rounds.goal(f"{name}: {what}, exact / plain", wall, aim, at_least=True, by_cpu=round(cpu, 3)))
-    goals.append(rounds.goal(f"{name}: tokens that differ, exact", wrong["exact"], 0.0, at_least=False, plain=round(wrong["plain"], 3)))
+        goals.append(
+            rounds.goal(
+                f"{name}: {what}, exact / plain", wall, aim, at_least=True, by_cpu=round(cpu, 3)
+            )
+        )
+    goals.append(
+        rounds.goal(
+            f"{name}: tokens that differ, exact",
+            wrong["exact"],
+            0.0,
+            at_least=False,
+            plain=round(wrong["plain"], 3),
+        )
+    )
     tokens = {"write": int(lens.sum()), "train": sum(s.length for s in b.samples)}
     rates = {k: round(tokens[k.split()[0]] / rounds.median(times, k)) for k in times}
-    return goals, {"parameters": sum(p.numel() for p in model.hf.parameters()), "slots": slots, "tokens": tokens, "tokens_per_s": rates, "times": times}
+    return goals, {
+        "parameters": sum(p.numel() for p in model.hf.parameters()),
+        "slots": slots,
+        "tokens": tokens,
+        "tokens_per_s": rates,
+        "times": times,
+    }
 
 
 def main() -> None:
@@ -88,12 +125,20 @@ def main() -> None:
     args = p.parse_args()
     torch.set_num_threads(1)
     rounds.one_core()
-    goals, details = [], {}
+    goals = []
+    details = {}
     with tempfile.TemporaryDirectory() as work:
         for name in args.sizes[:1] if args.quick else args.sizes:
-            found, details[name] = measure(name, 3 if args.quick else args.rounds, Path(work), quick=args.quick)
+            found, details[name] = measure(
+                name, 3 if args.quick else args.rounds, Path(work), quick=args.quick
+            )
             goals += found
-    rounds.report("exact", goals, {"what": "exact mode against plain, one core, by turns", "runs": details}, args)
+    rounds.report(
+        "exact",
+        goals,
+        {"what": "exact mode against plain, one core, by turns", "runs": details},
+        args,
+    )
 
 
 if __name__ == "__main__":

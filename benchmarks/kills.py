@@ -1,16 +1,19 @@
-"""kill -9 of generators and learner at random instants of one real run of three processes, and what became of every sample.
+"""kill -9 of generators and learner at random instants of one real run of three processes, and what
+became of every sample.
 
     python benchmarks/kills.py [--quick] [--json] [--kills N] [--seed S]
 
-Proves: the run ends well; every planned sample was trained on once and in order (the digest of each batch's sample ids is computed
-again here from the plan: tickets in order, none left out, none twice); no token past the limit; the ledger sums.
+Proves: the run ends well; every planned sample was trained on once and in order (the digest of each
+batch's sample ids is computed again here from the plan: tickets in order, none left out, none
+twice); no token past the limit; the ledger sums.
 
-The instants, by turns (KINDS), each with the evidence it is counted by: `checkpoint`, its half-written directory is on disk when the
-signal is sent; `copy`, the dead generator's pin on a weight slot is left; `publish`, the dead learner's slot is left odd, in mid-write;
-`step`, the learner held its batch and waited for nothing; `start`, the process had begun moments ago; `work`, any time.  An awaited
-instant that does not come in time is counted as `work`.  Half-delivered groups are counted afterwards: trained groups whose samples
-were written under more than one attempt.  --quick: four kills.
-"""
+The instants, by turns (KINDS), each with the evidence it is counted by: `checkpoint`, its
+half-written directory is on disk when the signal is sent; `copy`, the dead generator's pin on a
+weight slot is left; `publish`, the dead learner's slot is left odd, in mid-write; `step`, the
+learner held its batch and waited for nothing; `start`, the process had begun moments ago; `work`,
+any time.  An awaited instant that does not come in time is counted as `work`.  Half-delivered
+groups are counted afterwards: trained groups whose samples were written under more than one
+attempt.  --quick: four kills."""
 
 from __future__ import annotations
 
@@ -33,9 +36,18 @@ import xxhash
 
 from asyncrl import config_load, live, rundir
 
-GROUPS, SIZE = 8, 8
-KINDS = [("learner", "checkpoint"), ("generator", "copy"), ("generator", "start"), ("learner", "step"),
-         ("learner", "start"), ("generator", "work"), ("learner", "publish"), ("generator", "work")]  # fmt: skip
+GROUPS = 8
+SIZE = 8
+KINDS = [
+    ("learner", "checkpoint"),
+    ("generator", "copy"),
+    ("generator", "start"),
+    ("learner", "step"),
+    ("learner", "start"),
+    ("generator", "work"),
+    ("learner", "publish"),
+    ("generator", "work"),
+]
 AWAIT_S = 20.0
 
 
@@ -50,13 +62,16 @@ def processes(parent: int) -> dict[str, int]:
             except (OSError, IndexError):
                 continue
             if ppid == parent:
-                found.update({part: int(entry.name) for part in ("generator", "learner") if part in words})
+                found.update(
+                    {part: int(entry.name) for part in ("generator", "learner") if part in words}
+                )
     return found
 
 
 def committed(run_dir: Path) -> int:
     """Rows of trained.jsonl, as another program counts them: batches of the surviving history."""
-    path, top = run_dir / "trained.jsonl", 0
+    path = run_dir / "trained.jsonl"
+    top = 0
     for line in path.read_text().splitlines() if path.exists() else ():
         if line.endswith("}"):
             row = json.loads(line)
@@ -72,18 +87,29 @@ def status_of(pid: int) -> str:
 
 
 def reached_instant(kind: str, run_dir: Path) -> bool:
-    """Is the run in the middle of what `kind` names?  Read from outside, as files and the buffer's status show it."""
+    """Is the run in the middle of what `kind` names?  Read from outside, as files and the buffer's
+    status show it.
+    """
     if kind == "checkpoint":
         return bool(list(run_dir.glob("checkpoints/epoch_*/.number_*.part")))
     if kind == "step":
-        status = live.ask(rundir.buffer_address(config_load.load(run_dir / "config.toml"), run_dir), "", 0.5)
-        return status is not None and "learner" in status.peers and all(who != "learner" for who, *_ in status.waits)
+        status = live.ask(
+            rundir.buffer_address(config_load.load(run_dir / "config.toml"), run_dir), "", 0.5
+        )
+        return (
+            status is not None
+            and "learner" in status.peers
+            and all(who != "learner" for who, *_ in status.waits)
+        )
     name = "pin_generator-0" if kind == "copy" else "slot_*"
-    rings = sorted(rundir.shm_dir(run_dir).glob("epoch_*"), key=lambda d: int(d.name.removeprefix("epoch_")))
+    rings = sorted(
+        rundir.shm_dir(run_dir).glob("epoch_*"), key=lambda d: int(d.name.removeprefix("epoch_"))
+    )
     for path in rings[-1].glob(name) if rings else ():
         try:
             with path.open("rb") as f:
-                (value,) = struct.unpack("<q", f.read(8))  # a pin's slot, -1 when none; a slot's sequence, odd while it is written
+                # a pin's slot, -1 when none; a slot's sequence, odd while it is written
+                (value,) = struct.unpack("<q", f.read(8))
         except (OSError, struct.error):
             continue
         if (kind == "copy" and value >= 0) or (kind == "publish" and value & 1):
@@ -91,19 +117,60 @@ def reached_instant(kind: str, run_dir: Path) -> bool:
     return False
 
 
-def run(work: Path, kills: int, seed: int, *, model: str = "", config: str = "configs/demo.toml", between: tuple[float, float] = (0.1, 4.0)) -> dict[str, Any]:
-    """One run with `kills` kills; returns the summary, the kills by kind, and what was found wrong."""
-    r, run_dir, steps = random.Random(seed), work / "kills", 40 + 14 * kills
-    sets = [f"runs={str(work)!r}", "name='kills'", f"model.path={model or str(work / 'model')!r}",
-            f"learner.steps={steps}", f"learner.groups={GROUPS}", f"learner.group_size={SIZE}", "learner.checkpoint_every=3", "staleness.max_lag=2",
-            f"watchdog.restarts={kills + 1}", f"seed={seed}", "evaluation.every=0", "record.samples_every=1", "record.samples=0",
-            "evaluation.prompts=64", "evaluation.final_prompts=64",
-            "evaluation.ood_prompts=0"]  # fmt: skip
-    argv = [sys.executable, "-m", "asyncrl.cli", "run", config, "--json", *[x for s in sets for x in ("--set", s)]]
+def run(
+    work: Path,
+    kills: int,
+    seed: int,
+    *,
+    model: str = "",
+    config: str = "configs/demo.toml",
+    between: tuple[float, float] = (0.1, 4.0),
+) -> dict[str, Any]:
+    """One run with `kills` kills; returns the summary, the kills by kind, and what was found
+    wrong.
+    """
+    r = random.Random(seed)
+    run_dir = work / "kills"
+    steps = 40 + 14 * kills
+    sets = [
+        f"runs={str(work)!r}",
+        "name='kills'",
+        f"model.path={model or str(work / 'model')!r}",
+        f"learner.steps={steps}",
+        f"learner.groups={GROUPS}",
+        f"learner.group_size={SIZE}",
+        "learner.checkpoint_every=3",
+        "staleness.max_lag=2",
+        f"watchdog.restarts={kills + 1}",
+        f"seed={seed}",
+        "evaluation.every=0",
+        "record.samples_every=1",
+        "record.samples=0",
+        "evaluation.prompts=64",
+        "evaluation.final_prompts=64",
+        "evaluation.ood_prompts=0",
+    ]
+    argv = [
+        sys.executable,
+        "-m",
+        "asyncrl.cli",
+        "run",
+        config,
+        "--json",
+        *[x for s in sets for x in ("--set", s)],
+    ]
     errors = (work / "stderr").open("w")
-    p = subprocess.Popen(argv, cwd=results_file.ROOT, stdout=subprocess.PIPE, stderr=errors, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    p = subprocess.Popen(
+        argv,
+        cwd=results_file.ROOT,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
     done: collections.Counter[str] = collections.Counter()
-    reached, dead = 0, 0
+    reached = 0
+    dead = 0
     for n in range(kills):
         victim, kind = KINDS[n % len(KINDS)]
         if kind == "start":  # the one that died last, a moment after it comes back
@@ -118,7 +185,8 @@ def run(work: Path, kills: int, seed: int, *, model: str = "", config: str = "co
                 time.sleep(r.uniform(*between))
         while (pid := processes(p.pid).get(victim)) is None and p.poll() is None:
             time.sleep(0.01)  # it is between its death and its start
-        deadline, came = time.monotonic() + AWAIT_S, kind in ("work", "start")
+        deadline = time.monotonic() + AWAIT_S
+        came = kind in ("work", "start")
         while not came and p.poll() is None and time.monotonic() < deadline:
             came = reached_instant(kind, run_dir)
         if pid is None or p.poll() is not None:
@@ -129,14 +197,21 @@ def run(work: Path, kills: int, seed: int, *, model: str = "", config: str = "co
             continue
         dead = pid
         if kind in ("copy", "publish"):  # what it left is the evidence
-            while Path(f"/proc/{pid}").exists() and processes(p.pid).get(victim) == pid and "State:\tZ" not in status_of(pid):
+            while (
+                Path(f"/proc/{pid}").exists()
+                and processes(p.pid).get(victim) == pid
+                and "State:\tZ" not in status_of(pid)
+            ):
                 time.sleep(0.001)
             came = reached_instant(kind, run_dir)
         done[f"{victim}: {kind if came else 'work'}"] += 1
     out, _ = p.communicate(timeout=600)
     errors.close()
     if p.returncode:
-        return {"kills": dict(done), "wrong": [f"exit {p.returncode}: {(work / 'stderr').read_text()[-2000:]}"]}
+        return {
+            "kills": dict(done),
+            "wrong": [f"exit {p.returncode}: {(work / 'stderr').read_text()[-2000:]}"],
+        }
     return {
         "kills": dict(done),
         "half_delivered": half_delivered(run_dir),
@@ -146,7 +221,9 @@ def run(work: Path, kills: int, seed: int, *, model: str = "", config: str = "co
 
 
 def half_delivered(run_dir: Path) -> int:
-    """Trained groups whose samples come from more than one attempt: a part was delivered before a lease ended, the rest after."""
+    """Trained groups whose samples come from more than one attempt: a part was delivered before a
+    lease ended, the rest after.
+    """
     attempts: dict[tuple[int, int], set[int]] = {}
     for line in (run_dir / "samples.jsonl").read_text().splitlines():
         row = json.loads(line)
@@ -159,10 +236,20 @@ def wrong(run_dir: Path, s: dict[str, Any], steps: int) -> list[str]:
     rows: dict[int, dict[str, Any]] = {}
     for line in (run_dir / "trained.jsonl").read_text().splitlines():
         row = json.loads(line)
-        rows = {n: x for n, x in rows.items() if n < row["from"]} if "from" in row else rows | {row["batch"]: row}
-    out = [] if set(rows) == set(range(steps)) else [f"batches {sorted(set(range(steps)) ^ set(rows))} are not trained exactly once"]
+        rows = (
+            {n: x for n, x in rows.items() if n < row["from"]}
+            if "from" in row
+            else rows | {row["batch"]: row}
+        )
+    out = (
+        []
+        if set(rows) == set(range(steps))
+        else [f"batches {sorted(set(range(steps)) ^ set(rows))} are not trained exactly once"]
+    )
     for n, row in rows.items():
-        plan = ";".join(f"{t}.{i}" for t in range(n * GROUPS, (n + 1) * GROUPS) for i in range(SIZE))
+        plan = ";".join(
+            f"{t}.{i}" for t in range(n * GROUPS, (n + 1) * GROUPS) for i in range(SIZE)
+        )
         if row["ids"] != xxhash.xxh3_64_hexdigest(plan.encode()):
             out.append(f"batch {n} is not the planned one")
         if max(map(int, row["lags"])) > s["lag"]["limit"]:
@@ -188,7 +275,11 @@ def main() -> None:
         found = run(Path(work), 4 if args.quick else args.kills, args.seed, model=args.model)
     found |= {"seconds": round(time.monotonic() - began, 1), "met": not found["wrong"]}
     if not args.quick:
-        found["file"] = str(results_file.write("kills", {"what": "kill -9 at random instants, one run", **found}).name)
+        found["file"] = str(
+            results_file.write(
+                "kills", {"what": "kill -9 at random instants, one run", **found}
+            ).name
+        )
     print(json.dumps(found) if args.json else "\n".join(f"{k:8} {v}" for k, v in found.items()))
     sys.exit(0 if found["met"] else 1)
 

@@ -1,9 +1,10 @@
-"""The three experiments of `asyncrl lab` at their defaults, and `reshape` over five batches (80 steps), as committed results.
+"""The three experiments of `asyncrl lab` at their defaults, and `reshape` over five batches (80
+steps), as committed results.
 
     OMP_NUM_THREADS=1 python benchmarks/lab.py [--only bias] [--quick] [--json]
 
-Proves: what lab's verdicts claim beforehand holds (bias and variance by enumeration, no timing).  About four minutes of one core.
-"""
+Proves: what lab's verdicts claim beforehand holds (bias and variance by enumeration, no timing).
+About four minutes of one core."""
 
 from __future__ import annotations
 
@@ -25,28 +26,56 @@ RATES = {"sgd": 5.0, "adam": 0.1}
 
 def run(name: str, quick: bool) -> Findings:
     if name == "bias":
-        return bias_page.findings(bias.measure(*((2, 3, 2) if quick else (3, 4, 5)), 0.05, 0.1, 60 if quick else 200, say))
+        return bias_page.findings(
+            bias.measure(*((2, 3, 2) if quick else (3, 4, 5)), 0.05, 0.1, 60 if quick else 200, say)
+        )
     if name == "corrections":
-        return corrections_page.findings(corrections.measure(*((2, 4, 2) if quick else (3, 8, 5)), say))
+        return corrections_page.findings(
+            corrections.measure(*((2, 4, 2) if quick else (3, 8, 5)), say)
+        )
     batches = 5 if name == "reshape_5_batches" else 1
-    return reshape_page.findings(reshape.measure(3, 3 if quick else 4, 1 if quick else 3, 16, batches, 1, 128 if quick else 256, RATES, say))
+    return reshape_page.findings(
+        reshape.measure(
+            3,
+            3 if quick else 4,
+            1 if quick else 3,
+            16,
+            batches,
+            1,
+            128 if quick else 256,
+            RATES,
+            say,
+        )
+    )
 
 
 def main() -> None:
     p = rounds.parser(__doc__)
     p.add_argument("--only", choices=["bias", "corrections", "reshape", "reshape_5_batches"])
     args = p.parse_args()
-    names = [args.only] if args.only else ["bias", "corrections", "reshape", *([] if args.quick else ["reshape_5_batches"])]
-    out, wrong = {}, 0
+    names = (
+        [args.only]
+        if args.only
+        else ["bias", "corrections", "reshape", *([] if args.quick else ["reshape_5_batches"])]
+    )
+    out = {}
+    wrong = 0
     for name in names:
         found = run(name, args.quick)
         out[name] = {"setting": found.setting} | found.json()
         wrong += sum(c.holds is False for c in found.claims)
-        print(found.setting, *(f"  {c.line}" for c in found.claims), sep="\n", file=sys.stderr if args.json else sys.stdout)
+        print(
+            found.setting,
+            *(f"  {c.line}" for c in found.claims),
+            sep="\n",
+            file=sys.stderr if args.json else sys.stdout,
+        )
         if not args.quick:
             say(str(results_file.write(f"lab_{name}", {"beside": args.beside} | out[name])))
     if args.json:
-        print(json.dumps({n: {"verdict": x["verdict"]} for n, x in out.items()} | {"met": not wrong}))
+        print(
+            json.dumps({n: {"verdict": x["verdict"]} for n, x in out.items()} | {"met": not wrong})
+        )
     sys.exit(bool(wrong))
 
 

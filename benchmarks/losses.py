@@ -2,10 +2,11 @@
 
     OMP_NUM_THREADS=1 python benchmarks/losses.py [--quick] [--json]
 
-Proves: at most 3 %.  The same step twice, by turns: whole (decoupled PPO, truncated token weights, k3 against a reference in the
-loss, entropy, every diagnostic by lag bucket, all from the real learner) and bare (the same forward, backward and update for
--sum A lp / N, with no entropy and no metrics).  The reference's logprobs are given: its forward pass is not what is measured.
-Beside that, from inside the whole steps: the share of the time that passes in the loss's own functions.
+Proves: at most 3 %.  The same step twice, by turns: whole (decoupled PPO, truncated token weights,
+k3 against a reference in the loss, entropy, every diagnostic by lag bucket, all from the real
+learner) and bare (the same forward, backward and update for -sum A lp / N, with no entropy and no
+metrics).  The reference's logprobs are given: its forward pass is not what is measured. Beside
+that, from inside the whole steps: the share of the time that passes in the loss's own functions.
 """
 
 from __future__ import annotations
@@ -33,26 +34,49 @@ from asyncrl.models import build_model
 from learner.batch import pack
 from learner.step import LearnerCore
 
-SIZE, PROMPT, VOCAB = 8, 12, 20
+SIZE = 8
+PROMPT = 12
+VOCAB = 20
 
 
 def batch(samples: int, length: int) -> Batch:
     """`samples` answers of exactly `length` tokens, at lags 0 to 10."""
     r = np.random.default_rng(0)
-    out, lags = [], []
+    out = []
+    lags = []
     for i in range(samples):
-        prompt = np.random.default_rng(i // SIZE).integers(3, 3 + VOCAB, PROMPT).astype("<i4").tobytes()
-        tokens, lp = r.integers(3, 3 + VOCAB, length).astype("<i4"), (-3.1 + 0.1 * r.standard_normal(length)).astype("<f4")
+        prompt = (
+            np.random.default_rng(i // SIZE).integers(3, 3 + VOCAB, PROMPT).astype("<i4").tobytes()
+        )
+        tokens = r.integers(3, 3 + VOCAB, length).astype("<i4")
+        lp = (-3.1 + 0.1 * r.standard_normal(length)).astype("<f4")
         out.append(
-            Trajectory(i // SIZE, i % SIZE, 1, prompt, tokens.tobytes(), lp.tobytes(), bytes([1] * length), [], float(r.random() < 0.4), {}, "stop", 1.0)
+            Trajectory(
+                i // SIZE,
+                i % SIZE,
+                1,
+                prompt,
+                tokens.tobytes(),
+                lp.tobytes(),
+                bytes([1] * length),
+                [],
+                float(r.random() < 0.4),
+                {},
+                "stop",
+                1.0,
+            )
         )
         lags.append([(0, length // 2, i % 11), (length // 2, length, (i + 3) % 11)])
     return Batch(1, 0, out, [1] * samples, [0] * samples, lags, {}, samples // SIZE, {})
 
 
 def config(path: Path) -> Config:
-    raw = {"model": {"path": str(path), "device": "cpu"}, "task": {"name": "sort"}, "learner": {"steps": 10**6, "lr": 0.0},
-           "kl": {"loss": {"coefficient": 0.01, "estimator": "k3"}}}  # fmt: skip
+    raw = {
+        "model": {"path": str(path), "device": "cpu"},
+        "task": {"name": "sort"},
+        "learner": {"steps": 10**6, "lr": 0.0},
+        "kl": {"loss": {"coefficient": 0.01, "estimator": "k3"}},
+    }
     return msgspec.convert(raw, Config)
 
 
@@ -60,7 +84,11 @@ class Whole(LearnerCore):
     """The real step; the reference's logprobs are the behaviour policy's."""
 
     def _forward(self, model: Any, packed: Any, samples: Any) -> torch.Tensor:
-        return packed.loss.behavior.clone() if model is self.reference else super()._forward(model, packed, samples)
+        return (
+            packed.loss.behavior.clone()
+            if model is self.reference
+            else super()._forward(model, packed, samples)
+        )
 
 
 class Bare(LearnerCore):
@@ -69,7 +97,9 @@ class Bare(LearnerCore):
     def train(self, b: Batch) -> dict[str, float]:
         packed = pack(b)
         everyone = list(range(len(b.samples)))
-        adv = (packed.loss.rewards - packed.loss.rewards.mean())[packed.loss.seq] / len(packed.loss.seq)
+        adv = (packed.loss.rewards - packed.loss.rewards.mean())[packed.loss.seq] / len(
+            packed.loss.seq
+        )
         self.backend.zero_grad()
         mine, n = self._mine(packed, everyone)
         for at, micro in enumerate(mine):
@@ -103,26 +133,54 @@ def main() -> None:
     rounds.one_core()
     torch.set_num_threads(1)
     samples, length = (64, 256) if args.quick else (256, 1024)
-    b, inside, shares = batch(samples, length), Inside(), []
+    b = batch(samples, length)
+    inside = Inside()
+    shares = []
     for name in ("prepare", "begin_step", "micro_loss", "finish", "add_sums"):
         setattr(step_loss, name, inside.wrap(getattr(step_loss, name)))
     with tempfile.TemporaryDirectory() as work:
         path = Path(work) / "m"
         build_model(path, "0123456789abcdefghij", hidden=64, layers=2, heads=4)
-        whole, bare = Whole(config(path), path), Bare(config(path), path)
+        whole = Whole(config(path), path)
+        bare = Bare(config(path), path)
 
         def run() -> None:
-            inside.seconds, start = 0.0, time.process_time()
+            inside.seconds = 0.0
+            start = time.process_time()
             m = whole.train(b)
             shares.append(inside.seconds / (time.process_time() - start - inside.seconds))
-            assert "by_lag/ess_9plus" in m and "kl/ref_target" in m and "policy/entropy" in m, "a diagnostic is missing"
+            assert "by_lag/ess_9plus" in m and "kl/ref_target" in m and "policy/entropy" in m, (
+                "a diagnostic is missing"
+            )
 
-        times = rounds.interleave({"whole": run, "bare": lambda: bare.train(b)}, 3 if args.quick else args.rounds)
+        times = rounds.interleave(
+            {"whole": run, "bare": lambda: bare.train(b)}, 3 if args.quick else args.rounds
+        )
     extra, cpu = (rounds.speedup(times, "bare", "whole", which) - 1 for which in (0, 1))
     within = statistics.median(shares[1:])
-    goals = [rounds.goal(f"[{samples}, {length}]: loss and diagnostics add, CPU", cpu, 0.03, at_least=False, by_wall=round(extra, 4), inside=round(within, 4))]
-    rounds.report("losses", goals, {"what": "learner step with loss and diagnostics over a bare one, one core", "added_wall": extra, "added_cpu": cpu,
-                                    "inside_share": within, "inside_shares": shares, "times": times}, args)  # fmt: skip
+    goals = [
+        rounds.goal(
+            f"[{samples}, {length}]: loss and diagnostics add, CPU",
+            cpu,
+            0.03,
+            at_least=False,
+            by_wall=round(extra, 4),
+            inside=round(within, 4),
+        )
+    ]
+    rounds.report(
+        "losses",
+        goals,
+        {
+            "what": "learner step with loss and diagnostics over a bare one, one core",
+            "added_wall": extra,
+            "added_cpu": cpu,
+            "inside_share": within,
+            "inside_shares": shares,
+            "times": times,
+        },
+        args,
+    )
 
 
 if __name__ == "__main__":

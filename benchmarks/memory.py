@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python benchmarks/memory.py [--quick] [--json] [--beside WHAT] [--minutes 10]
 
-Proves: the median of the last quarter is at most 2 % above that of the second quarter, for each process.  The limit on the
-buffer is looser (10 %): it remembers what became of the last 200,000 samples, so that a late copy is known, and takes a while to fill.
-"""
+Proves: the median of the last quarter is at most 2 % above that of the second quarter, for each
+process.  The limit on the buffer is looser (10 %): it remembers what became of the last 200,000
+samples, so that a late copy is known, and takes a while to fill."""
 
 from __future__ import annotations
 
@@ -27,10 +27,26 @@ MOST = {"generator": 1.02, "learner": 1.02, "buffer": 1.10}
 def watch(minutes: float) -> tuple[dict[str, list[float]], int]:
     """MiB of each process every two seconds, from the first batch on; and the batches trained."""
     with tempfile.TemporaryDirectory() as work:
-        sets = [f"runs={work!r}", f"model.path={str(Path(work) / 'model')!r}", "name='long'", "learner.steps=1000000", "learner.lr=1e-5"]
-        argv = [sys.executable, "-m", "asyncrl.cli", "run", "configs/demo.toml", "--json", *[x for s in sets for x in ("--set", s)]]
+        sets = [
+            f"runs={work!r}",
+            f"model.path={str(Path(work) / 'model')!r}",
+            "name='long'",
+            "learner.steps=1000000",
+            "learner.lr=1e-5",
+        ]
+        argv = [
+            sys.executable,
+            "-m",
+            "asyncrl.cli",
+            "run",
+            "configs/demo.toml",
+            "--json",
+            *[x for s in sets for x in ("--set", s)],
+        ]
         env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        run = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env)
+        run = subprocess.Popen(
+            argv, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=env
+        )
         metrics = Path(work) / "long" / "metrics.jsonl"
         while not (metrics.exists() and '"reward/mean"' in metrics.read_text()):
             if run.poll() is not None:
@@ -60,8 +76,17 @@ def main() -> None:
     goals = []
     for name, mib in seen.items():
         n = len(mib)
-        early, late = statistics.median(mib[n // 4 : n // 2]), statistics.median(mib[3 * n // 4 :])
-        goals.append(rounds.goal(f"{name}: memory, last quarter / second", late / early, MOST[name], at_least=False, mib=round(late, 1)))
+        early = statistics.median(mib[n // 4 : n // 2])
+        late = statistics.median(mib[3 * n // 4 :])
+        goals.append(
+            rounds.goal(
+                f"{name}: memory, last quarter / second",
+                late / early,
+                MOST[name],
+                at_least=False,
+                mib=round(late, 1),
+            )
+        )
     result = {
         "what": f"resident memory over {args.minutes:g} minutes of the demo",
         "batches": batches,

@@ -1,17 +1,23 @@
-"""Mismatch on purpose: the generator writes with coarser weights than the learner trains.  Which correction helps, and does it help late?
+"""Mismatch on purpose: the generator writes with coarser weights than the learner trains.  Which
+correction helps, and does it help late?
 
-    python benchmarks/mismatch.py --out runs/mismatch                 # three seeds, each with a warm start of its own
-    python benchmarks/mismatch.py --out runs/mismatch --look           # which mismatch matters: no correction, one seed, several generators
-    python benchmarks/mismatch.py --out runs/mismatch --switch         # begun without correction, gone on with MIS: `asyncrl run --resume`
-    python benchmarks/mismatch.py --out runs/mismatch --learner         # seed 0 again, in this process: what the learner's own policy can do
-    python benchmarks/mismatch.py --out runs/mismatch --table          # the result of what is finished, run nothing
+    # three seeds, each with a warm start of its own
+    python benchmarks/mismatch.py --out runs/mismatch
+    # which mismatch matters: no correction, one seed, several generators
+    python benchmarks/mismatch.py --out runs/mismatch --look
+    # begun without correction, gone on with MIS: `asyncrl run --resume`
+    python benchmarks/mismatch.py --out runs/mismatch --switch
+    # seed 0 again, in this process: what the learner's own policy can do
+    python benchmarks/mismatch.py --out runs/mismatch --learner
+    # the result of what is finished, run nothing
+    python benchmarks/mismatch.py --out runs/mismatch --table
 
-`rle`, synchronous (lag 0), so that mu differs from pi_prox by the engine's numbers alone: `bf16` computes in bfloat16; `b3` has weights
-rounded to 3 stored mantissa bits, as fp8 e4m3 has them, `b2` to 2, as e5m2 (generator.mantissa_bits).  The learner is fp32.  On a warm start
-k3 is 1e-4 for bf16, 4e-3 for b3, 1.7e-2 for b2, 6e-2 for b1.
-Compared with `fp32, none`, and within each generator with `none`.  Accuracies are the generator's own, coarse weights and all;
-`--learner` adds the accuracy of the fp32 policy at the end of finished runs, with transformers' own sampling.
-"""
+`rle`, synchronous (lag 0), so that mu differs from pi_prox by the engine's numbers alone: `bf16`
+computes in bfloat16; `b3` has weights rounded to 3 stored mantissa bits, as fp8 e4m3 has them, `b2`
+to 2, as e5m2 (generator.mantissa_bits).  The learner is fp32.  On a warm start k3 is 1e-4 for bf16,
+4e-3 for b3, 1.7e-2 for b2, 6e-2 for b1. Compared with `fp32, none`, and within each generator with
+`none`.  Accuracies are the generator's own, coarse weights and all; `--learner` adds the accuracy
+of the fp32 policy at the end of finished runs, with transformers' own sampling."""
 
 from __future__ import annotations
 
@@ -30,71 +36,155 @@ from asyncrl.compare import judgement
 from asyncrl.compare.page import clean
 from asyncrl.run import say
 
-ENGINES = {"fp32": [], "bf16": ["generator.dtype=bfloat16"], **{f"b{n}": [f"generator.mantissa_bits={n}"] for n in (5, 4, 3, 2, 1)}}
-OFF = ["correction.preset=''", "correction.level=none", "correction.bound=none", "correction.proximal=recompute"]
+ENGINES = {
+    "fp32": [],
+    "bf16": ["generator.dtype=bfloat16"],
+    **{f"b{n}": [f"generator.mantissa_bits={n}"] for n in (5, 4, 3, 2, 1)},
+}
+OFF = [
+    "correction.preset=''",
+    "correction.level=none",
+    "correction.bound=none",
+    "correction.proximal=recompute",
+]
 MIS = ["correction.preset=mis", "correction.proximal=recompute", "loss.surrogate=decoupled_ppo"]
 BAND = ["correction.reject_lo=0.9", "correction.reject_hi=1.1"]
 ARMS = {
     "none": [*OFF, "loss.surrogate=vanilla"],
-    "tis": ["correction.preset=tis", "correction.proximal=recompute", "loss.surrogate=decoupled_ppo"],
+    "tis": [
+        "correction.preset=tis",
+        "correction.proximal=recompute",
+        "loss.surrogate=decoupled_ppo",
+    ],
     "mis": MIS,
     "mis self-normalised": [*MIS, "correction.self_normalize=true"],
     "mis wide": [*MIS, *BAND],
-    "rejection": [*OFF, "loss.surrogate=decoupled_ppo", "correction.reject=k3", "correction.reject_over=mean", "correction.reject_hi=0.05"],
+    "rejection": [
+        *OFF,
+        "loss.surrogate=decoupled_ppo",
+        "correction.reject=k3",
+        "correction.reject_over=mean",
+        "correction.reject_hi=0.05",
+    ],
     "bypass": ["correction.proximal=behavior", "loss.surrogate=ppo"],
 }
-COLUMNS = {"start": "start", "end": "exact", "best": "best", "ood": "ood", "mismatch_mean": "k3", "ess_mean": "ESS", "weight_mean": "weight",
-           "zero_mean": "zero", "swing": "swing", "grad_norm_mean": "|g|", "grad_norm_cv": "cv"}  # fmt: skip
+COLUMNS = {
+    "start": "start",
+    "end": "exact",
+    "best": "best",
+    "ood": "ood",
+    "mismatch_mean": "k3",
+    "ess_mean": "ESS",
+    "weight_mean": "weight",
+    "zero_mean": "zero",
+    "swing": "swing",
+    "grad_norm_mean": "|g|",
+    "grad_norm_cv": "cv",
+}
 
 
 def common(args: Any) -> list[str]:
-    return ["staleness.max_lag=0", f"learner.steps={args.steps}", f"learner.lr={args.lr}", *studies.EVALUATION]
+    return [
+        "staleness.max_lag=0",
+        f"learner.steps={args.steps}",
+        f"learner.lr={args.lr}",
+        *studies.EVALUATION,
+    ]
 
 
 def plan(args: Any) -> studies.Study:
     study = studies.Study(args, "rle", f"lr{args.lr}", common(args))
     if args.look:
-        study.block({f"{e}, none": [*items, *ARMS["none"]] for e, items in ENGINES.items()}, seeds=1)
+        study.block(
+            {f"{e}, none": [*items, *ARMS["none"]] for e, items in ENGINES.items()}, seeds=1
+        )
         return study
     study.block({"fp32, none": ARMS["none"]})
     for text in args.engines.split(","):
         engine, _, names = text.partition(":")
-        study.block({f"{engine}, {arm}": [*ENGINES[engine], *ARMS[arm]] for arm in names.split("+") if arm} or
-                    {f"{engine}, {arm}": [*ENGINES[engine], *items] for arm, items in ARMS.items()})  # fmt: skip
+        study.block(
+            {f"{engine}, {arm}": [*ENGINES[engine], *ARMS[arm]] for arm in names.split("+") if arm}
+            or {f"{engine}, {arm}": [*ENGINES[engine], *items] for arm, items in ARMS.items()}
+        )
     return study
 
 
-# ---- the switch ------------------------------------------------------------------------------------------------------
+# ---- the switch ----------------------------------------------------------------------------------
 
 
 def command(argv: list[str]) -> dict[str, Any]:
     """A real run; its summary.  What it says goes to stderr."""
-    done = subprocess.run([sys.executable, "-m", "asyncrl.cli", "run", *argv, "--json"], cwd=results_file.ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncrl.cli", "run", *argv, "--json"],
+        cwd=results_file.ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
 def switch(args: Any, study: studies.Study) -> dict[str, Any]:
-    """A run without correction to `--steps`, then twice as far: as it was, and with MIS.  One row a seed, kept in OUT/switch.json."""
-    path, config = study.out / "switch.json", str(study.source)
+    """A run without correction to `--steps`, then twice as far: as it was, and with MIS.  One row a
+    seed, kept in OUT/switch.json.
+    """
+    path = study.out / "switch.json"
+    config = str(study.source)
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     engine = args.engines.split(",")[0].partition(":")[0]
     for seed in range(args.seeds):
         if args.table or seed in [r["seed"] for r in rows]:
             continue
-        runs, name = (study.out / "switch").resolve(), f"{engine}-seed{seed}"
-        items = [*study.common, *ENGINES[engine], *ARMS["none"], f"runs='{runs}'", f"name={name}", f"seed={seed}"]
-        items += [f"model.path='{(study.out / 'models' / f'{study.task}-{seed}').resolve()}'", f"learner.checkpoint_every={args.steps}"]
+        runs = (study.out / "switch").resolve()
+        name = f"{engine}-seed{seed}"
+        items = [
+            *study.common,
+            *ENGINES[engine],
+            *ARMS["none"],
+            f"runs='{runs}'",
+            f"name={name}",
+            f"seed={seed}",
+        ]
+        items += [
+            f"model.path='{(study.out / 'models' / f'{study.task}-{seed}').resolve()}'",
+            f"learner.checkpoint_every={args.steps}",
+        ]
         for end in ("", "-none", "-mis"):
             shutil.rmtree(runs / f"{name}{end}", ignore_errors=True)
         command([config, *(x for item in items for x in ("--set", item))])
-        for end, sets in (("-none", []), ("-mis", [*MIS, *args.late.split(",")] if args.late else MIS)):
+        for end, sets in (
+            ("-none", []),
+            ("-mis", [*MIS, *args.late.split(",")] if args.late else MIS),
+        ):
             shutil.copytree(runs / name, runs / f"{name}{end}", symlinks=True)
-            command(["--resume", str(runs / f"{name}{end}"), *(x for item in [f"learner.steps={2 * args.steps}", *sets] for x in ("--set", item))])
+            command(
+                [
+                    "--resume",
+                    str(runs / f"{name}{end}"),
+                    *(
+                        x
+                        for item in [f"learner.steps={2 * args.steps}", *sets]
+                        for x in ("--set", item)
+                    ),
+                ]
+            )
         curves = {}
         for end in ("none", "mis"):
-            points = {r["step"]: r["eval/heldout"] for r in metrics.read(runs / f"{name}-{end}") if "eval/heldout" in r}
+            points = {
+                r["step"]: r["eval/heldout"]
+                for r in metrics.read(runs / f"{name}-{end}")
+                if "eval/heldout" in r
+            }
             curves[end] = [sorted(points), [points[k] for k in sorted(points)]]
-        rows.append({"seed": seed, "engine": engine, "steps": args.steps, "late": args.late, "curves": curves})
+        rows.append(
+            {
+                "seed": seed,
+                "engine": engine,
+                "steps": args.steps,
+                "late": args.late,
+                "curves": curves,
+            }
+        )
         say(json.dumps(rows[-1]))
         path.write_text(json.dumps(rows))
     if not rows:
@@ -106,11 +196,13 @@ def switch(args: Any, study: studies.Study) -> dict[str, Any]:
     return out
 
 
-# ---- the learner's own policy ----------------------------------------------------------------------------------------
+# ---- the learner's own policy --------------------------------------------------------------------
 
 
 def learners(args: Any, study: studies.Study) -> list[dict[str, Any]]:
-    """Finished runs of seed 0 made again, bitwise, and the fp32 policy that they end with; kept in OUT/learner.json."""
+    """Finished runs of seed 0 made again, bitwise, and the fp32 policy that they end with; kept in
+    OUT/learner.json.
+    """
     from asyncrl.compare import runner
     from asyncrl.tasks.synthetic import TASKS
     from asyncrl.tasks.warm_start import accuracy
@@ -118,14 +210,26 @@ def learners(args: Any, study: studies.Study) -> list[dict[str, Any]]:
     path = study.out / "learner.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
     for arm, names in study.arms.items():
-        if not args.learner or arm in [r["arm"] for r in rows] or not study.cells.path(names[0]).exists():
+        if (
+            not args.learner
+            or arm in [r["arm"] for r in rows]
+            or not study.cells.path(names[0]).exists()
+        ):
             continue
-        config, record = study.cells.configs[names[0]], study.cells.read(names[0])
+        config = study.cells.configs[names[0]]
+        record = study.cells.read(names[0])
         run = runner.Run(config)
         again = run.go()
         run.core.model.tokenizer_dir = Path(config.model.path)
-        rows.append({"arm": arm, "seed": 0, "generator": record["accuracy"][1][-1], "same_weights": again["weights_digest"] == record["weights_digest"],
-                     "learner": accuracy(run.core.model, TASKS[study.task](), 0)})  # fmt: skip
+        rows.append(
+            {
+                "arm": arm,
+                "seed": 0,
+                "generator": record["accuracy"][1][-1],
+                "same_weights": again["weights_digest"] == record["weights_digest"],
+                "learner": accuracy(run.core.model, TASKS[study.task](), 0),
+            }
+        )
         say(json.dumps(rows[-1]))
         path.write_text(json.dumps(rows))
     return rows
@@ -134,11 +238,21 @@ def learners(args: Any, study: studies.Study) -> list[dict[str, Any]]:
 def main() -> None:
     p = studies.parser(__doc__, "runs/mismatch", steps=40, groups=16)
     p.add_argument("--lr", default="5e-4")
-    p.add_argument("--engines", default="b2,bf16:none+mis", help=f"of {', '.join(ENGINES)}; bf16:none+mis for some of the arms")
+    p.add_argument(
+        "--engines",
+        default="b2,bf16:none+mis",
+        help=f"of {', '.join(ENGINES)}; bf16:none+mis for some of the arms",
+    )
     p.add_argument("--look", action="store_true")
-    p.add_argument("--switch", action="store_true", help="real processes, with the first of --engines")
-    p.add_argument("--learner", action="store_true", help="the fp32 policies of finished runs of seed 0")
-    p.add_argument("--late", default="", help="further --set items of the late correction, separated by commas")
+    p.add_argument(
+        "--switch", action="store_true", help="real processes, with the first of --engines"
+    )
+    p.add_argument(
+        "--learner", action="store_true", help="the fp32 policies of finished runs of seed 0"
+    )
+    p.add_argument(
+        "--late", default="", help="further --set items of the late correction, separated by commas"
+    )
     args = p.parse_args()
     if args.quick:
         args.steps = 2
@@ -146,7 +260,11 @@ def main() -> None:
     if not args.table and not args.switch and not args.learner:
         study.run()
     own = learners(args, study)
-    found = studies.analyse(study, "fp32, none", pairs=[(a, f"{a.split(', ')[0]}, none") for a in study.arms if not a.endswith(", none")])
+    found = studies.analyse(
+        study,
+        "fp32, none",
+        pairs=[(a, f"{a.split(', ')[0]}, none") for a in study.arms if not a.endswith(", none")],
+    )
     if args.look:
         print("\n".join(studies.table(found, COLUMNS)))
         return
@@ -154,7 +272,15 @@ def main() -> None:
     if args.switch and late:
         print(json.dumps({k: clean(late[k]) for k in ("ends", "mis_less_none") if k in late}))
     if not args.switch and not args.learner:
-        studies.finish(study, "mismatch", found, {"task": "rle", "lr": args.lr, "engines": args.engines}, COLUMNS, switch=late, learners=own)
+        studies.finish(
+            study,
+            "mismatch",
+            found,
+            {"task": "rle", "lr": args.lr, "engines": args.engines},
+            COLUMNS,
+            switch=late,
+            learners=own,
+        )
 
 
 if __name__ == "__main__":

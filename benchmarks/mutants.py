@@ -1,25 +1,28 @@
-"""Do the fast tests notice a changed line?  Mutants of the mathematics, the learner's step and the buffer, each against the tests that run it.
+"""Do the fast tests notice a changed line?  Mutants of the mathematics, the learner's step and the
+buffer, each against the tests that run it.
 
-    OMP_NUM_THREADS=1 python benchmarks/mutants.py [--sample 400] [--seed 0] [--module PART] [--quick] [--json]     (make mutants)
+    make mutants MUTANTS="[--sample 400] [--seed 0] [--module PART] [--quick] [--json]"
 
-Proves: at least 90 % of a seeded sample are killed.  mutmut's operators make the mutants of the files that `[tool.mutmut]` in pyproject.toml
-names; its tests are the fast ones (see `Baseline`).  This process imports torch and the other packages once, and nothing of the project;
-every mutant is a fork of it that imports the project with one file changed in memory and runs, by pytest, the tests that reach the changed
-statement, until one fails.  Nothing on disk changes.
+Proves: at least 90 % of a seeded sample are killed.  mutmut's operators make the mutants of the
+files that `[tool.mutmut]` in pyproject.toml names; its tests are the fast ones (see `Baseline`).
+This process imports torch and the other packages once, and nothing of the project; every mutant is
+a fork of it that imports the project with one file changed in memory and runs, by pytest, the tests
+that reach the changed statement, until one fails.  Nothing on disk changes.
 
-A mutant is killed when a test fails, the import fails, or the tests take ten times the processor time they take without it.  Survivors
-that mutants_equivalent.toml lists, with the reason why no test can tell them apart, count on neither side.  Some of the drawn are run
-unchanged as well: what fails then is no mutant's, and the run ends.
---module PART: only mutants of the files whose path contains PART (--sample 0: all of them); no result is written.  --planted: the mutants of
-mutants_planted.py, each against the one test that must notice it.
-"""
+A mutant is killed when a test fails, the import fails, or the tests take ten times the processor
+time they take without it.  Survivors that mutants_equivalent.toml lists, with the reason why no
+test can tell them apart, count on neither side.  Some of the drawn are run unchanged as well: what
+fails then is no mutant's, and the run ends. --module PART: only mutants of the files whose path
+contains PART (--sample 0: all of them); no result is written.  --planted: the mutants of
+mutants_planted.py, each against the one test that must notice it."""
 
 from __future__ import annotations
 
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
-os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # faster, and no plugin of another package joins in
+# faster, and no plugin of another package joins in
+os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
 
 import argparse
 import ast
@@ -48,21 +51,28 @@ from typing import Any
 import results_file
 
 ROOT = results_file.ROOT
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]  # first: benchmarks/learner.py and buffer.py must not hide the packages of their names
+# first: benchmarks/learner.py and buffer.py must not hide the packages of their names
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 GOAL = 0.9
 SLOW_S = 3.0  # a test that takes longer has no place in a fork per mutant
-REAL_RUNS = {"asyncrl", "sort_model", "sort_vllm_model", "gain", "forked"}  # fixtures that start processes: a mutant in memory does not reach them
+# fixtures that start processes: a mutant in memory does not reach them
+REAL_RUNS = {"asyncrl", "sort_model", "sort_vllm_model", "gain", "forked"}
 PROJECT = ("asyncrl", "actors", "buffer", "learner")
-SURVIVED, KILLED, TIMEOUT, UNTESTED = "survived", "killed", "timeout", "untested"
+SURVIVED = "survived"
+KILLED = "killed"
+TIMEOUT = "timeout"
+UNTESTED = "untested"
 UNCHANGED = "(unchanged)"
 
 
-# ---- mutants -------------------------------------------------------------------------------------------------------
+# ---- mutants -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One file with one change.  minus, plus: the changed lines, stripped; first, last: their numbers in the original."""
+    """One file with one change.  minus, plus: the changed lines, stripped; first, last: their
+    numbers in the original.
+    """
 
     path: str
     code: str
@@ -77,11 +87,25 @@ class Mutant:
 
 def mutant(path: str, old: str, new: str) -> Mutant:
     """The mutant that makes `new` of a file's text `old`."""
-    before, after = old.splitlines(), new.splitlines()
-    blocks = [b for b in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes() if b[0] != "equal"]
-    first, last = blocks[0][1], max(blocks[-1][2], blocks[0][1] + 1)
-    minus, plus = before[first:last], after[blocks[0][3] : blocks[-1][4]]
-    return Mutant(path, new, first + 1, last, " ".join(x.strip() for x in minus), " ".join(x.strip() for x in plus))
+    before = old.splitlines()
+    after = new.splitlines()
+    blocks = [
+        b
+        for b in difflib.SequenceMatcher(None, before, after, autojunk=False).get_opcodes()
+        if b[0] != "equal"
+    ]
+    first = blocks[0][1]
+    last = max(blocks[-1][2], blocks[0][1] + 1)
+    minus = before[first:last]
+    plus = after[blocks[0][3] : blocks[-1][4]]
+    return Mutant(
+        path,
+        new,
+        first + 1,
+        last,
+        " ".join(x.strip() for x in minus),
+        " ".join(x.strip() for x in plus),
+    )
 
 
 def catalogue(paths: Sequence[str]) -> list[tuple[str, Callable[[], Mutant]]]:
@@ -93,20 +117,36 @@ def catalogue(paths: Sequence[str]) -> list[tuple[str, Callable[[], Mutant]]]:
         text = (ROOT / path).read_text()
         module, mutations, _, _ = create_mutations(path, text)
         for m in mutations:
-            # mutmut has no public name for one mutant's source; a node of the tree, replaced, is what its own files hold
-            out.append((path, lambda m=m, module=module, path=path, text=text: mutant(path, text, module.deep_replace(m.original_node, m.mutated_node).code)))
+            # mutmut has no public name for one mutant's source; a node of the tree, replaced, is
+            # what its own files hold
+            out.append(
+                (
+                    path,
+                    lambda m=m, module=module, path=path, text=text: mutant(
+                        path, text, module.deep_replace(m.original_node, m.mutated_node).code
+                    ),
+                )
+            )
     return out
 
 
 def settings() -> tuple[list[str], list[str]]:
     """(files to mutate, files of fast tests) of pyproject.toml."""
     c = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mutmut"]
-    paths = [str(p.relative_to(ROOT)) for s in c["source_paths"] for p in (sorted((ROOT / s).glob("*.py")) if (ROOT / s).is_dir() else [ROOT / s])]
-    return [p for p in paths if p not in c["do_not_mutate"]], c["pytest_add_cli_args_test_selection"]
+    paths = [
+        str(p.relative_to(ROOT))
+        for s in c["source_paths"]
+        for p in (sorted((ROOT / s).glob("*.py")) if (ROOT / s).is_dir() else [ROOT / s])
+    ]
+    return [p for p in paths if p not in c["do_not_mutate"]], c[
+        "pytest_add_cli_args_test_selection"
+    ]
 
 
 class Equivalents:
-    """Survivors that no test can tell from the original, with the reason: by their two lines, or by what alone differs between them."""
+    """Survivors that no test can tell from the original, with the reason: by their two lines, or by
+    what alone differs between them.
+    """
 
     def __init__(self, path: Path) -> None:
         self.known: list[dict[str, str]] = tomllib.loads(path.read_text())["equivalent"]
@@ -122,7 +162,7 @@ class Equivalents:
         return None
 
 
-# ---- a fork with one file changed ----------------------------------------------------------------------------------
+# ---- a fork with one file changed ----------------------------------------------------------------
 
 
 class Changed(importlib.abc.MetaPathFinder):
@@ -130,10 +170,19 @@ class Changed(importlib.abc.MetaPathFinder):
 
     def __init__(self, path: str, code: str) -> None:
         self.name = path.removesuffix(".py").replace("/", ".")
-        self.path, self.code = str(ROOT / path), code
+        self.path = str(ROOT / path)
+        self.code = code
 
-    def find_spec(self, name: str, path: object, target: object = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.util.spec_from_file_location(name, self.path, loader=_Loader(name, self.path, self.code)) if name == self.name else None
+    def find_spec(
+        self, name: str, path: object, target: object = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        return (
+            importlib.util.spec_from_file_location(
+                name, self.path, loader=_Loader(name, self.path, self.code)
+            )
+            if name == self.name
+            else None
+        )
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -150,13 +199,17 @@ class Chosen:
 
     def __init__(self, only: Sequence[str] | None) -> None:
         self.place = None if only is None else {name: i for i, name in enumerate(only)}
-        self.failed, self.seen, self.collected = "", 0, False
+        self.failed = ""
+        self.seen = 0
+        self.collected = False
 
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
         self.collected = True
         items[:] = [i for i in items if not REAL_RUNS & set(i.fixturenames)]
         if self.place is not None:
-            items[:] = sorted((i for i in items if i.nodeid in self.place), key=lambda i: self.place[i.nodeid])  # type: ignore[index]
+            items[:] = sorted(
+                (i for i in items if i.nodeid in self.place), key=lambda i: self.place[i.nodeid]
+            )  # type: ignore[index]
 
     def pytest_runtest_logreport(self, report: Any) -> None:
         self.seen += report.when == "call"
@@ -175,7 +228,18 @@ def pytest_main(files: Sequence[str], work: Path, plugins: list[Any], *more: str
     hypothesis_settings.register_profile("mutants", derandomize=True, database=None, deadline=None)
     hypothesis_settings.load_profile("mutants")
     os.chdir(ROOT)
-    common = ["-q", "-o", "addopts=", "-p", "no:cacheprovider", "--tb=no", "--assert=plain", "--no-header", "--show-capture=no", f"--basetemp={work}"]
+    common = [
+        "-q",
+        "-o",
+        "addopts=",
+        "-p",
+        "no:cacheprovider",
+        "--tb=no",
+        "--assert=plain",
+        "--no-header",
+        "--show-capture=no",
+        f"--basetemp={work}",
+    ]
     return int(pytest.main([*files, *common, *more], plugins=plugins))
 
 
@@ -190,7 +254,9 @@ class Child:
 
 
 def fork(what: Any, work: Path, cpu_s: float, act: Callable[[Path], dict[str, Any]]) -> Child:
-    """Run `act(directory)` in a fork with a processor limit; what it returns is written down for `reap`."""
+    """Run `act(directory)` in a fork with a processor limit; what it returns is written down for
+    `reap`.
+    """
     directory = Path(tempfile.mkdtemp(dir=work))
     answer = directory / "answer.json"
     pid = os.fork()
@@ -238,30 +304,34 @@ def try_mutant(m: Mutant, tests: Sequence[str], directory: Path) -> dict[str, An
     return {"status": KILLED if code else SURVIVED, "by": chosen.failed, "code": code}
 
 
-# ---- which tests reach which line ------------------------------------------------------------------------------------
+# ---- which tests reach which line ----------------------------------------------------------------
 
 
 @dataclass
 class Baseline:
-    """The fast tests without a mutant: seconds of each, and for each file and line the tests that run it.
+    """The fast tests without a mutant: seconds of each, and for each file and line the tests that
+    run it.
 
-    Fast: of the files that pyproject.toml names, those that need no real run and take less than SLOW_S.  What a fixture for several tests
-    runs counts for every test of the file.
-    """
+    Fast: of the files that pyproject.toml names, those that need no real run and take less than
+    SLOW_S.  What a fixture for several tests runs counts for every test of the file."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     lines: dict[str, dict[int, list[str]]] = field(default_factory=dict)
 
     def reaching(self, m: Mutant, text: str) -> list[str]:
-        """Tests that run the changed statement, quickest file first; where it runs at import, all of the files that run anything of its file
-        or speak of its module."""
+        """Tests that run the changed statement, quickest file first; where it runs at import, all
+        of the files that run anything of its file or speak of its module."""
         start, end = statement(text, m.first, m.last)
         here = self.lines.get(m.path, {})
         found = {t for n in range(start, end + 1) for t in here.get(n, ())}
         if start == 0:
             name = re.compile(rf"\b{Path(m.path).stem}\b")
             files = {t.split("::")[0] for tests in here.values() for t in tests}
-            files |= {f for f in {t.split("::")[0] for t in self.seconds} if name.search((ROOT / f).read_text())}
+            files |= {
+                f
+                for f in {t.split("::")[0] for t in self.seconds}
+                if name.search((ROOT / f).read_text())
+            }
             found = {t for t in self.seconds if t.split("::")[0] in files}
         whole: Counter[str] = Counter()
         for t in found:
@@ -275,15 +345,22 @@ class Baseline:
 
 
 def statement(text: str, first: int, last: int) -> tuple[int, int]:
-    """Lines of the statement that holds [first, last], of a compound one its head; of a function's head its body; (0, 0): it runs at import."""
+    """Lines of the statement that holds [first, last], of a compound one its head; of a function's
+    head its body; (0, 0): it runs at import.
+    """
     best: ast.stmt | None = None
     inside = False
 
     def visit(node: ast.AST, within: bool) -> None:
         nonlocal best, inside
         for child in ast.iter_child_nodes(node):
-            if isinstance(child, ast.stmt) and child.lineno <= first and (child.end_lineno or 0) >= last:
-                best, inside = child, within
+            if (
+                isinstance(child, ast.stmt)
+                and child.lineno <= first
+                and (child.end_lineno or 0) >= last
+            ):
+                best = child
+                inside = within
             if getattr(child, "lineno", 0) <= last:
                 visit(child, within or isinstance(child, ast.FunctionDef))
 
@@ -293,14 +370,21 @@ def statement(text: str, first: int, last: int) -> tuple[int, int]:
     if isinstance(best, ast.FunctionDef):
         return best.body[0].lineno, best.end_lineno or best.lineno
     body = getattr(best, "body", None)
-    return best.lineno, (body[0].lineno - 1 if isinstance(body, list) and body[0].lineno > best.lineno else best.end_lineno or best.lineno)
+    return best.lineno, (
+        body[0].lineno - 1
+        if isinstance(body, list) and body[0].lineno > best.lineno
+        else best.end_lineno or best.lineno
+    )
 
 
 class Watch:
     """A pytest plugin: coverage told apart by test, and what each takes."""
 
     def __init__(self, cover: Any) -> None:
-        self.cover, self.seconds, self.failed = cover, {}, []  # type: ignore[var-annotated]
+        # type: ignore[var-annotated]
+        self.cover = cover
+        self.seconds = {}
+        self.failed = []
         self.began = 0.0
 
     def pytest_runtest_setup(self, item: Any) -> None:
@@ -321,7 +405,9 @@ def measure(paths: Sequence[str], tests: Sequence[str], directory: Path) -> dict
     """In a fork: every fast test once, under coverage."""
     import coverage
 
-    cover = coverage.Coverage(data_file=None, include=[str(ROOT / p) for p in paths], config_file=False)
+    cover = coverage.Coverage(
+        data_file=None, include=[str(ROOT / p) for p in paths], config_file=False
+    )
     watch = Watch(cover)
     cover.start()
     pytest_main(tests, directory / "t", [Chosen(None), watch])
@@ -336,30 +422,55 @@ def measure(paths: Sequence[str], tests: Sequence[str], directory: Path) -> dict
             named = {t for c in contexts if c for t in ([c] if c in fast else by_file.get(c, []))}
             if named:
                 lines.setdefault(p, {})[n] = sorted(named)
-    return {"seconds": fast, "lines": lines, "failed": watch.failed, "slow": {t: s for t, s in watch.seconds.items() if s >= SLOW_S}}
+    return {
+        "seconds": fast,
+        "lines": lines,
+        "failed": watch.failed,
+        "slow": {t: s for t, s in watch.seconds.items() if s >= SLOW_S},
+    }
 
 
-def baseline(paths: Sequence[str], tests: Sequence[str], work: Path, cache: Path | None) -> Baseline:
-    """Measured, or as `cache` keeps it for the same sources and tests.  Ends the program when a test fails without a mutant."""
-    files = [*paths, *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").glob("*.py"))), "pyproject.toml", "benchmarks/mutants.py"]
+def baseline(
+    paths: Sequence[str], tests: Sequence[str], work: Path, cache: Path | None
+) -> Baseline:
+    """Measured, or as `cache` keeps it for the same sources and tests.  Ends the program when a
+    test fails without a mutant.
+    """
+    files = [
+        *paths,
+        *(str(p.relative_to(ROOT)) for p in sorted((ROOT / "tests").glob("*.py"))),
+        "pyproject.toml",
+        "benchmarks/mutants.py",
+    ]
     key = hashlib.sha256(b"\0".join((ROOT / p).read_bytes() for p in files)).hexdigest()
-    if cache is not None and cache.exists() and (kept := json.loads(cache.read_text()))["key"] == key:
+    if (
+        cache is not None
+        and cache.exists()
+        and (kept := json.loads(cache.read_text()))["key"] == key
+    ):
         found = kept["found"]
     else:
         _, answer = reap([fork(None, work, 900, lambda d: measure(paths, tests, d))])
         if answer is None or answer["failed"]:
-            sys.exit(f"mutants: the tests fail without a mutant: {'no answer' if answer is None else ', '.join(answer['failed'])}")
+            sys.exit(
+                "mutants: the tests fail without a mutant: "
+                f"{'no answer' if answer is None else ', '.join(answer['failed'])}"
+            )
         found = answer
         if cache is not None:
             cache.parent.mkdir(exist_ok=True)
             cache.write_text(json.dumps({"key": key, "found": found}))
-    return Baseline(found["seconds"], {p: {int(n): t for n, t in x.items()} for p, x in found["lines"].items()})
+    return Baseline(
+        found["seconds"], {p: {int(n): t for n, t in x.items()} for p, x in found["lines"].items()}
+    )
 
 
-# ---- the whole -------------------------------------------------------------------------------------------------------
+# ---- the whole -----------------------------------------------------------------------------------
 
 
-def all_of(jobs: Iterator[tuple[Mutant, list[str], float]], work: Path, workers: int) -> Iterator[tuple[Mutant, dict[str, Any]]]:
+def all_of(
+    jobs: Iterator[tuple[Mutant, list[str], float]], work: Path, workers: int
+) -> Iterator[tuple[Mutant, dict[str, Any]]]:
     """(mutant, what became of it), as they end."""
     running: list[Child] = []
     for m, tests, cpu_s in jobs:
@@ -392,7 +503,9 @@ def warm(work: Path) -> None:
     torch.set_num_threads(1)
     mine = [m for m in sys.modules if m.split(".")[0] in PROJECT]
     assert not mine, f"imported before the fork: {mine}"
-    sys.dont_write_bytecode, sys.pycache_prefix = False, str(work / "bytecode")  # compiled by the first fork, read by the others
+    # compiled by the first fork, read by the others
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = str(work / "bytecode")
     gc.freeze()  # pytest collects garbage several times; what lies here is none
 
 
@@ -400,16 +513,29 @@ def planted(work: Path, workers: int) -> list[dict[str, Any]]:
     """Every mutant of mutants_planted.py against its own test."""
     from mutants_planted import PLANTED
 
-    jobs, names = [], {}
+    jobs = []
+    names = {}
     for p in PLANTED:
         text = (ROOT / p.path).read_text()
         if text.count(p.old) != 1:
-            sys.exit(f"mutants: {p.name}: {p.path} holds {text.count(p.old)} times: {p.old!r}; give benchmarks/mutants_planted.py the line as it is now")
+            sys.exit(
+                f"mutants: {p.name}: {p.path} holds {text.count(p.old)} times: {p.old!r}; give "
+                "benchmarks/mutants_planted.py the line as it is now"
+            )
         m = mutant(p.path, text, text.replace(p.old, p.new))
         names[m.path, m.code] = p
         jobs.append((m, [p.test], 120.0))
     # without a mutant every one of these tests must pass
-    _, sound = reap([fork(None, work, 300, lambda d: {"code": pytest_main([p.test for p in PLANTED], d / "t", [])})])
+    _, sound = reap(
+        [
+            fork(
+                None,
+                work,
+                300,
+                lambda d: {"code": pytest_main([p.test for p in PLANTED], d / "t", [])},
+            )
+        ]
+    )
     if sound is None or sound["code"]:
         sys.exit("mutants: a test of mutants_planted.py fails, or is none, without a mutant")
     out = []
@@ -420,12 +546,27 @@ def planted(work: Path, workers: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     p.add_argument("--sample", type=int, default=400, help="0: all")
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--module", default="", help="only mutants of the files whose path contains this; writes no result")
-    p.add_argument("--controls", type=int, default=8, help="so many of the drawn are run unchanged as well, and must survive")
-    p.add_argument("--tests", default="", help="files of tests instead of those in pyproject.toml, with commas between them")
+    p.add_argument(
+        "--module",
+        default="",
+        help="only mutants of the files whose path contains this; writes no result",
+    )
+    p.add_argument(
+        "--controls",
+        type=int,
+        default=8,
+        help="so many of the drawn are run unchanged as well, and must survive",
+    )
+    p.add_argument(
+        "--tests",
+        default="",
+        help="files of tests instead of those in pyproject.toml, with commas between them",
+    )
     p.add_argument("--planted", action="store_true")
     p.add_argument("--quick", action="store_true", help="a sample of 20; writes no result")
     p.add_argument("--workers", type=int, default=2)
@@ -447,22 +588,31 @@ def _main(args: argparse.Namespace, work: Path) -> None:
     if args.planted:
         found = planted(work, args.workers)
         alive = [x for x in found if x["status"] not in (KILLED, TIMEOUT)]
-        print(json.dumps(found) if args.json else "\n".join(f"{x['status']:9} {x['name']}: {x['mutant']}" for x in found))
+        print(
+            json.dumps(found)
+            if args.json
+            else "\n".join(f"{x['status']:9} {x['name']}: {x['mutant']}" for x in found)
+        )
         sys.exit(1 if alive else 0)
     paths, tests = settings()
     tests = args.tests.split(",") if args.tests else tests
     wanted = [x for x in catalogue(paths) if args.module in x[0]]
     if args.list:
         counts = Counter(path for path, _ in wanted)
-        print("\n".join(f"{n:6} {path}" for path, n in counts.items()), f"{len(wanted):6}", sep="\n")
+        print(
+            "\n".join(f"{n:6} {path}" for path, n in counts.items()), f"{len(wanted):6}", sep="\n"
+        )
         return
     many = min(20 if args.quick else args.sample or len(wanted), len(wanted))
     wanted = [wanted[i] for i in sorted(random.Random(args.seed).sample(range(len(wanted)), many))]
-    known, base = Equivalents(ROOT / "benchmarks" / "mutants_equivalent.toml"), baseline(paths, tests, work, args.cache)
+    known = Equivalents(ROOT / "benchmarks" / "mutants_equivalent.toml")
+    base = baseline(paths, tests, work, args.cache)
     texts = {path: (ROOT / path).read_text() for path in paths}
     start = time.monotonic()
 
-    controls = set(random.Random(args.seed).sample(range(len(wanted)), min(args.controls, len(wanted))))
+    controls = set(
+        random.Random(args.seed).sample(range(len(wanted)), min(args.controls, len(wanted)))
+    )
 
     def jobs() -> Iterator[tuple[Mutant, list[str], float]]:
         for i, (_, make) in enumerate(wanted):
@@ -473,12 +623,18 @@ def _main(args: argparse.Namespace, work: Path) -> None:
                 yield replace(m, code=texts[m.path], plus=UNCHANGED), reaching, base.cpu_s(reaching)
 
     by_path: dict[str, Counter[str]] = {}
-    survivors, equivalents, killers = [], [], Counter[str]()
+    survivors = []
+    equivalents = []
+    killers = Counter[str]()
     for m, answer in all_of(jobs(), work, args.workers):
-        status, reason = answer["status"], known.reason(m)
+        status = answer["status"]
+        reason = known.reason(m)
         if m.plus == UNCHANGED:
             if status not in (SURVIVED, UNTESTED):
-                sys.exit(f"mutants: {answer['by'] or 'a time limit'} fails in a fork without a mutant: {m}")
+                sys.exit(
+                    f"mutants: {answer['by'] or 'a time limit'} fails in a fork without a mutant: "
+                    f"{m}"
+                )
             continue
         if status in (SURVIVED, UNTESTED):
             if reason is not None:
@@ -490,22 +646,50 @@ def _main(args: argparse.Namespace, work: Path) -> None:
         killers[answer["by"].split("[")[0]] += status == KILLED
         by_path.setdefault(m.path, Counter())[status] += 1
         if (ended := sum(sum(x.values()) for x in by_path.values())) % 50 == 0:
-            print(f"{ended} of {len(wanted)}, {round(time.monotonic() - start)} s", file=sys.stderr, flush=True)
+            print(
+                f"{ended} of {len(wanted)}, {round(time.monotonic() - start)} s",
+                file=sys.stderr,
+                flush=True,
+            )
     total = sum(by_path.values(), Counter())
     killed = total[KILLED] + total[TIMEOUT]
     counted = sum(total.values()) - total["equivalent"]
     score = killed / max(counted, 1)
     result = {
-        "goals": [{"figure": f"mutants killed by the fast tests, {sum(total.values())} drawn by seed {args.seed}", "value": round(score, 4),
-                   "goal": f">= {GOAL}", "met": score >= GOAL}],
-        "met": score >= GOAL, "what": "mutants of the algorithms, the learner's step and the buffer, against the fast tests that reach them",
-        "seed": args.seed, "mutants": sum(total.values()), "of": len(catalogue(paths)), "controls": len(controls), "killed": killed,
+        "goals": [
+            {
+                "figure": f"mutants killed by the fast tests, {sum(total.values())} drawn by "
+                f"seed {args.seed}",
+                "value": round(score, 4),
+                "goal": f">= {GOAL}",
+                "met": score >= GOAL,
+            }
+        ],
+        "met": score >= GOAL,
+        "what": "mutants of the algorithms, the learner's step and the buffer, against the "
+        "fast tests that reach them",
+        "seed": args.seed,
+        "mutants": sum(total.values()),
+        "of": len(catalogue(paths)),
+        "controls": len(controls),
+        "killed": killed,
         "by_time_limit": total[TIMEOUT],
-        "survived": len(survivors), "equivalent": total["equivalent"], "score": score, "seconds": round(time.monotonic() - start),
-        "tests": len(base.seconds), "tests_seconds": round(sum(base.seconds.values()), 1), "by_file": {k: dict(v) for k, v in by_path.items()},
-        "survivors": survivors, "equivalents": equivalents, "killers": dict(killers.most_common(40)),
-    }  # fmt: skip
-    print(f"{killed} of {counted} killed ({score:.1%}), {total['equivalent']} equivalent, {round(time.monotonic() - start)} s", file=sys.stderr)
+        "survived": len(survivors),
+        "equivalent": total["equivalent"],
+        "score": score,
+        "seconds": round(time.monotonic() - start),
+        "tests": len(base.seconds),
+        "tests_seconds": round(sum(base.seconds.values()), 1),
+        "by_file": {k: dict(v) for k, v in by_path.items()},
+        "survivors": survivors,
+        "equivalents": equivalents,
+        "killers": dict(killers.most_common(40)),
+    }
+    print(
+        f"{killed} of {counted} killed ({score:.1%}), {total['equivalent']} equivalent, "
+        f"{round(time.monotonic() - start)} s",
+        file=sys.stderr,
+    )
     if not (args.quick or args.module):
         print(results_file.write("mutants", result), file=sys.stderr)
     if args.json:

@@ -1,7 +1,8 @@
-"""Mutants planted by hand, each with the one test that must notice it: what continuous integration runs (tests/test_planted_mutants.py).
+"""Mutants planted by hand, each with the one test that must notice it: what continuous integration
+runs (tests/test_planted_mutants.py).
 
-Each breaks one promise of the configuration in one line.  `old` stands once in the file; `new` takes its place.
-"""
+Each breaks one promise of the configuration in one line.  `old` stands once in the file; `new`
+takes its place."""
 
 from __future__ import annotations
 
@@ -16,51 +17,144 @@ class Planted(NamedTuple):
     test: str
 
 
-ALGORITHMS, LEARNER, BUFFER = "asyncrl/algorithms/", "learner/", "buffer/"
-SETTINGS, STATE = "tests/test_settings_take_effect.py::test_", "tests/test_learner_state.py::test_"
+ALGORITHMS = "asyncrl/algorithms/"
+LEARNER = "learner/"
+BUFFER = "buffer/"
+SETTINGS = "tests/test_settings_take_effect.py::test_"
+STATE = "tests/test_learner_state.py::test_"
 PLANTED = [
-    Planted("on_exceed = mask leaves the token in the loss", ALGORITHMS + "prepass.py",
-            "keep &= batch.token_lag <= config.staleness.max_lag", "pass",
-            SETTINGS + "masked_tokens_leave_the_loss_and_its_denominator"),
-    Planted("truncated = mask leaves the answer in the loss", ALGORITHMS + "prepass.py",
-            "keep &= ~batch.truncated[batch.seq]", "pass",
-            SETTINGS + "truncated_answers_leave_the_loss_and_its_denominator"),
-    Planted("downweight is 1", ALGORITHMS + "prepass.py", "torch.pow(0.5,", "torch.pow(1.0,",
-            SETTINGS + "downweight_halves_a_token_for_each_half_life_above_the_limit"),
-    Planted("downweight does not reach the loss", ALGORITHMS + "step_loss.py", "fixed.weight * prep.fade[part] * factor", "fixed.weight * factor",
-            SETTINGS + "downweight_halves_a_token_for_each_half_life_above_the_limit"),
-    Planted("the entropy bonus has the other sign", ALGORITHMS + "step_loss.py",
-            "total = total - c.loss.entropy", "total = total + c.loss.entropy",
-            SETTINGS + "the_entropy_bonus_lowers_the_loss_by_its_coefficient"),
-    Planted("action = slow is off", ALGORITHMS + "step_loss.py", 'kl_max=stop.kl_max if stop.action == "slow" else 0.0', "kl_max=0.0",
-            SETTINGS + "slow_takes_the_share_of_a_step_that_fits_and_stops_at_the_budget"),
-    Planted("the KL that a batch arrived with is not subtracted", ALGORITHMS + "step_loss.py",
-            "return now - stopping.kl_statistic(to_start, torch.ones_like(start), valid)[0], weight", "return now, weight",
-            "tests/test_stops.py::test_at_learning_rate_zero_nothing_ever_stops[{'epochs': 3}-behavior-behavior]"),
-    Planted("ess_min is off", ALGORITHMS + "stopping.py", "if ess_min > 0 and ess < ess_min:", "if False:",
-            SETTINGS + "a_small_effective_sample_size_stops_the_batch"),
-    Planted("weight_max is off", ALGORITHMS + "reshape.py", "w.clamp(max=c.weight_max) if c.weight_max > 0 else w", "w",
-            SETTINGS + "reshapes_weight_is_bounded_in_value_and_gradient"),
-    Planted("group_baseline is off", ALGORITHMS + "prepass.py", 'if a.name == "reinforce_pp" and a.group_baseline:', "if False:",
-            SETTINGS + "a_group_baseline_leaves_only_what_a_group_did_not_share"),
-    Planted("gae is never whitened", ALGORITHMS + "prepass.py", "return advantages.masked_whiten(adv, valid) if a.whiten else adv, returns",
-            "return adv, returns",
-            SETTINGS + "gae_can_be_whitened_and_cut_after_k_residuals"),
-    Planted("k_step is never taken", ALGORITHMS + "prepass.py", "if a.k_step > 0:", "if False:",
-            SETTINGS + "gae_can_be_whitened_and_cut_after_k_residuals"),
-    Planted("process_grpo is 0", ALGORITHMS + "advantages.py", "return _skipping(out, mask, seq, 1.0)", "return out * 0.0",
-            SETTINGS + "process_supervision_sums_the_normalised_steps_from_a_token_on"),
-    Planted("cispo_absolute is off", ALGORITHMS + "step_loss.py", 'high if getattr(loss, "cispo_absolute", False) else 1 + high', "1 + high",
-            SETTINGS + "cispos_upper_bound_is_relative_unless_it_is_said_to_be_absolute"),
-    Planted("the adaptive coefficient is frozen", LEARNER + "step.py", "self.state.beta = controller.update(", "_ = controller.update(",
-            STATE + "an_adaptive_coefficient_falls_by_a_bounded_step_while_the_policy_is_the_reference"),
-    Planted("the running baseline is frozen", LEARNER + "step.py", "self.state.baseline = mean if self.state.number == 0 else", "_ =",
-            STATE + "the_baseline_is_the_running_mean_of_the_rewards_and_is_subtracted"),
-    Planted("interpolate takes the behaviour policy alone", LEARNER + "step.py", "share = 1.0 / (loss.token_lag.float() + 1.0)",
-            "share = 1.0 / (loss.token_lag.float() * 0.0 + 1.0)",
-            STATE + "the_interpolated_anchor_leans_on_the_behaviour_policy_the_fresher_a_token_is"),
-    Planted("the buffer grants one group too many", "asyncrl/admission.py", "(int(max_lag) + 1) * batch", "(int(max_lag) + 1) * batch + 1",
-            "tests/test_store.py::test_tickets_go_out_while_the_limit_leaves_room"),
-    Planted("the lag of another branch is that of ours", "asyncrl/versions.py", "return (self._depth[start] - common) + (number - common)",
-            "return number - self._depth[start]", "tests/test_doctests.py::test_examples_in_docstrings[asyncrl.versions]"),
-]  # fmt: skip
+    Planted(
+        "on_exceed = mask leaves the token in the loss",
+        ALGORITHMS + "prepass.py",
+        "keep &= batch.token_lag <= config.staleness.max_lag",
+        "pass",
+        SETTINGS + "masked_tokens_leave_the_loss_and_its_denominator",
+    ),
+    Planted(
+        "truncated = mask leaves the answer in the loss",
+        ALGORITHMS + "prepass.py",
+        "keep &= ~batch.truncated[batch.seq]",
+        "pass",
+        SETTINGS + "truncated_answers_leave_the_loss_and_its_denominator",
+    ),
+    Planted(
+        "downweight is 1",
+        ALGORITHMS + "prepass.py",
+        "            0.5,\n            (batch.token_lag",
+        "            1.0,\n            (batch.token_lag",
+        SETTINGS + "downweight_halves_a_token_for_each_half_life_above_the_limit",
+    ),
+    Planted(
+        "downweight does not reach the loss",
+        ALGORITHMS + "step_loss.py",
+        "fixed.weight * prep.fade[part] * factor",
+        "fixed.weight * factor",
+        SETTINGS + "downweight_halves_a_token_for_each_half_life_above_the_limit",
+    ),
+    Planted(
+        "the entropy bonus has the other sign",
+        ALGORITHMS + "step_loss.py",
+        "total = total - c.loss.entropy",
+        "total = total + c.loss.entropy",
+        SETTINGS + "the_entropy_bonus_lowers_the_loss_by_its_coefficient",
+    ),
+    Planted(
+        "action = slow is off",
+        ALGORITHMS + "step_loss.py",
+        'kl_max=stop.kl_max if stop.action == "slow" else 0.0',
+        "kl_max=0.0",
+        SETTINGS + "slow_takes_the_share_of_a_step_that_fits_and_stops_at_the_budget",
+    ),
+    Planted(
+        "the KL that a batch arrived with is not subtracted",
+        ALGORITHMS + "step_loss.py",
+        "return now - stopping.kl_statistic(to_start, torch.ones_like(start), valid)[0], weight",
+        "return now, weight",
+        "tests/test_stops.py::test_at_learning_rate_zero_nothing_ever_stops"
+        "[{'epochs': 3}-behavior-behavior]",
+    ),
+    Planted(
+        "ess_min is off",
+        ALGORITHMS + "stopping.py",
+        "if ess_min > 0 and ess < ess_min:",
+        "if False:",
+        SETTINGS + "a_small_effective_sample_size_stops_the_batch",
+    ),
+    Planted(
+        "weight_max is off",
+        ALGORITHMS + "reshape.py",
+        "w.clamp(max=c.weight_max) if c.weight_max > 0 else w",
+        "w",
+        SETTINGS + "reshapes_weight_is_bounded_in_value_and_gradient",
+    ),
+    Planted(
+        "group_baseline is off",
+        ALGORITHMS + "prepass.py",
+        'if a.name == "reinforce_pp" and a.group_baseline:',
+        "if False:",
+        SETTINGS + "a_group_baseline_leaves_only_what_a_group_did_not_share",
+    ),
+    Planted(
+        "gae is never whitened",
+        ALGORITHMS + "prepass.py",
+        "return advantages.masked_whiten(adv, valid) if a.whiten else adv, returns",
+        "return adv, returns",
+        SETTINGS + "gae_can_be_whitened_and_cut_after_k_residuals",
+    ),
+    Planted(
+        "k_step is never taken",
+        ALGORITHMS + "prepass.py",
+        "if a.k_step > 0:",
+        "if False:",
+        SETTINGS + "gae_can_be_whitened_and_cut_after_k_residuals",
+    ),
+    Planted(
+        "process_grpo is 0",
+        ALGORITHMS + "advantages.py",
+        "return _skipping(out, mask, seq, 1.0)",
+        "return out * 0.0",
+        SETTINGS + "process_supervision_sums_the_normalised_steps_from_a_token_on",
+    ),
+    Planted(
+        "cispo_absolute is off",
+        ALGORITHMS + "step_loss.py",
+        'high if getattr(loss, "cispo_absolute", False) else 1 + high',
+        "1 + high",
+        SETTINGS + "cispos_upper_bound_is_relative_unless_it_is_said_to_be_absolute",
+    ),
+    Planted(
+        "the adaptive coefficient is frozen",
+        LEARNER + "step.py",
+        "self.state.beta = controller.update(",
+        "_ = controller.update(",
+        STATE + "an_adaptive_coefficient_falls_by_a_bounded_step_while_the_policy_is_the_reference",
+    ),
+    Planted(
+        "the running baseline is frozen",
+        LEARNER + "step.py",
+        "self.state.baseline = (\n            mean",
+        "_ = (\n            mean",
+        STATE + "the_baseline_is_the_running_mean_of_the_rewards_and_is_subtracted",
+    ),
+    Planted(
+        "interpolate takes the behaviour policy alone",
+        LEARNER + "step.py",
+        "share = 1.0 / (loss.token_lag.float() + 1.0)",
+        "share = 1.0 / (loss.token_lag.float() * 0.0 + 1.0)",
+        STATE + "the_interpolated_anchor_leans_on_the_behaviour_policy_the_fresher_a_token_is",
+    ),
+    Planted(
+        "the buffer grants one group too many",
+        "asyncrl/admission.py",
+        "(int(max_lag) + 1) * batch",
+        "(int(max_lag) + 1) * batch + 1",
+        "tests/test_store.py::test_tickets_go_out_while_the_limit_leaves_room",
+    ),
+    Planted(
+        "the lag of another branch is that of ours",
+        "asyncrl/versions.py",
+        "return (self._depth[start] - common) + (number - common)",
+        "return number - self._depth[start]",
+        "tests/test_doctests.py::test_examples_in_docstrings[asyncrl.versions]",
+    ),
+]

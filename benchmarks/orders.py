@@ -1,13 +1,16 @@
-"""Orders of service and rules at the limit, side by side: what each costs in time, in accuracy, and in answers, by their length.
+"""Orders of service and rules at the limit, side by side: what each costs in time, in accuracy, and
+in answers, by their length.
 
-    python benchmarks/orders.py --out runs/orders             # rle, limit 4, long-tailed delays by ticket, 3 seeds
-    python benchmarks/orders.py --out runs/orders --table     # the result of what is finished, run nothing
+    # rle, limit 4, long-tailed delays by ticket, 3 seeds
+    python benchmarks/orders.py --out runs/orders
+    # the result of what is finished, run nothing
+    python benchmarks/orders.py --out runs/orders --table
 
-`pace` in ticket order waits for the oldest answer and loses nothing; `drop`, `mask` and `downweight` take groups in completion order or
-freshest first and pay in tokens.  Natural lag in warm processes: time is counted in decode steps, an update takes as long as the writing
-of a batch, and a ticket's answers come late by `staleness.delay` (a draw per ticket, the same in all arms).  Interrupted, the same command
-goes on run by run.
-"""
+`pace` in ticket order waits for the oldest answer and loses nothing; `drop`, `mask` and
+`downweight` take groups in completion order or freshest first and pay in tokens.  Natural lag in
+warm processes: time is counted in decode steps, an update takes as long as the writing of a batch,
+and a ticket's answers come late by `staleness.delay` (a draw per ticket, the same in all arms).
+Interrupted, the same command goes on run by run."""
 
 from __future__ import annotations
 
@@ -24,8 +27,17 @@ from asyncrl.compare.page import clean
 from asyncrl.run import preflight, say
 
 TICKET = "ticket"
-ARMS: dict[str, tuple[str, list[str]]] = {TICKET: ("on_exceed = pace: batches in ticket order, nothing is lost, the oldest answer is waited for", [])} | {
-    f"{rule}-{order}": (f"on_exceed = {rule}, order = {order}", [f"staleness.on_exceed={rule}", f"staleness.order={order}"])
+ARMS: dict[str, tuple[str, list[str]]] = {
+    TICKET: (
+        "on_exceed = pace: batches in ticket order, nothing is lost, the oldest answer is waited "
+        "for",
+        [],
+    )
+} | {
+    f"{rule}-{order}": (
+        f"on_exceed = {rule}, order = {order}",
+        [f"staleness.on_exceed={rule}", f"staleness.order={order}"],
+    )
     for rule in ("drop", "mask", "downweight")
     for order in ("completion", "freshest")
 }
@@ -33,67 +45,134 @@ TAKEN = ("dropped_stale", "abandoned", "masked_stale")
 
 
 def make(args: Any) -> sweep.Sweep:
-    sets = [f"learner.lr={args.lr}", f"learner.steps={args.steps}", f"learner.groups={args.groups}", f"staleness.delay={args.delay}",
-            f"evaluation.every={args.steps // 8}", "evaluation.prompts=128", "evaluation.final_prompts=512", "evaluation.ood_prompts=0"]  # fmt: skip
+    sets = [
+        f"learner.lr={args.lr}",
+        f"learner.steps={args.steps}",
+        f"learner.groups={args.groups}",
+        f"staleness.delay={args.delay}",
+        f"evaluation.every={args.steps // 8}",
+        "evaluation.prompts=128",
+        "evaluation.final_prompts=512",
+        "evaluation.ood_prompts=0",
+    ]
     if args.quick:
-        sets += ["learner.groups=4", "learner.group_size=4", "generator.slots=32", "evaluation.final_prompts=16", "evaluation.prompts=16"]
+        sets += [
+            "learner.groups=4",
+            "learner.group_size=4",
+            "generator.slots=32",
+            "evaluation.final_prompts=16",
+            "evaluation.prompts=16",
+        ]
     source = str(results_file.ROOT / "configs" / f"{args.task}.toml")
     arms = [(n, items) for n, (_, items) in ARMS.items()]
-    return sweep.Sweep(args.out, sweep.plan(source, sets, arms, [float(args.limit)], injected=False), args.seeds, say)
+    return sweep.Sweep(
+        args.out,
+        sweep.plan(source, sets, arms, [float(args.limit)], injected=False),
+        args.seeds,
+        say,
+    )
 
 
 def by_length(lines: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
-    """upper bound of the answers' length -> tokens judged, and the share of them that the rule took (dropped, abandoned, masked, faded)."""
+    """upper bound of the answers' length -> tokens judged, and the share of them that the rule took
+    (dropped, abandoned, masked, faded).
+    """
     out: dict[str, dict[str, float]] = {}
-    bins = sorted({int(k.removeprefix("upto_")) for n in ("trained", *TAKEN) for k in lines.get(n, {}) if k.startswith("upto_")})
+    bins = sorted(
+        {
+            int(k.removeprefix("upto_"))
+            for n in ("trained", *TAKEN)
+            for k in lines.get(n, {})
+            if k.startswith("upto_")
+        }
+    )
     for upto in bins:
         gone = sum(lines.get(n, {}).get(f"upto_{upto}", 0) for n in TAKEN)
         trained = lines.get("trained", {}).get(f"upto_{upto}", 0)
         faded = lines.get("trained", {}).get(f"faded_upto_{upto}", 0)
-        out[str(upto)] = {"tokens": gone + trained, "taken": (gone + faded) / max(gone + trained, 1)}
+        out[str(upto)] = {
+            "tokens": gone + trained,
+            "taken": (gone + faded) / max(gone + trained, 1),
+        }
     return out
 
 
 def facts(cell: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]:
-    """One arm over its seeds: time in decode steps a batch, lag, and where its tokens went (shares of all written)."""
+    """One arm over its seeds: time in decode steps a batch, lag, and where its tokens went (shares
+    of all written).
+    """
     lines = frontier.summed(records)
     total = sum(x["tokens"] for x in lines.values())
     faded = sum(v for k, v in lines["trained"].items() if k.startswith("faded_"))
     return {
-        "seeds": len(records), "each": cell["each"], "final": cell["final"], "area": cell["area"], "ess": cell["ess"], "kl": cell["kl"], "lag": cell["lag"],
-        "lag_max": cell["lag_max"], "unstable": cell["unstable"], "trouble": cell["trouble"], "given_up": cell["abandoned"],
-        "decode_steps_a_batch": statistics.fmean(r["clock"] / r["steps"] for r in records), "tokens_a_batch": total / sum(r["steps"] for r in records),
-        "shares": {n: x["tokens"] / total for n, x in lines.items()} | ({"faded": faded / total} if faded else {}), "by_length": by_length(lines),
-    }  # fmt: skip
+        "seeds": len(records),
+        "each": cell["each"],
+        "final": cell["final"],
+        "area": cell["area"],
+        "ess": cell["ess"],
+        "kl": cell["kl"],
+        "lag": cell["lag"],
+        "lag_max": cell["lag_max"],
+        "unstable": cell["unstable"],
+        "trouble": cell["trouble"],
+        "given_up": cell["abandoned"],
+        "decode_steps_a_batch": statistics.fmean(r["clock"] / r["steps"] for r in records),
+        "tokens_a_batch": total / sum(r["steps"] for r in records),
+        "shares": {n: x["tokens"] / total for n, x in lines.items()}
+        | ({"faded": faded / total} if faded else {}),
+        "by_length": by_length(lines),
+    }
 
 
 def analyse(s: sweep.Sweep, found: dict[str, Any]) -> dict[str, Any]:
     """The arms, each against ticket order: paired by seed, t intervals, Holm's correction."""
-    out, differences = {}, {}
+    out = {}
+    differences = {}
     for c in found["cells"]:
         seeds = [x for x in s.seeds if s.cells.path(s.name(c["arm"], x)).exists()]
-        out[c["correction"]] = facts(c, [s.cells.read(s.name(c["arm"], x)) for x in seeds]) | {"of": seeds}
+        out[c["correction"]] = facts(c, [s.cells.read(s.name(c["arm"], x)) for x in seeds]) | {
+            "of": seeds
+        }
     for name, about in out.items():
-        base = dict(zip(out[TICKET]["of"], out[TICKET]["each"], strict=True)) if TICKET in out else {}
+        base = (
+            dict(zip(out[TICKET]["of"], out[TICKET]["each"], strict=True)) if TICKET in out else {}
+        )
         both = [(y, base[x]) for x, y in zip(about["of"], about["each"], strict=True) if x in base]
         if name != TICKET and both:
             differences[name] = judgement.paired([a for a, _ in both], [b for _, b in both])
     judgement.holm(differences)
     for name, d in differences.items():
-        out[name]["against_ticket"] = {"difference": d.mean, "interval": [d.low, d.high], "p_holm": d.adjusted}
+        out[name]["against_ticket"] = {
+            "difference": d.mean,
+            "interval": [d.low, d.high],
+            "p_holm": d.adjusted,
+        }
     return out
 
 
 def lines(arms: dict[str, Any]) -> list[str]:
     bins = sorted({int(k) for a in arms.values() for k in a["by_length"]})
-    out = ["|order|accuracy|against ticket order|steps a batch|mean lag, most|lost|" + "|".join(f"to {b}" for b in bins) + "|", "|---" * (6 + len(bins)) + "|"]
+    out = [
+        "|order|accuracy|against ticket order|steps a batch|mean lag, most|lost|"
+        + "|".join(f"to {b}" for b in bins)
+        + "|",
+        "|---" * (6 + len(bins)) + "|",
+    ]
     for name, a in arms.items():
         d = a.get("against_ticket")
-        tail = f"{d['difference']:+.3f} [{d['interval'][0]:+.2f}, {d['interval'][1]:+.2f}]" if d else ""
+        tail = (
+            f"{d['difference']:+.3f} [{d['interval'][0]:+.2f}, {d['interval'][1]:+.2f}]"
+            if d
+            else ""
+        )
         lost = sum(a["shares"].get(n, 0) for n in (*TAKEN, "faded"))
         shares = "|".join(f"{a['by_length'].get(str(b), {}).get('taken', 0):.1%}" for b in bins)
         bad = f" !{a['unstable']}/{a['seeds']}" if a["unstable"] else ""
-        out.append(f"|`{name}`|{a['final']:.3f}{bad}|{tail}|{a['decode_steps_a_batch']:.0f}|{a['lag']:.2f}, {a['lag_max']}|{lost:.1%}|{shares}|")
+        out.append(
+            f"|`{name}`|{a['final']:.3f}{bad}|{tail}|{a['decode_steps_a_batch']:.0f}|"
+            f"{a['lag']:.2f}, "
+            f"{a['lag_max']}|{lost:.1%}|{shares}|"
+        )
     return out
 
 
@@ -112,20 +191,41 @@ def main() -> None:
     p.add_argument("--made-at", default="", help="commit of the runs, where it is not this one")
     args = p.parse_args()
     if args.quick:
-        args.out, args.seeds, args.steps = Path(f"{args.out}-quick"), 1, 4
+        args.out = Path(f"{args.out}-quick")
+        args.seeds = 1
+        args.steps = 4
     s = make(args)
     if not args.table:
         preflight(s.plan.arms[sweep.SYNC])
         s.run(args.workers, lambda name, e: say(f"{name}: done") if "done" in e else None)
     found = frontier.analyse(s)
     size = f"{args.steps} steps of {args.groups} x 8"
-    subtitle = f"{args.task}, learning rate {args.lr}, limit {args.limit}, delay {args.delay:g}: {size} at natural lag, {len(s.seeds)} seed(s)"
-    page = sweep_page.write(s.directory, "Orders of service", found, [(n, what) for n, (what, _) in ARMS.items()], subtitle)
+    subtitle = (
+        f"{args.task}, learning rate {args.lr}, limit {args.limit}, delay {args.delay:g}: "
+        f"{size} at natural lag, {len(s.seeds)} seed(s)"
+    )
+    page = sweep_page.write(
+        s.directory,
+        "Orders of service",
+        found,
+        [(n, what) for n, (what, _) in ARMS.items()],
+        subtitle,
+    )
     arms = analyse(s, found)
     print("\n".join(lines(arms)), file=sys.stderr if args.json else sys.stdout)
-    setting = {k: getattr(args, k) for k in ("task", "lr", "limit", "delay", "groups", "seeds", "steps")}
-    result = clean({"beside": args.beside, "runs_made_at": args.made_at or results_file.commit(), "setting": setting, "missing": found["missing"],
-                    "synchronous": found["sync"]["final"], "arms": arms})  # fmt: skip
+    setting = {
+        k: getattr(args, k) for k in ("task", "lr", "limit", "delay", "groups", "seeds", "steps")
+    }
+    result = clean(
+        {
+            "beside": args.beside,
+            "runs_made_at": args.made_at or results_file.commit(),
+            "setting": setting,
+            "missing": found["missing"],
+            "synchronous": found["sync"]["final"],
+            "arms": arms,
+        }
+    )
     results_file.finish("orders", result, page, args)
 
 

@@ -1,11 +1,12 @@
-"""Exact mode repeats bitwise whoever writes the answers: `asyncrl run` with one to three generators, and with some killed on the way.
+"""Exact mode repeats bitwise whoever writes the answers: `asyncrl run` with one to three
+generators, and with some killed on the way.
 
     python benchmarks/repeatable.py [--quick] [--json] [--steps 16]
 
-Proves: synchronous, and at a constant injected lag of 2, real runs of the demo's task have the same final weights and the same metrics at
-every step with 1, 2 and 3 generators, when generators are killed by SIGKILL in the middle, when the learner is, and after a stop and
-resume.  Beside them the same runs without exact mode: do they differ, so that this shows something?
-"""
+Proves: synchronous, and at a constant injected lag of 2, real runs of the demo's task have the same
+final weights and the same metrics at every step with 1, 2 and 3 generators, when generators are
+killed by SIGKILL in the middle, when the learner is, and after a stop and resume.  Beside them the
+same runs without exact mode: do they differ, so that this shows something?"""
 
 from __future__ import annotations
 
@@ -25,13 +26,29 @@ import rounds
 
 from asyncrl import diff, metrics
 
-SMALL = ("learner.groups=16", "learner.group_size=8", "learner.checkpoint_every=4", "evaluation.every=8", "evaluation.prompts=64",
-         "evaluation.final_prompts=128", "evaluation.ood_prompts=32", "generator.slots=100", "wires.lease_s=11.0")  # fmt: skip
-LAGS = {"synchronous": ("staleness.max_lag=0",), "lag 2": ("staleness.max_lag=2", "staleness.inject=2")}
-CASES: dict[str, tuple[int, tuple[str, ...]]] = {  # generators, who is killed after 3, 6, ... batches
-    "1 generator": (1, ()), "2 generators": (2, ()), "3 generators": (3, ()), "2 generators, 3 killed": (2, ("generator",) * 3),
+SMALL = (
+    "learner.groups=16",
+    "learner.group_size=8",
+    "learner.checkpoint_every=4",
+    "evaluation.every=8",
+    "evaluation.prompts=64",
+    "evaluation.final_prompts=128",
+    "evaluation.ood_prompts=32",
+    "generator.slots=100",
+    "wires.lease_s=11.0",
+)
+LAGS = {
+    "synchronous": ("staleness.max_lag=0",),
+    "lag 2": ("staleness.max_lag=2", "staleness.inject=2"),
+}
+# generators, who is killed after 3, 6, ... batches
+CASES: dict[str, tuple[int, tuple[str, ...]]] = {
+    "1 generator": (1, ()),
+    "2 generators": (2, ()),
+    "3 generators": (3, ()),
+    "2 generators, 3 killed": (2, ("generator",) * 3),
     "3 generators, learner and 2 killed": (3, ("generator", "learner", "generator")),
-}  # fmt: skip
+}
 
 
 def parts(pid: int) -> list[tuple[str, int]]:
@@ -39,9 +56,14 @@ def parts(pid: int) -> list[tuple[str, int]]:
     out = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdigit() and int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == pid:
+            if (
+                entry.name.isdigit()
+                and int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == pid
+            ):
                 words = (entry / "cmdline").read_bytes().decode().split("\0")
-                out += [(kind, int(entry.name)) for kind in ("generator", "learner") if kind in words]
+                out += [
+                    (kind, int(entry.name)) for kind in ("generator", "learner") if kind in words
+                ]
         except OSError:
             continue
     return out
@@ -51,49 +73,120 @@ def steps_done(run_dir: Path) -> int:
     return max((int(r["step"]) + 1 for r in metrics.read(run_dir) if "reward/mean" in r), default=0)
 
 
-def run(base: Path, model: Path, name: str, sets: Sequence[str], victims: Sequence[str]) -> tuple[Path, int]:
+def run(
+    base: Path, model: Path, name: str, sets: Sequence[str], victims: Sequence[str]
+) -> tuple[Path, int]:
     """One run to its end; (its directory, processes killed in it)."""
     argv = [sys.executable, "-m", "asyncrl.cli", "run", "configs/demo.toml", "--json"]
-    argv += [x for s in (f"model.path={str(model)!r}", f"runs={str(base)!r}", f"name={name!r}", *SMALL, *sets) for x in ("--set", s)]
-    run_dir, killed, due = base / name, 0, list(victims)
+    argv += [
+        x
+        for s in (
+            f"model.path={str(model)!r}",
+            f"runs={str(base)!r}",
+            f"name={name!r}",
+            *SMALL,
+            *sets,
+        )
+        for x in ("--set", s)
+    ]
+    run_dir = base / name
+    killed = 0
+    due = list(victims)
     with (base / f"{name}.log").open("w") as log:
-        process = subprocess.Popen(argv, cwd=results_file.ROOT, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        process = subprocess.Popen(
+            argv,
+            cwd=results_file.ROOT,
+            stdout=log,
+            stderr=log,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+        )
         while process.poll() is None:
             time.sleep(0.05)
-            if due and run_dir.is_dir() and steps_done(run_dir) >= 3 * (len(victims) - len(due) + 1):
+            if (
+                due
+                and run_dir.is_dir()
+                and steps_done(run_dir) >= 3 * (len(victims) - len(due) + 1)
+            ):
                 found = sorted(pid for kind, pid in parts(process.pid) if kind == due[0])
                 if found:
                     os.kill(found[killed % len(found)], signal.SIGKILL)
                     killed += 1
                     due.pop(0)
     if process.returncode:
-        raise SystemExit(f"{name} ended with {process.returncode}: {(base / f'{name}.log').read_text()[-2000:]}")
+        raise SystemExit(
+            f"{name} ended with {process.returncode}: {(base / f'{name}.log').read_text()[-2000:]}"
+        )
     return run_dir, killed
 
 
 def main() -> None:
     p = rounds.parser(__doc__)
     p.add_argument("--steps", type=int, default=16)
-    p.add_argument("--model", type=Path, help="a warm-started model for the task `sort`; made when absent")
+    p.add_argument(
+        "--model", type=Path, help="a warm-started model for the task `sort`; made when absent"
+    )
     args = p.parse_args()
     goals: list[dict[str, Any]] = []
     details: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as work:
-        base, steps = Path(work), f"learner.steps={6 if args.quick else args.steps}"
+        base = Path(work)
+        steps = f"learner.steps={6 if args.quick else args.steps}"
         model = args.model or base / "sort"
         for lag, limit in list(LAGS.items())[: 1 if args.quick else None]:
             first: Path | None = None
             for case, (generators, victims) in list(CASES.items())[: 2 if args.quick else None]:
                 name = f"{lag} {case}".replace(" ", "-").replace(",", "")
-                run_dir, killed = run(base, model, name, ["exact=true", steps, f"generators={generators}", *limit], victims)
+                run_dir, killed = run(
+                    base,
+                    model,
+                    name,
+                    ["exact=true", steps, f"generators={generators}", *limit],
+                    victims,
+                )
                 first = first or run_dir
                 found = diff.diff(first, run_dir)
-                details[f"{lag}, {case}"] = {"killed": killed, "weights_digest": found["weights_digests"][1], "equal": found["equal"]}
-                print(f"{lag}, {case}: {'bitwise equal' if found['equal'] else diff.text(found)}, {killed} killed", file=sys.stderr)
-                goals.append(rounds.goal(f"{lag}, {case}: bitwise equal to the first", float(found["equal"]), 1.0, at_least=True, killed=killed))
-            plain = [run(base, model, f"{lag}-plain-{n}".replace(" ", "-"), [steps, f"generators={n}", *limit], ())[0] for n in (1, 2)]
-            details[f"{lag}, without exact mode, 1 against 2 generators"] = {"equal": diff.diff(*plain)["equal"]}
-    rounds.report("repeatable", goals, {"what": "final weights and metrics of real runs in exact mode, against the first of each kind", "runs": details}, args)
+                details[f"{lag}, {case}"] = {
+                    "killed": killed,
+                    "weights_digest": found["weights_digests"][1],
+                    "equal": found["equal"],
+                }
+                print(
+                    f"{lag}, {case}: {'bitwise equal' if found['equal'] else diff.text(found)}, "
+                    f"{killed} killed",
+                    file=sys.stderr,
+                )
+                goals.append(
+                    rounds.goal(
+                        f"{lag}, {case}: bitwise equal to the first",
+                        float(found["equal"]),
+                        1.0,
+                        at_least=True,
+                        killed=killed,
+                    )
+                )
+            plain = [
+                run(
+                    base,
+                    model,
+                    f"{lag}-plain-{n}".replace(" ", "-"),
+                    [steps, f"generators={n}", *limit],
+                    (),
+                )[0]
+                for n in (1, 2)
+            ]
+            details[f"{lag}, without exact mode, 1 against 2 generators"] = {
+                "equal": diff.diff(*plain)["equal"]
+            }
+    rounds.report(
+        "repeatable",
+        goals,
+        {
+            "what": "final weights and metrics of real runs in exact mode, against the first "
+            "of each kind",
+            "runs": details,
+        },
+        args,
+    )
     print(json.dumps(details, indent=1), file=sys.stderr)
 
 

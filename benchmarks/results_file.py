@@ -1,4 +1,6 @@
-"""Where benchmark results go: results/DATE_COMMIT_MACHINE_NAME.json, with date, commit and machine inside."""
+"""Where benchmark results go: results/DATE_COMMIT_MACHINE_NAME.json, with date, commit and machine
+inside.
+"""
 
 from __future__ import annotations
 
@@ -16,22 +18,55 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def machine() -> dict[str, Any]:
-    model = next((line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")), "?")
-    return {"cpu": model, "cores": os.cpu_count(), "python": platform.python_version(), "system": platform.system()}
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        "?",
+    )
+    return {
+        "cpu": model,
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "system": platform.system(),
+    }
 
 
 def commit() -> str:
-    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+    return (
+        subprocess.run(
+            ["git", "rev-parse", "--short", "HEAD"],
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            check=False,
+        ).stdout.strip()
+        or "unknown"
+    )
 
 
 def write(name: str, result: dict[str, Any]) -> Path:
     """Write a result; returns its path."""
     m = machine()
-    path = ROOT / "benchmarks" / "results" / f"{time.strftime('%Y-%m-%d')}_{commit()}_{m['cores']}core_{name}.json"
+    path = (
+        ROOT
+        / "benchmarks"
+        / "results"
+        / f"{time.strftime('%Y-%m-%d')}_{commit()}_{m['cores']}core_{name}.json"
+    )
     path.parent.mkdir(exist_ok=True)
     path.write_text(
         json.dumps(
-            {"date": time.strftime("%Y-%m-%d"), "time": time.strftime("%H:%M:%S"), "commit": commit(), "machine": m, "load_at_end": os.getloadavg()} | result,
+            {
+                "date": time.strftime("%Y-%m-%d"),
+                "time": time.strftime("%H:%M:%S"),
+                "commit": commit(),
+                "machine": m,
+                "load_at_end": os.getloadavg(),
+            }
+            | result,
             indent=1,
         )
         + "\n"
@@ -40,7 +75,9 @@ def write(name: str, result: dict[str, Any]) -> Path:
 
 
 def finish(name: str, result: dict[str, Any], page: Path, args: Any) -> None:
-    """A study's end: the result and its page side by side (not with --quick), and the JSON on stdout if asked for."""
+    """A study's end: the result and its page side by side (not with --quick), and the JSON on
+    stdout if asked for.
+    """
     if not args.quick:
         path = write(name, result)
         shutil.copy(page, path.with_suffix(".html"))

@@ -1,9 +1,9 @@
 """`asyncrl simulate` against real runs: times fitted to one run predict runs with other settings.
 
-In every round one run of configs/demo.toml (limit 2) is made and fitted; then runs with other settings are made, and predicted with
-the times of the first: lag histograms (total variation) and idle shares (points).  What two real runs of the same settings differ by,
-from round to round, stands beside it: the machine is shared, and no prediction can be better than a repetition.
-"""
+In every round one run of configs/demo.toml (limit 2) is made and fitted; then runs with other
+settings are made, and predicted with the times of the first: lag histograms (total variation) and
+idle shares (points).  What two real runs of the same settings differ by, from round to round,
+stands beside it: the machine is shared, and no prediction can be better than a repetition."""
 
 from __future__ import annotations
 
@@ -21,11 +21,23 @@ from typing import Any
 import rounds
 
 ROOT = rounds.results_file.ROOT
-MOST_TV, MOST_POINTS = 0.15, 5.0
+MOST_TV = 0.15
+MOST_POINTS = 5.0
 CALLS = 3072  # of the slow reward: as many as a run makes, or its tail is missed
 SEEDS = 5  # of a prediction
-SMALL = ["evaluation.every=0", "evaluation.final_prompts=64", "evaluation.ood_prompts=0", "record.samples=0"]
-SLOW = ["reward.function='benchmarks.slow_reward:waiting'", "reward.workers=32", "learner.groups=8", "generator.slots=64", "staleness.max_lag=4"]
+SMALL = [
+    "evaluation.every=0",
+    "evaluation.final_prompts=64",
+    "evaluation.ood_prompts=0",
+    "record.samples=0",
+]
+SLOW = [
+    "reward.function='benchmarks.slow_reward:waiting'",
+    "reward.workers=32",
+    "learner.groups=8",
+    "generator.slots=64",
+    "staleness.max_lag=4",
+]
 BASE = "limit 2 (fitted)"
 RUNS: dict[str, list[str]] = {
     BASE: [],
@@ -38,10 +50,30 @@ RUNS: dict[str, list[str]] = {
 }
 
 
-def real(work: Path, name: str, model: Path, steps: int, sets: list[str], seed: int) -> dict[str, Any]:
-    """One real run: its lag histogram (shares of the trained tokens), idle shares, seconds a step."""
-    every = [f"runs={str(work)!r}", f"name={name!r}", f"model.path={str(model)!r}", f"learner.steps={steps}", f"seed={seed}", *SMALL, *sets]
-    argv = [sys.executable, "-m", "asyncrl.cli", "run", "configs/demo.toml", "--json", *[x for s in every for x in ("--set", s)]]
+def real(
+    work: Path, name: str, model: Path, steps: int, sets: list[str], seed: int
+) -> dict[str, Any]:
+    """One real run: its lag histogram (shares of the trained tokens), idle shares, seconds a
+    step.
+    """
+    every = [
+        f"runs={str(work)!r}",
+        f"name={name!r}",
+        f"model.path={str(model)!r}",
+        f"learner.steps={steps}",
+        f"seed={seed}",
+        *SMALL,
+        *sets,
+    ]
+    argv = [
+        sys.executable,
+        "-m",
+        "asyncrl.cli",
+        "run",
+        "configs/demo.toml",
+        "--json",
+        *[x for s in every for x in ("--set", s)],
+    ]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     if not (work / name / "summary.json").exists():
         done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False, env=env)
@@ -50,13 +82,19 @@ def real(work: Path, name: str, model: Path, steps: int, sets: list[str], seed: 
         (work / name / "load").write_text(str(os.getloadavg()[0]))
     s = json.loads((work / name / "summary.json").read_text())
     tokens = sum(s["lag_histogram"].values())
-    return {"lag": {int(k): n / tokens for k, n in s["lag_histogram"].items()}, "idle_generator": s["speed"]["idle_share"]["generator"],
-            "idle_learner": s["speed"]["idle_share"]["learner"], "step_s": s["wall_s"] / s["steps"],
-            "load": float((work / name / "load").read_text())}  # fmt: skip
+    return {
+        "lag": {int(k): n / tokens for k, n in s["lag_histogram"].items()},
+        "idle_generator": s["speed"]["idle_share"]["generator"],
+        "idle_learner": s["speed"]["idle_share"]["learner"],
+        "step_s": s["wall_s"] / s["steps"],
+        "load": float((work / name / "load").read_text()),
+    }
 
 
 def reward_times(work: Path, model: Path) -> list[float]:
-    """What a call of the slow reward takes, measured by itself: in as many processes as the runs have, on answers of its task."""
+    """What a call of the slow reward takes, measured by itself: in as many processes as the runs
+    have, on answers of its task.
+    """
     from actors.rewards import RewardRunner
     from asyncrl.config_load import load
     from asyncrl.tasks import get_task
@@ -64,7 +102,8 @@ def reward_times(work: Path, model: Path) -> list[float]:
     if (work / "reward_s.json").exists():
         return [float(x) for x in json.loads((work / "reward_s.json").read_text())]
     config = load(ROOT / "configs" / "demo.toml", [f"model.path={str(model)!r}", *SLOW])
-    task, found = get_task(config.task), list[float]()
+    task = get_task(config.task)
+    found = list[float]()
     runner = RewardRunner(config, task)
     runner.timed = lambda name, began, ended: found.append(round(ended - began, 4))
     while not all(p.ready for p in runner.processes):
@@ -86,19 +125,29 @@ def predicted(config: Any, times: Any, seeds: int) -> dict[str, Any]:
     from asyncrl.simulate.questions import several, together
 
     o = together(several(config, times, seeds))
-    return {"lag": {int(k): x for k, x in o["lag_histogram"].items()}, "idle_generator": o["idle_generator"], "idle_learner": o["idle_learner"],
-            "step_s": o["step_s"], "took_s": o["took_s"]}  # fmt: skip
+    return {
+        "lag": {int(k): x for k, x in o["lag_histogram"].items()},
+        "idle_generator": o["idle_generator"],
+        "idle_learner": o["idle_learner"],
+        "step_s": o["step_s"],
+        "took_s": o["took_s"],
+    }
 
 
 def apart(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float]:
     """Total variation of the lag histograms; idle shares in points; steps as a ratio b / a."""
     keys = {*a["lag"], *b["lag"]}
-    return {"tv": sum(abs(a["lag"].get(k, 0) - b["lag"].get(k, 0)) for k in keys) / 2,
-            "generator_points": 100 * (b["idle_generator"] - a["idle_generator"]), "learner_points": 100 * (b["idle_learner"] - a["idle_learner"]),
-            "step_ratio": b["step_s"] / a["step_s"]}  # fmt: skip
+    return {
+        "tv": sum(abs(a["lag"].get(k, 0) - b["lag"].get(k, 0)) for k in keys) / 2,
+        "generator_points": 100 * (b["idle_generator"] - a["idle_generator"]),
+        "learner_points": 100 * (b["idle_learner"] - a["idle_learner"]),
+        "step_ratio": b["step_s"] / a["step_s"],
+    }
 
 
-def one_round(work: Path, r: int, model: Path, steps: int, names: list[str], slow: list[float]) -> dict[str, Any]:
+def one_round(
+    work: Path, r: int, model: Path, steps: int, names: list[str], slow: list[float]
+) -> dict[str, Any]:
     from asyncrl.config_load import load
     from asyncrl.simulate.fit import fit
     from asyncrl.simulate.times import change
@@ -110,25 +159,44 @@ def one_round(work: Path, r: int, model: Path, steps: int, names: list[str], slo
         found = real(work, place, model, steps, RUNS[name], r)
         if name == BASE:
             times = fit(work / place)[0]
-            out["times"] = {k: getattr(times, k) for k in ("step", "row", "admit", "look", "finish", "beside", "train_tokens")}
+            out["times"] = {
+                k: getattr(times, k)
+                for k in ("step", "row", "admit", "look", "finish", "beside", "train_tokens")
+            }
         known = change(times, reward=slow) if name.startswith("slow") else times
         guess = predicted(load(work / place / "config.toml"), known, SEEDS)
         out[name] = {"real": found, "predicted": guess, "apart": apart(found, guess)}
         a = out[name]["apart"]
-        print(f"round {r}, {name}: total variation {a['tv']:.3f}, generators {a['generator_points']:+.1f} and learner {a['learner_points']:+.1f} points, "
-              f"step {a['step_ratio']:.2f} of the real one; load {found['load']:.0f}", file=sys.stderr)  # fmt: skip
+        print(
+            f"round {r}, {name}: total variation {a['tv']:.3f}, generators "
+            f"{a['generator_points']:+.1f} and learner {a['learner_points']:+.1f} points, "
+            f"step {a['step_ratio']:.2f} of the real one; load {found['load']:.0f}",
+            file=sys.stderr,
+        )
     return out
 
 
 def spread(values: list[float]) -> dict[str, float]:
     cuts = statistics.quantiles(values, n=100) if len(values) > 1 else []
-    return {"calls": len(values), "mean": statistics.mean(values), "p50": cuts[49], "p99": cuts[98], "max": max(values)} if cuts else {}
+    return (
+        {
+            "calls": len(values),
+            "mean": statistics.mean(values),
+            "p50": cuts[49],
+            "p99": cuts[98],
+            "max": max(values),
+        }
+        if cuts
+        else {}
+    )
 
 
 def main() -> None:
     p = rounds.parser(__doc__)
     p.add_argument("--model", default="", help="a warm-started `sort` model; absent: built")
-    p.add_argument("--work", type=Path, help="keep the runs here; those already there are not made again")
+    p.add_argument(
+        "--work", type=Path, help="keep the runs here; those already there are not made again"
+    )
     p.add_argument("--rounds", type=int, default=3)
     p.add_argument("--steps", type=int, default=60)
     p.add_argument("--runs", nargs="+", default=list(RUNS), choices=list(RUNS))
@@ -143,22 +211,50 @@ def main() -> None:
             from asyncrl.config_load import load
             from asyncrl.tasks.warm_start import warm_start
 
-            warm_start(load(ROOT / "configs" / "demo.toml", [f"model.path={str(model)!r}"]), str(model))
+            warm_start(
+                load(ROOT / "configs" / "demo.toml", [f"model.path={str(model)!r}"]), str(model)
+            )
         slow = reward_times(tmp, model) if any(x.startswith("slow") for x in names) else []
         rows = [one_round(tmp, r, model, steps, names, slow) for r in range(n)]
-    goals, repeats = [], {}
+    goals = []
+    repeats = {}
     for name in names:
         found = [row[name]["apart"] for row in rows]
-        pairs = [apart(a[name]["real"], b[name]["real"]) for a, b in itertools.combinations(rows, 2)]
+        pairs = [
+            apart(a[name]["real"], b[name]["real"]) for a, b in itertools.combinations(rows, 2)
+        ]
         repeats[name] = pairs
-        median = {k: statistics.median(abs(f[k]) for f in found) for k in ("tv", "generator_points", "learner_points")}
-        again = {k: round(statistics.median(abs(x[k]) for x in pairs), 3) if pairs else None for k in median}
-        for key, what, most in (("tv", "lag, total variation", MOST_TV), ("generator_points", "generators' idle share, points", MOST_POINTS),
-                                ("learner_points", "learner's idle share, points", MOST_POINTS)):  # fmt: skip
+        median = {
+            k: statistics.median(abs(f[k]) for f in found)
+            for k in ("tv", "generator_points", "learner_points")
+        }
+        again = {
+            k: round(statistics.median(abs(x[k]) for x in pairs), 3) if pairs else None
+            for k in median
+        }
+        for key, what, most in (
+            ("tv", "lag, total variation", MOST_TV),
+            ("generator_points", "generators' idle share, points", MOST_POINTS),
+            ("learner_points", "learner's idle share, points", MOST_POINTS),
+        ):
             each = [round(f[key], 3) for f in found]
-            goals.append(rounds.goal(f"{name}: {what}", median[key], most, at_least=False, rounds=each, repetition=again[key]))
-    result = {"what": f"real runs of {steps} steps; predicted with the times of the round's own first run; medians over {n} rounds", "rounds": rows,
-              "reward_s": spread(slow), "repetitions": repeats}  # fmt: skip
+            goals.append(
+                rounds.goal(
+                    f"{name}: {what}",
+                    median[key],
+                    most,
+                    at_least=False,
+                    rounds=each,
+                    repetition=again[key],
+                )
+            )
+    result = {
+        "what": f"real runs of {steps} steps; predicted with the times of the round's own "
+        f"first run; medians over {n} rounds",
+        "rounds": rows,
+        "reward_s": spread(slow),
+        "repetitions": repeats,
+    }
     rounds.report("simulate", goals, result, args)
 
 

@@ -1,4 +1,6 @@
-"""The `sort` task's reward by way of a subprocess that takes 0.2 s or more, with a long tail (Pareto, exponent 2.5, at most 4 s)."""
+"""The `sort` task's reward by way of a subprocess that takes 0.2 s or more, with a long tail
+(Pareto, exponent 2.5, at most 4 s).
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from asyncrl.config import Task
 from asyncrl.messages import Prompt
 from asyncrl.tasks import get_task
 
-LEAST_S, EXPONENT, MOST_S = 0.2, 2.5, 4.0
+LEAST_S = 0.2
+EXPONENT = 2.5
+MOST_S = 4.0
 TASK = get_task(Task(name="sort"))
 
 

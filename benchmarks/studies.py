@@ -1,9 +1,11 @@
-"""Studies at run scale: arms -> cells, one a seed and warm start -> facts -> paired differences -> table and result.
+"""Studies at run scale: arms -> cells, one a seed and warm start -> facts -> paired differences ->
+table and result.
 
-A study names its arms (`--set` items), in blocks: every arm of a block gets all its seeds before the next block starts, so that what is there
-can be paired.  Runs go through the real store, engine and learner in warm processes (asyncrl/compare/pool.py); interrupted, the same command goes
-on run by run.  Each seed has a warm start of its own.  Accuracies are exact, and drawn by the run's own generator.
-"""
+A study names its arms (`--set` items), in blocks: every arm of a block gets all its seeds before
+the next block starts, so that what is there can be paired.  Runs go through the real store, engine
+and learner in warm processes (asyncrl/compare/pool.py); interrupted, the same command goes on run
+by run.  Each seed has a warm start of its own.  Accuracies are exact, and drawn by the run's own
+generator."""
 
 from __future__ import annotations
 
@@ -28,20 +30,45 @@ from asyncrl.compare.pool import Cells
 from asyncrl.run import preflight, say
 
 Arms = Mapping[str, Sequence[str]]  # name -> --set items
-EVALUATION = ["evaluation.every=10", "evaluation.prompts=128", "evaluation.final_prompts=512", "evaluation.ood_prompts=256"]
-QUICK = ["learner.groups=4", "learner.group_size=4", "evaluation.final_prompts=16", "evaluation.prompts=16", "evaluation.ood_prompts=16"]
+EVALUATION = [
+    "evaluation.every=10",
+    "evaluation.prompts=128",
+    "evaluation.final_prompts=512",
+    "evaluation.ood_prompts=256",
+]
+QUICK = [
+    "learner.groups=4",
+    "learner.group_size=4",
+    "evaluation.final_prompts=16",
+    "evaluation.prompts=16",
+    "evaluation.ood_prompts=16",
+]
 MEANS = {  # of a curve's last ten batches, where a run has them -> a fact
-    "reward_end": "reward/mean", "entropy_end": "policy/entropy", "kl_ref_end": "kl/target_ref_k3", "kl_share_end": "kl/gradient_share",
+    "reward_end": "reward/mean",
+    "entropy_end": "policy/entropy",
+    "kl_ref_end": "kl/target_ref_k3",
+    "kl_share_end": "kl/gradient_share",
     "kl_reward_share_end": "kl/reward_gradient_share",
-}  # fmt: skip
+}
 WHOLE = {  # of the whole curve
-    "kl_mu_mean": "kl/behavior_target_k3", "mismatch_mean": "mismatch/k3_at_lag_0", "ess_mean": "is/ess", "target_ess_mean": "is/target_ess",
-    "weight_mean": "is/mean_weight", "rejected_mean": "is/rejected_answers", "zero_mean": "is/zero_share", "clip_mean": "clip/share",
-    "length_mean": "answer/length", "steps_mean": "optim/steps", "gamma_mean": "reshape/gamma", "lr_scale_mean": "optim/lr_scale",
-}  # fmt: skip
+    "kl_mu_mean": "kl/behavior_target_k3",
+    "mismatch_mean": "mismatch/k3_at_lag_0",
+    "ess_mean": "is/ess",
+    "target_ess_mean": "is/target_ess",
+    "weight_mean": "is/mean_weight",
+    "rejected_mean": "is/rejected_answers",
+    "zero_mean": "is/zero_share",
+    "clip_mean": "clip/share",
+    "length_mean": "answer/length",
+    "steps_mean": "optim/steps",
+    "gamma_mean": "reshape/gamma",
+    "lr_scale_mean": "optim/lr_scale",
+}
 
 
-def parser(doc: str | None, out: str, *, seeds: int = 3, steps: int = 50, groups: int = 32) -> argparse.ArgumentParser:
+def parser(
+    doc: str | None, out: str, *, seeds: int = 3, steps: int = 50, groups: int = 32
+) -> argparse.ArgumentParser:
     """The options that every study has."""
     p = rounds.parser(doc)
     p.add_argument("--out", type=Path, default=Path(out), help="directory of the runs")
@@ -49,67 +76,112 @@ def parser(doc: str | None, out: str, *, seeds: int = 3, steps: int = 50, groups
     p.add_argument("--steps", type=int, default=steps)
     p.add_argument("--groups", type=int, default=groups, help="of 8 answers, in a batch")
     p.add_argument("--workers", type=int, default=1)
-    p.add_argument("--table", action="store_true", help="the result of what is finished; run nothing")
+    p.add_argument(
+        "--table", action="store_true", help="the result of what is finished; run nothing"
+    )
     p.add_argument("--made-at", default="", help="commit of the runs, where it is not this one")
     return p
 
 
 class Study:
-    """The cells of one directory, by arm.  source: name of a config in configs/; prefix: of the cells' names."""
+    """The cells of one directory, by arm.  source: name of a config in configs/; prefix: of the
+    cells' names.
+    """
 
-    def __init__(self, args: argparse.Namespace, source: str, prefix: str, common: Sequence[str]) -> None:
-        self.args, self.source, self.prefix = args, results_file.ROOT / "configs" / f"{source}.toml", prefix
+    def __init__(
+        self, args: argparse.Namespace, source: str, prefix: str, common: Sequence[str]
+    ) -> None:
+        self.args = args
+        self.source = results_file.ROOT / "configs" / f"{source}.toml"
+        self.prefix = prefix
         self.out = Path(f"{args.out}-quick") if args.quick else args.out
         self.task = config_load.load(self.source).task.name
-        self.common, self.cells = [f"learner.groups={args.groups}", *common, *(QUICK if args.quick else [])], Cells(self.out)
+        self.common, self.cells = (
+            [f"learner.groups={args.groups}", *common, *(QUICK if args.quick else [])],
+            Cells(self.out),
+        )
         self.arms: dict[str, dict[int, str]] = {}  # arm -> seed -> cell
 
     def block(self, arms: Arms, seeds: int | None = None) -> None:
         """Add arms; seed by seed, so that every arm of a seed comes before the next seed."""
         for seed in range(1 if self.args.quick else seeds or self.args.seeds):
             for arm, sets in arms.items():
-                items = [*self.common, f'model.path="{self.out}/models/{self.task}-{seed}"', f"seed={seed}", *sets]
+                items = [
+                    *self.common,
+                    f'model.path="{self.out}/models/{self.task}-{seed}"',
+                    f"seed={seed}",
+                    *sets,
+                ]
                 slug = arm.replace(", ", "-").replace(" ", "_")
                 self.arms.setdefault(arm, {})[seed] = name = f"{self.prefix}-{slug}-seed{seed}"
                 self.cells.add(name, config_load.load(self.source, items), seed)
 
     def run(self) -> None:
-        """Make what is missing; the models first.  Their warm starts take one thread: beside other work two spin on each other."""
+        """Make what is missing; the models first.  Their warm starts take one thread: beside other
+        work two spin on each other.
+        """
         from asyncrl.tasks.warm_start import warm_start
 
         for name in self.cells.todo():
             config = self.cells.configs[name]
             if not (Path(config.model.path) / "config.json").exists():
-                say(f"warm start {config.model.path}: {warm_start(config, config.model.path, threads=1)}")
+                say(
+                    f"warm start {config.model.path}: "
+                    f"{warm_start(config, config.model.path, threads=1)}"
+                )
                 preflight(config)
         began = time.monotonic()
 
         def tell(name: str, event: dict[str, object]) -> None:
             if "done" in event:
                 r = self.cells.read(name)
-                ends = f"{r['accuracy'][1][0]:.3f} -> {r['accuracy'][1][-1]:.3f}" if r["accuracy"][1] else "no evaluation"
-                say(f"{(time.monotonic() - began) / 60:6.1f} min  {name}: {ends}, {r['wall_s']:.0f} s {r.get('failed', '')}")
+                ends = (
+                    f"{r['accuracy'][1][0]:.3f} -> {r['accuracy'][1][-1]:.3f}"
+                    if r["accuracy"][1]
+                    else "no evaluation"
+                )
+                say(
+                    f"{(time.monotonic() - began) / 60:6.1f} min  {name}: {ends}, "
+                    f"{r['wall_s']:.0f} s {r.get('failed', '')}"
+                )
 
         self.cells.run(self.args.workers, tell, abandon=False)
 
     def found(self, arm: str) -> dict[int, dict[str, Any]]:
         """seed -> facts of the finished runs of an arm."""
-        return {seed: facts(self.cells.read(n)) for seed, n in self.arms.get(arm, {}).items() if self.cells.path(n).exists()}
+        return {
+            seed: facts(self.cells.read(n))
+            for seed, n in self.arms.get(arm, {}).items()
+            if self.cells.path(n).exists()
+        }
 
 
 def facts(record: dict[str, Any]) -> dict[str, Any]:
     """What one run comes to."""
-    rows, (steps, accuracy), ood = record["curve"], record["accuracy"], record["evals"].get("ood", {})
+    rows, (steps, accuracy), ood = (
+        record["curve"],
+        record["accuracy"],
+        record["evals"].get("ood", {}),
+    )
     norms = [r["optim/grad_norm"] for r in rows] or [0.0]
     out = {
-        "accuracy": accuracy, "steps": steps, "start": accuracy[0], "end": accuracy[-1], "best": max(accuracy), "area": judgement.area(steps, accuracy),
+        "accuracy": accuracy,
+        "steps": steps,
+        "start": accuracy[0],
+        "end": accuracy[-1],
+        "best": max(accuracy),
+        "area": judgement.area(steps, accuracy),
         "ood": statistics.fmean(ood[last]) if (last := str(int(steps[-1]))) in ood else None,
         "swing": statistics.fmean(abs(a - b) for a, b in pairwise(accuracy)),
-        "grad_norm_mean": statistics.fmean(norms), "grad_norm_cv": statistics.pstdev(norms) / max(statistics.fmean(norms), 1e-12),
-        "grad_norm_max": max(norms), "collapsed": accuracy[-1] < accuracy[0] / 2, "failed": record.get("failed", ""),
-        "trouble": judgement.stability(accuracy, rows), "kl_mu_max": max((r["kl/behavior_target_k3"] for r in rows), default=0.0),
+        "grad_norm_mean": statistics.fmean(norms),
+        "grad_norm_cv": statistics.pstdev(norms) / max(statistics.fmean(norms), 1e-12),
+        "grad_norm_max": max(norms),
+        "collapsed": accuracy[-1] < accuracy[0] / 2,
+        "failed": record.get("failed", ""),
+        "trouble": judgement.stability(accuracy, rows),
+        "kl_mu_max": max((r["kl/behavior_target_k3"] for r in rows), default=0.0),
         "weights_digest": record["weights_digest"],
-    }  # fmt: skip
+    }
     if rows and "kl/target_ref_k3" in rows[-1]:
         out["kl_ref_last"] = rows[-1]["kl/target_ref_k3"]
     out["unstable"] = bool(out["trouble"] or out["failed"])
@@ -122,23 +194,48 @@ def facts(record: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def compare(arms: Mapping[str, Mapping[int, Mapping[str, Any]]], base: str, what: str) -> dict[str, judgement.Difference]:
-    """Every arm's `what` less that of `base`, paired by seed over the seeds that both have (two or more), with Holm's correction."""
+def compare(
+    arms: Mapping[str, Mapping[int, Mapping[str, Any]]], base: str, what: str
+) -> dict[str, judgement.Difference]:
+    """Every arm's `what` less that of `base`, paired by seed over the seeds that both have (two or
+    more), with Holm's correction.
+    """
     out = {}
     for arm, runs in arms.items():
-        both = [s for s in runs if s in arms.get(base, {}) and runs[s].get(what) is not None and arms[base][s].get(what) is not None]
+        both = [
+            s
+            for s in runs
+            if s in arms.get(base, {})
+            and runs[s].get(what) is not None
+            and arms[base][s].get(what) is not None
+        ]
         if arm != base and len(both) > 1:
-            out[arm] = judgement.paired([runs[s][what] for s in both], [arms[base][s][what] for s in both])
+            out[arm] = judgement.paired(
+                [runs[s][what] for s in both], [arms[base][s][what] for s in both]
+            )
     judgement.holm(out)
     return out
 
 
 def shown(d: judgement.Difference) -> dict[str, Any]:
-    return {"difference": d.mean, "interval": [d.low, d.high], "seeds": d.seeds, "p": d.p, "p_holm": d.adjusted}
+    return {
+        "difference": d.mean,
+        "interval": [d.low, d.high],
+        "seeds": d.seeds,
+        "p": d.p,
+        "p_holm": d.adjusted,
+    }
 
 
-def analyse(study: Study, base: str, *, measures: Sequence[str] = ("end", "ood"), pairs: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
-    """arm -> means over seeds, each run's facts, and differences from `base` in each measure; `pairs`: (arm, other) compared as well.
+def analyse(
+    study: Study,
+    base: str,
+    *,
+    measures: Sequence[str] = ("end", "ood"),
+    pairs: Sequence[tuple[str, str]] = (),
+) -> dict[str, Any]:
+    """arm -> means over seeds, each run's facts, and differences from `base` in each measure;
+    `pairs`: (arm, other) compared as well.
 
     Holm's correction runs over the arms of one measure, and over the pairs of one measure.
     """
@@ -146,13 +243,23 @@ def analyse(study: Study, base: str, *, measures: Sequence[str] = ("end", "ood")
     runs = {arm: x for arm, x in runs.items() if x}
     out: dict[str, Any] = {}
     for arm, x in runs.items():
-        numbers = [k for k, v in next(iter(x.values())).items() if isinstance(v, bool | int | float) and all(e.get(k) is not None for e in x.values())]
-        out[arm] = {"seeds": sorted(x)} | {k: statistics.fmean(float(e[k]) for e in x.values()) for k in numbers}
+        numbers = [
+            k
+            for k, v in next(iter(x.values())).items()
+            if isinstance(v, bool | int | float) and all(e.get(k) is not None for e in x.values())
+        ]
+        out[arm] = {"seeds": sorted(x)} | {
+            k: statistics.fmean(float(e[k]) for e in x.values()) for k in numbers
+        }
         out[arm] |= {"missing": len(study.arms[arm]) - len(x), "each": [x[s] for s in sorted(x)]}
     for what in measures:
         for arm, d in compare(runs, base, what).items():
             out[arm].setdefault("against_base", {})[what] = shown(d)
-        beside = {f"{a} | {b}": compare({a: runs[a], b: runs[b]}, b, what).get(a) for a, b in pairs if a in runs and b in runs}
+        beside = {
+            f"{a} | {b}": compare({a: runs[a], b: runs[b]}, b, what).get(a)
+            for a, b in pairs
+            if a in runs and b in runs
+        }
         known = {k: d for k, d in beside.items() if d is not None}
         judgement.holm(known)
         for key, d in known.items():
@@ -161,39 +268,79 @@ def analyse(study: Study, base: str, *, measures: Sequence[str] = ("end", "ood")
     return out
 
 
-COLUMNS = {"start": "start", "end": "exact", "ood": "ood", "reward_end": "reward", "swing": "swing", "grad_norm_mean": "|g|", "grad_norm_cv": "cv"}
+COLUMNS = {
+    "start": "start",
+    "end": "exact",
+    "ood": "ood",
+    "reward_end": "reward",
+    "swing": "swing",
+    "grad_norm_mean": "|g|",
+    "grad_norm_cv": "cv",
+}
 
 
 def tell(d: Mapping[str, Any] | None) -> str:
     if not d:
         return ""
-    return f"{d['difference']:+.3f} [{d['interval'][0]:+.3f}, {d['interval'][1]:+.3f}] p {d['p_holm']:.3f}"
+    return (
+        f"{d['difference']:+.3f} [{d['interval'][0]:+.3f}, {d['interval'][1]:+.3f}] p "
+        f"{d['p_holm']:.3f}"
+    )
 
 
-def table(found: Mapping[str, Any], columns: Mapping[str, str] = COLUMNS, measure: str = "end") -> list[str]:
-    """One line an arm: means over its seeds, runs that collapsed and that are unstable by rule, the difference from the base."""
-    out = [f"{'arm':30}{'seeds':>6}" + "".join(f"{title:>8}" for title in columns.values()) + f"{'collapsed':>10}{'unstable':>9}  against the base"]
+def table(
+    found: Mapping[str, Any], columns: Mapping[str, str] = COLUMNS, measure: str = "end"
+) -> list[str]:
+    """One line an arm: means over its seeds, runs that collapsed and that are unstable by rule, the
+    difference from the base.
+    """
+    out = [
+        f"{'arm':30}{'seeds':>6}"
+        + "".join(f"{title:>8}" for title in columns.values())
+        + f"{'collapsed':>10}{'unstable':>9}  against the base"
+    ]
     for arm, x in found.items():
         n = len(x["seeds"])
         cells = "".join(f"{x[k]:8.3f}" if k in x else f"{'-':>8}" for k in columns)
-        out.append(f"{arm:30}{n:6}{cells}{x['collapsed'] * n:8.0f}/{n}{x['unstable'] * n:7.0f}/{n}  {tell(x.get('against_base', {}).get(measure))}")
+        out.append(
+            f"{arm:30}{n:6}{cells}{x['collapsed'] * n:8.0f}/{n}{x['unstable'] * n:7.0f}/{n}  "
+            f"{tell(x.get('against_base', {}).get(measure))}"
+        )
     for arm, x in found.items():
-        out += [f"{arm} against {other}: " + "; ".join(f"{what} {tell(d)}" for what, d in y.items()) for other, y in x.get("pairs", {}).items()]
+        out += [
+            f"{arm} against {other}: " + "; ".join(f"{what} {tell(d)}" for what, d in y.items())
+            for other, y in x.get("pairs", {}).items()
+        ]
     return out
 
 
-def finish(study: Study, name: str, found: Mapping[str, Any], setting: Mapping[str, Any], columns: Mapping[str, str] = COLUMNS, **more: Any) -> None:
+def finish(
+    study: Study,
+    name: str,
+    found: Mapping[str, Any],
+    setting: Mapping[str, Any],
+    columns: Mapping[str, str] = COLUMNS,
+    **more: Any,
+) -> None:
     """Print the table and write the result; `setting` and what is missing go with it."""
     args = study.args
     print("\n".join(table(found, columns)), file=sys.stderr if args.json else sys.stdout)
     result = clean(
-        {"beside": args.beside, "runs_made_at": args.made_at or results_file.commit(),
-         "setting": {"steps": args.steps, "seeds": args.seeds, "groups": args.groups} | dict(setting),
-         "common": study.common, "missing": study.cells.todo(), "arms": found} | more
-    )  # fmt: skip
+        {
+            "beside": args.beside,
+            "runs_made_at": args.made_at or results_file.commit(),
+            "setting": {"steps": args.steps, "seeds": args.seeds, "groups": args.groups}
+            | dict(setting),
+            "common": study.common,
+            "missing": study.cells.todo(),
+            "arms": found,
+        }
+        | more
+    )
     if not args.quick:
         path = results_file.write(name, result)
-        path.write_text(re.sub(r"\n\s+(?=[-\d.\]n])", " ", path.read_text()))  # numbers of a list on one line
+        # numbers of a list on one line
+        path.write_text(re.sub(r"\n\s+(?=[-\d.\]n])", " ", path.read_text()))
         say(str(path))
     if args.json:
         print(json.dumps(result))

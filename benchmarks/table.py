@@ -1,4 +1,5 @@
-"""One table of every committed figure that has a goal: the newest result of each program, met or not.
+"""One table of every committed figure that has a goal: the newest result of each program, met or
+not.
 
 python benchmarks/table.py [--json]
 """
@@ -33,8 +34,19 @@ def rows() -> list[dict[str, Any]]:
     for name, result in newest().items():
         if not result.get("goals") and "met" not in result:
             continue  # a study: its findings are in docs/log.md
-        goals = result.get("goals") or [{"figure": str(result.get("what", name)), "value": "", "goal": result.get("goal", ""), "met": result.get("met")}]
-        out += [{"program": name, "commit": result.get("commit", "")} | {k: g.get(k, "") for k in ("figure", "value", "goal", "met")} for g in goals]
+        goals = result.get("goals") or [
+            {
+                "figure": str(result.get("what", name)),
+                "value": "",
+                "goal": result.get("goal", ""),
+                "met": result.get("met"),
+            }
+        ]
+        out += [
+            {"program": name, "commit": result.get("commit", "")}
+            | {k: g.get(k, "") for k in ("figure", "value", "goal", "met")}
+            for g in goals
+        ]
     return out
 
 
@@ -47,7 +59,15 @@ def main() -> None:
     for r in found:
         met = {True: "met", False: "NOT MET"}.get(r["met"], "")
         value = f"{r['value']:,.3f}" if isinstance(r["value"], float) else str(r["value"])
-        table.add_row(r["program"], r["figure"], value, str(r["goal"]), met, r["commit"], style="red" if r["met"] is False else "")
+        table.add_row(
+            r["program"],
+            r["figure"],
+            value,
+            str(r["goal"]),
+            met,
+            r["commit"],
+            style="red" if r["met"] is False else "",
+        )
     Console().print(table)
 
 

@@ -1,17 +1,21 @@
-"""Our generator with vLLM inside against bare vLLM: CPU time a token, the cost of a weight swap, the time to start.
+"""Our generator with vLLM inside against bare vLLM: CPU time a token, the cost of a weight swap,
+the time to start.
 
-    OMP_NUM_THREADS=1 python benchmarks/vllm_engine.py [--quick] [--json] [--rounds N] [--parts tokens swap start]
+    OMP_NUM_THREADS=1 python benchmarks/vllm_engine.py [--quick] [--json] [--rounds N] [--parts
+    tokens swap start]
 
-Proves: the whole generator (tickets, seeds, spans, text, rewards, encoded deliveries) takes at most 5 % more CPU time a token than
-`vllm.LLM.generate` with log-probabilities on the same prompts; with 136 MB of weights a swap, probe included, costs at most twice a plain copy of the weights
-on top of the engine's own part; a generator is ready in under 12 s.  Each side is a process of its own on the same core, answers are
-equally long, rounds alternate.  The generator is the real one; only the socket is cut short.
+Proves: the whole generator (tickets, seeds, spans, text, rewards, encoded deliveries) takes at most
+5 % more CPU time a token than `vllm.LLM.generate` with log-probabilities on the same prompts; with
+136 MB of weights a swap, probe included, costs at most twice a plain copy of the weights on top of
+the engine's own part; a generator is ready in under 12 s.  Each side is a process of its own on the
+same core, answers are equally long, rounds alternate.  The generator is the real one; only the
+socket is cut short.
 
-A swap comes in the middle of 64 answers: what it costs is the load, and by how much longer the next step takes for the probe in it.  The
-engine's own part, three readings: vLLM's packing of the matrices for its kernels, timed alone; the 22 ms that vLLM takes to pause and
-resume (ours needs neither); nothing, the whole swap against the copy.  It begins with the pulled bytes in memory; `taken` adds the copy out
-of the ring and its checksum, to a swap of an idle engine.
-"""
+A swap comes in the middle of 64 answers: what it costs is the load, and by how much longer the next
+step takes for the probe in it.  The engine's own part, three readings: vLLM's packing of the
+matrices for its kernels, timed alone; the 22 ms that vLLM takes to pause and resume (ours needs
+neither); nothing, the whole swap against the copy.  It begins with the pulled bytes in memory;
+`taken` adds the copy out of the ring and its checksum, to a swap of an idle engine."""
 
 from __future__ import annotations
 
@@ -32,16 +36,21 @@ from typing import Any
 
 import rounds
 
-SIZES: dict[str, tuple[dict[str, Any], int, int]] = {  # build_model's arguments, answers, tokens of each
+# build_model's arguments, answers, tokens of each
+SIZES: dict[str, tuple[dict[str, Any], int, int]] = {
     "84k": ({"hidden": 64, "layers": 2, "heads": 2}, 512, 48),
     "136 MB": ({"hidden": 512, "layers": 10, "heads": 8, "intermediate": 1536}, 64, 16),
 }
-SLOTS, GROUP, CONTEXT = 64, 8, 64
+SLOTS = 64
+GROUP = 8
+CONTEXT = 64
 PAUSE_MS = 22.0  # of vLLM's own pause and resume, 20 of them a fixed sleep
 
 
 class Buffer:
-    """Stands at the other end of the generator's socket: grants tickets on demand, acknowledges, ends.  Messages are really encoded."""
+    """Stands at the other end of the generator's socket: grants tickets on demand, acknowledges,
+    ends.  Messages are really encoded.
+    """
 
     address = "none"
 
@@ -50,14 +59,18 @@ class Buffer:
 
         from asyncrl import messages as m
 
-        self.m, self.task, self.tokens = m, task, tokens
+        self.m = m
+        self.task = task
+        self.tokens = tokens
         self.encode = msgspec.msgpack.Encoder().encode
         self.decode = msgspec.msgpack.Decoder(m.FromBuffer).decode
         self.inbox: deque[bytes] = deque()
         self.granted = self.total = self.got = self.samples = self.session = self.sequence = 0
 
     def want(self, answers: int) -> None:
-        self.total, self.got, self.samples = self.total + answers // GROUP, 0, answers
+        self.total = self.total + answers // GROUP
+        self.got = 0
+        self.samples = answers
 
     def send(self, message: Any) -> None:
         m = self.m
@@ -66,17 +79,43 @@ class Buffer:
             n = min(self.total - self.granted, -(-message.samples // GROUP))
             how = m.Sampling(temperature=1.0, max_new_tokens=self.tokens)
             label = m.Label(1, 1)
-            tickets = [m.Ticket(t, t + 1, "train", self.task.prompt("train", t % 64, 0), list(range(GROUP)), how, label, None, 7)
-                       for t in range(self.granted, self.granted + n)]  # fmt: skip
+            tickets = [
+                m.Ticket(
+                    t,
+                    t + 1,
+                    "train",
+                    self.task.prompt("train", t % 64, 0),
+                    list(range(GROUP)),
+                    how,
+                    label,
+                    None,
+                    7,
+                )
+                for t in range(self.granted, self.granted + n)
+            ]
             self.granted += n
-            self.session, self.sequence = message.session, message.sequence
-            self.inbox.append(self.encode(m.Tickets(message.session, message.sequence, tickets, None)))
+            self.session = message.session
+            self.sequence = message.sequence
+            self.inbox.append(
+                self.encode(m.Tickets(message.session, message.sequence, tickets, None))
+            )
         elif isinstance(message, m.Deliver):
             assert all(s.length == self.tokens and not s.failed for s in message.samples)
             self.got += len(message.samples)
-            self.inbox.append(self.encode(m.Acks(message.session, [(s.ticket, s.sample, s.attempt, "stored") for s in message.samples], 1 << 23, None)))
+            self.inbox.append(
+                self.encode(
+                    m.Acks(
+                        message.session,
+                        [(s.ticket, s.sample, s.attempt, "stored") for s in message.samples],
+                        1 << 23,
+                        None,
+                    )
+                )
+            )
             if self.got >= self.samples:
-                self.inbox.append(self.encode(m.Tickets(self.session, self.sequence, [], None, finished=True)))
+                self.inbox.append(
+                    self.encode(m.Tickets(self.session, self.sequence, [], None, finished=True))
+                )
 
     def recv(self, timeout: float) -> Any:
         return self.decode(self.inbox.popleft()) if self.inbox else None
@@ -90,10 +129,17 @@ class Ours:
         from asyncrl import config_load, models, rundir
         from asyncrl.versions import Label
 
-        self.models, self.label = models, Label
+        self.models = models
+        self.label = Label
         run_dir = Path(path).with_name(f"run{os.getpid()}")
-        sets = [f"model.path={path!r}", f"generator.slots={SLOTS}", f"generator.max_new_tokens={tokens}", f"generator.context={CONTEXT}",
-                "model.device='cpu'", f"runs={str(run_dir.parent)!r}"]  # fmt: skip
+        sets = [
+            f"model.path={path!r}",
+            f"generator.slots={SLOTS}",
+            f"generator.max_new_tokens={tokens}",
+            f"generator.context={CONTEXT}",
+            "model.device='cpu'",
+            f"runs={str(run_dir.parent)!r}",
+        ]
         config = config_load.load("configs/vllm.toml", sets)
         rundir.prepare(config, config_load.dump(config), run_dir)
         g.stop_tokens = lambda *_: ()  # every answer is of the same length
@@ -106,7 +152,8 @@ class Ours:
         models.write_flat(model, memoryview(self.source))
         self.weights = models.read_flat(memoryview(self.source), layout)
         self.probe = models.probe_logprobs(model).tobytes()  # as the learner publishes it
-        self.path, self.layout = path, layout
+        self.path = path
+        self.layout = layout
         self.version = 0
         self.swap()
         self.generator.loaded = (Label(1, 1), "d")
@@ -128,7 +175,9 @@ class Ours:
             self.engine.step(1)
 
     def pieces(self) -> dict[str, Any]:
-        """Callables, each a piece of a swap, or a plain copy of as many bytes into memory that was touched before."""
+        """Callables, each a piece of a swap, or a plain copy of as many bytes into memory that was
+        touched before.
+        """
         import numpy as np
         import torch
 
@@ -136,13 +185,16 @@ class Ours:
         from actors.engine import Request
         from asyncrl import weight_ring
 
-        into, source = np.zeros(self.bytes, np.uint8), np.frombuffer(self.source, np.uint8)
+        into = np.zeros(self.bytes, np.uint8)
+        source = np.frombuffer(self.source, np.uint8)
         worker = self.engine.llm.model_executor.driver_worker.worker
         assert not isinstance(worker.asyncrl_direct, str), worker.asyncrl_direct
         reference = engine_vllm.Reference(self.path, "float32")
         where = Path("/dev/shm") / f"asyncrl-bench-{os.getpid()}"
         ring = weight_ring.Ring(where, self.bytes, 2, self.layout, 1)
-        digest = ring.write(self.label(1, 0), lambda buffer: buffer.__setitem__(slice(None), bytes(self.source)))
+        digest = ring.write(
+            self.label(1, 0), lambda buffer: buffer.__setitem__(slice(None), bytes(self.source))
+        )
         reader = weight_ring.RingReader(where, "bench")
         shutil.rmtree(where)
 
@@ -155,17 +207,31 @@ class Ours:
             engine_vllm.repack(worker.model_runner.get_model())
 
         direct = worker.asyncrl_direct
-        packed = [p for p in direct.parts if p.product and not p.layer.weight.numel() and sum(self.weights[n].numel() for n in p.names) >= vllm_swap.PLAIN]
+        packed = [
+            p
+            for p in direct.parts
+            if p.product
+            and not p.layer.weight.numel()
+            and sum(self.weights[n].numel() for n in p.names) >= vllm_swap.PLAIN
+        ]
 
         def pack() -> None:
             for p in packed:
-                p.layer.cpu_linear, p.layer.weight = None, torch.nn.Parameter(direct.stacked(self.weights, p), requires_grad=False)
+                p.layer.cpu_linear, p.layer.weight = (
+                    None,
+                    torch.nn.Parameter(direct.stacked(self.weights, p), requires_grad=False),
+                )
                 vllm_swap.pack(p.layer, remove_weight=True)
 
         def step() -> None:
             if not self.engine.active:  # in the round that is not timed
                 prompt = np.arange(3, 11, dtype=np.int32)
-                self.engine.add([Request((t, 0, 1), prompt, t, CONTEXT - 8, 1.0, 1.0, 0, (), 7) for t in range(SLOTS)])
+                self.engine.add(
+                    [
+                        Request((t, 0, 1), prompt, t, CONTEXT - 8, 1.0, 1.0, 0, (), 7)
+                        for t in range(SLOTS)
+                    ]
+                )
                 self.engine.step(1)
             self.engine.step(1)
             assert self.engine.active == SLOTS
@@ -176,13 +242,24 @@ class Ours:
             step()
             assert self.engine.expected is None
 
-        return {"copy": lambda: np.copyto(into, source), "swap": self.swap, "taken": taken, "load": lambda: worker.asyncrl_load(self.weights),
-                "reload": reload, "reference": lambda: reference.logprobs(self.weights), "pack": pack, "step": step, "amid": amid,
-                "end": lambda: self.engine.abort(list(self.engine.progress()))}  # fmt: skip
+        return {
+            "copy": lambda: np.copyto(into, source),
+            "swap": self.swap,
+            "taken": taken,
+            "load": lambda: worker.asyncrl_load(self.weights),
+            "reload": reload,
+            "reference": lambda: reference.logprobs(self.weights),
+            "pack": pack,
+            "step": step,
+            "amid": amid,
+            "end": lambda: self.engine.abort(list(self.engine.progress())),
+        }
 
 
 class Bare:
-    """vLLM by itself, as its documentation uses it offline, with the log-probabilities that training needs."""
+    """vLLM by itself, as its documentation uses it offline, with the log-probabilities that
+    training needs.
+    """
 
     def __init__(self, path: str, tokens: int) -> None:
         from actors import engine_vllm
@@ -193,17 +270,34 @@ class Bare:
             os.environ.setdefault(name, value)
         from vllm import LLM, SamplingParams
 
-        self.llm = LLM(model=path, skip_tokenizer_init=True, dtype="float32", max_model_len=CONTEXT, max_num_seqs=SLOTS, kv_cache_memory_bytes=512 << 20,
-                       enforce_eager=True, logprobs_mode="processed_logprobs", generation_config="vllm", disable_log_stats=True)  # fmt: skip
-        self.how = SamplingParams(temperature=1.0, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False)
-        tokenizer, task = load_tokenizer(path), TASKS["sort"]()
-        self.prompts = [encode_prompt(tokenizer, task.prompt("train", i, 0)).tolist() for i in range(64)]
+        self.llm = LLM(
+            model=path,
+            skip_tokenizer_init=True,
+            dtype="float32",
+            max_model_len=CONTEXT,
+            max_num_seqs=SLOTS,
+            kv_cache_memory_bytes=512 << 20,
+            enforce_eager=True,
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",
+            disable_log_stats=True,
+        )
+        self.how = SamplingParams(
+            temperature=1.0, max_tokens=tokens, ignore_eos=True, logprobs=0, detokenize=False
+        )
+        tokenizer = load_tokenizer(path)
+        task = TASKS["sort"]()
+        self.prompts = [
+            encode_prompt(tokenizer, task.prompt("train", i, 0)).tolist() for i in range(64)
+        ]
         self.tokens = tokens
 
     def generate(self, answers: int) -> int:
         prompts = [{"prompt_token_ids": self.prompts[(i // GROUP) % 64]} for i in range(answers)]
         out = self.llm.generate(prompts, self.how, use_tqdm=False)  # type: ignore[arg-type]
-        assert all(len(o.outputs[0].token_ids) == self.tokens and o.outputs[0].logprobs for o in out)
+        assert all(
+            len(o.outputs[0].token_ids) == self.tokens and o.outputs[0].logprobs for o in out
+        )
         return len(out)
 
 
@@ -221,7 +315,8 @@ def worker(kind: str, path: str, tokens: int) -> None:
     for line in sys.stdin:
         what, _, n = line.strip().partition("=")
         run = (lambda n=n: made.generate(int(n))) if what == "generate" else pieces[what]
-        wall, cpu = time.perf_counter(), time.process_time()
+        wall = time.perf_counter()
+        cpu = time.process_time()
         run()
         say([time.perf_counter() - wall, time.process_time() - cpu])
     os._exit(0)
@@ -232,9 +327,25 @@ class Worker:
 
     def __init__(self, kind: str, path: Path, tokens: int) -> None:
         began = time.perf_counter()
-        argv = [sys.executable, str(Path(__file__)), "--worker", kind, "--model", str(path), "--tokens", str(tokens)]
-        self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=rounds.results_file.ROOT,
-                                        env=os.environ | {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"})  # fmt: skip
+        argv = [
+            sys.executable,
+            str(Path(__file__)),
+            "--worker",
+            kind,
+            "--model",
+            str(path),
+            "--tokens",
+            str(tokens),
+        ]
+        self.process = subprocess.Popen(
+            argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=rounds.results_file.ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "VLLM_LOGGING_LEVEL": "ERROR"},
+        )
         self.cpu = self._read()["cpu"]
         self.wall = time.perf_counter() - began
 
@@ -258,7 +369,9 @@ class Worker:
 
 
 def turns(workers: dict[str, Worker], asks: dict[str, tuple[str, str]], n: int) -> rounds.Times:
-    """asks: alternative -> (worker, command); once untimed, then n rounds, every other one backwards."""
+    """asks: alternative -> (worker, command); once untimed, then n rounds, every other one
+    backwards.
+    """
     out: rounds.Times = {name: [] for name in asks}
     for i in range(n + 1):
         for name in list(asks) if i % 2 == 0 else list(reversed(asks)):
@@ -271,7 +384,12 @@ def turns(workers: dict[str, Worker], asks: dict[str, tuple[str, str]], n: int) 
 def main() -> None:
     p = rounds.parser(__doc__)
     p.add_argument("--rounds", type=int, default=5)
-    p.add_argument("--parts", nargs="+", default=["tokens", "swap", "start"], choices=["tokens", "swap", "start"])
+    p.add_argument(
+        "--parts",
+        nargs="+",
+        default=["tokens", "swap", "start"],
+        choices=["tokens", "swap", "start"],
+    )
     p.add_argument("--worker", choices=["ours", "bare"], help="for its own use")
     p.add_argument("--model")
     p.add_argument("--tokens", type=int)
@@ -283,7 +401,10 @@ def main() -> None:
 
     rounds.one_core()
     goals: list[dict[str, Any]] = []
-    result: dict[str, Any] = {"what": "the generator with vLLM inside against vllm.LLM.generate with logprobs, one core, by turns; [wall, CPU] seconds"}
+    result: dict[str, Any] = {
+        "what": "the generator with vLLM inside against vllm.LLM.generate with logprobs, one "
+        "core, by turns; [wall, CPU] seconds"
+    }
     starts: rounds.Times = {"ours": [], "bare": []}
     with tempfile.TemporaryDirectory() as work:
         for size, (shape, answers, tokens) in SIZES.items():
@@ -295,21 +416,56 @@ def main() -> None:
             if "tokens" in args.parts:
                 asks = {kind: (kind, f"generate={answers}") for kind in workers}
                 times = turns(workers, asks, 2 if args.quick else args.rounds)
-                ratio = statistics.median(o[1] / b[1] for o, b in zip(times["ours"], times["bare"], strict=True))
-                each = {k: round(1e6 * rounds.median(times, k, 1) / (answers * tokens), 2) for k in times}
-                goals.append(rounds.goal(f"{size}: CPU time a token, ours / bare vLLM", ratio, 1.05, at_least=False, us_a_token=each))
-                result[f"tokens {size}"] = {"answers": answers, "tokens_each": tokens, "times": times}
+                ratio = statistics.median(
+                    o[1] / b[1] for o, b in zip(times["ours"], times["bare"], strict=True)
+                )
+                each = {
+                    k: round(1e6 * rounds.median(times, k, 1) / (answers * tokens), 2)
+                    for k in times
+                }
+                goals.append(
+                    rounds.goal(
+                        f"{size}: CPU time a token, ours / bare vLLM",
+                        ratio,
+                        1.05,
+                        at_least=False,
+                        us_a_token=each,
+                    )
+                )
+                result[f"tokens {size}"] = {
+                    "answers": answers,
+                    "tokens_each": tokens,
+                    "times": times,
+                }
             if "swap" in args.parts and size != "84k":
-                times = turns(workers, {k: ("ours", k) for k in ("step", "pack", "copy", "amid")}, 2 * args.rounds)
+                times = turns(
+                    workers,
+                    {k: ("ours", k) for k in ("step", "pack", "copy", "amid")},
+                    2 * args.rounds,
+                )
                 workers["ours"].ask("end")
-                times |= turns(workers, {k: ("ours", k) for k in ("load", "swap", "taken")}, args.rounds)
-                times |= turns(workers, {k: ("ours", k) for k in ("reload", "reference")}, args.rounds)  # what a swap was made of before
+                times |= turns(
+                    workers, {k: ("ours", k) for k in ("load", "swap", "taken")}, args.rounds
+                )
+                # what a swap was made of before
+                times |= turns(
+                    workers, {k: ("ours", k) for k in ("reload", "reference")}, args.rounds
+                )
                 ms = {k: round(1e3 * rounds.median(times, k, 1), 1) for k in times}
                 seconds = [[t[1] for t in times[k]] for k in ("amid", "step", "copy", "pack")]
                 for what in ("swap - vLLM's packing", f"swap - {PAUSE_MS:g} ms", "swap"):
-                    own = [p if "packing" in what else PAUSE_MS / 1e3 if "ms" in what else 0.0 for p in seconds[3]]
-                    ratio = statistics.median((a - s - o) / c for a, s, c, o in zip(*seconds[:3], own, strict=True))
-                    goals.append(rounds.goal(f"{size}: ({what}) / copy, CPU", ratio, 2.0, at_least=False, ms=ms))
+                    own = [
+                        p if "packing" in what else PAUSE_MS / 1e3 if "ms" in what else 0.0
+                        for p in seconds[3]
+                    ]
+                    ratio = statistics.median(
+                        (a - s - o) / c for a, s, c, o in zip(*seconds[:3], own, strict=True)
+                    )
+                    goals.append(
+                        rounds.goal(
+                            f"{size}: ({what}) / copy, CPU", ratio, 2.0, at_least=False, ms=ms
+                        )
+                    )
                 result["swap"] = {"pause_ms": PAUSE_MS, "times": times}
             for w in workers.values():
                 w.end()
@@ -320,9 +476,19 @@ def main() -> None:
                     seen.append((w.wall, w.cpu))
                     w.end()
             cpu = {k: round(rounds.median(starts, k, 1), 2) for k in starts}
-            goals.append(rounds.goal("84k: seconds from nothing to ready, wall", rounds.median(starts, "ours"), 12.0, at_least=False, cpu_s=cpu))
+            goals.append(
+                rounds.goal(
+                    "84k: seconds from nothing to ready, wall",
+                    rounds.median(starts, "ours"),
+                    12.0,
+                    at_least=False,
+                    cpu_s=cpu,
+                )
+            )
             result["start"] = starts
-    rounds.report("_".join(["vllm_engine", *(args.parts if len(args.parts) < 3 else [])]), goals, result, args)
+    rounds.report(
+        "_".join(["vllm_engine", *(args.parts if len(args.parts) < 3 else [])]), goals, result, args
+    )
 
 
 if __name__ == "__main__":

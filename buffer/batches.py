@@ -1,4 +1,6 @@
-"""Batches: which groups make one, what may be trained in it, and the message that carries it.  Functions over the store."""
+"""Batches: which groups make one, what may be trained in it, and the message that carries it.
+Functions over the store.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ def pick(store: Store, number: int) -> tuple[list[Group], str]:
     else:
         if store.s.on_exceed == "drop":
             drop_stale(store, line, number)
-        ready = sorted((g for g in line if g.complete and g.ticket in store.alive), key=lambda g: (rank(store, g, number), g.completed))
+        ready = sorted(
+            (g for g in line if g.complete and g.ticket in store.alive),
+            key=lambda g: (rank(store, g, number), g.completed),
+        )
         picked = ready[: store.s.batch]
     if len(picked) < store.s.batch:
         return [], f"{store.s.batch - len(picked)} more groups: tickets are out or wait for room"
@@ -32,7 +37,9 @@ def pick(store: Store, number: int) -> tuple[list[Group], str]:
 
 
 def rank(store: Store, g: Group, number: int) -> int:
-    """What goes before completion: in the order `freshest` the lag of the group's oldest token, should it train in batch `number`."""
+    """What goes before completion: in the order `freshest` the lag of the group's oldest token,
+    should it train in batch `number`.
+    """
     if store.s.order != "freshest":
         return 0
     return max(admission.sample_lag(runs_of(store, s, number)) for s in g.stored())
@@ -52,7 +59,9 @@ def runs_of(store: Store, s: Stored, number: int) -> list[tuple[int, int, int]]:
 def drop_stale(store: Store, line: list[Group], number: int) -> None:
     """`drop`: a complete group past the limit is sent again; the third time it is abandoned."""
     for g in line:
-        if not g.complete or all(admission.sample_lag(runs_of(store, s, number)) <= store.max_lag for s in g.stored()):
+        if not g.complete or all(
+            admission.sample_lag(runs_of(store, s, number)) <= store.max_lag for s in g.stored()
+        ):
             continue
         g.drops += 1
         store.changes += 1
@@ -67,23 +76,36 @@ def drop_stale(store: Store, line: list[Group], number: int) -> None:
 
 
 def judge(store: Store, groups: list[Group], number: int) -> None:
-    """Lag is judged at the lease: orphans of an earlier epoch are written again; in this epoch it is a bug of ours."""
+    """Lag is judged at the lease: orphans of an earlier epoch are written again; in this epoch it
+    is a bug of ours.
+    """
     hard = store.s.on_exceed in ("pace", "drop")
     for g in groups:
         for i, s in enumerate(g.samples):
             if s is None:
                 continue
             runs = runs_of(store, s, number)
-            masked = sum(e - b for b, e, lag in runs if lag > store.max_lag) if store.s.on_exceed == "mask" else 0
+            masked = (
+                sum(e - b for b, e, lag in runs if lag > store.max_lag)
+                if store.s.on_exceed == "mask"
+                else 0
+            )
             store.changes += masked != s.masked
             s.masked = masked
             if store.s.on_exceed == "downweight":
-                s.faded = sum((e - b) * (1 - 0.5 ** (max(0.0, lag - store.max_lag) / store.s.half_life)) for b, e, lag in runs)
+                s.faded = sum(
+                    (e - b) * (1 - 0.5 ** (max(0.0, lag - store.max_lag) / store.s.half_life))
+                    for b, e, lag in runs
+                )
             if not hard or admission.sample_lag(runs) <= store.max_lag:
                 continue
             if min(x.label.epoch for x in s.trajectory.spans) >= store.epoch:
-                raise ProtocolError(f"ticket {g.ticket}, sample {i} would train {admission.sample_lag(runs)} versions late in batch {number}, "
-                                    f"past the limit {store.max_lag:g}: a bug of ours; keep the run directory and report it")  # fmt: skip
+                raise ProtocolError(
+                    f"ticket {g.ticket}, sample {i} would train {admission.sample_lag(runs)} "
+                    f"versions late in batch {number}, "
+                    f"past the limit {store.max_lag:g}: a bug of ours; keep the run directory and "
+                    "report it"
+                )
             g.other.append(("orphaned", s.trajectory.length, s.trajectory.reward))
             g.finals[i, s.trajectory.attempt] = "orphaned"
             g.samples[i] = None
@@ -99,5 +121,18 @@ def message(store: Store, groups: list[Group], epoch: int, number: int) -> Batch
     in_flight = [min(s.in_flight, lag) for s, lag in zip(stored, lags, strict=True)]
     trained = {t for comp in store.comps[: number + 1 - store.base] for t in comp}
     first = min((t for t in store.alive if t not in trained), default=store.cursor)
-    above = [t for t in range(first, store.cursor) if t not in store.alive or t in trained] + sorted(store.skip)
-    return Batch(epoch, number, [s.trajectory for s in stored], lags, in_flight, runs, {}, first, store.checkpoint_ledger(trained), above)
+    above = [
+        t for t in range(first, store.cursor) if t not in store.alive or t in trained
+    ] + sorted(store.skip)
+    return Batch(
+        epoch,
+        number,
+        [s.trajectory for s in stored],
+        lags,
+        in_flight,
+        runs,
+        {},
+        first,
+        store.checkpoint_ledger(trained),
+        above,
+    )

@@ -1,7 +1,8 @@
-"""What a message may say: each function raises BadMessage for what cannot be, before anything of the store is changed.
+"""What a message may say: each function raises BadMessage for what cannot be, before anything of
+the store is changed.
 
-They look at names and counts, which index the store, and at the versions; what an answer holds (its values) is not theirs.
-"""
+They look at names and counts, which index the store, and at the versions; what an answer holds (its
+values) is not theirs."""
 
 from __future__ import annotations
 
@@ -28,33 +29,65 @@ def need(ok: bool, what: str) -> None:
 
 def producer(name: str) -> None:
     """A generator's name: it stands in logs and in the live view."""
-    need(0 < len(name) <= NAME_LENGTH and name.isprintable(), f"a generator's name is printable and has 1 to {NAME_LENGTH} characters, not {name[:40]!r}")
+    need(
+        0 < len(name) <= NAME_LENGTH and name.isprintable(),
+        f"a generator's name is printable and has 1 to {NAME_LENGTH} characters, not {name[:40]!r}",
+    )
 
 
 def sample(store: Store, t: Trajectory) -> None:
-    """An answer: to a ticket and an attempt that were granted, by weights that a learner registered."""
+    """An answer: to a ticket and an attempt that were granted, by weights that a learner
+    registered.
+    """
     for span in t.spans:
         theirs = span.digest[:40]
-        need(span.label in store.tree, f"ticket {t.ticket}: weights {span.label} (digest {theirs}) wrote tokens, but no learner has announced them; "
-             f"known are up to {store.policy}: stop the generator that runs other weights")  # fmt: skip
+        need(
+            span.label in store.tree,
+            f"ticket {t.ticket}: weights {span.label} (digest {theirs}) wrote tokens, but no "
+            "learner has announced them; "
+            f"known are up to {store.policy}: stop the generator that runs other weights",
+        )
         ours = store.tree.digest(span.label)
-        need(span.digest in ("", ours), f"ticket {t.ticket}: weights {span.label} have digest {theirs} at the generator and {ours} at the learner")
-    need(1 <= t.attempt <= store.attempts, f"ticket {t.ticket}: attempt {t.attempt} was never granted; the last one is {store.attempts}")
+        need(
+            span.digest in ("", ours),
+            f"ticket {t.ticket}: weights {span.label} have digest {theirs} at the generator and "
+            f"{ours} at the learner",
+        )
+    need(
+        1 <= t.attempt <= store.attempts,
+        f"ticket {t.ticket}: attempt {t.attempt} was never granted; the last one is "
+        f"{store.attempts}",
+    )
     if t.ticket >= EVAL_BASE:
         out = store.evaluations.out.get(t.attempt)
-        need(t.sample == 0 and (out is None or out[0].ticket == t.ticket), f"attempt {t.attempt} is not of evaluation ticket {t.ticket}, sample {t.sample}")
+        need(
+            t.sample == 0 and (out is None or out[0].ticket == t.ticket),
+            f"attempt {t.attempt} is not of evaluation ticket {t.ticket}, sample {t.sample}",
+        )
         return
-    need(0 <= t.sample < store.s.group, f"ticket {t.ticket}: sample {t.sample} of a group of {store.s.group}")
-    need(0 <= t.ticket < store.cursor, f"ticket {t.ticket} was never granted; the next one is {store.cursor}")
+    need(
+        0 <= t.sample < store.s.group,
+        f"ticket {t.ticket}: sample {t.sample} of a group of {store.s.group}",
+    )
+    need(
+        0 <= t.ticket < store.cursor,
+        f"ticket {t.ticket} was never granted; the next one is {store.cursor}",
+    )
     group = store.alive.get(t.ticket) or store.retained.get(t.ticket)
-    need(group is None or t.attempt in group.attempts, f"ticket {t.ticket}: attempt {t.attempt} is not one of its attempts")
+    need(
+        group is None or t.attempt in group.attempts,
+        f"ticket {t.ticket}: attempt {t.attempt} is not one of its attempts",
+    )
 
 
 def progress(store: Store, rows: list[tuple[int, int, int]]) -> None:
     """(ticket, attempt, tokens so far): no attempt has more tokens than its samples may have."""
     most = store.s.group * store.s.sampling.max_new_tokens
     for ticket, attempt, tokens in rows:
-        need(0 <= tokens <= most, f"ticket {ticket}, attempt {attempt}: {tokens} tokens so far, of at most {most}")
+        need(
+            0 <= tokens <= most,
+            f"ticket {ticket}, attempt {attempt}: {tokens} tokens so far, of at most {most}",
+        )
 
 
 def renew(message: Renew) -> None:
@@ -67,7 +100,10 @@ def renew(message: Renew) -> None:
         seconds = float(since or 0)
     except ValueError:
         seconds = math.nan
-    need(len(message.waiting) <= 1000 and math.isfinite(seconds), f"{message.producer}: a wait is `what|seconds`, not {message.waiting[:40]!r}")
+    need(
+        len(message.waiting) <= 1000 and math.isfinite(seconds),
+        f"{message.producer}: a wait is `what|seconds`, not {message.waiting[:40]!r}",
+    )
 
 
 def drawn(tokens: int) -> None:
@@ -77,35 +113,74 @@ def drawn(tokens: int) -> None:
 def hello(h: LearnerHello) -> None:
     """A learner's names are of its own epoch, its ring lies behind it, its totals are a ledger."""
     who = f"the learner of epoch {h.epoch}"
-    need(h.epoch >= 1 and h.label.epoch == h.epoch and h.label.number >= 0, f"{who} says that it is at version {h.label}")
+    need(
+        h.epoch >= 1 and h.label.epoch == h.epoch and h.label.number >= 0,
+        f"{who} says that it is at version {h.label}",
+    )
     need(0 <= h.origin <= h.epoch, f"{who} says that it resumed from epoch {h.origin}")
     need(h.max_lag >= 0, f"{who} has the limit {h.max_lag}")
-    need(0 <= h.next_ticket < TICKET_END and all(0 <= t < TICKET_END for t in h.trained_above), f"{who} goes on at ticket {h.next_ticket}")
-    behind = all(label.epoch == h.epoch and 0 <= label.number < h.label.number for label, _ in h.ring)
-    need(behind, f"{who} at version {h.label} holds weights that are not of its past: {', '.join(str(x) for x, _ in h.ring[:8])}")
+    need(
+        0 <= h.next_ticket < TICKET_END and all(0 <= t < TICKET_END for t in h.trained_above),
+        f"{who} goes on at ticket {h.next_ticket}",
+    )
+    behind = all(
+        label.epoch == h.epoch and 0 <= label.number < h.label.number for label, _ in h.ring
+    )
+    need(
+        behind,
+        f"{who} at version {h.label} holds weights that are not of its past: "
+        f"{', '.join(str(x) for x, _ in h.ring[:8])}",
+    )
     try:
-        need(set(h.ledger) <= set(DISPOSITIONS), f"{who} has a ledger with other lines than {', '.join(DISPOSITIONS)}")
+        need(
+            set(h.ledger) <= set(DISPOSITIONS),
+            f"{who} has a ledger with other lines than {', '.join(DISPOSITIONS)}",
+        )
         Ledger.restore(h.ledger)
     except (KeyError, ValueError, OverflowError) as e:
         raise BadMessage(f"{who} has a ledger that does not read: {type(e).__name__} {e}") from e
 
 
 def ask(store: Store, number: int) -> None:
-    need(number < store.s.steps, f"batch {number} is asked for; the last one of {store.s.steps} is {store.s.steps - 1} (learner.steps)")
+    need(
+        number < store.s.steps,
+        f"batch {number} is asked for; the last one of {store.s.steps} is {store.s.steps - 1} "
+        "(learner.steps)",
+    )
 
 
 def commit(store: Store, number: int, label: Label, unused: Sequence[tuple[int, int]] = ()) -> None:
-    """A batch that is told to be trained: it is composed and complete, and its update has the name that follows."""
-    need(label == (store.epoch, number + 1), f"the commit of batch {number} in epoch {store.epoch} makes version {store.epoch}.{number + 1}, not {label}")
+    """A batch that is told to be trained: it is composed and complete, and its update has the name
+    that follows.
+    """
+    need(
+        label == (store.epoch, number + 1),
+        f"the commit of batch {number} in epoch {store.epoch} makes version "
+        f"{store.epoch}.{number + 1}, not {label}",
+    )
     if number < store.committed:
         return
     at = number - store.base
-    need(at < len(store.comps), f"batch {number} is committed and was not composed: known are batches up to {store.base + len(store.comps) - 1}")
+    need(
+        at < len(store.comps),
+        f"batch {number} is committed and was not composed: known are batches up to "
+        f"{store.base + len(store.comps) - 1}",
+    )
     missing = [t for t in store.comps[at] if t not in store.alive or not store.alive[t].complete]
     samples = len(store.comps[at]) * store.s.group
-    fits = len(unused) in (0, samples) and all(0 <= x < 1 << 60 for counts in unused for x in counts)
-    need(fits, f"batch {number} has {samples} samples; its commit counts unused tokens of {len(unused)}, or counts that cannot be")
-    need(not missing, f"batch {number} is committed and was never complete: ticket {missing[0] if missing else ''} lacks samples")
+    fits = len(unused) in (0, samples) and all(
+        0 <= x < 1 << 60 for counts in unused for x in counts
+    )
+    need(
+        fits,
+        f"batch {number} has {samples} samples; its commit counts unused tokens of {len(unused)}, "
+        "or counts that cannot be",
+    )
+    need(
+        not missing,
+        f"batch {number} is committed and was never complete: ticket "
+        f"{missing[0] if missing else ''} lacks samples",
+    )
 
 
 def goodbye(store: Store, number: int) -> None:

@@ -1,4 +1,6 @@
-"""Evaluation: held-out prompts as tickets of their own, all at one exact version, outside pacing and the training ledger."""
+"""Evaluation: held-out prompts as tickets of their own, all at one exact version, outside pacing
+and the training ledger.
+"""
 
 from __future__ import annotations
 
@@ -47,27 +49,49 @@ class Round:
     def metrics(self) -> dict[str, float]:
         n = max(len(self.rewards), 1)
         mean = math.fsum(self.rewards) / n  # rounded once: rewards arrive in any order
-        return {f"eval/{self.split}": mean, f"eval/{self.split}_n": len(self.rewards), f"eval/{self.split}_length": sum(self.lengths) / n}
+        return {
+            f"eval/{self.split}": mean,
+            f"eval/{self.split}_n": len(self.rewards),
+            f"eval/{self.split}_length": sum(self.lengths) / n,
+        }
 
 
 class Evaluations:
-    """Which rounds are due, which jobs are out, and the results by (split, number of the version)."""
+    """Which rounds are due, which jobs are out, and the results by (split, number of the
+    version).
+    """
 
-    def __init__(self, every: int = 0, prompts: int = 0, final_prompts: int = 0, ood_prompts: int = 0, temperature: float = 1.0,
-                 prompt: Callable[[str, int], Prompt] | None = None, ood_every: int = 0) -> None:  # fmt: skip
+    def __init__(
+        self,
+        every: int = 0,
+        prompts: int = 0,
+        final_prompts: int = 0,
+        ood_prompts: int = 0,
+        temperature: float = 1.0,
+        prompt: Callable[[str, int], Prompt] | None = None,
+        ood_every: int = 0,
+    ) -> None:
         self.ood_every = ood_every
-        self.every, self.prompts, self.final_prompts, self.ood_prompts = every, prompts, final_prompts, ood_prompts
-        self.temperature, self.prompt = temperature, prompt
+        self.every = every
+        self.prompts = prompts
+        self.final_prompts = final_prompts
+        self.ood_prompts = ood_prompts
+        self.temperature = temperature
+        self.prompt = prompt
         self.queue: deque[Job] = deque()
-        self.out: dict[int, tuple[Job, str, int, float]] = {}  # attempt -> (job, producer, session, expires)
+        # attempt -> (job, producer, session, expires)
+        self.out: dict[int, tuple[Job, str, int, float]] = {}
         self.last: Job | None = None
         self.rounds: list[Round] = []
         self.results: dict[tuple[str, int], dict[str, float]] = {}
-        self.fresh: list[tuple[int, dict[str, float]]] = []  # finished, not yet written to the metrics
+        # finished, not yet written to the metrics
+        self.fresh: list[tuple[int, dict[str, float]]] = []
         self._taken: deque[tuple[Job, str, int, float]] = deque()
 
     def restart(self, label: Label, steps: int) -> None:
-        """A learner's hello: what is unfinished starts over, at the learner's version if one is due there; what lies past it was of another branch."""
+        """A learner's hello: what is unfinished starts over, at the learner's version if one is due
+        there; what lies past it was of another branch.
+        """
         self.queue.clear()
         self.out.clear()
         self.rounds = []
@@ -76,9 +100,13 @@ class Evaluations:
         self.committed(label, steps)
 
     def forget(self, base: int) -> None:
-        """No learner begins behind version `base` any more: of the results behind it only the first and the newest of a split are of use."""
+        """No learner begins behind version `base` any more: of the results behind it only the first
+        and the newest of a split are of use.
+        """
         newest = dict(sorted(self.results))  # of each split, the last one counts
-        self.results = {(s, n): v for (s, n), v in self.results.items() if n >= base or n in (0, newest[s])}
+        self.results = {
+            (s, n): v for (s, n), v in self.results.items() if n >= base or n in (0, newest[s])
+        }
 
     def committed(self, label: Label, steps: int) -> None:
         """Start the rounds that are due at this version."""
@@ -86,7 +114,9 @@ class Evaluations:
         if ends or (self.every and label.number % self.every == 0):
             self._start(label, "heldout", self.final_prompts if ends else self.prompts)
         if ends or (self.ood_every and label.number % self.ood_every == 0):
-            self._start(label, "ood", self.ood_prompts if ends else min(self.prompts, self.ood_prompts))
+            self._start(
+                label, "ood", self.ood_prompts if ends else min(self.prompts, self.ood_prompts)
+            )
 
     def _start(self, label: Label, split: str, size: int) -> None:
         if size and self.prompt is not None and (split, label.number) not in self.results:
@@ -112,7 +142,17 @@ class Evaluations:
         self.out[attempt] = self._taken.pop()
         s = settings.sampling
         sampling = Sampling(self.temperature, 1.0, 0, s.max_new_tokens)
-        return Ticket(job.ticket, attempt, "eval", self.prompt(job.split, job.index), [0], sampling, Label(job.label.epoch, 0), job.label, settings.seed)
+        return Ticket(
+            job.ticket,
+            attempt,
+            "eval",
+            self.prompt(job.split, job.index),
+            [0],
+            sampling,
+            Label(job.label.epoch, 0),
+            job.label,
+            settings.seed,
+        )
 
     def renew(self, ticket: int, attempt: int, expires: float) -> None:
         if (entry := self.out.get(attempt)) is not None:

@@ -1,4 +1,6 @@
-"""What the store keeps of a group: its samples, its lease, its attempts, and the lines it gives the ledger."""
+"""What the store keeps of a group: its samples, its lease, its attempts, and the lines it gives the
+ledger.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ MAX_DROPS = 3  # the third drop, or failure, of a group abandons it
 
 @dataclass
 class Settings:
-    """What the store needs of the config; `off` switches mechanisms off, for the tests that show each is needed."""
+    """What the store needs of the config; `off` switches mechanisms off, for the tests that show
+    each is needed.
+    """
 
     batch: int
     group: int
@@ -34,7 +38,11 @@ class Settings:
     @property
     def in_order(self) -> bool:
         """Do groups stand in ticket order, as the bound of `pace` needs it?"""
-        return self.on_exceed == "pace" and self.order in ("auto", "ticket") and "ticket_order" not in self.off
+        return (
+            self.on_exceed == "pace"
+            and self.order in ("auto", "ticket")
+            and "ticket_order" not in self.off
+        )
 
 
 @dataclass
@@ -55,7 +63,8 @@ class Stored:
     faded: float = 0.0  # tokens times (1 - weight) past the limit (downweight)
     skipped: int = 0  # tokens: no optimizer step was made on the sample (early stopping)
     rejected: int = 0  # tokens that the correction rejected or vetoed in every step
-    runs: list[tuple[int, int, int]] | None = None  # (start, end, lag) as its batch was handed out, until the commit
+    # (start, end, lag) as its batch was handed out, until the commit
+    runs: list[tuple[int, int, int]] | None = None
 
 
 @dataclass
@@ -67,9 +76,12 @@ class Group:
     failures: int = 0
     completed: int = 0  # order of completion
     filtered: bool = False  # it still counts: only where `filter_leaves` is switched off
-    other: list[tuple[str, int, float]] = field(default_factory=list)  # finals that were not accepted: (what, tokens, reward)
-    attempts: dict[int, list[int]] = field(default_factory=dict)  # attempt -> [tokens reported, delivered, ended]
-    finals: dict[tuple[int, int], str] = field(default_factory=dict)  # (sample, attempt) -> disposition
+    # finals that were not accepted: (what, tokens, reward)
+    other: list[tuple[str, int, float]] = field(default_factory=list)
+    # attempt -> [tokens reported, delivered, ended]
+    attempts: dict[int, list[int]] = field(default_factory=dict)
+    # (sample, attempt) -> disposition
+    finals: dict[tuple[int, int], str] = field(default_factory=dict)
     stands: int = -1  # the ticket whose place it took over (lag injection), -1: its own
 
     @property
@@ -88,14 +100,18 @@ class Group:
         return [s for s in self.samples if s is not None]
 
     def fold(self, into: Ledger, *, trained: bool, rest: str = "left_over") -> None:
-        """Add this group's lines: accepted samples are trained or `rest`; tokens of attempts that ended undelivered are lost."""
+        """Add this group's lines: accepted samples are trained or `rest`; tokens of attempts that
+        ended undelivered are lost.
+        """
         for what, tokens, reward in self.other:
             into.add(what, tokens, 1, tokens, reward)
         for s in self.stored():
             t = s.trajectory
             if trained:
                 if not s.skipped:
-                    into.add("trained", t.length - s.masked - s.rejected, 1, t.length, t.reward, s.faded)
+                    into.add(
+                        "trained", t.length - s.masked - s.rejected, 1, t.length, t.reward, s.faded
+                    )
                 for what, tokens in (("skipped", s.skipped), ("rejected", s.rejected)):
                     if tokens:
                         into.add(what, tokens, 1, t.length, t.reward)

@@ -1,12 +1,14 @@
-"""The segmented log: records with checksums, group commit, a torn tail cut, damage in the middle reported.
+"""The segmented log: records with checksums, group commit, a torn tail cut, damage in the middle
+reported.
 
 ```
-journal/00000007.log   [mark 4 | length 4 | sure 8 | xxh3-64 8 | payload] ...      the first payload is a snapshot
+journal/00000007.log   [mark 4 | length 4 | sure 8 | xxh3-64 8 | payload] ...
+                       the first payload is a snapshot
 ```
 
-`sure` is the offset up to which the file was as durable as the mode promises when the frame was written (`process`: written,
-`disk`: synced).  An unreadable place is a torn tail, hence cut, unless a readable frame behind it says that it was sure.
-"""
+`sure` is the offset up to which the file was as durable as the mode promises when the frame was
+written (`process`: written, `disk`: synced).  An unreadable place is a torn tail, hence cut, unless
+a readable frame behind it says that it was sure."""
 
 from __future__ import annotations
 
@@ -53,8 +55,11 @@ def segments(directory: Path) -> list[Path]:
 
 
 def read(path: Path) -> Iterator[bytes]:
-    """The payloads of a segment.  Cuts a torn tail off the file.  Raises Damaged for anything else that is unreadable."""
-    data, offset = path.read_bytes(), 0
+    """The payloads of a segment.  Cuts a torn tail off the file.  Raises Damaged for anything else
+    that is unreadable.
+    """
+    data = path.read_bytes()
+    offset = 0
     while offset < len(data):
         found = _at(data, offset)
         if found is None:
@@ -65,13 +70,18 @@ def read(path: Path) -> Iterator[bytes]:
 
 
 def _judge_tail(path: Path, data: bytes, bad: int) -> None:
-    """Cut `path` at `bad`, or raise Damaged when a later frame proves that the place had been durable."""
+    """Cut `path` at `bad`, or raise Damaged when a later frame proves that the place had been
+    durable.
+    """
     at = data.find(MARK, bad + 1) if bad else 0
     while at >= 0:
         found = _at(data, at)
         if not bad or (found is not None and found[0] > bad):
-            raise Damaged(f"{path} is damaged at byte {bad} of {len(data)}, where it had been whole: restore it, or start a new run "
-                          "(a power cut does this under durability.mode = process; disk survives one)")  # fmt: skip
+            raise Damaged(
+                f"{path} is damaged at byte {bad} of {len(data)}, where it had been whole: restore "
+                "it, or start a new run "
+                "(a power cut does this under durability.mode = process; disk survives one)"
+            )
         at = data.find(MARK, at + 1)
     with path.open("r+b") as f:
         f.truncate(bad)
@@ -85,13 +95,16 @@ def _sync_directory(path: Path) -> None:
 
 
 class Journal:
-    """The log being written.  `append`, then `write`; a record is safe once `durable` has reached its number.
+    """The log being written.  `append`, then `write`; a record is safe once `durable` has reached
+    its number.
 
-    Under `disk` a thread syncs what is written, in groups: while it does, more is appended and written.
-    """
+    Under `disk` a thread syncs what is written, in groups: while it does, more is appended and
+    written."""
 
     def __init__(self, directory: Path, *, sync: bool, segment_bytes: int = SEGMENT_BYTES) -> None:
-        self.directory, self.sync, self.segment_bytes = directory, sync, segment_bytes
+        self.directory = directory
+        self.sync = sync
+        self.segment_bytes = segment_bytes
         directory.mkdir(parents=True, exist_ok=True)
         self.number = int(found[-1].stem) if (found := segments(directory)) else 0
         self.fd = -1
@@ -101,7 +114,9 @@ class Journal:
         self._wake = threading.Condition()
         self._goal = (0, 0)  # (record, bytes) written and not yet synced
         self._busy = self._end = False
-        self.thread = threading.Thread(target=self._syncer, name="journal", daemon=True) if sync else None
+        self.thread = (
+            threading.Thread(target=self._syncer, name="journal", daemon=True) if sync else None
+        )
         if self.thread is not None:
             self.thread.start()
 
@@ -126,7 +141,8 @@ class Journal:
             raise full(self.directory, e) from e
         self.size += len(data)
         if not self.sync:
-            self.durable, self.sure = self.appended, self.size
+            self.durable = self.appended
+            self.sure = self.size
             return
         with self._wake:
             self._goal = (self.appended, self.size)
@@ -139,16 +155,21 @@ class Journal:
                     self._wake.wait()
                 if self._end:
                     return
-                goal, fd, self._busy = self._goal, self.fd, True
+                goal = self._goal
+                fd = self.fd
+                self._busy = True
             try:
                 os.fdatasync(fd)
             except OSError as e:
                 with self._wake:
-                    self.failure, self._busy = e, False
+                    self.failure = e
+                    self._busy = False
                     self._wake.notify_all()
                 return
             with self._wake:
-                self.durable, self.sure, self._busy = goal[0], goal[1], False
+                self.durable = goal[0]
+                self.sure = goal[1]
+                self._busy = False
                 self._wake.notify_all()
 
     @property
@@ -157,15 +178,17 @@ class Journal:
         return self.size > max(self.segment_bytes, 2 * self.first)
 
     def rotate(self, snapshot: bytes) -> None:
-        """Start a new segment with a snapshot that contains everything appended so far; older segments go.
+        """Start a new segment with a snapshot that contains everything appended so far; older
+        segments go.
 
-        Raises AsyncrlError when the disk is full: the older segment is then as it was, and goes on to count.
-        """
+        Raises AsyncrlError when the disk is full: the older segment is then as it was, and goes on
+        to count."""
         if self.failure is not None:
             raise full(self.directory, self.failure) from self.failure
         path = self.directory / f"{self.number + 1:08d}.log"
         part = path.with_suffix(".part")
-        data, fd = frame(snapshot, 0), -1
+        data = frame(snapshot, 0)
+        fd = -1
         try:
             fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
             _write(fd, data)
@@ -181,9 +204,14 @@ class Journal:
             raise full(part, e) from e
         with self._wake:
             self._wake.wait_for(lambda: not self._busy)
-            old, self.fd = self.fd, fd
-            self.number, self.size, self.sure, self.first = self.number + 1, len(data), len(data), len(data)
-            self.durable, self.waiting = self.appended, []
+            old = self.fd
+            self.fd = fd
+            self.number = self.number + 1
+            self.size = len(data)
+            self.sure = len(data)
+            self.first = len(data)
+            self.durable = self.appended
+            self.waiting = []
             self._goal = (self.appended, self.size)
         if old >= 0:
             os.close(old)

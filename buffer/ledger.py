@@ -16,10 +16,19 @@ class Line:
     samples: int = 0
     length_sum: float = 0.0
     reward_sum: float = 0.0
-    by_length: dict[int, int] = field(default_factory=dict)  # tokens of answers up to 1, 2, 4, 8, ... long
-    faded: dict[int, float] = field(default_factory=dict)  # of these, what `downweight` took: tokens times (1 - weight)
+    # tokens of answers up to 1, 2, 4, 8, ... long
+    by_length: dict[int, int] = field(default_factory=dict)
+    # of these, what `downweight` took: tokens times (1 - weight)
+    faded: dict[int, float] = field(default_factory=dict)
 
-    def add(self, tokens: int, samples: int = 0, length: float = 0.0, reward: float = 0.0, faded: float = 0.0) -> None:
+    def add(
+        self,
+        tokens: int,
+        samples: int = 0,
+        length: float = 0.0,
+        reward: float = 0.0,
+        faded: float = 0.0,
+    ) -> None:
         if samples and tokens:
             upto = 1 << max(0, int(length) - 1).bit_length()
             self.by_length[upto] = self.by_length.get(upto, 0) + tokens
@@ -31,7 +40,14 @@ class Line:
         self.reward_sum += reward
 
     def copy(self) -> Line:
-        return Line(self.tokens, self.samples, self.length_sum, self.reward_sum, self.by_length.copy(), self.faded.copy())
+        return Line(
+            self.tokens,
+            self.samples,
+            self.length_sum,
+            self.reward_sum,
+            self.by_length.copy(),
+            self.faded.copy(),
+        )
 
     def merge(self, other: Line) -> None:
         self.tokens += other.tokens
@@ -45,13 +61,24 @@ class Line:
 
     def as_dict(self) -> dict[str, float]:
         n = max(self.samples, 1)
-        means = {"tokens": self.tokens, "samples": self.samples, "mean_length": self.length_sum / n, "mean_reward": self.reward_sum / n}
-        return means | {f"upto_{k}": v for k, v in sorted(self.by_length.items())} | {f"faded_upto_{k}": v for k, v in sorted(self.faded.items())}
+        means = {
+            "tokens": self.tokens,
+            "samples": self.samples,
+            "mean_length": self.length_sum / n,
+            "mean_reward": self.reward_sum / n,
+        }
+        return (
+            means
+            | {f"upto_{k}": v for k, v in sorted(self.by_length.items())}
+            | {f"faded_upto_{k}": v for k, v in sorted(self.faded.items())}
+        )
 
 
 @dataclass
 class Ledger:
-    """Totals of what is final for good.  The store adds what may still change (see `Store.ledger`)."""
+    """Totals of what is final for good.  The store adds what may still change (see
+    `Store.ledger`).
+    """
 
     lines: dict[str, Line] = field(default_factory=dict)
 
@@ -62,7 +89,15 @@ class Ledger:
     def copy(self) -> Ledger:
         return Ledger({name: x.copy() for name, x in self.lines.items()})
 
-    def add(self, what: str, tokens: int, samples: int = 0, length: float = 0.0, reward: float = 0.0, faded: float = 0.0) -> None:
+    def add(
+        self,
+        what: str,
+        tokens: int,
+        samples: int = 0,
+        length: float = 0.0,
+        reward: float = 0.0,
+        faded: float = 0.0,
+    ) -> None:
         self.lines[what].add(tokens, samples, length, reward, faded)
 
     def merge(self, other: Ledger) -> None:
@@ -78,8 +113,14 @@ class Ledger:
         out = cls()
         for name, t in totals.items():
             n = t["samples"]
-            out.lines[name] = Line(int(t["tokens"]), int(n), t["mean_length"] * n, t["mean_reward"] * n,
-                                   {k: int(x) for k, x in binned(t, "upto_").items()}, binned(t, "faded_upto_"))  # fmt: skip
+            out.lines[name] = Line(
+                int(t["tokens"]),
+                int(n),
+                t["mean_length"] * n,
+                t["mean_reward"] * n,
+                {k: int(x) for k, x in binned(t, "upto_").items()},
+                binned(t, "faded_upto_"),
+            )
         return out
 
 

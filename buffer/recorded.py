@@ -1,8 +1,9 @@
-"""A store whose every change is in the journal: what peers said and when, in order.  Folding it again gives the same state.
+"""A store whose every change is in the journal: what peers said and when, in order.  Folding it
+again gives the same state.
 
-The store is a function of these records (its clock is passed in, its prompts are the task's, its lag is the tree's), so a
-record is what was asked, not what came of it.  A segment begins with a snapshot, made with the settings that its records need.
-"""
+The store is a function of these records (its clock is passed in, its prompts are the task's, its
+lag is the tree's), so a record is what was asked, not what came of it.  A segment begins with a
+snapshot, made with the settings that its records need."""
 
 from __future__ import annotations
 
@@ -124,48 +125,120 @@ class Snapshot(msgspec.Struct, tag="snapshot"):
     drawn: list[tuple[tuple[str, int], int]] = []
 
 
-Record = Granted | Renewed | Expired | Ended | Delivered | Greeted | Asked | Committed | Retired | Finished | Told
-EVALUATED = ("every", "prompts", "final_prompts", "ood_prompts", "temperature", "ood_every")  # a segment folds with the settings that it was written under
-PLAIN = ("epoch", "active", "cursor", "attempts", "committed", "base", "completions", "failed_samples", "failed_machinery", "stored_bytes",
-         "drawn_before")  # fmt: skip
+Record = (
+    Granted
+    | Renewed
+    | Expired
+    | Ended
+    | Delivered
+    | Greeted
+    | Asked
+    | Committed
+    | Retired
+    | Finished
+    | Told
+)
+# a segment folds with the settings that it was written under
+EVALUATED = ("every", "prompts", "final_prompts", "ood_prompts", "temperature", "ood_every")
+PLAIN = (
+    "epoch",
+    "active",
+    "cursor",
+    "attempts",
+    "committed",
+    "base",
+    "completions",
+    "failed_samples",
+    "failed_machinery",
+    "stored_bytes",
+    "drawn_before",
+)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
 
 
 def snapshot(s: Store) -> bytes:
-    e, tree = s.evaluations, s.tree
-    kept = EvalState(e.every, e.prompts, e.final_prompts, e.ood_prompts, e.temperature, list(e.queue),
-                     [(a, *entry) for a, entry in e.out.items()], e.rounds,
-                     [(split, n, values) for (split, n), values in e.results.items()], e.ood_every)  # fmt: skip
+    e = s.evaluations
+    tree = s.tree
+    kept = EvalState(
+        e.every,
+        e.prompts,
+        e.final_prompts,
+        e.ood_prompts,
+        e.temperature,
+        list(e.queue),
+        [(a, *entry) for a, entry in e.out.items()],
+        e.rounds,
+        [(split, n, values) for (split, n), values in e.results.items()],
+        e.ood_every,
+    )
     plain = {name: getattr(s, name) for name in PLAIN} | {"finished": int(s.finished)}
-    return _encode(Snapshot(
-        FORMAT, s.s, plain, None if s.max_lag == float("inf") else s.max_lag, s.policy, s.source, list(s.alive.values()), list(s.retained.values()),
-        s.comps, s.past, list(s.gone.items()), list(s.strays.items()), sorted(s.skip), s.failures, list(tree._node.items()), tree._parent, tree._depth,
-        tree._digest, kept, sorted(s.leased), s.carried, list(s.drawn.items()),
-    ))  # fmt: skip
+    return _encode(
+        Snapshot(
+            FORMAT,
+            s.s,
+            plain,
+            None if s.max_lag == float("inf") else s.max_lag,
+            s.policy,
+            s.source,
+            list(s.alive.values()),
+            list(s.retained.values()),
+            s.comps,
+            s.past,
+            list(s.gone.items()),
+            list(s.strays.items()),
+            sorted(s.skip),
+            s.failures,
+            list(tree._node.items()),
+            tree._parent,
+            tree._depth,
+            tree._digest,
+            kept,
+            sorted(s.leased),
+            s.carried,
+            list(s.drawn.items()),
+        )
+    )
 
 
 def _restore(s: Store, x: Snapshot) -> None:
     """Put a snapshot's state into the fresh store `s`."""
     for name in PLAIN:
         setattr(s, name, x.plain.get(name, 0))  # a key that an older journal lacks
-    s.s, s.finished, s.max_lag, s.policy, s.source = x.settings, bool(x.plain["finished"]), float("inf") if x.max_lag is None else x.max_lag, x.policy, x.source
-    s.alive, s.retained = {g.ticket: g for g in x.alive}, {g.ticket: g for g in x.retained}
+    s.s = x.settings
+    s.finished = bool(x.plain["finished"])
+    s.max_lag = float("inf") if x.max_lag is None else x.max_lag
+    s.policy = x.policy
+    s.source = x.source
+    s.alive = {g.ticket: g for g in x.alive}
+    s.retained = {g.ticket: g for g in x.retained}
     s.comps, s.composed, s.past = x.comps, {t for comp in x.comps for t in comp}, x.past
-    s.gone, s.strays, s.skip, s.failures = OrderedDict(x.gone), OrderedDict(x.strays), set(x.skip), x.failures
-    s.tree._node, s.tree._parent, s.tree._depth, s.tree._digest = dict(x.tree), x.parents, x.depths, x.digests
+    s.gone = OrderedDict(x.gone)
+    s.strays = OrderedDict(x.strays)
+    s.skip = set(x.skip)
+    s.failures = x.failures
+    s.tree._node = dict(x.tree)
+    s.tree._parent = x.parents
+    s.tree._depth = x.depths
+    s.tree._digest = x.digests
     s.tree.index()
     s.drawn = OrderedDict(x.drawn)
-    s.leased, s.carried, s.in_order = set(x.leased), x.carried, x.settings.in_order
-    e, kept = s.evaluations, x.evaluations
+    s.leased = set(x.leased)
+    s.carried = x.carried
+    s.in_order = x.settings.in_order
+    e = s.evaluations
+    kept = x.evaluations
     for name in EVALUATED:
         setattr(e, name, getattr(kept, name))
-    e.queue, e.rounds, e.results = deque(kept.queue), kept.rounds, {(split, n): v for split, n, v in kept.results}
+    e.queue = deque(kept.queue)
+    e.rounds = kept.rounds
+    e.results = {(split, n): v for split, n, v in kept.results}
     e.out = {a: (job, who, session, expires) for a, job, who, session, expires in kept.out}
 
 
 class RecordedStore(Store):
-    """A Store that appends each change to the journal after making it; nothing may leave the process before it is durable there.
+    """A Store that appends each change to the journal after making it; nothing may leave the
+    process before it is durable there.
 
     `open` folds what an earlier life left.  Raises Damaged when that does not fold.
     """
@@ -173,8 +246,17 @@ class RecordedStore(Store):
     journal: Journal
 
     @classmethod
-    def open(cls, directory: Path, *, sync: bool, settings: Settings, prompt: Callable[[int], Prompt], evaluations: Evaluations, now: float,
-             segment_bytes: int = 0) -> RecordedStore:  # fmt: skip
+    def open(
+        cls,
+        directory: Path,
+        *,
+        sync: bool,
+        settings: Settings,
+        prompt: Callable[[int], Prompt],
+        evaluations: Evaluations,
+        now: float,
+        segment_bytes: int = 0,
+    ) -> RecordedStore:
         store = cls(settings, prompt, evaluations)
         mine = {name: getattr(evaluations, name) for name in EVALUATED}
         if found := segments(directory):
@@ -186,7 +268,9 @@ class RecordedStore(Store):
         store.finished = store.finished and store.committed >= settings.steps
         evaluations.fresh = []
         store._leases_anew(now)
-        store.journal = Journal(directory, sync=sync, **({"segment_bytes": segment_bytes} if segment_bytes else {}))
+        store.journal = Journal(
+            directory, sync=sync, **({"segment_bytes": segment_bytes} if segment_bytes else {})
+        )
         store.journal.rotate(snapshot(store))
         return store
 
@@ -195,19 +279,27 @@ class RecordedStore(Store):
         try:
             first = msgspec.msgpack.decode(next(records), type=Snapshot)
             if first.format != FORMAT:
-                raise Damaged(f"{path} has format {first.format}, this version reads {FORMAT}: go on with the version that wrote it")
+                raise Damaged(
+                    f"{path} has format {first.format}, this version reads {FORMAT}: go on with "
+                    "the version that wrote it"
+                )
             _restore(self, first)
             for payload in records:
                 self._apply(_decode(payload))
         except (StopIteration, msgspec.MsgspecError, KeyError) as e:
-            raise Damaged(f"{path} does not fold: {e or 'it is empty'}; start a new run, or restore the file") from e
+            raise Damaged(
+                f"{path} does not fold: {e or 'it is empty'}; start a new run, or restore the file"
+            ) from e
 
     def _apply(self, r: Record) -> None:
         """One record again, by the plain store's own methods."""
         if isinstance(r, Granted):
             super().grant(r.producer, r.session, r.samples, r.now)
             if self.attempts != r.attempts:
-                raise Damaged(f"the journal does not fold: a grant gives attempt {self.attempts}, it gave {r.attempts}; was the task or the code changed?")
+                raise Damaged(
+                    f"the journal does not fold: a grant gives attempt {self.attempts}, it gave "
+                    f"{r.attempts}; was the task or the code changed?"
+                )
         elif isinstance(r, Delivered):
             try:
                 super().deliver(r.trajectory, 0.0)
@@ -238,18 +330,23 @@ class RecordedStore(Store):
             if g.lease is not None:
                 g.lease.expires = now + self.s.lease_s
         e = self.evaluations
-        e.out = {a: (job, who, session, now + self.s.lease_s) for a, (job, who, session, _) in e.out.items()}
+        e.out = {
+            a: (job, who, session, now + self.s.lease_s)
+            for a, (job, who, session, _) in e.out.items()
+        }
 
     def _record(self, record: Any) -> None:
         self.journal.append(_encode(record))
 
     def settle(self) -> None:
-        """End of a pass of the loop: write what was appended; begin a new segment when this one is full."""
+        """End of a pass of the loop: write what was appended; begin a new segment when this one is
+        full.
+        """
         if self.journal.full:
             self.journal.rotate(snapshot(self))
         self.journal.write()
 
-    # ---- the store's changes, recorded -------------------------------------------------------------------------------
+    # ---- the store's changes, recorded -----------------------------------------------------------
 
     def grant(self, producer: str, session: int, samples: int, now: float) -> list[Ticket]:
         tickets = super().grant(producer, session, samples, now)
@@ -257,8 +354,14 @@ class RecordedStore(Store):
             self._record(Granted(producer, session, samples, now, self.attempts))
         return tickets
 
-    def renew(self, producer: str, session: int, progress: list[tuple[int, int, int]], now: float,
-              judging: Sequence[tuple[int, int]] = ()) -> None:  # fmt: skip
+    def renew(
+        self,
+        producer: str,
+        session: int,
+        progress: list[tuple[int, int, int]],
+        now: float,
+        judging: Sequence[tuple[int, int]] = (),
+    ) -> None:
         super().renew(producer, session, progress, now, judging)
         if progress or judging:
             self._record(Renewed(producer, session, progress, now, list(judging)))
@@ -284,7 +387,8 @@ class RecordedStore(Store):
         return what
 
     def hello(self, h: LearnerHello) -> bool:
-        new, followed = h.epoch != self.epoch, super().hello(h)
+        new = h.epoch != self.epoch
+        followed = super().hello(h)
         if followed and new:
             self._record(Greeted(h))
         return followed
@@ -296,7 +400,9 @@ class RecordedStore(Store):
             self._record(Asked(epoch, number))
         return answer
 
-    def commit(self, number: int, label: Label, digest: str, unused: Sequence[tuple[int, int]] = ()) -> bool | None:
+    def commit(
+        self, number: int, label: Label, digest: str, unused: Sequence[tuple[int, int]] = ()
+    ) -> bool | None:
         done = super().commit(number, label, digest, unused)
         if done:
             self._record(Committed(number, label, digest, list(unused)))

@@ -1,7 +1,8 @@
-"""The buffer process: sockets around the store.  It never blocks on a peer; it is also where a run's numbers are written.
+"""The buffer process: sockets around the store.  It never blocks on a peer; it is also where a
+run's numbers are written.
 
-Everything it knows of time is read here and passed in: leases, ages of waits, wall time from the first ticket.
-"""
+Everything it knows of time is read here and passed in: leases, ages of waits, wall time from the
+first ticket."""
 
 from __future__ import annotations
 
@@ -36,8 +37,14 @@ from buffer.sessions import Sessions
 from buffer.store import Store
 from buffer.trained import Trained, mean, quantile
 
-SUMS = (*(f"generator/{x}" for x in ("tokens", "busy_s", "idle_s", "swap_s", "reward_idle_s")), "reward/judged", "reward/waited_s", "reward/called_s")
-POLL_S, TICK_S = 0.25, 0.25
+SUMS = (
+    *(f"generator/{x}" for x in ("tokens", "busy_s", "idle_s", "swap_s", "reward_idle_s")),
+    "reward/judged",
+    "reward/waited_s",
+    "reward/called_s",
+)
+POLL_S = 0.25
+TICK_S = 0.25
 SYNC_POLL_S = 0.001  # while replies wait for the disk
 NOBODY = -1  # no session: all of a producer's leases end
 LINGER_S = 5.0  # how long the end of the run is told to generators that have not asked yet
@@ -45,14 +52,25 @@ REFUSALS_SAID = 20  # lines in the log; further ones are only counted
 
 
 def settings(config: Config) -> Settings:
-    g, s = config.generator, config.staleness
+    g = config.generator
+    s = config.staleness
     return Settings(
-        batch=config.learner.groups, group=config.learner.group_size, steps=config.learner.steps,
-        sampling=m.Sampling(g.temperature, g.top_p, g.top_k, g.max_new_tokens, config.advantage.name == "remax"), seed=config.seed,
-        on_exceed=s.on_exceed, order=s.order, inject=s.inject, half_life=s.half_life,
-        filter_no_spread=config.advantage.no_spread == "filter", lease_s=config.wires.lease_s, error_budget=config.reward.error_budget,
+        batch=config.learner.groups,
+        group=config.learner.group_size,
+        steps=config.learner.steps,
+        sampling=m.Sampling(
+            g.temperature, g.top_p, g.top_k, g.max_new_tokens, config.advantage.name == "remax"
+        ),
+        seed=config.seed,
+        on_exceed=s.on_exceed,
+        order=s.order,
+        inject=s.inject,
+        half_life=s.half_life,
+        filter_no_spread=config.advantage.no_spread == "filter",
+        lease_s=config.wires.lease_s,
+        error_budget=config.reward.error_budget,
         machinery_budget=config.reward.machinery_budget,
-    )  # fmt: skip
+    )
 
 
 def evaluations(config: Config, task: Task) -> Evaluations:
@@ -63,8 +81,15 @@ def evaluations(config: Config, task: Task) -> Evaluations:
         size = task.size(split)
         return n if size is None else min(n, size)
 
-    return Evaluations(e.every, most(e.prompts, "heldout"), most(e.final_prompts, "heldout"), most(e.ood_prompts, "ood"), e.temperature,
-                       lambda split, i: task.prompt(split, i, config.seed), e.ood_every)  # fmt: skip
+    return Evaluations(
+        e.every,
+        most(e.prompts, "heldout"),
+        most(e.final_prompts, "heldout"),
+        most(e.ood_prompts, "ood"),
+        e.temperature,
+        lambda split, i: task.prompt(split, i, config.seed),
+        e.ood_every,
+    )
 
 
 def open_store(config: Config, run_dir: Path, task: Task) -> Store:
@@ -75,8 +100,14 @@ def open_store(config: Config, run_dir: Path, task: Task) -> Store:
 
     if config.durability.mode == "memory":
         return Store(settings(config), prompt, evaluations(config, task))
-    return RecordedStore.open(run_dir / "journal", sync=config.durability.mode == "disk", settings=settings(config), prompt=prompt,
-                              evaluations=evaluations(config, task), now=time.monotonic())  # fmt: skip
+    return RecordedStore.open(
+        run_dir / "journal",
+        sync=config.durability.mode == "disk",
+        settings=settings(config),
+        prompt=prompt,
+        evaluations=evaluations(config, task),
+        now=time.monotonic(),
+    )
 
 
 def say(line: str) -> None:
@@ -92,7 +123,8 @@ class Service:
         self.config, self.run_dir, self.run = config, run_dir, run_id(run_dir)
         task = get_task(config.task)
         self.store = open_store(config, run_dir, task)
-        self.outgoing: deque[tuple[int, bytes, m.FromBuffer]] = deque()  # replies that wait for the journal, with the record they rest on
+        # replies that wait for the journal, with the record they rest on
+        self.outgoing: deque[tuple[int, bytes, m.FromBuffer]] = deque()
         self.socket = BufferSocket(buffer_address(config, run_dir), config.wires.curve_dir)
         self.metrics = MetricsWriter(run_dir)
         self.samples = jsonl.Appender(run_dir / "samples.jsonl")
@@ -110,15 +142,20 @@ class Service:
         self.clock = RunClock(run_dir)
         self.last_commit = self.last_metrics = 0.0
         self.trained = Trained(run_dir / "trained.jsonl")
-        self.error, self.stop = "", False
-        self.progress = self.taken = 0  # taken: samples that counted as progress since the last commit
+        self.error = ""
+        self.stop = False
+        # taken: samples that counted as progress since the last commit
+        self.progress = self.taken = 0
         if self.store.finished and not (run_dir / "weights_digest").exists():
-            self.store.finished = False  # folded after the end, and what the learner exports is missing: it comes again, and says goodbye again
-        self.ended_at = time.monotonic() if self.store.finished else 0.0  # folded after the end: only generators are left to be told
+            # folded after the end, and what the learner exports is missing: it comes again, and
+            # says goodbye again
+            self.store.finished = False
+        # folded after the end: only generators are left to be told
+        self.ended_at = time.monotonic() if self.store.finished else 0.0
         self.told_before = self.store.finished
         self.mismatch = 0.0
 
-    # ---- the loop --------------------------------------------------------------------------------------------------
+    # ---- the loop --------------------------------------------------------------------------------
 
     def loop(self) -> None:
         ticked = 0.0
@@ -141,7 +178,9 @@ class Service:
                 return
 
     def send(self, peer: bytes, message: m.FromBuffer) -> None:
-        """A reply: it leaves once the journal is as durable as the mode promises, up to the record it rests on."""
+        """A reply: it leaves once the journal is as durable as the mode promises, up to the record
+        it rests on.
+        """
         if isinstance(self.store, RecordedStore):
             self.outgoing.append((self.store.journal.appended, peer, message))
         else:
@@ -164,24 +203,52 @@ class Service:
                 say(f"refused a {kind}: {e}")
             self.send(peer, m.Refused(str(e), e.exit_code))
 
-    # ---- generators ------------------------------------------------------------------------------------------------
+    # ---- generators ------------------------------------------------------------------------------
 
     def heard(self, name: str, peer: bytes, session: int) -> dict[str, Any] | None:
-        """What is known of the generator, when this session holds its name.  Another one waits, or is told that it must end."""
-        now, known = time.monotonic(), self.sessions.token(name)
+        """What is known of the generator, when this session holds its name.  Another one waits, or
+        is told that it must end.
+        """
+        now = time.monotonic()
+        known = self.sessions.token(name)
         if known is None:
             checks.producer(name)
-        said = self.sessions.speak(name, session, now, gone=known not in (None, session) and self.process_gone(name))
+        said = self.sessions.speak(
+            name, session, now, gone=known not in (None, session) and self.process_gone(name)
+        )
         if said == "new":
             self.store.end_sessions(name, session)
-            self.wants.pop(name, None)  # what a dead session asked for would be granted to nobody, and held until its lease ends
+            # what a dead session asked for would be granted to nobody, and held until its lease
+            # ends
+            self.wants.pop(name, None)
             self.generators[name] = {"stats": {}, "waiting": "", "pid": 0, "host": ""}
         elif said == "refused":
-            self.send(peer, m.Refused(f"another generator named {name} is running{self.where(name)}: give this one another --index, or end that one first", 2))
+            self.send(
+                peer,
+                m.Refused(
+                    f"another generator named {name} is running{self.where(name)}: give this one "
+                    "another --index, or end that one first",
+                    2,
+                ),
+            )
         elif said == "over":
-            self.send(peer, m.Refused(f"another process has taken the name {name} over{self.where(name)}, as this one was silent: end one of them", 2))
+            self.send(
+                peer,
+                m.Refused(
+                    f"another process has taken the name {name} over{self.where(name)}, as this "
+                    "one was silent: end one of them",
+                    2,
+                ),
+            )
         elif said == "full":
-            self.send(peer, m.Refused(f"{len(self.sessions.names)} names of generators are known, and {name} is one too many", 2))
+            self.send(
+                peer,
+                m.Refused(
+                    f"{len(self.sessions.names)} names of generators are known, and {name} is one "
+                    "too many",
+                    2,
+                ),
+            )
         if said not in ("new", "holds"):
             return None
         entry = self.generators.setdefault(name, {"stats": {}, "waiting": "", "pid": 0, "host": ""})
@@ -193,7 +260,9 @@ class Service:
         return f" (process {entry['pid']} on {entry['host']})" if entry.get("pid") else ""
 
     def process_gone(self, name: str) -> bool:
-        """Is the process that holds the name known to have ended?  Only one of this machine can be looked up."""
+        """Is the process that holds the name known to have ended?  Only one of this machine can be
+        looked up.
+        """
         entry = self.generators.get(name, {})
         pid = entry.get("pid", 0)
         if not pid or entry["host"] != socket.gethostname():
@@ -213,9 +282,22 @@ class Service:
 
     def refuse(self, peer: bytes, protocol: int, run: str) -> bool:
         if protocol != m.PROTOCOL:
-            self.send(peer, m.Refused(f"the buffer speaks protocol {m.PROTOCOL}, this process {protocol}: install the same version on all hosts"))
+            self.send(
+                peer,
+                m.Refused(
+                    f"the buffer speaks protocol {m.PROTOCOL}, this process {protocol}: install "
+                    "the same version on all hosts"
+                ),
+            )
         elif run != self.run:
-            self.send(peer, m.Refused(f"the buffer belongs to run {self.run}, this process to run {run}: give it the same run directory", 2))
+            self.send(
+                peer,
+                m.Refused(
+                    f"the buffer belongs to run {self.run}, this process to run {run}: give it the "
+                    "same run directory",
+                    2,
+                ),
+            )
         else:
             return False
         return True
@@ -235,16 +317,28 @@ class Service:
         checks.drawn(message.drawn)
         for t in message.samples:
             checks.sample(self.store, t)
-        entry, now = self.heard(message.producer, peer, message.session), time.monotonic()
+        entry = self.heard(message.producer, peer, message.session)
+        now = time.monotonic()
         if entry is not None or self.sessions.over(message.producer, message.session):
             self.store.told(message.producer, message.session, message.drawn)
-        acks = [(t.ticket, t.sample, t.attempt, self.store.deliver(t, now)) for t in message.samples]
-        self.progress += sum(t.ticket >= m.EVAL_BASE for t in message.samples) + self.news_for_a_batch(acks)
-        self.send(peer, m.Acks(message.session, acks, self.config.wires.credit_bytes, self.announcement()))
+        acks = [
+            (t.ticket, t.sample, t.attempt, self.store.deliver(t, now)) for t in message.samples
+        ]
+        self.progress += sum(
+            t.ticket >= m.EVAL_BASE for t in message.samples
+        ) + self.news_for_a_batch(acks)
+        self.send(
+            peer, m.Acks(message.session, acks, self.config.wires.credit_bytes, self.announcement())
+        )
 
     def news_for_a_batch(self, acks: list[tuple[int, int, int, str]]) -> int:
-        """Samples taken, as progress of a step that takes long: a batch of them, no more, as a learner that hangs would be hidden otherwise."""
-        fresh = min(sum(what == "accepted" for *_, what in acks), max(0, self.store.s.batch * self.store.s.group - self.taken))
+        """Samples taken, as progress of a step that takes long: a batch of them, no more, as a
+        learner that hangs would be hidden otherwise.
+        """
+        fresh = min(
+            sum(what == "accepted" for *_, what in acks),
+            max(0, self.store.s.batch * self.store.s.group - self.taken),
+        )
         self.taken += fresh
         return fresh
 
@@ -255,7 +349,9 @@ class Service:
         if entry is None and not self.sessions.over(message.producer, message.session):
             return
         self.store.told(message.producer, message.session, message.drawn)
-        self.store.renew(message.producer, message.session, message.progress, time.monotonic(), message.judging)
+        self.store.renew(
+            message.producer, message.session, message.progress, time.monotonic(), message.judging
+        )
         if entry is not None:
             entry["stats"], entry["waiting"] = message.stats, message.waiting
             self.send(peer, m.Heard(self.store.epoch, self.announcement()))
@@ -269,10 +365,12 @@ class Service:
         self.generators.pop(message.producer, None)
 
     def announcement(self) -> m.Announcement | None:
-        """What the store announces, once the learner of that epoch has been heard in this life of the buffer: a journal also names dead ones."""
+        """What the store announces, once the learner of that epoch has been heard in this life of
+        the buffer: a journal also names dead ones.
+        """
         return self.store.announcement() if self.learner else None
 
-    # ---- the learner -----------------------------------------------------------------------------------------------
+    # ---- the learner -----------------------------------------------------------------------------
 
     def on_LearnerHello(self, peer: bytes, hello: m.LearnerHello) -> None:
         if self.refuse(peer, hello.protocol, hello.run):
@@ -291,15 +389,33 @@ class Service:
                     self.trained.add(batch, self.mask_limit)
             self.asks.clear()
             self.goodbyes.clear()
-        self.learner = {"at": time.monotonic(), "pid": hello.pid, "waiting": "", "stats": {}, "peer": peer}
+        self.learner = {
+            "at": time.monotonic(),
+            "pid": hello.pid,
+            "waiting": "",
+            "stats": {},
+            "peer": peer,
+        }
         self.send(peer, m.Welcome(hello.epoch, self.store.base))
 
     def unheard(self, number: int) -> list[m.Batch]:
-        """Batches before `number` whose rows are missing and whose samples are here: their commits were lost, or their rows torn."""
-        s, out = self.store, []
+        """Batches before `number` whose rows are missing and whose samples are here: their commits
+        were lost, or their rows torn.
+        """
+        s = self.store
+        out = []
         for n, comp in enumerate(s.comps, s.base):
-            groups = [g for t in comp if (g := s.alive.get(t) or s.retained.get(t)) is not None and g.complete]
-            if n < number and not self.trained.knows(n) and len(groups) == len(comp) and s.policy is not None:
+            groups = [
+                g
+                for t in comp
+                if (g := s.alive.get(t) or s.retained.get(t)) is not None and g.complete
+            ]
+            if (
+                n < number
+                and not self.trained.knows(n)
+                and len(groups) == len(comp)
+                and s.policy is not None
+            ):
                 out.append(s.batch(groups, s.epoch, n))
         return out
 
@@ -324,16 +440,23 @@ class Service:
             if all(a.number != ask.number for _, a in self.asks):
                 self.asks.append((peer, ask))
             else:
-                self.asks = deque((peer, a) if a.number == ask.number else (p, a) for p, a in self.asks)
+                self.asks = deque(
+                    (peer, a) if a.number == ask.number else (p, a) for p, a in self.asks
+                )
 
     def on_Commit(self, peer: bytes, commit: m.Commit) -> None:
         if self.fenced(peer, commit.epoch):
             return
         checks.commit(self.store, commit.number, commit.label, commit.unused)
         if unknown := [n for n in commit.metrics if not metrics.known(n)]:
-            raise BadMessage(f"metrics not in the table of asyncrl/metrics.py: {', '.join(unknown)[:200]}")
-        if commit.number == self.store.committed and commit.number not in self.leased:  # leased by this buffer's life before
-            groups = [self.store.alive[t] for t in self.store.comps[commit.number - self.store.base]]
+            raise BadMessage(
+                f"metrics not in the table of asyncrl/metrics.py: {', '.join(unknown)[:200]}"
+            )
+        # leased by this buffer's life before
+        if commit.number == self.store.committed and commit.number not in self.leased:
+            groups = [
+                self.store.alive[t] for t in self.store.comps[commit.number - self.store.base]
+            ]
             self.leased[commit.number] = self.store.batch(groups, commit.epoch, commit.number)
         done = self.store.commit(commit.number, commit.label, commit.digest, commit.unused)
         if done is None:
@@ -356,15 +479,22 @@ class Service:
         if self.fenced(peer, message.epoch):
             return
         self.send(peer, m.Heard(message.epoch))
-        self.learner |= {"at": time.monotonic(), "waiting": message.waiting, "stats": message.stats, "pid": message.pid}
+        self.learner |= {
+            "at": time.monotonic(),
+            "waiting": message.waiting,
+            "stats": message.stats,
+            "pid": message.pid,
+        }
 
     def on_Watch(self, peer: bytes, message: m.Watch) -> None:
         self.send(peer, self.status())
 
-    # ---- answers that wait for the state ---------------------------------------------------------------------------
+    # ---- answers that wait for the state ---------------------------------------------------------
 
     def answer(self) -> None:
-        """Lease batches, grant tickets, say goodbye: whatever the messages just handled made possible."""
+        """Lease batches, grant tickets, say goodbye: whatever the messages just handled made
+        possible.
+        """
         for _ in range(len(self.asks)):
             peer, ask = self.asks.popleft()
             groups, why = self.store.ask(ask.epoch, ask.number)
@@ -372,7 +502,8 @@ class Service:
                 batch = self.store.batch(groups, ask.epoch, ask.number)
                 self.leased[ask.number] = batch
                 self.trained.lend(batch, self.mask_limit)
-                self.clock.start(time.monotonic())  # after a restart the first batch may need no ticket
+                # after a restart the first batch may need no ticket
+                self.clock.start(time.monotonic())
                 self.send(peer, batch)
                 self.wait("learner", "")
             elif why != "late copy":
@@ -397,7 +528,16 @@ class Service:
                 if any(t.kind == "train" for t in tickets):
                     self.clock.start(now)
                 if tickets or self.store.finished or self.news(name):
-                    self.send(peer, m.Tickets(want.session, want.sequence, tickets, self.announcement(), self.store.finished))
+                    self.send(
+                        peer,
+                        m.Tickets(
+                            want.session,
+                            want.sequence,
+                            tickets,
+                            self.announcement(),
+                            self.store.finished,
+                        ),
+                    )
                 if self.store.finished:
                     self.generators.pop(name, None)
                     del self.wants[name]
@@ -418,7 +558,7 @@ class Service:
         elif self.waiting_since.get(who, ("", 0.0))[0] != what:
             self.waiting_since[who] = (what, time.monotonic())
 
-    # ---- numbers ---------------------------------------------------------------------------------------------------
+    # ---- numbers ---------------------------------------------------------------------------------
 
     def committed(self, commit: m.Commit) -> None:
         """A batch is trained: its metrics, its lags, some of its samples."""
@@ -428,16 +568,23 @@ class Service:
         self.last_commit = now
         batch = self.leased.pop(commit.number, None)
         values = dict(commit.metrics)
-        self.mismatch = max(self.mismatch, *(values.get(name, 0.0) for name in ("mismatch/k3_at_lag_0", "mismatch/k3_one_version")))
+        self.mismatch = max(
+            self.mismatch,
+            *(
+                values.get(name, 0.0)
+                for name in ("mismatch/k3_at_lag_0", "mismatch/k3_one_version")
+            ),
+        )
         histogram: dict[str, list[float]] = {}
         if batch is not None:
             values |= self.lags(batch)
             histogram["lag/samples"] = [float(x) for x in batch.lags]
             self.show(batch)
         values |= self.generator_numbers(now) | {
-            "buffer/groups": len(self.store.alive), "buffer/bytes": self.store.stored_bytes,
+            "buffer/groups": len(self.store.alive),
+            "buffer/bytes": self.store.stored_bytes,
             "buffer/leases": sum(g.lease is not None for g in self.store.alive.values()),
-        }  # fmt: skip
+        }
         self.latest |= values
         self.metrics.write(commit.number, values, self.clock.at(now), histogram)
 
@@ -450,10 +597,13 @@ class Service:
             for name, x in s.reward_parts.items():
                 parts.setdefault(f"reward_part/{name}", []).append(x)
         return {
-            "lag/mean": mean(counts), "lag/max": max(counts, default=0), "lag/p95": quantile(counts, 0.95),
-            "lag/in_flight": sum(batch.in_flight) / n, "lag/in_queue": (sum(batch.lags) - sum(batch.in_flight)) / n,
+            "lag/mean": mean(counts),
+            "lag/max": max(counts, default=0),
+            "lag/p95": quantile(counts, 0.95),
+            "lag/in_flight": sum(batch.in_flight) / n,
+            "lag/in_queue": (sum(batch.lags) - sum(batch.in_flight)) / n,
             "answer/length": sum(s.length for s in batch.samples) / n,
-        } | {name: sum(x) / len(x) for name, x in parts.items()}  # fmt: skip
+        } | {name: sum(x) / len(x) for name, x in parts.items()}
 
     def generator_numbers(self, now: float) -> dict[str, float]:
         """Sums over the generators since the last step."""
@@ -467,43 +617,81 @@ class Service:
         totals = {name.partition("/")[2]: x for name, x in totals.items()}
         spent = totals["busy_s"] + totals["idle_s"]
         if not spent:
-            return {}  # steps are faster than the generators' reports: the next report is of all the time since the last one
-        span, self.last_metrics = now - (self.last_metrics or self.clock.began or now), now
-        return {"throughput/generator_tokens_per_s": totals["tokens"] / max(span, 1e-9), "time/generator_idle_share": totals["idle_s"] / spent,
-                "time/swap": totals["swap_s"]} | self.reward_numbers(totals, spent)  # fmt: skip
+            # steps are faster than the generators' reports: the next report is of all the time
+            # since the last one
+            return {}
+        span = now - (self.last_metrics or self.clock.began or now)
+        self.last_metrics = now
+        return {
+            "throughput/generator_tokens_per_s": totals["tokens"] / max(span, 1e-9),
+            "time/generator_idle_share": totals["idle_s"] / spent,
+            "time/swap": totals["swap_s"],
+        } | self.reward_numbers(totals, spent)
 
     def reward_numbers(self, totals: dict[str, float], spent: float) -> dict[str, float]:
-        """Of the reward processes, where there are any: `totals` since the last step, in which the generators have `spent` so many seconds."""
+        """Of the reward processes, where there are any: `totals` since the last step, in which the
+        generators have `spent` so many seconds.
+        """
         stats = [e["stats"] for e in self.generators.values() if "reward/workers" in e["stats"]]
         if not stats:
             return {}
-        now = {name: sum(s.get(name, 0.0) for s in stats) for name in ("reward/queue", "reward/workers")}
+        now = {
+            name: sum(s.get(name, 0.0) for s in stats)
+            for name in ("reward/queue", "reward/workers")
+        }
         judged = totals["judged"]
-        means = {"reward/wait_s": totals["waited_s"] / judged, "reward/call_s": totals["called_s"] / judged} if judged else {}
+        means = (
+            {
+                "reward/wait_s": totals["waited_s"] / judged,
+                "reward/call_s": totals["called_s"] / judged,
+            }
+            if judged
+            else {}
+        )
         return now | means | {"time/reward_wait_share": min(1.0, totals["reward_idle_s"] / spent)}
 
     def show(self, batch: m.Batch) -> None:
-        every, many = self.config.record.samples_every, self.config.record.samples or len(batch.samples)
+        every = self.config.record.samples_every
+        many = self.config.record.samples or len(batch.samples)
         if not every or batch.number % every:
             return
-        for s, lag in list(zip(batch.samples, batch.lags, strict=True))[:: max(1, len(batch.samples) // many)][:many]:
-            row = {"batch": batch.number, "ticket": s.ticket, "sample": s.sample, "attempt": s.attempt, "prompt": s.prompt_text, "text": s.text,
-                   "reward": s.reward, "parts": s.reward_parts, "finish": s.finish, "lag": lag, "versions": [[str(x.label), x.start, x.end] for x in s.spans],
-                   "digests": [x.digest for x in s.spans], "prompt_tokens": memoryview(s.prompt_tokens).cast("i").tolist(),
-                   "tokens": memoryview(s.tokens).cast("i").tolist(), "logprobs": memoryview(s.behavior_logprobs).cast("f").tolist()}  # fmt: skip
+        for s, lag in list(zip(batch.samples, batch.lags, strict=True))[
+            :: max(1, len(batch.samples) // many)
+        ][:many]:
+            row = {
+                "batch": batch.number,
+                "ticket": s.ticket,
+                "sample": s.sample,
+                "attempt": s.attempt,
+                "prompt": s.prompt_text,
+                "text": s.text,
+                "reward": s.reward,
+                "parts": s.reward_parts,
+                "finish": s.finish,
+                "lag": lag,
+                "versions": [[str(x.label), x.start, x.end] for x in s.spans],
+                "digests": [x.digest for x in s.spans],
+                "prompt_tokens": memoryview(s.prompt_tokens).cast("i").tolist(),
+                "tokens": memoryview(s.tokens).cast("i").tolist(),
+                "logprobs": memoryview(s.behavior_logprobs).cast("f").tolist(),
+            }
             self.samples.write(row)
 
     def write_evaluations(self) -> None:
-        fresh, self.store.evaluations.fresh = self.store.evaluations.fresh, []
+        fresh = self.store.evaluations.fresh
+        self.store.evaluations.fresh = []
         for number, values in fresh:
             self.latest |= values
             self.metrics.write(number, values, self.clock.at(time.monotonic()))
 
     def waits(self) -> list[tuple[str, str, str, float]]:
         """Who waits, for what, held by whom, for how many seconds."""
-        now, waits = time.monotonic(), []
+        now = time.monotonic()
+        waits = []
         for who, (what, since) in self.waiting_since.items():
-            waits.append((who, what, what.rpartition(" at ")[2] if " at " in what else "buffer", now - since))
+            waits.append(
+                (who, what, what.rpartition(" at ")[2] if " at " in what else "buffer", now - since)
+            )
         for name, entry in self.generators.items():
             what, _, since = entry["waiting"].partition("|")
             if what:
@@ -517,32 +705,62 @@ class Service:
         if self.learner:
             peers["learner"] = now - self.learner["at"]
         s = self.store
-        return m.Status(self.run, s.committed, s.s.steps, s.epoch, dict(self.latest), s.ledger(), self.waits(), peers, bool(self.ended_at), self.error,
-                        self.progress)  # fmt: skip
+        return m.Status(
+            self.run,
+            s.committed,
+            s.s.steps,
+            s.epoch,
+            dict(self.latest),
+            s.ledger(),
+            self.waits(),
+            peers,
+            bool(self.ended_at),
+            self.error,
+            self.progress,
+        )
 
     def summary(self) -> dict[str, Any]:
         """What only the buffer knows of the run."""
-        s, results = self.store, self.store.evaluations.results
+        s = self.store
+        results = self.store.evaluations.results
         numbers = sorted(n for split, n in results if split == "heldout")
 
         def value(split: str, n: int | None) -> float | None:
-            return None if n is None or (split, n) not in results else results[split, n][f"eval/{split}"]
+            return (
+                None
+                if n is None or (split, n) not in results
+                else results[split, n][f"eval/{split}"]
+            )
 
-        ledger, lags = s.ledger(), self.trained.lags()
+        ledger = s.ledger()
+        lags = self.trained.lags()
         return {
-            "wall_s": self.clock.at(self.last_commit), "steps": s.committed, "trajectories": self.trained.samples(),
+            "wall_s": self.clock.at(self.last_commit),
+            "steps": s.committed,
+            "trajectories": self.trained.samples(),
             "tokens": sum(lags.values()),
-            "heldout_start": value("heldout", 0), "heldout_end": value("heldout", numbers[-1] if numbers else None),
-            "ood_start": value("ood", 0), "ood_end": value("ood", s.s.steps),
+            "heldout_start": value("heldout", 0),
+            "heldout_end": value("heldout", numbers[-1] if numbers else None),
+            "ood_start": value("ood", 0),
+            "ood_end": value("ood", s.s.steps),
             "lag": {"mean": mean(lags), "p95": quantile(lags, 0.95), "max": max(lags, default=0)},
-            "ledger": {"generated": s.generated()} | {name: int(x["tokens"]) for name, x in ledger.items()}, "ledger_lines": ledger,
-            "trained_ids": self.trained.ids(), "failures": s.failures, "mismatch_k3_max": self.mismatch,
-            "lag_histogram": {str(k): v for k, v in sorted(lags.items())}, "finished": bool(self.ended_at), "error": self.error,
-        }  # fmt: skip
+            "ledger": {"generated": s.generated()}
+            | {name: int(x["tokens"]) for name, x in ledger.items()},
+            "ledger_lines": ledger,
+            "trained_ids": self.trained.ids(),
+            "failures": s.failures,
+            "mismatch_k3_max": self.mismatch,
+            "lag_histogram": {str(k): v for k, v in sorted(lags.items())},
+            "finished": bool(self.ended_at),
+            "error": self.error,
+        }
 
     def write_summary(self) -> None:
-        """RUN/buffer_summary.json, whole or as it was.  Raises AsyncrlError when the disk is full."""
-        part, path = self.run_dir / "buffer_summary.json.part", self.run_dir / "buffer_summary.json"
+        """RUN/buffer_summary.json, whole or as it was.  Raises AsyncrlError when the disk is
+        full.
+        """
+        part = self.run_dir / "buffer_summary.json.part"
+        path = self.run_dir / "buffer_summary.json"
         try:
             part.write_text(json.dumps(self.summary()))
             os.replace(part, path)
@@ -553,8 +771,13 @@ class Service:
     def close(self) -> str:
         """End everything; returns what could not be written, "" when all is well."""
         wrong = []
-        for end in (self.write_summary, self.metrics.close, self.samples.close, self.trained.close, *(
-            [self.store.journal.close] if isinstance(self.store, RecordedStore) else [])):  # fmt: skip
+        for end in (
+            self.write_summary,
+            self.metrics.close,
+            self.samples.close,
+            self.trained.close,
+            *([self.store.journal.close] if isinstance(self.store, RecordedStore) else []),
+        ):
             try:
                 end()
             except (AsyncrlError, OSError) as e:
@@ -564,11 +787,15 @@ class Service:
 
 
 def main(config: Config, run_dir: Path) -> bool:
-    """Serve the run in `run_dir` until it is finished, or SIGTERM ends it (False).  Raises AsyncrlError when the run must stop."""
+    """Serve the run in `run_dir` until it is finished, or SIGTERM ends it (False).  Raises
+    AsyncrlError when the run must stop.
+    """
     lock = Lock(run_dir, "buffer")
     service = Service(config, run_dir)
     take_back(run_dir)
-    gc.set_threshold(100_000, 50, 50)  # thousands of stored samples and no cycles among them: looking for some took a sixth of its time
+    # thousands of stored samples and no cycles among them: looking for some took a sixth of its
+    # time
+    gc.set_threshold(100_000, 50, 50)
 
     def end(_number: int, _frame: object) -> None:
         service.stop = True
@@ -581,7 +808,10 @@ def main(config: Config, run_dir: Path) -> bool:
         return bool(service.ended_at)
     except AsyncrlError as e:
         service.error = str(e)
-        for entry in [*service.generators.values(), *([service.learner] if "peer" in service.learner else [])]:
+        for entry in [
+            *service.generators.values(),
+            *([service.learner] if "peer" in service.learner else []),
+        ]:
             service.socket.send(entry["peer"], m.Refused(str(e), e.exit_code))
         raise
     finally:

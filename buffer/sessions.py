@@ -1,11 +1,17 @@
-"""Which life of a generator counts, when several carry one name: by the order in which they are heard, never by a clock of theirs.
+"""Which life of a generator counts, when several carry one name: by the order in which they are
+heard, never by a clock of theirs.
 
 ```
 nobody --speaks--> holder <--speaks again--+
+                     |
                      |   another speaks: a claim; it waits
-                     |      the holder is gone, or silent for `silent_s`: the claimant holds the name, the leases are given back
-                     |      the holder is heard again, twice and MARGIN_S apart: two live ones of one name; the claimant is refused
-                     +-- once replaced it is over for good: refused, and only finished samples are taken from it
+                     |     the holder is gone, or silent for `silent_s`:
+                     |       the claimant holds the name, the leases are given back
+                     |     the holder is heard again, twice and MARGIN_S apart:
+                     |       two live ones of one name; the claimant is refused
+                     |
+                     +-- once replaced it is over for good: refused,
+                         and only finished samples are taken from it
 ```
 """
 
@@ -14,9 +20,13 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-MARGIN_S = 1.0  # frames of a dead process may still arrive: they come at once, a live one is heard again later
+# frames of a dead process may still arrive: they come at once, a live one is heard again later
+MARGIN_S = 1.0
 PROOFS = 2
-CLAIMS, ENDED, NAMES = 8, 64, 4096  # of a name; of a name; in all
+# of a name; of a name; in all
+CLAIMS = 8
+ENDED = 64
+NAMES = 4096
 FORGET = 30  # silences after which a name is forgotten
 
 
@@ -38,9 +48,14 @@ class Sessions:
     """name -> the session that holds it.
 
     >>> s = Sessions(silent_s=20.0)
-    >>> s.speak("g", 7, 0.0), s.speak("g", 3, 1.0), s.speak("g", 7, 3.0), s.speak("g", 7, 5.0), s.speak("g", 3, 5.5)
-    ('new', 'waits', 'holds', 'holds', 'refused')
-    >>> s.speak("g", 3, 30.0), s.speak("g", 7, 31.0)       # the first one has been silent: the second takes over, for good
+    >>> s.speak("g", 7, 0.0), s.speak("g", 3, 1.0), s.speak("g", 7, 3.0)
+    ('new', 'waits', 'holds')
+    >>> s.speak("g", 7, 5.0), s.speak("g", 3, 5.5)
+    ('holds', 'refused')
+
+    The first one has been silent: the second takes over, for good.
+
+    >>> s.speak("g", 3, 30.0), s.speak("g", 7, 31.0)
     ('new', 'over')
     """
 
@@ -49,7 +64,8 @@ class Sessions:
         self.names: dict[str, Holder] = {}
 
     def speak(self, name: str, token: int, now: float, *, gone: bool = False) -> str:
-        """A session of `name` is heard: "new" (it holds the name from now on), "holds", "waits", "refused", "over" or "full".
+        """A session of `name` is heard: "new" (it holds the name from now on), "holds", "waits",
+        "refused", "over" or "full".
 
         gone: the holder's process is known to have ended.
         """
@@ -98,7 +114,8 @@ class Sessions:
         holder.heard = now
         for claim in holder.claims.values():
             if now - claim.heard >= MARGIN_S:
-                claim.heard, claim.proofs = now, claim.proofs + 1
+                claim.heard = now
+                claim.proofs = claim.proofs + 1
 
     def token(self, name: str) -> int | None:
         """The session that holds `name`."""

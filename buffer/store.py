@@ -1,9 +1,12 @@
-"""The versioned buffer without sockets or wall clock: the fold of what peers said.  docs/protocol.md states the rules.
+"""The versioned buffer without sockets or wall clock: the fold of what peers said.
+docs/protocol.md states the rules.
 
 ```
-cursor --grant--> alive group --samples--> complete --ask--> composed --commit--> retained --checkpointed--> retired
-                    ^  lease ends: missing samples are due again                   |  a hello rolls `committed` back
-                    +--------------------------------------------------------------+
+cursor --grant--> alive group --samples--> complete --ask--> composed
+                    ^   |                     ^                 | commit
+                    +---+                     |                 v
+         lease ends: missing                  +---hello---- retained --checkpointed--> retired
+         samples are due again         rolls `committed` back
 ```
 """
 
@@ -16,14 +19,25 @@ from collections.abc import Callable, Iterator, Sequence
 
 from asyncrl import admission
 from asyncrl.errors import AsyncrlError
-from asyncrl.messages import EVAL_BASE, Announcement, Batch, LearnerHello, Prompt, Ticket, Trajectory, WeightsSource
+from asyncrl.messages import (
+    EVAL_BASE,
+    Announcement,
+    Batch,
+    LearnerHello,
+    Prompt,
+    Ticket,
+    Trajectory,
+    WeightsSource,
+)
 from asyncrl.versions import Label, PolicyTree
 from buffer import batches, checks
 from buffer.evaluation import Evaluations
 from buffer.groups import MAX_DROPS, Group, Lease, Settings, Stored, size
 from buffer.ledger import Ledger, tokens_of
 
-EQUAL = 1e-6  # rewards that differ by this share of the larger one are equal, as in asyncrl/algorithms/advantages.py (which needs torch)
+# rewards that differ by this share of the larger one are equal, as in
+# asyncrl/algorithms/advantages.py (which needs torch)
+EQUAL = 1e-6
 REMEMBERED = 200_000  # final dispositions of gone groups kept for late copies
 SESSIONS = 1000  # of generators, whose counts may still grow
 STRAYS = 20_000  # attempts of gone groups that may still report or deliver
@@ -34,8 +48,14 @@ Key = tuple[int, int, int]
 class Store:
     """One run's groups, tickets, compositions, versions and ledger."""
 
-    def __init__(self, settings: Settings, prompt: Callable[[int], Prompt], evaluations: Evaluations | None = None) -> None:
-        self.s, self.prompt = settings, prompt
+    def __init__(
+        self,
+        settings: Settings,
+        prompt: Callable[[int], Prompt],
+        evaluations: Evaluations | None = None,
+    ) -> None:
+        self.s = settings
+        self.prompt = prompt
         self.tree = PolicyTree()
         self.epoch = self.active = 0
         self.max_lag = math.inf
@@ -46,23 +66,30 @@ class Store:
         self.retained: dict[int, Group] = {}  # committed, needed by a checkpoint kept
         self.comps: list[list[int]] = []  # tickets of batch base, base + 1, ...
         self.composed: set[int] = set()
-        self.leased: set[int] = set()  # batches that the learner of this epoch has been given: they stay as they were judged then
+        # batches that the learner of this epoch has been given: they stay as they were judged then
+        self.leased: set[int] = set()
         self.past = Ledger()
-        self.carried = Ledger()  # totals that a learner's checkpoint brought from a buffer that is gone (`memory`)
-        self._kept: Ledger | None = None  # the lines of `retained`, summed; None: to be summed again (see `_lines_kept`)
+        # totals that a learner's checkpoint brought from a buffer that is gone (`memory`)
+        self.carried = Ledger()
+        # the lines of `retained`, summed; None: to be summed again (see `_lines_kept`)
+        self._kept: Ledger | None = None
         self.gone: OrderedDict[Key, str] = OrderedDict()
-        self.strays: OrderedDict[tuple[int, int], list[int]] = OrderedDict()  # (ticket, attempt) of gone groups -> [reported, delivered]
-        self.skip: set[int] = set()  # tickets at or above the cursor that a checkpoint had trained already (completion order)
-        self.changes = 0  # counts what `ask` changed: the journal records an ask only when it did something
+        # (ticket, attempt) of gone groups -> [reported, delivered]
+        self.strays: OrderedDict[tuple[int, int], list[int]] = OrderedDict()
+        # tickets at or above the cursor that a checkpoint had trained already (completion order)
+        self.skip: set[int] = set()
+        # counts what `ask` changed: the journal records an ask only when it did something
+        self.changes = 0
         self.evaluations = evaluations or Evaluations()
         self.completions = self.failed_samples = self.failed_machinery = self.stored_bytes = 0
         self.failures: dict[str, int] = {}
-        self.drawn: OrderedDict[tuple[str, int], int] = OrderedDict()  # (producer, session) -> tokens that it says it has drawn
+        # (producer, session) -> tokens that it says it has drawn
+        self.drawn: OrderedDict[tuple[str, int], int] = OrderedDict()
         self.drawn_before = 0  # of sessions long gone
         self.finished = False
         self.in_order = settings.in_order
 
-    # ---- tickets ---------------------------------------------------------------------------------------------------
+    # ---- tickets ---------------------------------------------------------------------------------
 
     def announcement(self) -> Announcement | None:
         if self.policy is None or self.source is None:
@@ -74,7 +101,10 @@ class Store:
         out: list[Ticket] = []
         if self.policy is None or self.finished:
             return out
-        while samples > 0 and (job := self.evaluations.take(producer, session, now + self.s.lease_s)) is not None:
+        while (
+            samples > 0
+            and (job := self.evaluations.take(producer, session, now + self.s.lease_s)) is not None
+        ):
             self.attempts += 1
             out.append(self.evaluations.ticket(job, self.attempts, self.policy, self.s))
             samples -= 1
@@ -86,11 +116,15 @@ class Store:
     def _line(self) -> Iterator[tuple[int, Group]]:
         """(place, group) of those alive: how many train before it.
 
-        Composed batches come first, as they train: under `pace` they are the first in ticket order too, unless another order or no limit
-        composed them, in a life before.  The rest follows in ticket order.
-        """
+        Composed batches come first, as they train: under `pace` they are the first in ticket order
+        too, unless another order or no limit composed them, in a life before.  The rest follows in
+        ticket order."""
         first = (self.alive[t] for comp in self.comps[self.committed - self.base :] for t in comp)
-        return enumerate(itertools.chain(first, (g for g in self.alive.values() if g.ticket not in self.composed)))
+        return enumerate(
+            itertools.chain(
+                first, (g for g in self.alive.values() if g.ticket not in self.composed)
+            )
+        )
 
     def _grant_one(self, producer: str, session: int, now: float) -> Ticket | None:
         room = admission.room(self.max_lag, self.s.batch, self.stored_bytes, self.s.byte_limit)
@@ -100,8 +134,12 @@ class Store:
             if g.lease is None and not g.complete:
                 return self._lease(g, place, producer, session, now)
         place = len(self.alive)
-        counted = place - (len(self.composed & self.alive.keys()) if "count_leased" in self.s.off else 0)
-        ghosts = sum(g.filtered for g in self.alive.values()) if "filter_leaves" in self.s.off else 0
+        counted = place - (
+            len(self.composed & self.alive.keys()) if "count_leased" in self.s.off else 0
+        )
+        ghosts = (
+            sum(g.filtered for g in self.alive.values()) if "filter_leaves" in self.s.off else 0
+        )
         enough = self.committed + (place - ghosts) // self.s.batch >= self.s.steps
         if counted >= room or enough:
             return None
@@ -113,7 +151,9 @@ class Store:
             self.cursor += 1
         return ticket
 
-    def _lease(self, g: Group, place: int, producer: str, session: int, now: float) -> Ticket | None:
+    def _lease(
+        self, g: Group, place: int, producer: str, session: int, now: float
+    ) -> Ticket | None:
         assert self.policy is not None
         exact = None
         if self.s.inject is not None:
@@ -121,33 +161,65 @@ class Store:
             wanted = planned - admission.injected_lag(self.s.inject, self.s.seed, g.ticket)
             if wanted > self.committed:
                 return None
-            exact = next((x for n in range(max(wanted, 0), self.committed + 1) if (x := Label(self.epoch, n)) in self.tree), None)
+            exact = next(
+                (
+                    x
+                    for n in range(max(wanted, 0), self.committed + 1)
+                    if (x := Label(self.epoch, n)) in self.tree
+                ),
+                None,
+            )
         self.attempts += 1
         todo = g.missing()
         least = self.policy if "min_version" not in self.s.off else Label(self.epoch, 0)
-        g.lease = Lease(self.attempts, producer, session, now + self.s.lease_s, set(todo), self.policy)
+        g.lease = Lease(
+            self.attempts, producer, session, now + self.s.lease_s, set(todo), self.policy
+        )
         g.attempts[self.attempts] = [0, 0, 0]
-        return Ticket(g.ticket, self.attempts, "train", self.prompt(g.ticket), todo, self.s.sampling, least, exact, self.s.seed)
+        return Ticket(
+            g.ticket,
+            self.attempts,
+            "train",
+            self.prompt(g.ticket),
+            todo,
+            self.s.sampling,
+            least,
+            exact,
+            self.s.seed,
+        )
 
-    def renew(self, producer: str, session: int, progress: list[tuple[int, int, int]], now: float,
-              judging: Sequence[tuple[int, int]] = ()) -> None:  # fmt: skip
-        """Decode progress: a lease whose tokens grew lasts longer, and with it those of the same generator that wait for a row.
+    def renew(
+        self,
+        producer: str,
+        session: int,
+        progress: list[tuple[int, int, int]],
+        now: float,
+        judging: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        """Decode progress: a lease whose tokens grew lasts longer, and with it those of the same
+        generator that wait for a row.
 
-        judging: written tickets that wait for their rewards; their leases last longer too, as each call ends by its deadline.
-        Raises BadMessage for counts that no attempt can have.
-        """
+        judging: written tickets that wait for their rewards; their leases last longer too, as each
+        call ends by its deadline. Raises BadMessage for counts that no attempt can have."""
         checks.progress(self, progress)
         for ticket, attempt in judging:
             if ticket >= EVAL_BASE:
                 self.evaluations.renew(ticket, attempt, now + self.s.lease_s)
-            elif (g := self.alive.get(ticket)) is not None and g.lease is not None and g.lease.attempt == attempt:
+            elif (
+                (g := self.alive.get(ticket)) is not None
+                and g.lease is not None
+                and g.lease.attempt == attempt
+            ):
                 g.lease.expires = now + self.s.lease_s
-        moved, queued = False, []
+        moved = False
+        queued = []
         for ticket, attempt, tokens in progress:
             if ticket >= EVAL_BASE:
                 self.evaluations.renew(ticket, attempt, now + self.s.lease_s)
                 moved = moved or tokens > 0
-            elif (g := self.alive.get(ticket) or self.retained.get(ticket)) is not None and attempt in g.attempts:
+            elif (
+                g := self.alive.get(ticket) or self.retained.get(ticket)
+            ) is not None and attempt in g.attempts:
                 count = g.attempts[attempt]
                 if tokens > count[0]:
                     count[0], moved = tokens, True
@@ -170,11 +242,15 @@ class Store:
             self.drawn_before += self.drawn.popitem(last=False)[1]
 
     def generated(self) -> int:
-        """Tokens drawn for training, as the generators count them, the dead ones up to their last word; what the ledger's lines must sum to."""
+        """Tokens drawn for training, as the generators count them, the dead ones up to their last
+        word; what the ledger's lines must sum to.
+        """
         return tokens_of(self.carried.totals()) + self.drawn_before + sum(self.drawn.values())
 
     def _stray(self, ticket: int, attempt: int, reported: int, delivered: int) -> None:
-        """A gone group's attempt reports or delivers: its tokens that were counted as lost are counted again."""
+        """A gone group's attempt reports or delivers: its tokens that were counted as lost are
+        counted again.
+        """
         count = self.strays.get((ticket, attempt))
         if count is not None:
             before, count[1] = max(0, count[0] - count[1]), count[1] + delivered
@@ -200,10 +276,12 @@ class Store:
             g.attempts[g.lease.attempt][2] = 1
             g.lease = None
 
-    # ---- samples ---------------------------------------------------------------------------------------------------
+    # ---- samples ---------------------------------------------------------------------------------
 
     def deliver(self, t: Trajectory, now: float) -> str:
-        """Take one sample; returns its disposition.  Raises BadMessage for one that no ticket asked for, or of weights that no learner registered."""
+        """Take one sample; returns its disposition.  Raises BadMessage for one that no ticket asked
+        for, or of weights that no learner registered.
+        """
         checks.sample(self, t)
         if t.ticket >= EVAL_BASE:
             return self.evaluations.deliver(t)
@@ -212,10 +290,14 @@ class Store:
         if g is None:
             if key not in self.gone:
                 self.past.add("duplicate", t.length, 1, t.length, t.reward)
-                self._stray(t.ticket, t.attempt, self.strays.get((t.ticket, t.attempt), [0])[0], t.length)
+                self._stray(
+                    t.ticket, t.attempt, self.strays.get((t.ticket, t.attempt), [0])[0], t.length
+                )
                 self._remember(key, "duplicate")
             return self.gone[key]
-        if (known := g.finals.get((t.sample, t.attempt))) is not None and "dedupe" not in self.s.off:
+        if (
+            known := g.finals.get((t.sample, t.attempt))
+        ) is not None and "dedupe" not in self.s.off:
             return known
         return self._accept(g, t)
 
@@ -234,7 +316,9 @@ class Store:
         else:
             what = "accepted"
             assert self.policy is not None
-            lag = admission.sample_lag(admission.span_lags(self.tree, t.spans, self.policy, self.committed))
+            lag = admission.sample_lag(
+                admission.span_lags(self.tree, t.spans, self.policy, self.committed)
+            )
             g.samples[t.sample] = Stored(t, lag)
             self.stored_bytes += size(t)
         g.finals[t.sample, t.attempt] = what
@@ -253,14 +337,19 @@ class Store:
         self.failures[kind] = self.failures.get(kind, 0) + 1
         if kind == "machinery":
             self.failed_machinery += 1
-            failed, key, budget = self.failed_machinery, "reward.machinery_budget", self.s.machinery_budget
+            failed = self.failed_machinery
+            key = "reward.machinery_budget"
+            budget = self.s.machinery_budget
         else:
             self.failed_samples += 1
-            failed, key, budget = self.failed_samples, "reward.error_budget", self.s.error_budget
+            failed = self.failed_samples
+            key = "reward.error_budget"
+            budget = self.s.error_budget
         if failed > budget * self.s.batch * self.s.group:
             raise AsyncrlError(
                 f"{failed} samples failed since the last batch, more than {key} allows "
-                f"({budget:g} of {self.s.batch * self.s.group}); the last one: ticket {g.ticket}, {t.failed}"
+                f"({budget:g} of {self.s.batch * self.s.group}); the last one: ticket {g.ticket}, "
+                f"{t.failed}"
             )
         return "failed"
 
@@ -270,7 +359,13 @@ class Store:
         g.completed = self.completions
         rewards = [s.trajectory.reward for s in g.stored()]
         equal = math.isclose(min(rewards), max(rewards), rel_tol=EQUAL)
-        if self.s.filter_no_spread and equal and self.s.group > 1 and g.ticket not in self.composed and g.ticket in self.alive:
+        if (
+            self.s.filter_no_spread
+            and equal
+            and self.s.group > 1
+            and g.ticket not in self.composed
+            and g.ticket in self.alive
+        ):
             if "filter_leaves" in self.s.off:
                 g.filtered = True
             else:
@@ -290,10 +385,14 @@ class Store:
         self._retire(g, trained=False)
 
     def _succeed(self, g: Group) -> None:
-        """Under injection the place decides the lag: a new group stands where `g` stood, so that those behind keep their batches."""
+        """Under injection the place decides the lag: a new group stands where `g` stood, so that
+        those behind keep their batches.
+        """
         self._skip_trained()
         new = Group(self.cursor, [None] * self.s.group, stands=g.place)
-        self.alive = {x.ticket: x for y in self.alive.values() for x in ((y, new) if y is g else (y,))}
+        self.alive = {
+            x.ticket: x for y in self.alive.values() for x in ((y, new) if y is g else (y,))
+        }
         self.cursor += 1
 
     def _skip_trained(self) -> None:
@@ -302,7 +401,9 @@ class Store:
             self.cursor += 1
 
     def _retire(self, g: Group, *, trained: bool) -> None:
-        """Fold a group's lines into the past; late copies of its samples still find their disposition."""
+        """Fold a group's lines into the past; late copies of its samples still find their
+        disposition.
+        """
         g.fold(self.past, trained=trained)
         for (sample, attempt), what in g.finals.items():
             self._remember((g.ticket, sample, attempt), "trained" if what == "accepted" else what)
@@ -316,10 +417,12 @@ class Store:
         if len(self.gone) > REMEMBERED:
             self.gone.popitem(last=False)
 
-    # ---- the learner -----------------------------------------------------------------------------------------------
+    # ---- the learner -----------------------------------------------------------------------------
 
     def hello(self, h: LearnerHello) -> bool:
-        """Follow a learner; False: it is fenced.  Raises BadMessage for a hello that contradicts itself."""
+        """Follow a learner; False: it is fenced.  Raises BadMessage for a hello that contradicts
+        itself.
+        """
         checks.hello(h)
         if h.epoch == self.epoch:
             return True
@@ -334,8 +437,14 @@ class Store:
                 self.tree.register(label, before if before in self.tree else None, digest)
         parent = h.parent if h.parent is not None and h.parent in self.tree else None
         before = Label(h.epoch, h.label.number - 1)
-        self.tree.register(h.label, parent if parent is not None else (before if before in self.tree else None), h.digest)
-        self.epoch, self.max_lag, self.source = h.epoch, h.max_lag, h.source
+        self.tree.register(
+            h.label,
+            parent if parent is not None else (before if before in self.tree else None),
+            h.digest,
+        )
+        self.epoch = h.epoch
+        self.max_lag = h.max_lag
+        self.source = h.source
         for g in self.alive.values():
             self._end_lease(g)
         self._follow(h)
@@ -344,8 +453,11 @@ class Store:
         return True
 
     def _follow(self, h: LearnerHello) -> None:
-        """Move `committed` to the learner's number, down or up; a new (`memory`) buffer takes its cursor and totals."""
-        number, self._kept = h.label.number, None
+        """Move `committed` to the learner's number, down or up; a new (`memory`) buffer takes its
+        cursor and totals.
+        """
+        number = h.label.number
+        self._kept = None
         self.leased = set()
         if number > self.base + len(self.comps):
             self._follow_beyond(h)
@@ -361,21 +473,27 @@ class Store:
         self.committed = number
 
     def _follow_beyond(self, h: LearnerHello) -> None:
-        """The learner has trained what this buffer never composed: what of it is alive here, since an older checkpoint, is not trained again."""
+        """The learner has trained what this buffer never composed: what of it is alive here, since
+        an older checkpoint, is not trained again.
+        """
         for g in self.retained.values():
             self._retire(g, trained=True)
             self.stored_bytes -= g.free()
         above = set(h.trained_above)
         for g in [g for t, g in self.alive.items() if t < h.next_ticket or t in above]:
             self.leave(g, "orphaned")
-        self.base, self.comps, self.composed, self.retained = h.label.number, [], set(), {}
+        self.base = h.label.number
+        self.comps = []
+        self.composed = set()
+        self.retained = {}
         self.cursor = max(self.cursor, h.next_ticket)
         self.skip = {t for t in above if t >= self.cursor}
         if h.ledger:
             self.carried = Ledger.restore(h.ledger)
 
     def ask(self, epoch: int, number: int) -> tuple[list[Group], str]:
-        """The groups of batch `number`, or ([], what it waits for).  Composes it when it is asked for the first time.
+        """The groups of batch `number`, or ([], what it waits for).  Composes it when it is asked
+        for the first time.
 
         Raises BadMessage for a batch past the last one.
         """
@@ -395,7 +513,8 @@ class Store:
         groups = [self.alive[t] for t in self.comps[at]]
         self.changes += self.active != epoch
         self.active = epoch
-        if number in self.leased:  # the learner may be training on it already: judged once, it comes again the same
+        # the learner may be training on it already: judged once, it comes again the same
+        if number in self.leased:
             return groups, ""
         batches.judge(self, groups, number)
         late = next((g for g in groups if not g.complete), None)
@@ -412,12 +531,14 @@ class Store:
         """The message for composed, complete groups."""
         return batches.message(self, groups, epoch, number)
 
-    def commit(self, number: int, label: Label, digest: str, unused: Sequence[tuple[int, int]] = ()) -> bool | None:
-        """Batch `number` is trained: True; False: told before; None: an earlier commit is still on its way.
+    def commit(
+        self, number: int, label: Label, digest: str, unused: Sequence[tuple[int, int]] = ()
+    ) -> bool | None:
+        """Batch `number` is trained: True; False: told before; None: an earlier commit is still on
+        its way.
 
-        unused: per sample of the batch, in its order, tokens that were skipped and rejected; empty: none.
-        Raises BadMessage for a batch that nobody can have been given.
-        """
+        unused: per sample of the batch, in its order, tokens that were skipped and rejected; empty:
+        none. Raises BadMessage for a batch that nobody can have been given."""
         checks.commit(self, number, label, unused)
         if number != self.committed:
             return None if number > self.committed else False
@@ -425,7 +546,9 @@ class Store:
         kept = self._lines_kept()
         self.leased.discard(number)
         of_batch = [s for t in self.comps[number - self.base] for s in self.alive[t].stored()]
-        for s, (skipped, rejected) in zip(of_batch, unused or [(0, 0)] * len(of_batch), strict=True):
+        for s, (skipped, rejected) in zip(
+            of_batch, unused or [(0, 0)] * len(of_batch), strict=True
+        ):
             left = s.trajectory.length - s.masked
             s.skipped = min(skipped, left)
             s.rejected = min(rejected, left - s.skipped)
@@ -434,17 +557,25 @@ class Store:
             g.fold(kept, trained=True)
             for s in g.stored():
                 s.runs = None
-        self.committed, self.policy, self.failed_samples, self.failed_machinery = number + 1, label, 0, 0
+        self.committed = number + 1
+        self.policy = label
+        self.failed_samples = 0
+        self.failed_machinery = 0
         self.evaluations.committed(label, self.s.steps)
         if len(self.tree) > 2 * VERSIONS:
             self._prune()
         return True
 
     def _prune(self) -> None:
-        """Forget versions far behind, of which nothing is stored and no answer is being written any more."""
+        """Forget versions far behind, of which nothing is stored and no answer is being written any
+        more.
+        """
         groups = itertools.chain(self.alive.values(), self.retained.values())
         used = {span.label for g in groups for s in g.stored() for span in s.trajectory.spans}
-        self.tree.prune(self.base - VERSIONS, used | {g.lease.granted for g in self.alive.values() if g.lease is not None})
+        self.tree.prune(
+            self.base - VERSIONS,
+            used | {g.lease.granted for g in self.alive.values() if g.lease is not None},
+        )
 
     def checkpointed(self, oldest: int) -> None:
         """Retire what lies behind the oldest checkpoint kept."""
@@ -455,7 +586,8 @@ class Store:
                 if (g := self.retained.pop(t, None)) is not None:
                     self._retire(g, trained=True)
                     self.stored_bytes -= g.free()
-            self.base, self._kept = self.base + 1, None
+            self.base = self.base + 1
+            self._kept = None
         if self.base != before:
             self.evaluations.forget(self.base)
 
@@ -468,10 +600,13 @@ class Store:
         out = set(self.evaluations.labels())
         if self.s.inject is not None:
             most = self.s.inject if isinstance(self.s.inject, int) else len(self.s.inject) - 1
-            out |= {Label(self.epoch, n) for n in range(max(0, self.committed - most), self.committed + 1)}
+            out |= {
+                Label(self.epoch, n)
+                for n in range(max(0, self.committed - most), self.committed + 1)
+            }
         return sorted(out)
 
-    # ---- the ledger ------------------------------------------------------------------------------------------------
+    # ---- the ledger ------------------------------------------------------------------------------
 
     def ledger(self) -> dict[str, dict[str, float]]:
         """Totals of every generated token known to the buffer, each in one line."""
@@ -487,7 +622,8 @@ class Store:
         return out
 
     def checkpoint_ledger(self, trained: set[int]) -> dict[str, dict[str, float]]:
-        """Totals should a new (`memory`) buffer go on from here: what is stored and not yet trained is lost with this one.
+        """Totals should a new (`memory`) buffer go on from here: what is stored and not yet trained
+        is lost with this one.
 
         trained: tickets of all that is committed, and of what will be then.
         """
@@ -499,7 +635,9 @@ class Store:
         return out.totals()
 
     def _lines_kept(self) -> Ledger:
-        """The lines of `retained`: some thousand samples, asked for at every batch and changed by a commit at most."""
+        """The lines of `retained`: some thousand samples, asked for at every batch and changed by a
+        commit at most.
+        """
         if self._kept is None:
             self._kept = Ledger()
             for g in self.retained.values():

@@ -1,4 +1,6 @@
-"""What was trained, batch by batch: sample ids and lags.  A roll-back takes its batches out again; a resumed run goes on with it."""
+"""What was trained, batch by batch: sample ids and lags.  A roll-back takes its batches out again;
+a resumed run goes on with it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from asyncrl.messages import Batch, Trajectory
 
 @dataclass
 class Row:
-    """One batch: how many samples, a digest of their ids, trained tokens by lag, tickets in runs [first, last] (none in older files)."""
+    """One batch: how many samples, a digest of their ids, trained tokens by lag, tickets in runs
+    [first, last] (none in older files).
+    """
 
     samples: int
     ids: str
@@ -54,7 +58,11 @@ def read(path: Path) -> dict[int, Row]:
         try:
             _take(rows, row)
         except (KeyError, TypeError, ValueError, AttributeError):
-            print(f"note: {path}: a row that is none of a batch is left out: {str(row)[:80]}", file=sys.stderr, flush=True)
+            print(
+                f"note: {path}: a row that is none of a batch is left out: {str(row)[:80]}",
+                file=sys.stderr,
+                flush=True,
+            )
     return rows
 
 
@@ -64,15 +72,18 @@ def _take(rows: dict[int, Row], row: dict[str, Any]) -> None:
             del rows[n]
     else:
         lags = {int(k): int(v) for k, v in row["lags"].items()}
-        rows[int(row["batch"])] = Row(int(row["samples"]), str(row["ids"]), lags, [list(r) for r in row.get("tickets", ())])
+        rows[int(row["batch"])] = Row(
+            int(row["samples"]), str(row["ids"]), lags, [list(r) for r in row.get("tickets", ())]
+        )
 
 
 class Trained:
-    """The batches of the surviving history, kept in `trained.jsonl`: the last row of a batch counts.
+    """The batches of the surviving history, kept in `trained.jsonl`: the last row of a batch
+    counts.
 
-    `leased.json` beside it holds those that were handed out and whose commit was not heard yet: a learner whose checkpoint lies behind one of
-    them has trained it, and its row is made up for at the hello.  Rows that no learner can take back any more are summed.
-    """
+    `leased.json` beside it holds those that were handed out and whose commit was not heard yet: a
+    learner whose checkpoint lies behind one of them has trained it, and its row is made up for at
+    the hello.  Rows that no learner can take back any more are summed."""
 
     def __init__(self, path: Path) -> None:
         self.file = jsonl.Appender(path)
@@ -80,12 +91,15 @@ class Trained:
         self.lent_path = path.with_name("leased.json")
         self.lent = self._lent()
         self.summed = 0  # rows below this number are in the sums
-        self.summed_samples, self.summed_lags, self.summed_ids = 0, Counter[int](), xxhash.xxh3_64()
+        self.summed_samples = 0
+        self.summed_lags = Counter[int]()
+        self.summed_ids = xxhash.xxh3_64()
 
     def _lent(self) -> dict[int, dict[str, Any]]:
         try:
             return {int(n): dict(row) for n, row in json.loads(self.lent_path.read_bytes()).items()}
-        except (OSError, ValueError, TypeError, AttributeError):  # none, or not whole: then as if nothing had been handed out
+        except (OSError, ValueError, TypeError, AttributeError):
+            # none, or not whole: then as if nothing had been handed out
             return {}
 
     def _write(self, row: dict[str, Any]) -> None:
@@ -97,7 +111,9 @@ class Trained:
 
     def lend(self, batch: Batch, limit: float) -> None:
         """A batch is handed out; tokens past `limit` are masked."""
-        self.lent = {n: x for n, x in self.lent.items() if not self.knows(n)} | {batch.number: _row(batch, limit)}
+        self.lent = {n: x for n, x in self.lent.items() if not self.knows(n)} | {
+            batch.number: _row(batch, limit)
+        }
         part = self.lent_path.with_suffix(".part")
         try:
             part.write_text(json.dumps(self.lent))
@@ -106,7 +122,9 @@ class Trained:
             raise jsonl.full(self.lent_path, e) from e
 
     def begin(self, number: int) -> None:
-        """A learner begins at `number`: batches from there on are trained again, those before it were trained, whether their commit was heard or not."""
+        """A learner begins at `number`: batches from there on are trained again, those before it
+        were trained, whether their commit was heard or not.
+        """
         if any(n >= number for n in self.rows):
             self._write({"from": number})
         for n in sorted(self.lent):
@@ -156,7 +174,13 @@ def _row(batch: Batch, limit: float) -> dict[str, Any]:
             if lag <= limit:
                 counts[lag] = counts.get(lag, 0) + end - start
     tickets = runs(s.ticket for s in batch.samples)
-    return {"batch": batch.number, "samples": len(batch.samples), "ids": digest(batch.samples), "lags": counts, "tickets": tickets}
+    return {
+        "batch": batch.number,
+        "samples": len(batch.samples),
+        "ids": digest(batch.samples),
+        "lags": counts,
+        "tickets": tickets,
+    }
 
 
 def mean(counts: dict[int, int]) -> float:
@@ -165,7 +189,8 @@ def mean(counts: dict[int, int]) -> float:
 
 def quantile(counts: dict[int, int], q: float) -> int:
     """The smallest key at or below which a share `q` of the counts lies."""
-    total, seen = sum(counts.values()), 0
+    total = sum(counts.values())
+    seen = 0
     for k in sorted(counts):
         seen += counts[k]
         if seen >= q * total:

@@ -1,9 +1,9 @@
 """What turns gradients into new weights: torch on one process, or DeepSpeed over several ranks.
 
-The learner's mathematics (learner/step.py) is the same on every rank and sees the whole batch; a backend says which samples' forward
-and backward passes are this rank's, adds up what ranks computed, and makes the optimizer step.  Rank 0 alone talks to the buffer:
-it tells the others what to do (`tell`), they `hear` it.
-"""
+The learner's mathematics (learner/step.py) is the same on every rank and sees the whole batch; a
+backend says which samples' forward and backward passes are this rank's, adds up what ranks
+computed, and makes the optimizer step.  Rank 0 alone talks to the buffer: it tells the others what
+to do (`tell`), they `hear` it."""
 
 from __future__ import annotations
 
@@ -21,42 +21,57 @@ from asyncrl.models import PolicyModel, probe_logprobs, write_flat
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW without what wraps its methods for torch.compile: the first call of each would import the compiler, seconds of CPU."""
+    """torch's AdamW without what wraps its methods for torch.compile: the first call of each would
+    import the compiler, seconds of CPU.
+    """
 
-    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))  # what its wrapper does when nothing is compiled
+    # what its wrapper does when nothing is compiled
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
     add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
     zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
     state_dict = inspect.unwrap(torch.optim.AdamW.state_dict)
     load_state_dict = inspect.unwrap(torch.optim.AdamW.load_state_dict)
 
 
-def optimizer_for(config: Config, parameters: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+def optimizer_for(
+    config: Config, parameters: Sequence[torch.nn.Parameter]
+) -> torch.optim.Optimizer:
     c = config.learner
     if c.optimizer == "sgd":
         return torch.optim.SGD(parameters, lr=c.lr, weight_decay=c.weight_decay)
-    return AdamW(parameters, lr=c.lr, betas=(c.beta1, c.beta2), weight_decay=c.weight_decay, fused=True)
+    return AdamW(
+        parameters, lr=c.lr, betas=(c.beta1, c.beta2), weight_decay=c.weight_decay, fused=True
+    )
 
 
 class TorchBackend:
     """One process, plain torch."""
 
-    rank, ranks = 0, 1
-    stops_first = False  # early stopping may look at the gradient's own forward pass: an unused gradient is simply dropped
+    rank = 0
+    ranks = 1
+    # early stopping may look at the gradient's own forward pass: an unused gradient is simply
+    # dropped
+    stops_first = False
 
     def __init__(self, config: Config, model: PolicyModel) -> None:
-        self.config, self.model = config, model
+        self.config = config
+        self.model = model
         self.optimizer = optimizer_for(config, list(model.hf.parameters()))
 
-    # ---- ranks -----------------------------------------------------------------------------------------------------
+    # ---- ranks -----------------------------------------------------------------------------------
 
     def tell(self, what: str, payload: Any = None) -> None:
         """Rank 0: what the other ranks do now."""
 
     def keep_alive(self) -> None:
-        """Rank 0, while it waits for a batch: the others are not left waiting past their own deadline."""
+        """Rank 0, while it waits for a batch: the others are not left waiting past their own
+        deadline.
+        """
 
     def guard(self) -> AbstractContextManager[None]:
-        """Around whatever may wait for another rank, such as a forward pass over partitioned parameters."""
+        """Around whatever may wait for another rank, such as a forward pass over partitioned
+        parameters.
+        """
         return nullcontext()
 
     def share(self, samples: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
@@ -75,7 +90,7 @@ class TorchBackend:
         """Every rank's object."""
         return [x]
 
-    # ---- one optimizer step ----------------------------------------------------------------------------------------
+    # ---- one optimizer step ----------------------------------------------------------------------
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
@@ -85,13 +100,18 @@ class TorchBackend:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self, rate: float, loss: torch.Tensor) -> float | None:
-        """Clip and step with the learning rate `rate`; the gradient's norm, None where it or the loss (a scalar) is not finite.
+        """Clip and step with the learning rate `rate`; the gradient's norm, None where it or the
+        loss (a scalar) is not finite.
 
         Reads the device once.
         """
-        found = torch.nn.utils.clip_grad_norm_(self.model.hf.parameters(), self.config.learner.clip_norm or math.inf)
+        found = torch.nn.utils.clip_grad_norm_(
+            self.model.hf.parameters(), self.config.learner.clip_norm or math.inf
+        )
         norm: float
-        norm, value = torch.stack([found.double(), loss.detach().to(found.device).double()]).tolist()
+        norm, value = torch.stack(
+            [found.double(), loss.detach().to(found.device).double()]
+        ).tolist()
         if not (math.isfinite(norm) and math.isfinite(value)):
             self.zero_grad()
             return None
@@ -100,7 +120,7 @@ class TorchBackend:
         self.optimizer.step()
         return norm
 
-    # ---- weights and state -----------------------------------------------------------------------------------------
+    # ---- weights and state -----------------------------------------------------------------------
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -113,8 +133,14 @@ class TorchBackend:
         write_flat(self.model, buffer)
 
     def probe(self) -> bytes:
-        """The weights' log-probabilities of the probe's tokens (float32), for engines that check a swap; nothing for the others."""
-        return probe_logprobs(self.model).astype("<f4").tobytes() if self.config.generator.engine == "vllm" else b""
+        """The weights' log-probabilities of the probe's tokens (float32), for engines that check a
+        swap; nothing for the others.
+        """
+        return (
+            probe_logprobs(self.model).astype("<f4").tobytes()
+            if self.config.generator.engine == "vllm"
+            else b""
+        )
 
     def state(self, directory: Path) -> dict[str, Any]:
         """The optimizer's state: returned, or written below `directory` by every rank."""

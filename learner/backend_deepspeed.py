@@ -1,9 +1,9 @@
 """DeepSpeed ZeRO 0 to 3 over one or several ranks, gloo on a CPU and nccl on GPUs.
 
-Every rank holds the whole batch and the same state; forward and backward passes are dealt out by length, and the loss's global
-denominators make the ranks' gradients add up to the whole (DeepSpeed averages them, so each loss is multiplied by the ranks).
-Ranks must make the same number of passes: those with fewer micro-batches add empty ones.  Rajbhandari et al. 2020, arXiv 1910.02054.
-"""
+Every rank holds the whole batch and the same state; forward and backward passes are dealt out by
+length, and the loss's global denominators make the ranks' gradients add up to the whole (DeepSpeed
+averages them, so each loss is multiplied by the ranks). Ranks must make the same number of passes:
+those with fewer micro-batches add empty ones.  Rajbhandari et al. 2020, arXiv 1910.02054."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ from asyncrl.models import PolicyModel, manifest, read_flat
 from learner.backend import TorchBackend, optimizer_for
 from learner.state import State
 
-START_S, END_S = 60.0, 20.0  # more than learner.rank_timeout_s to come together, imports and all; to end
+# more than learner.rank_timeout_s to come together, imports and all; to end
+START_S = 60.0
+END_S = 20.0
 TRANSPORT = ("gloo", "nccl", "connection", "timed out", "timeout", "socket", "broken pipe")
 
 
@@ -51,69 +53,113 @@ def _die_with_parent() -> None:
 
 
 def start_ranks(config: Config) -> list[subprocess.Popen[bytes]]:
-    """Make this process rank 0 and start the others as copies of it; nothing when a launcher (torchrun) has set the ranks."""
+    """Make this process rank 0 and start the others as copies of it; nothing when a launcher
+    (torchrun) has set the ranks.
+    """
     if "WORLD_SIZE" in os.environ:
         if int(os.environ["WORLD_SIZE"]) != config.learner.ranks:
-            raise ConfigError(f"learner.ranks: {config.learner.ranks}, but the launcher started {os.environ['WORLD_SIZE']}")
+            raise ConfigError(
+                f"learner.ranks: {config.learner.ranks}, but the launcher started "
+                f"{os.environ['WORLD_SIZE']}"
+            )
         return []
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = str(s.getsockname()[1])
-    common = {"WORLD_SIZE": str(config.learner.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update(common | {"RANK": "0", "LOCAL_RANK": "0"})  # another rank takes its own GPU: asyncrl/devices.py
+    common = {
+        "WORLD_SIZE": str(config.learner.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
+    # another rank takes its own GPU: asyncrl/devices.py
+    os.environ.update(common | {"RANK": "0", "LOCAL_RANK": "0"})
     return [
-        subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=os.environ | {"RANK": str(r), "LOCAL_RANK": str(r)}, stdin=subprocess.DEVNULL,
-                         preexec_fn=_die_with_parent)
+        subprocess.Popen(
+            [sys.executable, *sys.orig_argv[1:]],
+            env=os.environ | {"RANK": str(r), "LOCAL_RANK": str(r)},
+            stdin=subprocess.DEVNULL,
+            preexec_fn=_die_with_parent,
+        )
         for r in range(1, config.learner.ranks)
-    ]  # fmt: skip
+    ]
 
 
 class DeepSpeedBackend(TorchBackend):
     """See `TorchBackend`."""
 
-    stops_first = True  # what ZeRO has reduced cannot be dropped: whether to stop is decided before the backward pass
+    # what ZeRO has reduced cannot be dropped: whether to stop is decided before the backward pass
+    stops_first = True
 
     def __init__(self, config: Config, model: PolicyModel) -> None:
         os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
         c = config.learner
-        self.config, self.model = config, model
+        self.config = config
+        self.model = model
         self.own = "WORLD_SIZE" not in os.environ
         self.others = start_ranks(config)
         self.layout = manifest(model)
         self.heard_at = time.monotonic()
-        self.inside, self.closed = 0.0, False
+        self.inside = 0.0
+        self.closed = False
         import deepspeed
         from deepspeed.utils import logger
 
         logger.setLevel("WARNING")
-        # an operator that only inference uses: its compiler takes a lock file which a killed process leaves, and all later ones wait for it, for ever
+        # an operator that only inference uses: its compiler takes a lock file which a killed
+        # process leaves, and all later ones wait for it, for ever
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         cuda = model.device.type == "cuda"
         if cuda and c.ranks > 1 and not c.gpus:
-            raise ConfigError(f"learner.gpus: {c.ranks} ranks would share one GPU; give one number each")
+            raise ConfigError(
+                f"learner.gpus: {c.ranks} ranks would share one GPU; give one number each"
+            )
         try:
-            deepspeed.init_distributed(dist_backend="cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=datetime.timedelta(seconds=c.rank_timeout_s + START_S),
-                                       auto_mpi_discovery=False, verbose=False)  # fmt: skip
+            deepspeed.init_distributed(
+                dist_backend="cpu:gloo,cuda:nccl" if cuda else "gloo",
+                timeout=datetime.timedelta(seconds=c.rank_timeout_s + START_S),
+                auto_mpi_discovery=False,
+                verbose=False,
+            )
         except (RuntimeError, ValueError) as e:
-            raise RankLost(f"the ranks of the learner did not come together within {c.rank_timeout_s + START_S:g} s: {_first_line(e)}") from e
-        self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+            raise RankLost(
+                "the ranks of the learner did not come together within "
+                f"{c.rank_timeout_s + START_S:g} s: {_first_line(e)}"
+            ) from e
+        self.rank = dist.get_rank()
+        self.ranks = dist.get_world_size()
         if c.zero_stage == 3:
-            model.fast, model.one_pass = None, True  # modules fetch their parameters by hooks, and reduce a gradient once a pass
+            # modules fetch their parameters by hooks, and reduce a gradient once a pass
+            model.fast = None
+            model.one_pass = True
         settings: dict[str, Any] = {
-            "train_batch_size": self.ranks, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1, "gradient_clipping": c.clip_norm,
-            "zero_optimization": {"stage": c.zero_stage, "stage3_param_persistence_threshold": 0, "overlap_comm": False, "contiguous_gradients": False}
+            "train_batch_size": self.ranks,
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": c.clip_norm,
+            "zero_optimization": {
+                "stage": c.zero_stage,
+                "stage3_param_persistence_threshold": 0,
+                "overlap_comm": False,
+                "contiguous_gradients": False,
+            }
             | ({"offload_optimizer": {"device": "cpu", "pin_memory": cuda}} if c.offload else {}),
             "bf16": {"enabled": config.model.dtype == "bfloat16", "check_grad_overflow": True},
-            "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False, "wall_clock_breakdown": False,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+            "wall_clock_breakdown": False,
             "steps_per_print": 10**9,
-        }  # fmt: skip
-        self.engine, self.optimizer, _, _ = deepspeed.initialize(model=model.hf, optimizer=optimizer_for(config, list(model.hf.parameters())), config=settings)
+        }
+        self.engine, self.optimizer, _, _ = deepspeed.initialize(
+            model=model.hf,
+            optimizer=optimizer_for(config, list(model.hf.parameters())),
+            config=settings,
+        )
         if self.ranks > 1:
             threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
         self.gathered = deepspeed.zero.GatheredParameters
         self.engine.eval()
 
-    # ---- ranks -----------------------------------------------------------------------------------------------------
+    # ---- ranks -----------------------------------------------------------------------------------
 
     def tell(self, what: str, payload: Any = None) -> None:
         if self.ranks > 1 and self.rank == 0:
@@ -136,21 +182,33 @@ class DeepSpeedBackend(TorchBackend):
     def keep_alive(self) -> None:
         for r, p in enumerate(self.others, 1):
             if (code := p.poll()) is not None:
-                raise RankLost(f"rank {r} of the learner has ended ({signal.Signals(-code).name if code < 0 else f'exit code {code}'})")
+                raise RankLost(
+                    f"rank {r} of the learner has ended "
+                    f"({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
+                )
         if time.monotonic() - self.heard_at > self.config.learner.rank_timeout_s / 4:
             self.tell("wait")
 
     def _watch(self) -> None:
-        """A thread: ends this process, and with it its ranks, when a collective lasts too long.  DeepSpeed's own groups have no deadline."""
+        """A thread: ends this process, and with it its ranks, when a collective lasts too long.
+        DeepSpeed's own groups have no deadline.
+        """
         limit = self.config.learner.rank_timeout_s
         while not self.closed:
             time.sleep(min(1.0, limit / 10))
             since = self.inside
             if since and time.monotonic() - since > limit:
                 ended = [r for r, p in enumerate(self.others, 1) if p.poll() is not None]
-                who = f"rank {ended[0]} of the learner has ended" if ended else "a rank of the learner does not answer"
+                who = (
+                    f"rank {ended[0]} of the learner has ended"
+                    if ended
+                    else "a rank of the learner does not answer"
+                )
                 print(
-                    f"error: RankLost: {who}: rank {self.rank} has waited {limit:g} s for it (learner.rank_timeout_s = {limit:g})", file=sys.stderr, flush=True
+                    f"error: RankLost: {who}: rank {self.rank} has waited {limit:g} s for it "
+                    f"(learner.rank_timeout_s = {limit:g})",
+                    file=sys.stderr,
+                    flush=True,
                 )
                 for p in self.others:
                     p.kill()
@@ -158,26 +216,41 @@ class DeepSpeedBackend(TorchBackend):
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Around whatever may wait for another rank: a deadline for rank 0, and the error of a lost rank instead of the transport's.
+        """Around whatever may wait for another rank: a deadline for rank 0, and the error of a lost
+        rank instead of the transport's.
 
-        The other ranks have no deadline: they may wait for rank 0 as long as it waits for a batch, and end with it.  Guards nest.
-        """
-        outer, self.inside = self.inside, self.inside or (time.monotonic() if self.rank == 0 else 0.0)
+        The other ranks have no deadline: they may wait for rank 0 as long as it waits for a batch,
+        and end with it.  Guards nest."""
+        outer = self.inside
+        self.inside = self.inside or (time.monotonic() if self.rank == 0 else 0.0)
         try:
             yield
         except RuntimeError as e:
-            if not isinstance(e, dist.DistError) and not any(word in str(e).lower() for word in TRANSPORT):
+            if not isinstance(e, dist.DistError) and not any(
+                word in str(e).lower() for word in TRANSPORT
+            ):
                 raise  # an error of this rank's own
             time.sleep(0.2)  # its end is seen a little after its connection's
             ended = [r for r, p in enumerate(self.others, 1) if p.poll() is not None]
-            who = f"rank {ended[0]} of the learner has ended" if ended else "a rank of the learner has ended or did not answer"
-            raise RankLost(f"{who} (learner.rank_timeout_s = {self.config.learner.rank_timeout_s:g}): {_first_line(e)}") from e
+            who = (
+                f"rank {ended[0]} of the learner has ended"
+                if ended
+                else "a rank of the learner has ended or did not answer"
+            )
+            raise RankLost(
+                f"{who} (learner.rank_timeout_s = {self.config.learner.rank_timeout_s:g}): "
+                f"{_first_line(e)}"
+            ) from e
         finally:
             self.inside = outer
 
     def share(self, samples: Sequence[int], lengths: Sequence[int]) -> list[list[int]]:
         order = sorted(samples, key=lambda i: (lengths[i], i))
-        return [order[r :: self.ranks] for r in range(self.ranks)] if self.ranks > 1 else [list(samples)]
+        return (
+            [order[r :: self.ranks] for r in range(self.ranks)]
+            if self.ranks > 1
+            else [list(samples)]
+        )
 
     def total(self, x: torch.Tensor) -> torch.Tensor:
         if self.ranks > 1:
@@ -198,20 +271,25 @@ class DeepSpeedBackend(TorchBackend):
         size = int(self.largest(torch.tensor([len(mine)])))
         padded = torch.zeros(size, dtype=torch.uint8)
         padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
-        every, sizes = [torch.zeros_like(padded) for _ in range(self.ranks)], [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
+        every = [torch.zeros_like(padded) for _ in range(self.ranks)]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks)]
         with self.guard():
             dist.all_gather(sizes, torch.tensor([len(mine)]))
             dist.all_gather(every, padded)
-        return [msgspec.msgpack.decode(t.numpy()[: int(n)].tobytes()) for t, n in zip(every, sizes, strict=True)]
+        return [
+            msgspec.msgpack.decode(t.numpy()[: int(n)].tobytes())
+            for t, n in zip(every, sizes, strict=True)
+        ]
 
-    # ---- one optimizer step ----------------------------------------------------------------------------------------
+    # ---- one optimizer step ----------------------------------------------------------------------
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         if self.config.learner.zero_stage:
-            self.engine.optimizer.clear_backward_seen_flag()  # what engine.forward does: without it stage 3 overwrites instead of accumulating
+            # what engine.forward does: without it stage 3 overwrites instead of accumulating
+            self.engine.optimizer.clear_backward_seen_flag()
         self.engine.set_gradient_accumulation_boundary(last)
         with self.guard():
             self.engine.backward(loss * self.ranks)
@@ -223,8 +301,13 @@ class DeepSpeedBackend(TorchBackend):
         if flag.item():
             self._drop()
             return None
-        if self.config.learner.zero_stage == 0:  # its gradients are whole and summed on every rank, and it reports no norm
-            norm = float(torch.nn.utils.get_total_norm([p.grad for p in self.model.hf.parameters() if p.grad is not None]))
+        # its gradients are whole and summed on every rank, and it reports no norm
+        if self.config.learner.zero_stage == 0:
+            norm = float(
+                torch.nn.utils.get_total_norm(
+                    [p.grad for p in self.model.hf.parameters() if p.grad is not None]
+                )
+            )
             if not math.isfinite(norm):
                 self._drop()
                 return None
@@ -243,18 +326,28 @@ class DeepSpeedBackend(TorchBackend):
             kept = getattr(self.optimizer, name, None)
             if isinstance(kept, dict):
                 kept.clear()
-        if self.config.learner.offload and self.config.learner.zero_stage < 3:  # the next pass starts over in the CPU's memory instead of adding
+        # the next pass starts over in the CPU's memory instead of adding
+        if self.config.learner.offload and self.config.learner.zero_stage < 3:
             inner: Any = self.optimizer
             inner.micro_step_id = -1
             inner._offload_accumulated_param_ids = set()
             inner.reset_cpu_buffers()
 
-    # ---- weights and state -----------------------------------------------------------------------------------------
+    # ---- weights and state -----------------------------------------------------------------------
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        with self.guard(), self.gathered(list(self.model.hf.parameters()), modifier_rank=0, enabled=self.config.learner.zero_stage == 3):
-            began, self.inside = self.inside, 0.0  # what is done with the weights takes its time
+        with (
+            self.guard(),
+            self.gathered(
+                list(self.model.hf.parameters()),
+                modifier_rank=0,
+                enabled=self.config.learner.zero_stage == 3,
+            ),
+        ):
+            # what is done with the weights takes its time
+            began = self.inside
+            self.inside = 0.0
             yield
             self.inside = time.monotonic() if began else 0.0
 
@@ -262,7 +355,10 @@ class DeepSpeedBackend(TorchBackend):
         """One parameter at a time: no second whole copy, also under ZeRO-3."""
         views = read_flat(buffer, self.layout) if buffer is not None else {}
         for name, p in self.model.hf.named_parameters(remove_duplicate=True):
-            with self.guard(), self.gathered([p], modifier_rank=None, enabled=self.config.learner.zero_stage == 3):
+            with (
+                self.guard(),
+                self.gathered([p], modifier_rank=None, enabled=self.config.learner.zero_stage == 3),
+            ):
                 if views:
                     views[name].copy_(p.detach())
 
@@ -272,26 +368,41 @@ class DeepSpeedBackend(TorchBackend):
 
     def state(self, directory: Path) -> dict[str, Any]:
         with self.guard():
-            self.engine.save_checkpoint(str(directory / "deepspeed"), tag="state", save_latest=False,
-                                        client_state={"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}})  # fmt: skip
-            dist.barrier()  # every rank's part is on the file system before rank 0 writes the manifest
+            self.engine.save_checkpoint(
+                str(directory / "deepspeed"),
+                tag="state",
+                save_latest=False,
+                client_state={"universal_checkpoint_info": {"universal_checkpoint_version": 0.2}},
+            )
+            # every rank's part is on the file system before rank 0 writes the manifest
+            dist.barrier()
         return {"deepspeed": self.ranks, "zero_stage": self.config.learner.zero_stage}
 
     def load_state(self, state: dict[str, Any], directory: Path) -> None:
         stage = self.config.learner.zero_stage
         if "deepspeed" not in state:
-            raise Damaged(f"checkpoint {directory} holds the optimizer of learner.backend = torch; resume it with that backend")
+            raise Damaged(
+                f"checkpoint {directory} holds the optimizer of learner.backend = torch; resume it "
+                "with that backend"
+            )
         if state["zero_stage"] != stage:
-            raise Damaged(f"checkpoint {directory} is of {state['deepspeed']} ranks at ZeRO stage {state['zero_stage']}, this learner's is {stage}: "
-                          "resume with the same learner.zero_stage (the number of ranks may change)")  # fmt: skip
+            raise Damaged(
+                f"checkpoint {directory} is of {state['deepspeed']} ranks at ZeRO stage "
+                f"{state['zero_stage']}, this learner's is {stage}: "
+                "resume with the same learner.zero_stage (the number of ranks may change)"
+            )
         saved = directory / "deepspeed"
-        if state["deepspeed"] == self.ranks or stage == 0:  # at stage 0 every rank holds the whole state
+        # at stage 0 every rank holds the whole state
+        if state["deepspeed"] == self.ranks or stage == 0:
             with self.guard():
                 self.engine.load_checkpoint(str(saved), tag="state", load_module_strict=True)
             return
         if self.config.learner.optimizer != "adamw":
-            raise Damaged(f"checkpoint {directory} is of {state['deepspeed']} ranks, this learner has {self.ranks}: only the state of learner.optimizer = "
-                          "adamw can be dealt out anew; resume with the same learner.ranks")  # fmt: skip
+            raise Damaged(
+                f"checkpoint {directory} is of {state['deepspeed']} ranks, this learner has "
+                f"{self.ranks}: only the state of learner.optimizer = "
+                "adamw can be dealt out anew; resume with the same learner.ranks"
+            )
         apart = directory.with_name(f".{directory.name}.universal")  # the same on every rank
         try:
             if self.rank == 0:
@@ -309,7 +420,8 @@ class DeepSpeedBackend(TorchBackend):
     def close(self) -> None:
         self.closed = True
         if self.ranks > 1 and self.rank == 0:
-            if sys.exc_info()[0] is not None:  # this rank failed, where the others are nobody knows: they would not hear it
+            # this rank failed, where the others are nobody knows: they would not hear it
+            if sys.exc_info()[0] is not None:
                 for p in self.others:
                     p.kill()
             try:
@@ -332,13 +444,24 @@ class DeepSpeedBackend(TorchBackend):
 
 
 def universal(source: Path, target: Path) -> None:
-    """Write DeepSpeed's universal form of the checkpoint in `source`: each parameter's state whole, for any number of ranks."""
+    """Write DeepSpeed's universal form of the checkpoint in `source`: each parameter's state whole,
+    for any number of ranks.
+    """
     from deepspeed.checkpoint import ds_to_universal
 
     shutil.rmtree(target.parent, ignore_errors=True)
     with contextlib.redirect_stdout(sys.stderr):
-        ds_to_universal.main(SimpleNamespace(input_folder=str(source), output_folder=str(target), num_extract_workers=1, num_merge_workers=1,
-                                             keep_temp_folder=False, strict=True, inject_missing_state=False))  # fmt: skip
+        ds_to_universal.main(
+            SimpleNamespace(
+                input_folder=str(source),
+                output_folder=str(target),
+                num_extract_workers=1,
+                num_merge_workers=1,
+                keep_temp_folder=False,
+                strict=True,
+                inject_missing_state=False,
+            )
+        )
 
 
 def _first_line(e: BaseException) -> str:
@@ -347,7 +470,8 @@ def _first_line(e: BaseException) -> str:
 
 def follow(core: Any) -> None:
     """A rank above 0: do what rank 0 tells, until it tells the end."""
-    from asyncrl.models import load_policy, load_weights, named_weights  # the order of rank 0's own imports
+    # the order of rank 0's own imports
+    from asyncrl.models import load_policy, load_weights, named_weights
 
     backend: DeepSpeedBackend = core.backend
     while True:

@@ -2,11 +2,13 @@
 
 ```
 checkpoints/epoch_E.new/   made exclusively by a learner's life; links to what it resumes from
-checkpoints/epoch_E/       the same, claimed by a rename when the buffer welcomed it: the highest one counts
+checkpoints/epoch_E/       the same, claimed by a rename when the buffer welcomed it: the highest
+                           one counts
     number_N/model/        a Hugging Face directory
     number_N/state.pt      optimizer, learner state, cursor, ledger totals
     number_N/older_M.bin   flat weights of version M < N (lag injection)
-    number_N/manifest      size and xxh3-64 of every file; written last, before the directory gets its name
+    number_N/manifest      size and xxh3-64 of every file; written last, before the directory gets
+                           its name
 ```
 """
 
@@ -32,13 +34,21 @@ from learner.step import LearnerCore
 
 
 def epochs(root: Path, *, claimed: bool) -> list[int]:
-    """Epoch directories, ascending; with claimed=False also those of learners that were never welcomed."""
+    """Epoch directories, ascending; with claimed=False also those of learners that were never
+    welcomed.
+    """
     pattern = r"epoch_(\d+)" if claimed else r"epoch_(\d+)(\.new)?"
-    return sorted({int(m.group(1)) for p in root.glob("epoch_*") if (m := re.fullmatch(pattern, p.name))})
+    return sorted(
+        {int(m.group(1)) for p in root.glob("epoch_*") if (m := re.fullmatch(pattern, p.name))}
+    )
 
 
 def numbers(directory: Path) -> list[int]:
-    return sorted(int(m.group(1)) for p in directory.glob("number_*") if (m := re.fullmatch(r"number_(\d+)", p.name)))
+    return sorted(
+        int(m.group(1))
+        for p in directory.glob("number_*")
+        if (m := re.fullmatch(r"number_(\d+)", p.name))
+    )
 
 
 def begin(root: Path) -> tuple[int, int, Path]:
@@ -55,12 +65,18 @@ def begin(root: Path) -> tuple[int, int, Path]:
     mine = root / f"epoch_{epoch}.new"
     if origin:
         for n in numbers(root / f"epoch_{origin}"):
-            shutil.copytree(root / f"epoch_{origin}" / f"number_{n}", mine / f"number_{n}", copy_function=os.link)
+            shutil.copytree(
+                root / f"epoch_{origin}" / f"number_{n}",
+                mine / f"number_{n}",
+                copy_function=os.link,
+            )
     return epoch, origin, mine
 
 
 def claim(mine: Path, checkpointed: int) -> Path:
-    """Welcomed: the directory takes its name; what lies below `checkpointed` is gone from the buffer, so it goes here too."""
+    """Welcomed: the directory takes its name; what lies below `checkpointed` is gone from the
+    buffer, so it goes here too.
+    """
     for n in numbers(mine):
         if n < checkpointed:
             shutil.rmtree(mine / f"number_{n}")
@@ -68,15 +84,26 @@ def claim(mine: Path, checkpointed: int) -> Path:
     os.rename(mine, final)
     epoch = int(final.name.removeprefix("epoch_"))
     for lower in final.parent.glob("epoch_*"):
-        if (found := re.fullmatch(r"epoch_(\d+)(\.new)?", lower.name)) and int(found.group(1)) < epoch:
+        if (found := re.fullmatch(r"epoch_(\d+)(\.new)?", lower.name)) and int(
+            found.group(1)
+        ) < epoch:
             shutil.rmtree(lower, ignore_errors=True)  # what counts of it is linked here
     return final
 
 
-def save(directory: Path, core: LearnerCore, extra: Mapping[str, Any], keep: int, older: Mapping[int, bytes] | None = None) -> int:
-    """Write the checkpoint of `core`'s number, keep the last `keep`; returns the oldest kept.  Raises AsyncrlError (disk full)."""
+def save(
+    directory: Path,
+    core: LearnerCore,
+    extra: Mapping[str, Any],
+    keep: int,
+    older: Mapping[int, bytes] | None = None,
+) -> int:
+    """Write the checkpoint of `core`'s number, keep the last `keep`; returns the oldest kept.
+    Raises AsyncrlError (disk full).
+    """
     number = core.state.number
-    part, final = directory / f".number_{number}.part", directory / f"number_{number}"
+    part = directory / f".number_{number}.part"
+    final = directory / f"number_{number}"
     shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir()
@@ -85,10 +112,22 @@ def save(directory: Path, core: LearnerCore, extra: Mapping[str, Any], keep: int
         with core.backend.whole():
             export(core.model, part / "model")
         critic = core.critic.state() if core.critic is not None else None
-        torch.save({"optimizer": optimizer, "critic": critic, "state": asdict(core.state), "extra": dict(extra)}, part / "state.pt")
+        torch.save(
+            {
+                "optimizer": optimizer,
+                "critic": critic,
+                "state": asdict(core.state),
+                "extra": dict(extra),
+            },
+            part / "state.pt",
+        )
         for n, data in (older or {}).items():
             (part / f"older_{n}.bin").write_bytes(data)
-        files = {str(p.relative_to(part)): [p.stat().st_size, xxhash.xxh3_64_hexdigest(p.read_bytes())] for p in sorted(part.rglob("*")) if p.is_file()}
+        files = {
+            str(p.relative_to(part)): [p.stat().st_size, xxhash.xxh3_64_hexdigest(p.read_bytes())]
+            for p in sorted(part.rglob("*"))
+            if p.is_file()
+        }
         (part / "manifest").write_text(json.dumps(files))
         for p in part.rglob("*"):
             _sync(p)
@@ -98,9 +137,13 @@ def save(directory: Path, core: LearnerCore, extra: Mapping[str, Any], keep: int
     except AsyncrlError:  # a lost rank: not the disk's fault
         shutil.rmtree(part, ignore_errors=True)
         raise
-    except Exception as e:  # torch and safetensors each have error classes of their own for a full disk
+    except Exception as e:
+        # torch and safetensors each have error classes of their own for a full disk
         shutil.rmtree(part, ignore_errors=True)
-        raise AsyncrlError(f"checkpoint {final} could not be written: {e}; the ones before it are whole: free some space and resume") from e
+        raise AsyncrlError(
+            f"checkpoint {final} could not be written: {e}; the ones before it are whole: free "
+            "some space and resume"
+        ) from e
     kept = numbers(directory)
     for n in kept[:-keep]:
         shutil.rmtree(directory / f"number_{n}")
@@ -131,13 +174,18 @@ def verify(path: Path) -> str:
 
 
 def newest(directory: Path) -> Path | None:
-    """The newest whole checkpoint; a damaged one is passed over, and said.  Raises Damaged when none is whole."""
+    """The newest whole checkpoint; a damaged one is passed over, and said.  Raises Damaged when
+    none is whole.
+    """
     found = numbers(directory)
     for n in reversed(found):
         path = directory / f"number_{n}"
         if not (wrong := verify(path)):
             return path
-        print(f"checkpoint {path} is damaged ({wrong}); falling back to the one before it", file=sys.stderr)
+        print(
+            f"checkpoint {path} is damaged ({wrong}); falling back to the one before it",
+            file=sys.stderr,
+        )
         shutil.rmtree(path)
     if found:
         raise Damaged(f"no checkpoint in {directory} is whole; start a new run")
@@ -145,12 +193,18 @@ def newest(directory: Path) -> Path | None:
 
 
 def restore(core: LearnerCore, path: Path) -> dict[str, Any]:
-    """Load weights, optimizer and state; returns what the loop keeps (`extra`).  Raises Damaged for another model's checkpoint."""
+    """Load weights, optimizer and state; returns what the loop keeps (`extra`).  Raises Damaged for
+    another model's checkpoint.
+    """
     core.backend.tell("restore", str(path))
     saved = load_policy(path / "model", core.config.model.dtype, core.config.model.device)
-    theirs, ours = [row[:3] for row in manifest(saved)], [row[:3] for row in core.layout]
+    theirs = [row[:3] for row in manifest(saved)]
+    ours = [row[:3] for row in core.layout]
     if theirs != ours:
-        raise Damaged(f"checkpoint {path} is of another model than model.path = {core.config.model.path}: start a new run, or point model.path at its model")
+        raise Damaged(
+            f"checkpoint {path} is of another model than model.path = {core.config.model.path}: "
+            "start a new run, or point model.path at its model"
+        )
     with core.backend.whole():
         load_weights(core.model, dict(named_weights(saved)))
     data = torch.load(path / "state.pt", weights_only=True)
@@ -158,11 +212,14 @@ def restore(core: LearnerCore, path: Path) -> dict[str, Any]:
     if core.critic is not None:
         core.critic.load_state(data.get("critic"), path)
     core.state = State(**data["state"])
-    if core.config.kl.reward.controller == "fixed":  # only the adaptive controller has a coefficient of its own to go on with
+    # only the adaptive controller has a coefficient of its own to go on with
+    if core.config.kl.reward.controller == "fixed":
         core.state.beta = core.config.kl.reward.coefficient
     return dict(data["extra"])
 
 
 def older(path: Path) -> dict[int, bytes]:
     """Flat weights of earlier versions that a checkpoint holds."""
-    return {int(p.stem.removeprefix("older_")): p.read_bytes() for p in sorted(path.glob("older_*.bin"))}
+    return {
+        int(p.stem.removeprefix("older_")): p.read_bytes() for p in sorted(path.glob("older_*.bin"))
+    }

@@ -1,10 +1,11 @@
-"""The value head of advantage.name = gae: V of the state that predicts each response token, on a trunk of its own or the policy's.
+"""The value head of advantage.name = gae: V of the state that predicts each response token, on a
+trunk of its own or the policy's.
 
-`value.trunk = own`: a second model, so that what the critic learns leaves the policy alone.  `shared`: a linear head on the policy's last
-hidden state, whose value loss also moves the policy's trunk (value.coefficient says how much).  Either is trained by the learner's own
-step, on the same micro-batches, its norm clipped apart from the policy's (PPO, Schulman et al. 2017, arXiv 1707.06347; initialisations as
-in Huang et al. 2024, arXiv 2403.17031).
-"""
+`value.trunk = own`: a second model, so that what the critic learns leaves the policy alone.
+`shared`: a linear head on the policy's last hidden state, whose value loss also moves the policy's
+trunk (value.coefficient says how much).  Either is trained by the learner's own step, on the same
+micro-batches, its norm clipped apart from the policy's (PPO, Schulman et al. 2017, arXiv
+1707.06347; initialisations as in Huang et al. 2024, arXiv 2403.17031)."""
 
 from __future__ import annotations
 
@@ -22,15 +23,20 @@ from asyncrl.models import PolicyModel, load_policy
 from learner.backend import optimizer_for
 from learner.batch import Packed
 
-HEADS = ("score.weight", "v_head.weight", "value_head.weight")  # names of a reward model's head in its weight files
+# names of a reward model's head in its weight files
+HEADS = ("score.weight", "v_head.weight", "value_head.weight")
 
 
 class Critic:
-    """Trunk (None: the policy's), a linear head in fp32, and their optimizer.  Raises ConfigError for a value.path that is no reward model."""
+    """Trunk (None: the policy's), a linear head in fp32, and their optimizer.  Raises ConfigError
+    for a value.path that is no reward model.
+    """
 
     def __init__(self, config: Config, policy: PolicyModel) -> None:
         c = config.value
-        self.config, self.policy, self.trunk = config, policy, None
+        self.config = config
+        self.policy = policy
+        self.trunk = None
         source = torch.Generator().manual_seed(config.seed)
         self.head = torch.nn.Linear(policy.hidden_size, 1)
         with torch.no_grad():
@@ -39,7 +45,9 @@ class Critic:
             if c.init != "zeros":
                 self.head.weight.normal_(0.0, 1 / (policy.hidden_size + 1), generator=source)
         if c.trunk == "own":
-            self.trunk = load_policy(c.path or config.model.path, config.model.dtype, config.model.device)
+            self.trunk = load_policy(
+                c.path or config.model.path, config.model.dtype, config.model.device
+            )
             self.trunk.exact = policy.exact
             if self.trunk.hidden_size != policy.hidden_size:
                 self.head = torch.nn.Linear(self.trunk.hidden_size, 1)
@@ -59,34 +67,59 @@ class Critic:
                     if name in f.keys():  # noqa: SIM118  (safe_open is no mapping)
                         found = f.get_tensor(name)
                         if found.shape != self.head.weight.shape:
-                            raise ConfigError(f"value.path: {file} has {name} {list(found.shape)}; one number a state needs {list(self.head.weight.shape)}")
+                            raise ConfigError(
+                                f"value.path: {file} has {name} {list(found.shape)}; one number a "
+                                f"state needs {list(self.head.weight.shape)}"
+                            )
                         with torch.no_grad():
                             self.head.weight.copy_(found)
                         return
-        raise ConfigError(f"value.path: {path} has no reward head (none of {', '.join(HEADS)} in its *.safetensors); use value.init = policy")
+        raise ConfigError(
+            f"value.path: {path} has no reward head (none of {', '.join(HEADS)} in its "
+            "*.safetensors); use value.init = policy"
+        )
 
     def parameters(self) -> list[torch.nn.Parameter]:
-        return [*self.head.parameters(), *(self.trunk.hf.parameters() if self.trunk is not None else [])]
+        return [
+            *self.head.parameters(),
+            *(self.trunk.hf.parameters() if self.trunk is not None else []),
+        ]
 
-    # ---- values ----------------------------------------------------------------------------------------------------
+    # ---- values ----------------------------------------------------------------------------------
 
-    def values(self, packed: Packed, samples: Sequence[int], hidden: torch.Tensor | None) -> torch.Tensor:
-        """V [n] before each response token of `samples`, with gradient; hidden [n, H]: the policy's states, for a shared trunk."""
+    def values(
+        self, packed: Packed, samples: Sequence[int], hidden: torch.Tensor | None
+    ) -> torch.Tensor:
+        """V [n] before each response token of `samples`, with gradient; hidden [n, H]: the policy's
+        states, for a shared trunk.
+        """
         if self.trunk is not None:
-            hidden = self._states(self.trunk, packed, samples, [packed.responses[i] for i in samples])
+            hidden = self._states(
+                self.trunk, packed, samples, [packed.responses[i] for i in samples]
+            )
         assert hidden is not None
         return self._of(hidden)
 
     @torch.no_grad()
-    def start(self, packed: Packed, parts: Sequence[Sequence[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(V [N], bootstrap [B]) as the batch begins: bootstrap is V after the last token of a truncated answer, elsewhere 0."""
+    def start(
+        self, packed: Packed, parts: Sequence[Sequence[int]]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(V [N], bootstrap [B]) as the batch begins: bootstrap is V after the last token of a
+        truncated answer, elsewhere 0.
+        """
         trunk = self.trunk or self.policy
-        values, bootstrap = torch.zeros(int(packed.offsets[-1])), torch.zeros(len(packed.responses))
+        values = torch.zeros(int(packed.offsets[-1]))
+        bootstrap = torch.zeros(len(packed.responses))
         cut = packed.loss.truncated.tolist()
         for part in parts:
-            # one token more makes the state after the last one appear; which token it is plays no part: it is never read
-            answers = [np.append(r, r[-1:]) if cut[i] else r for i, r in ((i, packed.responses[i]) for i in part)]
-            v, at = self._of(self._states(trunk, packed, part, answers)).cpu(), 0
+            # one token more makes the state after the last one appear; which token it is plays no
+            # part: it is never read
+            answers = [
+                np.append(r, r[-1:]) if cut[i] else r
+                for i, r in ((i, packed.responses[i]) for i in part)
+            ]
+            v = self._of(self._states(trunk, packed, part, answers)).cpu()
+            at = 0
             for i, answer in zip(part, answers, strict=True):
                 n = len(packed.responses[i])
                 values[int(packed.offsets[i]) : int(packed.offsets[i]) + n] = v[at : at + n]
@@ -98,21 +131,34 @@ class Critic:
     def _of(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden.float())[:, 0]  # type: ignore[no-any-return]
 
-    def _states(self, model: PolicyModel, packed: Packed, samples: Sequence[int], answers: list[np.ndarray]) -> torch.Tensor:
+    def _states(
+        self, model: PolicyModel, packed: Packed, samples: Sequence[int], answers: list[np.ndarray]
+    ) -> torch.Tensor:
         """The state [n, H] that predicts each token of `answers`."""
-        out = model.logprobs([packed.prompts[i] for i in samples], answers, packed.temperature[list(samples)],
-                             groups=[packed.groups[i] for i in samples], want_hidden=True)  # fmt: skip
+        out = model.logprobs(
+            [packed.prompts[i] for i in samples],
+            answers,
+            packed.temperature[list(samples)],
+            groups=[packed.groups[i] for i in samples],
+            want_hidden=True,
+        )
         assert out.hidden is not None
         return out.hidden
 
-    # ---- training --------------------------------------------------------------------------------------------------
+    # ---- training --------------------------------------------------------------------------------
 
     def zero_grad(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
 
     def step(self, rate: float, share: float) -> float:
-        """Clip and step; the gradient's norm.  rate: the policy's learning rate now; share: of the schedule, for a value.lr of its own."""
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters(), self.config.learner.clip_norm or math.inf))
+        """Clip and step; the gradient's norm.  rate: the policy's learning rate now; share: of the
+        schedule, for a value.lr of its own.
+        """
+        norm = float(
+            torch.nn.utils.clip_grad_norm_(
+                self.parameters(), self.config.learner.clip_norm or math.inf
+            )
+        )
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.value.lr * share if self.config.value.lr else rate
         if math.isfinite(norm):
@@ -122,12 +168,19 @@ class Critic:
     def state(self) -> dict[str, Any]:
         """For the checkpoint: weights and optimizer."""
         trunk = self.trunk.hf.state_dict() if self.trunk is not None else {}
-        return {"head": self.head.state_dict(), "trunk": trunk, "optimizer": self.optimizer.state_dict()}
+        return {
+            "head": self.head.state_dict(),
+            "trunk": trunk,
+            "optimizer": self.optimizer.state_dict(),
+        }
 
     def load_state(self, state: dict[str, Any] | None, path: Path) -> None:
         """Raises Damaged for a checkpoint without a value head, or with one of another kind."""
         if not state or bool(state["trunk"]) != (self.trunk is not None):
-            raise Damaged(f"checkpoint {path} has no value head with value.trunk = {self.config.value.trunk}: resume it with the settings it was made with")
+            raise Damaged(
+                f"checkpoint {path} has no value head with value.trunk = "
+                f"{self.config.value.trunk}: resume it with the settings it was made with"
+            )
         self.head.load_state_dict(state["head"])
         if self.trunk is not None:
             self.trunk.hf.load_state_dict(state["trunk"])

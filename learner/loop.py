@@ -1,9 +1,10 @@
 """The learner process: hello, then ask, train, publish, commit, and now and then a checkpoint.
 
-    ask n --> batch n --> train --> weights into the ring --> commit n --> (ask n+1 went out when batch n came)
+    ask n --> batch n --> train --> weights into the ring --> commit n --> (ask n+1 went out when
+    batch n came)
 
-Requests are repeated until answered.  Commits are sent in order and repeated in order; training goes on meanwhile.
-"""
+Requests are repeated until answered.  Commits are sent in order and repeated in order; training
+goes on meanwhile."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ from learner.publisher import Publisher
 from learner.recorder import Recorder
 from learner.step import LearnerCore
 
-POLL_S, PROGRESS_S = 0.1, 0.5
+POLL_S = 0.1
+PROGRESS_S = 0.5
 ENDED_S = 2.0  # of the buffer's silence, before it is looked up whether the run has ended
 TRIES = 3  # lives that may be overtaken while they start
 
@@ -43,12 +45,21 @@ class Learner:
         self.config, self.run_dir, self.run = config, run_dir, run_id(run_dir)
         self.core = LearnerCore(config, config.model.path, run_dir)
         self.epoch, self.origin, self.directory = checkpoint.begin(run_dir / "checkpoints")
-        self.extra: dict[str, Any] = {"next_ticket": 0, "ledger": {}, "trained_above": [], "parent": None}
+        self.extra: dict[str, Any] = {
+            "next_ticket": 0,
+            "ledger": {},
+            "trained_above": [],
+            "parent": None,
+        }
         older: dict[int, bytes] = {}
         if (path := checkpoint.newest(self.directory)) is not None:
             self.extra |= checkpoint.restore(self.core, path)
             older = checkpoint.older(path)
-            print(f"learner: resumed from {path} at version {self.number}, {config.learner.steps - self.number} steps left", file=sys.stderr)
+            print(
+                f"learner: resumed from {path} at version {self.number}, "
+                f"{config.learner.steps - self.number} steps left",
+                file=sys.stderr,
+            )
         self.publisher = Publisher(config, run_dir, self.epoch, self.core)
         for n, data in sorted(older.items()):
             self.publisher.publish_bytes(n, data)
@@ -61,8 +72,10 @@ class Learner:
         self.batches: dict[int, m.Batch] = {}
         self.commits: dict[int, m.Commit] = {}
         self.sent: dict[str, float] = {}
-        self.heard, self.ever_heard = time.monotonic(), False
-        self.waiting, self.waiting_since = "the buffer", time.monotonic()
+        self.heard = time.monotonic()
+        self.ever_heard = False
+        self.waiting = "the buffer"
+        self.waiting_since = time.monotonic()
         self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
         self.busy_s = self.idle_s = 0.0
         self.last_batch: m.Batch | None = None
@@ -74,27 +87,36 @@ class Learner:
     def number(self) -> int:
         return self.core.state.number
 
-    # ---- messages --------------------------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------
 
     def repeat(self, key: str, message: m.FromPeer) -> None:
-        """Send a request now, and again every wires.retry_s until somebody takes it off the list."""
+        """Send a request now, and again every wires.retry_s until somebody takes it off the
+        list.
+        """
         now = time.monotonic()
         if now - self.sent.get(key, -1e9) >= self.config.wires.retry_s:
             self.sent[key] = now
             self.socket.send(message)
 
     def pump(self, timeout: float) -> None:
-        """Handle what has arrived within `timeout` seconds; repeat what is unanswered; say what it waits for."""
+        """Handle what has arrived within `timeout` seconds; repeat what is unanswered; say what it
+        waits for.
+        """
         reply = self.socket.recv(timeout)
         while reply is not None:
-            self.heard, self.ever_heard = time.monotonic(), True
+            self.heard = time.monotonic()
+            self.ever_heard = True
             self.handle(reply)
             reply = self.socket.recv(0)
         if self.commits:
             first = min(self.commits)
             self.repeat(f"commit {first}", self.commits[first])
-        if self.checkpointed is not None and min(self.commits, default=self.number) >= self.checkpointed:
-            self.socket.send(m.Checkpointed(self.epoch, self.checkpointed))  # never ahead of a commit that it would make void
+        if (
+            self.checkpointed is not None
+            and min(self.commits, default=self.number) >= self.checkpointed
+        ):
+            # never ahead of a commit that it would make void
+            self.socket.send(m.Checkpointed(self.epoch, self.checkpointed))
             self.checkpointed = None
         self.core.backend.keep_alive()
         now = time.monotonic()
@@ -103,16 +125,33 @@ class Learner:
             waiting = f"{self.waiting}|{now - self.waiting_since:.1f}" if self.waiting else ""
             self.publisher.mend()
             self.socket.send(m.Progress("learner", waiting, {}, os.getpid(), self.epoch))
-        for line in self.wait_log.lines([("learner", self.waiting, f"the buffer at {self.socket.address}", now - self.waiting_since)] if self.waiting else []):
+        for line in self.wait_log.lines(
+            [
+                (
+                    "learner",
+                    self.waiting,
+                    f"the buffer at {self.socket.address}",
+                    now - self.waiting_since,
+                )
+            ]
+            if self.waiting
+            else []
+        ):
             print(line, file=sys.stderr, flush=True)
         silent = now - self.heard
         if silent > ENDED_S and self.waiting and ended(self.run_dir, self.config.learner.steps):
             if self.number < self.config.learner.steps or not self.welcomed:
-                raise NothingToDo(f"the run in {self.run_dir} has ended, all its {self.config.learner.steps} steps are made: this learner came too late")
+                raise NothingToDo(
+                    f"the run in {self.run_dir} has ended, all its {self.config.learner.steps} "
+                    "steps are made: this learner came too late"
+                )
             self.finished = True  # the buffer's last word was lost
             return
         if silent > self.config.wires.connect_s and (not self.ever_heard or self.waiting):
-            raise PeerUnreachable(f"the buffer at {self.socket.address} has not answered for {silent:.0f} s; is it running? (wires.connect_s)")
+            raise PeerUnreachable(
+                f"the buffer at {self.socket.address} has not answered for {silent:.0f} s; is it "
+                "running? (wires.connect_s)"
+            )
 
     def handle(self, reply: m.FromBuffer) -> None:
         if isinstance(reply, m.Refused):
@@ -122,11 +161,15 @@ class Learner:
         if isinstance(reply, m.FencedOff) and reply.epoch == self.epoch:
             raise Fenced(f"epoch {reply.by} of the learner has taken over from epoch {self.epoch}")
         if isinstance(reply, m.Welcome) and reply.epoch == self.epoch and not self.welcomed:
-            self.directory, self.welcomed = checkpoint.claim(self.directory, reply.checkpointed), True
-            if self.number < self.config.learner.steps:  # the run is not over (any more): what it exported is not its end
+            self.directory = checkpoint.claim(self.directory, reply.checkpointed)
+            self.welcomed = True
+            # the run is not over (any more): what it exported is not its end
+            if self.number < self.config.learner.steps:
                 (self.run_dir / "weights_digest").unlink(missing_ok=True)
             self.publisher.remove_earlier()
-        elif isinstance(reply, m.Batch) and reply.epoch == self.epoch and reply.number >= self.number:
+        elif (
+            isinstance(reply, m.Batch) and reply.epoch == self.epoch and reply.number >= self.number
+        ):
             self.batches.setdefault(reply.number, reply)
         elif isinstance(reply, m.Committed) and reply.epoch == self.epoch:
             self.commits.pop(reply.number, None)
@@ -136,18 +179,32 @@ class Learner:
 
     def wait(self, what: str) -> None:
         if what != self.waiting:
-            self.waiting, self.waiting_since = what, time.monotonic()
-            self.heard = self.waiting_since  # silence counts from the start of a wait: nobody listened during a long step
+            self.waiting = what
+            self.waiting_since = time.monotonic()
+            # silence counts from the start of a wait: nobody listened during a long step
+            self.heard = self.waiting_since
 
-    # ---- the loop --------------------------------------------------------------------------------------------------
+    # ---- the loop --------------------------------------------------------------------------------
 
     def hello(self) -> None:
         parent = self.extra["parent"]
         label = Label(self.epoch, self.number)
         message = m.LearnerHello(
-            m.PROTOCOL, self.run, self.epoch, label, None if parent is None else Label(*parent), self.digest, self.extra["next_ticket"], self.origin,
-            self.config.staleness.max_lag, self.publisher.source, self.ring, self.extra["ledger"], self.extra["trained_above"], os.getpid(),
-        )  # fmt: skip
+            m.PROTOCOL,
+            self.run,
+            self.epoch,
+            label,
+            None if parent is None else Label(*parent),
+            self.digest,
+            self.extra["next_ticket"],
+            self.origin,
+            self.config.staleness.max_lag,
+            self.publisher.source,
+            self.ring,
+            self.extra["ledger"],
+            self.extra["trained_above"],
+            os.getpid(),
+        )
         self.wait("the buffer's welcome")
         while not self.welcomed and not self.stopping:
             self.repeat("hello", message)
@@ -181,7 +238,9 @@ class Learner:
             self.pump(POLL_S)
 
     def export(self) -> None:
-        """The final model, then its digest.  Before the goodbye: whoever hears that the run is over finds them, whatever dies next."""
+        """The final model, then its digest.  Before the goodbye: whoever hears that the run is over
+        finds them, whatever dies next.
+        """
         self.core.backend.tell("export")
         with self.core.backend.whole():
             export(self.core.model, self.run_dir / "model")
@@ -200,7 +259,11 @@ class Learner:
             self.idle_s += time.monotonic() - began
             self.wait("")
         batch = self.batches.pop(self.number, None)
-        if batch is not None and self.config.learner.prefetch and self.number + 1 < self.config.learner.steps:
+        if (
+            batch is not None
+            and self.config.learner.prefetch
+            and self.number + 1 < self.config.learner.steps
+        ):
             self.repeat(f"ask {self.number + 1}", m.Ask(self.epoch, self.number + 1))
         return batch
 
@@ -212,21 +275,38 @@ class Learner:
         with self.tracer.span("publish"):
             self.digest = self.publisher.publish(self.number)
         now = time.monotonic()
-        tokens, whole = sum(s.length for s in batch.samples), now - self.mark
+        tokens = sum(s.length for s in batch.samples)
+        whole = now - self.mark
         metrics |= {
-            "time/train": trained - began, "time/publish": now - trained, "time/step": whole,
-            "time/learner_idle_share": max(0.0, 1.0 - (now - began) / max(whole, 1e-9)), "throughput/learner_tokens_per_s": tokens / max(whole, 1e-9),
+            "time/train": trained - began,
+            "time/publish": now - trained,
+            "time/step": whole,
+            "time/learner_idle_share": max(0.0, 1.0 - (now - began) / max(whole, 1e-9)),
+            "throughput/learner_tokens_per_s": tokens / max(whole, 1e-9),
             "memory/learner_mb": psutil.Process().memory_info().rss / 2**20,
-        }  # fmt: skip
+        }
         self.mark = now
         self.last_batch = batch
-        self.extra = {"next_ticket": batch.next_ticket, "ledger": batch.ledger, "trained_above": batch.trained_above, "parent": [self.epoch, self.number - 1]}
-        commit = m.Commit(self.epoch, batch.number, Label(self.epoch, self.number), self.digest, metrics, self.core.unused)
+        self.extra = {
+            "next_ticket": batch.next_ticket,
+            "ledger": batch.ledger,
+            "trained_above": batch.trained_above,
+            "parent": [self.epoch, self.number - 1],
+        }
+        commit = m.Commit(
+            self.epoch,
+            batch.number,
+            Label(self.epoch, self.number),
+            self.digest,
+            metrics,
+            self.core.unused,
+        )
         self.commits[batch.number] = commit
         if min(self.commits) == batch.number:
             self.repeat(f"commit {batch.number}", commit)
         self.pump(0)
-        if self.recorder is not None:  # before a checkpoint could make a resumed learner begin behind this batch
+        # before a checkpoint could make a resumed learner begin behind this batch
+        if self.recorder is not None:
             self.recorder.add(batch, metrics, self.digest)
         if self.number % self.config.learner.checkpoint_every == 0:
             self.checkpoint()
@@ -234,7 +314,9 @@ class Learner:
     def checkpoint(self) -> None:
         with self.tracer.span("checkpoint"):
             older = self.publisher.older(self.number) if self.publisher.depth else {}
-            oldest = checkpoint.save(self.directory, self.core, self.extra, self.config.learner.keep_checkpoints, older)
+            oldest = checkpoint.save(
+                self.directory, self.core, self.extra, self.config.learner.keep_checkpoints, older
+            )
         self.checkpointed = oldest
 
     def close(self) -> None:
@@ -247,7 +329,9 @@ class Learner:
 
 
 def main(config: Config, run_dir: Path) -> bool:
-    """Run the learner until its last batch is committed and evaluated, or SIGTERM: finish the batch, checkpoint, end; False: by SIGTERM."""
+    """Run the learner until its last batch is committed and evaluated, or SIGTERM: finish the
+    batch, checkpoint, end; False: by SIGTERM.
+    """
     asked: list[int] = []
     learner: Learner | None = None
     bind_learner(config)
@@ -276,7 +360,11 @@ def main(config: Config, run_dir: Path) -> bool:
             if learner.welcomed or not tries_left:
                 print(f"learner: {e}; this one ends", file=sys.stderr)
                 return True
-            print(f"learner: {e} while this one was starting; it starts over from the newest checkpoint", file=sys.stderr)
+            print(
+                f"learner: {e} while this one was starting; it starts over from the newest "
+                "checkpoint",
+                file=sys.stderr,
+            )
         finally:
             learner.close()
     return True

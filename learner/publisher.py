@@ -1,4 +1,6 @@
-"""Weights into the ring of this epoch, and out to other hosts in chunks or to other GPUs by NCCL."""
+"""Weights into the ring of this epoch, and out to other hosts in chunks or to other GPUs by
+NCCL.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,11 @@ if TYPE_CHECKING:
     from asyncrl.weight_pairs import PairServer
 
 
-# No weight of a language model in use is so large.  From LARGE on a forward pass tells whether they still give logprobs; products of two HUGE ones
-# and their squares leave the range of float32 in one place or the other.
-LARGE, HUGE = 1e3, 1e6
+# No weight of a language model in use is so large.  From LARGE on a forward pass tells whether they
+# still give logprobs; products of two HUGE ones and their squares leave the range of float32 in one
+# place or the other.
+LARGE = 1e3
+HUGE = 1e6
 
 
 def depth(config: Config) -> int:
@@ -43,11 +47,15 @@ class Publisher:
     """One ring per epoch; earlier epochs' rings stay until the buffer has welcomed this one."""
 
     def __init__(self, config: Config, run_dir: Path, epoch: int, core: LearnerCore) -> None:
-        self.epoch, self.core, self.depth = epoch, core, depth(config)
+        self.epoch = epoch
+        self.core = core
+        self.depth = depth(config)
         self.directory = ring_dir(run_dir, epoch)
         layout = core.layout
         slots = config.weights.slots + self.depth
-        self.ring = Ring(self.directory, models.flat_bytes(layout), slots, layout, epoch, most=slots + 4)
+        self.ring = Ring(
+            self.directory, models.flat_bytes(layout), slots, layout, epoch, most=slots + 4
+        )
         self.keep: list[Label] = []
         self.server: ChunkServer | PairServer | None = None
         if (how := config.weights.transport) == "nccl" or how == "gloo":
@@ -55,22 +63,40 @@ class Publisher:
 
             self.server = PairServer(self.directory, how, layout, config.wires.connect_s)
         elif config.wires.weights_address:
-            self.server = ChunkServer(config.wires.weights_address, layout, self.ring.read_part, config.wires.curve_dir)
+            self.server = ChunkServer(
+                config.wires.weights_address, layout, self.ring.read_part, config.wires.curve_dir
+            )
 
     @property
     def source(self) -> WeightsSource:
-        return WeightsSource(self.epoch, socket.gethostname(), str(self.directory), self.server.address if self.server else "")
+        return WeightsSource(
+            self.epoch,
+            socket.gethostname(),
+            str(self.directory),
+            self.server.address if self.server else "",
+        )
 
     def remove_earlier(self) -> None:
-        """Remove the rings of lower epochs; readers that still map one keep it until they let go."""
+        """Remove the rings of lower epochs; readers that still map one keep it until they let
+        go.
+        """
         for old in self.directory.parent.glob("epoch_*"):
-            if (found := re.fullmatch(r"epoch_(\d+)", old.name)) and int(found.group(1)) < self.epoch:
+            if (found := re.fullmatch(r"epoch_(\d+)", old.name)) and int(
+                found.group(1)
+            ) < self.epoch:
                 shutil.rmtree(old, ignore_errors=True)
 
     def mend(self) -> None:
-        """Somebody may have removed the ring's directory: generators that begin now would find no weights."""
+        """Somebody may have removed the ring's directory: generators that begin now would find no
+        weights.
+        """
         if self.ring.mend():
-            print(f"learner: {self.directory} was removed by somebody; it is made anew with all its versions", file=sys.stderr, flush=True)
+            print(
+                f"learner: {self.directory} was removed by somebody; it is made anew with all its "
+                "versions",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def publish(self, number: int) -> str:
         """Write the model's weights as version `number`; returns their digest."""
@@ -80,19 +106,28 @@ class Publisher:
         def fill(buffer: memoryview) -> None:
             self.core.backend.write_flat(buffer)
             if why := self.wrong(buffer):
-                raise AsyncrlError(f"the weights {why} after {number} batches: learner.lr = {self.core.config.learner.lr:g} is too large, or the loss is; "
-                                   "nothing of them was published or kept: resume with a smaller one")  # fmt: skip
+                raise AsyncrlError(
+                    f"the weights {why} after {number} batches: learner.lr = "
+                    f"{self.core.config.learner.lr:g} is too large, or the loss is; "
+                    "nothing of them was published or kept: resume with a smaller one"
+                )
 
         return self.ring.write(Label(self.epoch, number), fill, self.keep, probe)
 
     def wrong(self, buffer: memoryview) -> str:
         """What keeps the flat weights in `buffer` from being used; "" as a rule."""
         weights = models.read_flat(buffer, self.core.layout)
-        largest = float(torch.stack([torch.linalg.vector_norm(t, math.inf).float() for t in weights.values()]).max())
+        largest = float(
+            torch.stack(
+                [torch.linalg.vector_norm(t, math.inf).float() for t in weights.values()]
+            ).max()
+        )
         if not math.isfinite(largest):
             return "are not finite"
         probed = LARGE <= largest < HUGE and self.core.config.learner.backend == "torch"
-        sound = largest < HUGE and not (probed and not np.isfinite(models.probe_logprobs(self.core.model)).all())
+        sound = largest < HUGE and not (
+            probed and not np.isfinite(models.probe_logprobs(self.core.model)).all()
+        )
         return "" if sound else f"are up to {largest:.1e}, too large for finite logprobs,"
 
     def publish_bytes(self, number: int, data: bytes) -> str:
@@ -101,7 +136,9 @@ class Publisher:
         def fill(buffer: memoryview) -> None:
             buffer[:] = data
 
-        return self.ring.write(Label(self.epoch, number), fill, [Label(self.epoch, n) for n in range(number + 1)])
+        return self.ring.write(
+            Label(self.epoch, number), fill, [Label(self.epoch, n) for n in range(number + 1)]
+        )
 
     def older(self, number: int) -> dict[int, bytes]:
         """Flat bytes of the versions before `number` that injection may still name."""
@@ -118,7 +155,11 @@ class Publisher:
     def held(self, numbers: Iterable[int]) -> list[tuple[Label, str]]:
         """(label, digest) of those of `numbers` that the ring holds."""
         wanted = set(numbers)
-        return sorted((label, digest) for label, digest in self.ring.labels().items() if label.number in wanted)
+        return sorted(
+            (label, digest)
+            for label, digest in self.ring.labels().items()
+            if label.number in wanted
+        )
 
     def close(self) -> None:
         if self.server is not None:

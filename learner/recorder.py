@@ -1,4 +1,6 @@
-"""Records a learner's life: every batch as it was trained, and weights at chosen versions (asyncrl/recording.py has the format)."""
+"""Records a learner's life: every batch as it was trained, and weights at chosen versions
+(asyncrl/recording.py has the format).
+"""
 
 from __future__ import annotations
 
@@ -15,21 +17,39 @@ from learner.step import LearnerCore
 
 
 class Recorder:
-    """A recording that cannot be written any more (bound reached, disk full) says so once; the run goes on without it."""
+    """A recording that cannot be written any more (bound reached, disk full) says so once; the run
+    goes on without it.
+    """
 
-    def __init__(self, config: Config, run_dir: Path, epoch: int, core: LearnerCore, digest: str) -> None:
-        self.config, self.core, self.directory = config, core, recording.directory(run_dir) / "weights"
-        self.run_dir, self.start, self.said, self.broken = run_dir, core.state.number, False, ""
+    def __init__(
+        self, config: Config, run_dir: Path, epoch: int, core: LearnerCore, digest: str
+    ) -> None:
+        self.config = config
+        self.core = core
+        self.directory = recording.directory(run_dir) / "weights"
+        self.run_dir = run_dir
+        self.start = core.state.number
+        self.said = False
+        self.broken = ""
         life = Life(recording.FORMAT, epoch, self.start, digest, config_load.dump(config))
         try:
             self.log = Log(run_dir, life, recording.size(run_dir), config.record.stream_mib * MIB)
         except OSError as e:
-            raise AsyncrlError(f"record.stream: {recording.directory(run_dir)} cannot be written: {e}; free some space, or leave record.stream out") from e
-        self.weights_bytes = models.flat_bytes(core.layout) * (3 if config.learner.optimizer == "adamw" else 1)  # expected, until some are written
+            raise AsyncrlError(
+                f"record.stream: {recording.directory(run_dir)} cannot be written: {e}; free some "
+                "space, or leave record.stream out"
+            ) from e
+        # expected, until some are written
+        self.weights_bytes = models.flat_bytes(core.layout) * (
+            3 if config.learner.optimizer == "adamw" else 1
+        )
         if not recording.weights(run_dir):  # the version that a replay starts from
             self.weights()
             if self.log.full:
-                raise AsyncrlError(f"record.stream_mib: {config.record.stream_mib} MiB do not hold the first weights ({self.weights_bytes / MIB:.0f} MiB)")
+                raise AsyncrlError(
+                    f"record.stream_mib: {config.record.stream_mib} MiB do not hold the first "
+                    f"weights ({self.weights_bytes / MIB:.0f} MiB)"
+                )
 
     def add(self, batch: Batch, metrics: dict[str, float], digest: str) -> None:
         """One batch, after its update; digest: of the weights that it made."""
@@ -56,7 +76,8 @@ class Recorder:
                 return self.stop(str(e))
             path = self.directory / f"number_{self.core.state.number}"
             written = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
-            self.weights_bytes = max(written, self.weights_bytes)  # the first have no moments of the optimizer yet
+            # the first have no moments of the optimizer yet
+            self.weights_bytes = max(written, self.weights_bytes)
             self.log.used += written
 
     def say_size(self, number: int) -> None:
@@ -64,16 +85,25 @@ class Recorder:
         if number - self.start != 2 or self.said:
             return
         self.said = True
-        c, steps = self.config, self.config.learner.steps
+        c = self.config
+        steps = self.config.learner.steps
         each = self.log.written / 3
         many = (steps // c.record.weights_every if c.record.weights_every else 0) + 1
         whole = each * steps + many * self.weights_bytes
-        print(f"recording: {each / 1024:.1f} KiB a batch and {many} x {self.weights_bytes / MIB:.1f} MiB of weights: about {whole / MIB:.1f} MiB after "
-              f"{steps} batches, bound {c.record.stream_mib} MiB (record.stream_mib)", file=sys.stderr)  # fmt: skip
+        print(
+            f"recording: {each / 1024:.1f} KiB a batch and {many} x {self.weights_bytes / MIB:.1f} "
+            f"MiB of weights: about {whole / MIB:.1f} MiB after "
+            f"{steps} batches, bound {c.record.stream_mib} MiB (record.stream_mib)",
+            file=sys.stderr,
+        )
 
     def stop(self, why: str) -> None:
         self.broken = why
-        print(f"recording: stops before batch {self.core.state.number}: {why}; the run goes on, a replay ends there", file=sys.stderr)
+        print(
+            f"recording: stops before batch {self.core.state.number}: {why}; the run goes on, a "
+            "replay ends there",
+            file=sys.stderr,
+        )
 
     def close(self) -> None:
         self.log.close()

@@ -1,8 +1,9 @@
-"""The three-part split of the log ratio, measured on some answers of a batch with weights out of the ring, and KL to the reference.
+"""The three-part split of the log ratio, measured on some answers of a batch with weights out of
+the ring, and KL to the reference.
 
-Both need one more forward each, so they are measured every `record.split_every` and `record.reference_kl_every` batches on
-`record.split_samples` answers: those of the first optimizer step, whose forward was the learner's start.
-"""
+Both need one more forward each, so they are measured every `record.split_every` and
+`record.reference_kl_every` batches on `record.split_samples` answers: those of the first optimizer
+step, whose forward was the learner's start."""
 
 from __future__ import annotations
 
@@ -20,14 +21,22 @@ from asyncrl.versions import Label
 from learner.batch import Packed
 
 Forward = Callable[[PolicyModel, Packed, list[int]], torch.Tensor]  # logprobs [N], 0 elsewhere
-WeightsOf = Callable[[Label], bytes]  # flat weights of a version, empty where it is not held any more
+# flat weights of a version, empty where it is not held any more
+WeightsOf = Callable[[Label], bytes]
 
 
 class Measure:
-    """What one learner measures beside its loss; rank 0 alone does.  `weights_of` is set by whoever has a ring."""
+    """What one learner measures beside its loss; rank 0 alone does.  `weights_of` is set by whoever
+    has a ring.
+    """
 
-    def __init__(self, config: Config, model: PolicyModel, layout: Manifest, forward: Forward) -> None:
-        self.config, self.model, self.layout, self.forward = config, model, layout, forward
+    def __init__(
+        self, config: Config, model: PolicyModel, layout: Manifest, forward: Forward
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.layout = layout
+        self.forward = forward
         self.weights_of: WeightsOf | None = None
         self.shadow: PolicyModel | None = None  # holds one earlier version at a time
         self.reference: PolicyModel | None = None
@@ -38,8 +47,16 @@ class Measure:
         Raises AsyncrlError when `exact` is true and engine and learner differ at equal weights.
         """
         every = self.config.record
-        splits = self.weights_of is not None and every.split_every > 0 and batch.number % every.split_every == 0
-        refers = every.reference_kl_every > 0 and batch.number % every.reference_kl_every == 0 and packed.loss.reference is None
+        splits = (
+            self.weights_of is not None
+            and every.split_every > 0
+            and batch.number % every.split_every == 0
+        )
+        refers = (
+            every.reference_kl_every > 0
+            and batch.number % every.reference_kl_every == 0
+            and packed.loss.reference is None
+        )
         if not splits and not refers:
             return {}
         answers = self.chosen(packed, prep, batch.number)
@@ -47,13 +64,17 @@ class Measure:
             return {}
         found: dict[str, float] = {}
         if splits:
-            found |= self.split(packed, prep, answers, [batch.samples[i] for i in packed.places], batch.number)
+            found |= self.split(
+                packed, prep, answers, [batch.samples[i] for i in packed.places], batch.number
+            )
         if refers:
             found |= self.to_reference(packed, prep, answers)
         return found
 
     def chosen(self, packed: Packed, prep: Prepared, number: int) -> list[int]:
-        """Answers drawn by (seed, batch), of those whose start is known and that a pass of this rank has seen."""
+        """Answers drawn by (seed, batch), of those whose start is known and that a pass of this
+        rank has seen.
+        """
         seen = prep.known & prep.passed
         count = ratios.seq_sum(seen.long(), packed.loss.seq, len(packed.responses))
         whole = [i for i, n in enumerate(count.tolist()) if n == len(packed.responses[i]) > 0]
@@ -61,12 +82,20 @@ class Measure:
         order = torch.randperm(len(whole), generator=source).tolist()
         return sorted(whole[i] for i in order[: self.config.record.split_samples])
 
-    # ---- three parts -------------------------------------------------------------------------------------------------
+    # ---- three parts -----------------------------------------------------------------------------
 
-    def split(self, packed: Packed, prep: Prepared, answers: list[int], samples: list[Trajectory], number: int) -> dict[str, float]:
+    def split(
+        self,
+        packed: Packed,
+        prep: Prepared,
+        answers: list[int],
+        samples: list[Trajectory],
+        number: int,
+    ) -> dict[str, float]:
         """The split over the valid tokens of `answers` whose version's weights are at hand."""
         loss = packed.loss
-        version = torch.where(loss.token_lag == 0, prep.start, torch.nan)  # drawn by the policy that the batch starts from
+        # drawn by the policy that the batch starts from
+        version = torch.where(loss.token_lag == 0, prep.start, torch.nan)
         spans: dict[Label, list[tuple[int, int, int]]] = {}
         for i in answers:
             for span in samples[i].spans:
@@ -85,34 +114,48 @@ class Measure:
         out["split/coverage"] = len(usable) / max(int(prep.valid[part].sum()), 1)
         if self.config.exact is True and out.get("mismatch/max_one_version", 0.0) != 0:
             raise AsyncrlError(
-                f"exact: engine and learner differ by {out['mismatch/max_one_version']:.1e} nats under the same weights in batch {number}; "
+                f"exact: engine and learner differ by {out['mismatch/max_one_version']:.1e} nats "
+                f"under the same weights in batch {number}; "
                 'see `asyncrl doctor --exact`, or exact = "try"'
             )
         return out
 
     def under(self, label: Label, packed: Packed, answers: list[int]) -> torch.Tensor | None:
-        """Logprobs [N] of `answers` under version `label`; None when its weights are not held any more."""
+        """Logprobs [N] of `answers` under version `label`; None when its weights are not held any
+        more.
+        """
         assert self.weights_of is not None
         data = self.weights_of(label)
         if not data:
             return None
         if self.shadow is None:
-            self.shadow = frozen(load_policy(self.config.model.path, self.config.model.dtype, self.config.model.device))
+            self.shadow = frozen(
+                load_policy(
+                    self.config.model.path, self.config.model.dtype, self.config.model.device
+                )
+            )
             self.shadow.exact = self.model.exact
         load_weights(self.shadow, read_flat(memoryview(bytearray(data)), self.layout))
         return self.forward(self.shadow, packed, answers)
 
-    # ---- reference ---------------------------------------------------------------------------------------------------
+    # ---- reference -------------------------------------------------------------------------------
 
     def to_reference(self, packed: Packed, prep: Prepared, answers: list[int]) -> dict[str, float]:
-        """KL(target || reference) over the valid tokens of `answers`, where no KL term has its logprobs already."""
+        """KL(target || reference) over the valid tokens of `answers`, where no KL term has its
+        logprobs already.
+        """
         if self.reference is None:
             m = self.config.model
             self.reference = frozen(load_policy(m.reference or m.path, m.dtype, m.device))
         part = packed.part(answers)
         part = part[prep.valid[part]]
-        x = ratios.log_ratio(prep.latest[part], self.forward(self.reference, packed, answers)[part].to(prep.latest.dtype)).double()
-        return {f"kl/target_ref_{name}": mean(f(x)) for name, f in (("k1", kl.k1), ("k3", kl.k3))} | {"kl/ref_target": mean(kl.forward_k3(x))}
+        x = ratios.log_ratio(
+            prep.latest[part],
+            self.forward(self.reference, packed, answers)[part].to(prep.latest.dtype),
+        ).double()
+        return {
+            f"kl/target_ref_{name}": mean(f(x)) for name, f in (("k1", kl.k1), ("k3", kl.k3))
+        } | {"kl/ref_target": mean(kl.forward_k3(x))}
 
 
 def frozen(model: PolicyModel) -> PolicyModel:

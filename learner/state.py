@@ -7,7 +7,9 @@ from dataclasses import dataclass
 
 @dataclass
 class State:
-    """Every rank has the same one; a checkpoint keeps it.  number: of the next batch; baseline: running mean of the rewards; beta: of the KL term."""
+    """Every rank has the same one; a checkpoint keeps it.  number: of the next batch; baseline:
+    running mean of the rewards; beta: of the KL term.
+    """
 
     number: int = 0
     baseline: float = 0.0

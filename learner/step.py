@@ -1,4 +1,6 @@
-"""One batch to one new version: the learner without sockets.  `LearnerCore.train` is what run, replay and tests share."""
+"""One batch to one new version: the learner without sockets.  `LearnerCore.train` is what run,
+replay and tests share.
+"""
 
 from __future__ import annotations
 
@@ -27,34 +29,50 @@ BAD_IN_A_ROW = 3
 
 
 class LearnerCore:
-    """Model, optimizer and state.  Everything drawn at random is a function of (seed, batch number, epoch)."""
+    """Model, optimizer and state.  Everything drawn at random is a function of (seed, batch number,
+    epoch).
+    """
 
     def __init__(self, config: Config, model_dir: str | Path, run_dir: Path | None = None) -> None:
         torch.set_num_threads(config.learner.threads)
-        self.config, self.run_dir = config, run_dir
-        by_modules = config.learner.backend == "deepspeed" and config.learner.zero_stage == 3  # they fetch their parameters by hooks
-        self.model = load_policy(model_dir, config.model.dtype, config.model.device, whole=by_modules)
+        self.config = config
+        self.run_dir = run_dir
+        # they fetch their parameters by hooks
+        by_modules = config.learner.backend == "deepspeed" and config.learner.zero_stage == 3
+        self.model = load_policy(
+            model_dir, config.model.dtype, config.model.device, whole=by_modules
+        )
         self.model.exact = bool(config.exact)
         self._load_references()
         self.full_kl = config.kl.loss.coefficient > 0 and config.kl.loss.off_policy == "prefix_full"
-        if self.full_kl and (self.model.fast is None or self.reference is None or self.reference.fast is None):
+        if self.full_kl and (
+            self.model.fast is None or self.reference is None or self.reference.fast is None
+        ):
             raise ConfigError(
-                "kl.loss.off_policy: prefix_full needs a model of the packed forward (Llama, Qwen2, Qwen3, Mistral), also as its reference; use prefix"
+                "kl.loss.off_policy: prefix_full needs a model of the packed forward (Llama, "
+                "Qwen2, Qwen3, Mistral), also as its reference; use prefix"
             )
         self.layout = manifest(self.model)  # before a backend partitions the parameters
         self.backend = make_backend(config, self.model)
-        # where the loss is computed: beside the model, so that nothing of it waits for the device; several ranks exchange it on the host
-        self.where = self.model.device if self.backend.ranks == 1 and config.learner.backend == "torch" else torch.device("cpu")
+        # where the loss is computed: beside the model, so that nothing of it waits for the device;
+        # several ranks exchange it on the host
+        self.where = (
+            self.model.device
+            if self.backend.ranks == 1 and config.learner.backend == "torch"
+            else torch.device("cpu")
+        )
         self.critic = Critic(config, self.model) if config.advantage.name == "gae" else None
         self.measure = Measure(config, self.model, self.layout, self._forward)
         self.state = State(beta=config.kl.reward.coefficient)
         self.told: set[str] = set()
         self.made: set[int] = set()  # answers of the batch that an optimizer step was made on
-        self.unused: list[tuple[int, int]] = []  # of the last batch, per sample: what `Commit.unused` says
+        # of the last batch, per sample: what `Commit.unused` says
+        self.unused: list[tuple[int, int]] = []
 
     def _load_references(self) -> None:
-        """`reference`: the policy that KL in the loss is towards, `reward_reference` the one of KL in the reward; one model where both are the same
-        directory.  With one term alone, the metrics are of its reference."""
+        """`reference`: the policy that KL in the loss is towards, `reward_reference` the one of KL
+        in the reward; one model where both are the same directory.  With one term alone, the
+        metrics are of its reference."""
         c = self.config
         loaded: dict[Path, PolicyModel] = {}
 
@@ -67,29 +85,39 @@ class LearnerCore:
                 model.hf.requires_grad_(False)
             return loaded[path.resolve()]
 
-        loss, self.reward_reference = load(c.kl.loss), load(c.kl.reward)
+        loss = load(c.kl.loss)
+        self.reward_reference = load(c.kl.reward)
         self.reference = loss or self.reward_reference
 
-    # ---- one batch -------------------------------------------------------------------------------------------------
+    # ---- one batch -------------------------------------------------------------------------------
 
     def train(self, batch: Batch) -> dict[str, float]:
-        """Train on one batch; returns its metrics.  Raises AsyncrlError after three batches whose loss is not finite."""
+        """Train on one batch; returns its metrics.  Raises AsyncrlError after three batches whose
+        loss is not finite.
+        """
         self.backend.tell("train", batch)
         c = self.config
         packed = pack(batch, greedy=c.advantage.name == "remax").to(self.where)
         everyone = range(len(packed.responses))
         if packed.loss.token_rewards is not None and c.advantage.name not in advantages.PER_TOKEN:
-            self._tell(f"advantage.name = {c.advantage.name} takes one reward an answer, so the reward function's token_rewards are not trained on; "
-                       f"{', '.join(advantages.PER_TOKEN)} take them")  # fmt: skip
+            self._tell(
+                f"advantage.name = {c.advantage.name} takes one reward an answer, so the reward "
+                "function's token_rewards are not trained on; "
+                f"{', '.join(advantages.PER_TOKEN)} take them"
+            )
         self._anchor(packed, everyone)
         if self.reference is not None:
             packed.loss.reference = self._forward(self.reference, packed, everyone)
         if self.reward_reference is not None and self.reward_reference is not self.reference:
             packed.loss.reward_reference = self._forward(self.reward_reference, packed, everyone)
         if self.critic is not None:
-            packed.loss.values, packed.loss.bootstrap = (x.to(self.where) for x in self.critic.start(packed, self._mine(packed, everyone)[0]))
+            packed.loss.values, packed.loss.bootstrap = (
+                x.to(self.where) for x in self.critic.start(packed, self._mine(packed, everyone)[0])
+            )
         self.critic_norms: list[float] = []
-        prep = step_loss.prepare(packed.loss, c, baseline=self.state.baseline, beta=self.state.beta, number=batch.number)
+        prep = step_loss.prepare(
+            packed.loss, c, baseline=self.state.baseline, beta=self.state.beta, number=batch.number
+        )
         rate = self._rate()
         measured = c.record.kl_moved and batch.number % c.record.kl_moved == 0
         before = self._forward(self.model, packed, everyone) if measured else None
@@ -100,19 +128,28 @@ class LearnerCore:
             metrics |= self.measure(batch, packed, prep)
         if c.exact is True and (off := metrics.get("mismatch/max_at_lag_0", 0.0)) != 0:
             raise AsyncrlError(
-                f'exact: engine and learner differ at lag 0 in batch {batch.number} by {off:.1e} nats; see `asyncrl doctor --exact`, or exact = "try"'
+                f"exact: engine and learner differ at lag 0 in batch {batch.number} by {off:.1e} "
+                'nats; see `asyncrl doctor --exact`, or exact = "try"'
             )
         if self.critic_norms:
             metrics["value/grad_norm"] = sum(self.critic_norms) / len(self.critic_norms)
         if before is not None:
-            metrics["kl/moved"] = self._moved(prep, before, self._forward(self.model, packed, everyone))
+            metrics["kl/moved"] = self._moved(
+                prep, before, self._forward(self.model, packed, everyone)
+            )
         used_beta = self.state.beta
         self._carry(packed, metrics)
         self.state.number = batch.number + 1
         return metrics | {
-            "optim/lr": rate, "optim/steps": steps, "optim/grad_norm": sum(norms) / max(len(norms), 1), "optim/early_stops": self.state.early_stops,
-            "optim/skipped": self.state.skipped, "optim/stop_kl": stop_kl, "kl/beta": used_beta, "kl/loss_beta": c.kl.loss.coefficient,
-        }  # fmt: skip
+            "optim/lr": rate,
+            "optim/steps": steps,
+            "optim/grad_norm": sum(norms) / max(len(norms), 1),
+            "optim/early_stops": self.state.early_stops,
+            "optim/skipped": self.state.skipped,
+            "optim/stop_kl": stop_kl,
+            "kl/beta": used_beta,
+            "kl/loss_beta": c.kl.loss.coefficient,
+        }
 
     def _tell(self, what: str) -> None:
         """Say something of the data on stderr, once, by rank 0."""
@@ -120,26 +157,44 @@ class LearnerCore:
             print(f"learner: {what}", file=sys.stderr, flush=True)
         self.told.add(what)
 
-    def _epochs(self, prep: step_loss.Prepared, packed: Packed) -> tuple[dict[str, torch.Tensor], int, list[float], float]:
+    def _epochs(
+        self, prep: step_loss.Prepared, packed: Packed
+    ) -> tuple[dict[str, torch.Tensor], int, list[float], float]:
         """All optimizer steps of a batch, until KL early stopping ends them."""
         total: dict[str, torch.Tensor] = {}
         norms: list[float] = []
-        done, stop_kl = 0, 0.0
+        done = 0
+        stop_kl = 0.0
         self.made = set()
         for epoch in range(self.config.learner.epochs):
             for samples in self._minibatches(packed, epoch):
                 first = self.backend.stops_first and bool(self.config.stop.kl_max) and done > 0
-                current = self._forward(self.model, packed, range(len(packed.responses))) if first or step_loss.needs_current(prep) else None
+                current = (
+                    self._forward(self.model, packed, range(len(packed.responses)))
+                    if first or step_loss.needs_current(prep)
+                    else None
+                )
                 step = step_loss.begin_step(prep, torch.tensor(samples, device=self.where), current)
                 prep.metrics |= step.metrics
-                stopped = step.lr_scale == 0  # no step at all: one with a learning rate of 0 would still move Adam's moments
+                # no step at all: one with a learning rate of 0 would still move Adam's moments
+                stopped = step.lr_scale == 0
                 if first and current is not None and not stopped:
-                    stop_kl = self._stop_kl(*step_loss.stop_statistic(prep, packed.part(samples), current[packed.part(samples)]))
-                    stopped = self.config.stop.action == "skip" and stop_kl > self.config.stop.kl_max
+                    stop_kl = self._stop_kl(
+                        *step_loss.stop_statistic(
+                            prep, packed.part(samples), current[packed.part(samples)]
+                        )
+                    )
+                    stopped = (
+                        self.config.stop.action == "skip" and stop_kl > self.config.stop.kl_max
+                    )
                 sums: dict[str, torch.Tensor] = {}
                 if not stopped:
                     sums, stop_kl = self._gradient(prep, step, packed, samples)
-                    over = self.config.stop.kl_max and self.config.stop.action == "skip" and stop_kl > self.config.stop.kl_max
+                    over = (
+                        self.config.stop.kl_max
+                        and self.config.stop.action == "skip"
+                        and stop_kl > self.config.stop.kl_max
+                    )
                     stopped = bool(over) and done > 0
                 if stopped:
                     if not total:
@@ -156,18 +211,31 @@ class LearnerCore:
                     done += 1
         return total, done, norms, stop_kl
 
-    def _unused(self, prep: step_loss.Prepared, packed: Packed, samples: int) -> list[tuple[int, int]]:
-        """Per sample of the batch: its tokens where no optimizer step was made on it, else those rejected or vetoed in every step; [] when there are none."""
-        used = self.backend.total(prep.used.float()) if self.backend.ranks > 1 else prep.used  # each rank has seen its own
+    def _unused(
+        self, prep: step_loss.Prepared, packed: Packed, samples: int
+    ) -> list[tuple[int, int]]:
+        """Per sample of the batch: its tokens where no optimizer step was made on it, else those
+        rejected or vetoed in every step; [] when there are none.
+        """
+        # each rank has seen its own
+        used = self.backend.total(prep.used.float()) if self.backend.ranks > 1 else prep.used
         lost = (prep.valid & (used == 0)).double()
-        counts = torch.zeros(len(packed.responses), dtype=torch.double, device=lost.device).index_add_(0, prep.batch.seq, lost).tolist()
+        counts = (
+            torch.zeros(len(packed.responses), dtype=torch.double, device=lost.device)
+            .index_add_(0, prep.batch.seq, lost)
+            .tolist()
+        )
         out = [(0, 0)] * samples
         for i, (place, response) in enumerate(zip(packed.places, packed.responses, strict=True)):
             out[place] = (0, int(counts[i])) if i in self.made else (len(response), 0)
         return out if any(map(any, out)) else []
 
-    def _untrained(self, prep: step_loss.Prepared, step: step_loss.Step, packed: Packed, samples: Sequence[int]) -> dict[str, torch.Tensor]:
-        """The sums of a batch whose first step was stopped, so that its metrics say why; its gradient, if one was made, is dropped."""
+    def _untrained(
+        self, prep: step_loss.Prepared, step: step_loss.Step, packed: Packed, samples: Sequence[int]
+    ) -> dict[str, torch.Tensor]:
+        """The sums of a batch whose first step was stopped, so that its metrics say why; its
+        gradient, if one was made, is dropped.
+        """
         if not self.backend.stops_first:
             return self._gradient(prep, step, packed, samples)[0]
         part = packed.part(samples)
@@ -175,31 +243,59 @@ class LearnerCore:
             return step_loss.micro_loss(prep, step, part, prep.start[part])[1]
 
     def _minibatches(self, packed: Packed, epoch: int) -> list[list[int]]:
-        """Whole groups, dealt to the epoch's minibatches by a permutation that (seed, batch, epoch) fixes."""
-        parts, groups = self.config.learner.minibatches, max(packed.groups) + 1
+        """Whole groups, dealt to the epoch's minibatches by a permutation that (seed, batch, epoch)
+        fixes.
+        """
+        parts = self.config.learner.minibatches
+        groups = max(packed.groups) + 1
         if parts == 1:
             return [list(range(len(packed.groups)))]
-        source = torch.Generator().manual_seed(((self.config.seed * 1_000_003 + self.state.number) * 1009 + epoch) % 2**63)
+        source = torch.Generator().manual_seed(
+            ((self.config.seed * 1_000_003 + self.state.number) * 1009 + epoch) % 2**63
+        )
         order = torch.randperm(groups, generator=source).tolist()
         place = {g: n * parts // groups for n, g in enumerate(order)}
         return [[i for i, g in enumerate(packed.groups) if place[g] == p] for p in range(parts)]
 
-    def _gradient(self, prep: step_loss.Prepared, step: step_loss.Step, packed: Packed, samples: Sequence[int]) -> tuple[dict[str, torch.Tensor], float]:
-        """Accumulate the gradient of one optimizer step; returns its sums and the KL that early stopping looks at."""
+    def _gradient(
+        self, prep: step_loss.Prepared, step: step_loss.Step, packed: Packed, samples: Sequence[int]
+    ) -> tuple[dict[str, torch.Tensor], float]:
+        """Accumulate the gradient of one optimizer step; returns its sums and the KL that early
+        stopping looks at.
+        """
         sums: dict[str, torch.Tensor] = {}
         stop = [torch.zeros((), device=self.where), torch.zeros((), device=self.where)]
         self._zero_grad()
         mine, rounds = self._mine(packed, samples)
         for at in range(rounds):
             micro, real = (mine[at], True) if at < len(mine) else ([samples[0]], False)
-            out = self._run(self.model, packed, micro, entropy=True, hidden=self.full_kl or (self.critic is not None and self.critic.trunk is None))
+            out = self._run(
+                self.model,
+                packed,
+                micro,
+                entropy=True,
+                hidden=self.full_kl or (self.critic is not None and self.critic.trunk is None),
+            )
             part = packed.part(micro)
             if not real:  # every rank makes as many passes as the busiest
                 self.backend.backward(out.logprobs.sum() * 0.0, last=at == rounds - 1)
                 continue
-            values = None if self.critic is None else self.critic.values(packed, micro, out.hidden).to(self.where)
-            lp, entropy = out.logprobs.to(self.where), out.entropy.to(self.where) if out.entropy is not None else None
-            loss, more = step_loss.micro_loss(prep, step, part, lp, entropy, values, self._step_kl(packed, micro, out.hidden) if self.full_kl else None)
+            values = (
+                None
+                if self.critic is None
+                else self.critic.values(packed, micro, out.hidden).to(self.where)
+            )
+            lp = out.logprobs.to(self.where)
+            entropy = out.entropy.to(self.where) if out.entropy is not None else None
+            loss, more = step_loss.micro_loss(
+                prep,
+                step,
+                part,
+                lp,
+                entropy,
+                values,
+                self._step_kl(packed, micro, out.hidden) if self.full_kl else None,
+            )
             self.backend.backward(loss, last=at == rounds - 1)
             step_loss.add_sums(sums, more)
             if self.config.stop.kl_max:
@@ -217,32 +313,52 @@ class LearnerCore:
     def _mine(self, packed: Packed, samples: Sequence[int]) -> tuple[list[list[int]], int]:
         """This rank's micro-batches of `samples`, and how many the busiest rank has."""
         lengths = [len(p) + len(r) for p, r in zip(packed.prompts, packed.responses, strict=True)]
-        each = [micro_batches(packed, s, self.config.learner.micro_batch_tokens) if s else [] for s in self.backend.share(samples, lengths)]
+        each = [
+            micro_batches(packed, s, self.config.learner.micro_batch_tokens) if s else []
+            for s in self.backend.share(samples, lengths)
+        ]
         return each[self.backend.rank], max(map(len, each))
 
     def _summed(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The sums of all ranks.  A rank without samples has none of its own: it takes the names from the others."""
-        shapes = self.backend.gather({k: (tuple(v.shape), str(v.dtype).removeprefix("torch.")) for k, v in sums.items()})
+        """The sums of all ranks.  A rank without samples has none of its own: it takes the names
+        from the others.
+        """
+        shapes = self.backend.gather(
+            {k: (tuple(v.shape), str(v.dtype).removeprefix("torch.")) for k, v in sums.items()}
+        )
         every = {k: v for s in shapes for k, v in s.items()}
         out = {}
         for name in sorted(every):
             shape, dtype = every[name]
             mine = sums.get(name, torch.zeros(shape, dtype=getattr(torch, dtype)))
-            out[name] = self.backend.total(mine.clone()) if not name.startswith("max/") else self.backend.largest(mine.clone())
+            out[name] = (
+                self.backend.total(mine.clone())
+                if not name.startswith("max/")
+                else self.backend.largest(mine.clone())
+            )
         return out
 
-    def _apply(self, packed: Packed, sums: dict[str, torch.Tensor], lr_scale: float = 1.0) -> float | None:
-        """The optimizer step; None when the gradient is not finite: skipped, counted, and the third in a row ends the run."""
+    def _apply(
+        self, packed: Packed, sums: dict[str, torch.Tensor], lr_scale: float = 1.0
+    ) -> float | None:
+        """The optimizer step; None when the gradient is not finite: skipped, counted, and the third
+        in a row ends the run.
+        """
         norm = self.backend.step(self._rate() * lr_scale, sums["loss/policy"])
         if norm is not None:
             if self.critic is not None:
-                self.critic_norms.append(self.critic.step(self._rate() * lr_scale, self._schedule() * lr_scale))
+                self.critic_norms.append(
+                    self.critic.step(self._rate() * lr_scale, self._schedule() * lr_scale)
+                )
             self.state.bad_in_a_row = 0
             return norm
         self.state.skipped += 1
         self.state.bad_in_a_row += 1
         if self.state.bad_in_a_row >= BAD_IN_A_ROW:
-            raise AsyncrlError(f"the loss or its gradient was not finite {BAD_IN_A_ROW} times in a row, last in batch {self.state.number}{self._save(packed)}")
+            raise AsyncrlError(
+                f"the loss or its gradient was not finite {BAD_IN_A_ROW} times in a row, last in "
+                f"batch {self.state.number}{self._save(packed)}"
+            )
         return None
 
     def _save(self, packed: Packed) -> str:
@@ -254,19 +370,47 @@ class LearnerCore:
         path.write_bytes(msgspec.msgpack.encode(rows))
         return f"; the batch is saved in {path}"
 
-    # ---- pieces ----------------------------------------------------------------------------------------------------
+    # ---- pieces ----------------------------------------------------------------------------------
 
-    def _run(self, model: PolicyModel, packed: Packed, samples: Sequence[int], *, entropy: bool, hidden: bool = False) -> Any:
+    def _run(
+        self,
+        model: PolicyModel,
+        packed: Packed,
+        samples: Sequence[int],
+        *,
+        entropy: bool,
+        hidden: bool = False,
+    ) -> Any:
         with self.backend.guard():
-            return model.logprobs([packed.prompts[i] for i in samples], [packed.responses[i] for i in samples], packed.temperature[list(samples)],
-                                  groups=[packed.groups[i] for i in samples], want_entropy=entropy, want_hidden=hidden)  # fmt: skip
+            return model.logprobs(
+                [packed.prompts[i] for i in samples],
+                [packed.responses[i] for i in samples],
+                packed.temperature[list(samples)],
+                groups=[packed.groups[i] for i in samples],
+                want_entropy=entropy,
+                want_hidden=hidden,
+            )
 
-    def _step_kl(self, packed: Packed, samples: Sequence[int], hidden: torch.Tensor) -> torch.Tensor:
-        """KL(theta || ref) over the vocabulary at each state of `samples`, [n] with gradient; hidden [n, H]: the policy's states."""
-        assert self.reference is not None and self.model.fast is not None and self.reference.fast is not None
+    def _step_kl(
+        self, packed: Packed, samples: Sequence[int], hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """KL(theta || ref) over the vocabulary at each state of `samples`, [n] with gradient;
+        hidden [n, H]: the policy's states.
+        """
+        assert (
+            self.reference is not None
+            and self.model.fast is not None
+            and self.reference.fast is not None
+        )
         with torch.no_grad():
             ref = self._run(self.reference, packed, samples, entropy=False, hidden=True).hidden
-        return fast_forward.step_kl(self.model.fast, hidden, self.reference.fast, ref, packed.temperature.to(self.where)[packed.loss.seq[packed.part(samples)]])
+        return fast_forward.step_kl(
+            self.model.fast,
+            hidden,
+            self.reference.fast,
+            ref,
+            packed.temperature.to(self.where)[packed.loss.seq[packed.part(samples)]],
+        )
 
     def _zero_grad(self) -> None:
         self.backend.zero_grad()
@@ -277,20 +421,29 @@ class LearnerCore:
     def _forward(self, model: PolicyModel, packed: Packed, samples: Sequence[int]) -> torch.Tensor:
         """Logprobs [N] under `model`, without gradient, by the micro-batches that training uses."""
         out = torch.zeros(int(packed.offsets[-1]), device=self.where)
-        mine, rounds = self._mine(packed, samples) if model is self.model else (micro_batches(packed, samples, self.config.learner.micro_batch_tokens), 0)
+        mine, rounds = (
+            self._mine(packed, samples)
+            if model is self.model
+            else (micro_batches(packed, samples, self.config.learner.micro_batch_tokens), 0)
+        )
         for micro in mine:
-            out[packed.part(micro)] = self._run(model, packed, micro, entropy=False).logprobs.float().to(self.where)
-        for _ in range(rounds - len(mine)):  # with partitioned parameters every rank makes as many passes as the busiest
+            out[packed.part(micro)] = (
+                self._run(model, packed, micro, entropy=False).logprobs.float().to(self.where)
+            )
+        # with partitioned parameters every rank makes as many passes as the busiest
+        for _ in range(rounds - len(mine)):
             self._run(model, packed, [samples[0]], entropy=False)
         return self.backend.total(out) if model is self.model else out
 
     def _anchor(self, packed: Packed, samples: Sequence[int]) -> None:
-        """The anchor by correction.proximal, and the learner's start wherever a forward is made for one of them.
+        """The anchor by correction.proximal, and the learner's start wherever a forward is made for
+        one of them.
 
-        interpolate: a lp_behavior + (1 - a) lp_theta with a = 1 / (lag + 1), frozen at the batch's first pass (A-3PO; AReaL).
-        Left out where the first optimizer step's own forward gives it.
+        interpolate: a lp_behavior + (1 - a) lp_theta with a = 1 / (lag + 1), frozen at the batch's
+        first pass (A-3PO; AReaL). Left out where the first optimizer step's own forward gives it.
         """
-        c, loss = self.config, packed.loss
+        c = self.config
+        loss = packed.loss
         recompute = c.correction.proximal == "recompute" and step_loss.needs_anchor_first(c)
         if recompute or c.correction.proximal == "interpolate" or step_loss.needs_start_first(c):
             loss.start = self._forward(self.model, packed, samples)
@@ -305,28 +458,44 @@ class LearnerCore:
 
     @staticmethod
     def _moved(prep: step_loss.Prepared, before: torch.Tensor, after: torch.Tensor) -> float:
-        """KL(before || after) of one batch's update, nats a token, by k3 on the batch's valid tokens; before, after [N]: logprobs around it.
+        """KL(before || after) of one batch's update, nats a token, by k3 on the batch's valid
+        tokens; before, after [N]: logprobs around it.
 
         The tokens are mu's: each counts before / mu, at most 2.  Their states stay mu's.
         """
         weight = ratios.log_ratio(before, prep.batch.behavior).exp().clamp(max=2.0)
-        return float(ratios.masked_mean(kl.k3(ratios.log_ratio(before, after)) * weight, prep.valid) / ratios.masked_mean(weight, prep.valid).clamp(min=1e-12))
+        return float(
+            ratios.masked_mean(kl.k3(ratios.log_ratio(before, after)) * weight, prep.valid)
+            / ratios.masked_mean(weight, prep.valid).clamp(min=1e-12)
+        )
 
     def _rate(self) -> float:
-        """The learning rate of this batch: a function of its number, so that nothing of it needs saving."""
+        """The learning rate of this batch: a function of its number, so that nothing of it needs
+        saving.
+        """
         return self.config.learner.lr * self._schedule()
 
     def _schedule(self) -> float:
         """Share of the learning rate."""
-        c, n = self.config.learner, self.state.number
+        c = self.config.learner
+        n = self.state.number
         left = 1.0 - n / c.steps
-        shape = {"constant": 1.0, "linear": left, "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left)))}[c.schedule]
+        shape = {
+            "constant": 1.0,
+            "linear": left,
+            "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left))),
+        }[c.schedule]
         return shape * min(1.0, (n + 1) / (c.warmup_steps + 1))
 
     def _carry(self, packed: Packed, metrics: dict[str, float]) -> None:
-        """Running mean of the rewards as the advantage took them, and the adaptive KL coefficient."""
-        mean, decay = metrics["reward/used_mean"], self.config.advantage.ema_decay
-        self.state.baseline = mean if self.state.number == 0 else decay * self.state.baseline + (1 - decay) * mean
+        """Running mean of the rewards as the advantage took them, and the adaptive KL
+        coefficient.
+        """
+        mean = metrics["reward/used_mean"]
+        decay = self.config.advantage.ema_decay
+        self.state.baseline = (
+            mean if self.state.number == 0 else decay * self.state.baseline + (1 - decay) * mean
+        )
         k = self.config.kl.reward
         if "kl/answer" in metrics:
             controller = kl.Controller(self.state.beta, k.controller, k.target, k.horizon)

@@ -1,4 +1,6 @@
-"""Fixtures that real-process tests share: a warm-started model, and `asyncrl` typed as a user would."""
+"""Fixtures that real-process tests share: a warm-started model, and `asyncrl` typed as a user
+would.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"  # also for the reward processes of commands called in this process
+# also for the reward processes of commands called in this process
+os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 
 
@@ -30,12 +33,16 @@ class Ended:
 
     @property
     def json(self) -> dict[str, Any]:
-        assert self.out.strip(), f"nothing on stdout (exit {self.code}); stderr ends:\n{self.err[-3000:]}"
+        assert self.out.strip(), (
+            f"nothing on stdout (exit {self.code}); stderr ends:\n{self.err[-3000:]}"
+        )
         return dict(json.loads(self.out.strip().splitlines()[-1]))
 
 
 def shared(factory: pytest.TempPathFactory, name: str, make: Callable[[Path], None]) -> Path:
-    """A directory that `make` fills once for all workers of a test session; the others wait for it."""
+    """A directory that `make` fills once for all workers of a test session; the others wait for
+    it.
+    """
     base = factory.getbasetemp()
     base = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     path, done = base / name, base / f"{name}.done"
@@ -57,16 +64,32 @@ def sort_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def sort_vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same with heads of a size that vLLM has CPU kernels for."""
-    return shared(tmp_path_factory, "vllm_model", lambda path: _warm(path, "configs/vllm.toml")) / "sort"
+    return (
+        shared(tmp_path_factory, "vllm_model", lambda path: _warm(path, "configs/vllm.toml"))
+        / "sort"
+    )
 
 
-WARMED_BY = ("asyncrl/tasks/*.py", "asyncrl/models.py", "asyncrl/bare.py", "asyncrl/fast_forward.py", "asyncrl/tokenizer.py")
+WARMED_BY = (
+    "asyncrl/tasks/*.py",
+    "asyncrl/models.py",
+    "asyncrl/bare.py",
+    "asyncrl/fast_forward.py",
+    "asyncrl/tokenizer.py",
+)
 
 
 def _warm(directory: Path, config: str = "configs/demo.toml") -> None:
-    """A warm start costs a minute or two: one made by the same code is kept in .pytest_cache, which no fresh clone has."""
+    """A warm start costs a minute or two: one made by the same code is kept in .pytest_cache, which
+    no fresh clone has.
+    """
     made_by = [ROOT / config, *sorted(p for pattern in WARMED_BY for p in ROOT.glob(pattern))]
-    kept = ROOT / ".pytest_cache" / "models" / hashlib.sha256(b"".join(p.read_bytes() for p in made_by)).hexdigest()[:16]
+    kept = (
+        ROOT
+        / ".pytest_cache"
+        / "models"
+        / hashlib.sha256(b"".join(p.read_bytes() for p in made_by)).hexdigest()[:16]
+    )
     if not kept.exists():
         part = kept.with_suffix(f".part{os.getpid()}")
         _warm_start(part, config)
@@ -76,8 +99,10 @@ def _warm(directory: Path, config: str = "configs/demo.toml") -> None:
 
 def _warm_start(directory: Path, config: str) -> None:
     code = (
-        "import sys; from asyncrl.config_load import load; from asyncrl.tasks.warm_start import warm_start;"
-        "c = load(sys.argv[2], ['model.path=' + repr(sys.argv[1])]); warm_start(c, sys.argv[1], threads=1)"
+        "import sys; from asyncrl.config_load import load; from asyncrl.tasks.warm_start import "
+        "warm_start;"
+        "c = load(sys.argv[2], ['model.path=' + repr(sys.argv[1])]); warm_start(c, sys.argv[1], "
+        "threads=1)"
     )
     argv = [sys.executable, "-c", code, str(directory / "sort"), config]
     done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=900)
@@ -89,7 +114,9 @@ def gain(tmp_path_factory: pytest.TempPathFactory, sort_model: Path) -> Ended:
     """An asynchronous run of 40 steps, made once a test session."""
 
     def make(path: Path) -> None:
-        argv = demo_command("run", path, sort_model, "learner.steps=40", "staleness.max_lag=4", "name='gain'")
+        argv = demo_command(
+            "run", path, sort_model, "learner.steps=40", "staleness.max_lag=4", "name='gain'"
+        )
         done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=900)
         (path / "ended.json").write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
 
@@ -99,18 +126,33 @@ def gain(tmp_path_factory: pytest.TempPathFactory, sort_model: Path) -> Ended:
 
 @pytest.fixture
 def asyncrl(tmp_path: Path, sort_model: Path) -> Callable[..., Ended]:
-    """`asyncrl("run", "a=1", ...)`: a command on configs/demo.toml with small settings; words with `=` become --set."""
+    """`asyncrl("run", "a=1", ...)`: a command on configs/demo.toml with small settings; words with
+    `=` become --set.
+    """
 
     def call(command: str, *words: str, timeout: float = 600.0) -> Ended:
-        return Ended(subprocess.run(demo_command(command, tmp_path, sort_model, *words), cwd=ROOT, env=ENV,
-                                    capture_output=True, text=True, timeout=timeout))  # fmt: skip
+        return Ended(
+            subprocess.run(
+                demo_command(command, tmp_path, sort_model, *words),
+                cwd=ROOT,
+                env=ENV,
+                capture_output=True,
+                text=True,
+                timeout=timeout,
+            )
+        )
 
     return call
 
 
 def demo_command(command: str, tmp_path: Path, model: Path, *words: str) -> list[str]:
-    sets = [f"model.path={str(model)!r}", f"runs={str(tmp_path / 'runs')!r}", "evaluation.final_prompts=256", "evaluation.ood_prompts=16",
-            "evaluation.prompts=64"]  # fmt: skip
+    sets = [
+        f"model.path={str(model)!r}",
+        f"runs={str(tmp_path / 'runs')!r}",
+        "evaluation.final_prompts=256",
+        "evaluation.ood_prompts=16",
+        "evaluation.prompts=64",
+    ]
     sets += [w for w in words if "=" in w and not w.startswith("-")]
     flags = [w for w in words if "=" not in w or w.startswith("-")]
     argv = [sys.executable, "-m", "asyncrl.cli", command]
@@ -122,7 +164,7 @@ def demo_command(command: str, tmp_path: Path, model: Path, *words: str) -> list
     return argv + flags + ["--json"]
 
 
-# ---- what each file of tests costs, in CPU seconds: unlike wall time it says the same on a busy machine --------------------------------
+# ---- what each file of tests costs, in CPU seconds: unlike wall time it says the same on a busy ma
 
 
 BEGAN = pytest.StashKey[float]()
@@ -130,7 +172,10 @@ BEGAN = pytest.StashKey[float]()
 
 def _cpu_s() -> float:
     """Of this worker and every child it has waited for, with theirs."""
-    mine, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    mine, children = (
+        resource.getrusage(resource.RUSAGE_SELF),
+        resource.getrusage(resource.RUSAGE_CHILDREN),
+    )
     return mine.ru_utime + mine.ru_stime + children.ru_utime + children.ru_stime
 
 
@@ -149,7 +194,12 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     files: Counter[str] = Counter()
-    for report in (r for kind in terminalreporter.stats.values() for r in kind if getattr(r, "when", "") == "teardown"):
+    for report in (
+        r
+        for kind in terminalreporter.stats.values()
+        for r in kind
+        if getattr(r, "when", "") == "teardown"
+    ):
         files[report.nodeid.split("::")[0]] += dict(report.user_properties).get("cpu_s", 0.0)
     if sum(files.values()) > 60:
         terminalreporter.section("CPU seconds by file")
@@ -169,23 +219,42 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-SMALL = ("learner.steps=6", "learner.groups=4", "learner.group_size=4", "learner.lr=3e-3", "learner.checkpoint_every=2", "generator.max_new_tokens=12",
-         "generator.slots=7", "evaluation.every=3", "evaluation.prompts=3", "evaluation.final_prompts=5", "evaluation.ood_prompts=2",
-         "reward.function='shared_reward:reward'")  # fmt: skip
+SMALL = (
+    "learner.steps=6",
+    "learner.groups=4",
+    "learner.group_size=4",
+    "learner.lr=3e-3",
+    "learner.checkpoint_every=2",
+    "generator.max_new_tokens=12",
+    "generator.slots=7",
+    "evaluation.every=3",
+    "evaluation.prompts=3",
+    "evaluation.final_prompts=5",
+    "evaluation.ood_prompts=2",
+    "reward.function='shared_reward:reward'",
+)
 
 
 @pytest.fixture(scope="session")
 def forked(small_model: Path) -> Iterator[Callable[..., dict[str, Any]]]:
-    """`forked(RUN_DIR, "key=value", ..., die={...}, slow={...}, stop=N)`: a real run of SMALL, forked from one warm process (forked.py)."""
+    """`forked(RUN_DIR, "key=value", ..., die={...}, slow={...}, stop=N)`: a real run of SMALL,
+    forked from one warm process (forked.py).
+    """
     from asyncrl import config_load, metrics
 
     argv, env = [sys.executable, str(ROOT / "tests" / "forked.py"), str(small_model)], ENV
-    forge = subprocess.Popen(argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    forge = subprocess.Popen(
+        argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
     assert forge.stdin is not None and forge.stdout is not None
 
     def order(run_dir: Path, *sets: str, **more: Any) -> dict[str, Any]:
-        config = config_load.load(ROOT / "configs" / "demo.toml", [f"model.path={str(small_model)!r}", *SMALL, *sets])
-        forge.stdin.write(json.dumps({"config": config_load.dump(config), "run_dir": str(run_dir)} | more) + "\n")  # type: ignore[union-attr]
+        config = config_load.load(
+            ROOT / "configs" / "demo.toml", [f"model.path={str(small_model)!r}", *SMALL, *sets]
+        )
+        forge.stdin.write(
+            json.dumps({"config": config_load.dump(config), "run_dir": str(run_dir)} | more) + "\n"
+        )  # type: ignore[union-attr]
         line = forge.stdout.readline()  # type: ignore[union-attr]
         assert line, "the forging process has ended"
         answer = json.loads(line)

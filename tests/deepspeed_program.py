@@ -1,8 +1,9 @@
-"""Rank program of test_deepspeed.py: `python deepspeed_program.py JSON` trains LearnerCore on a fixed stream of batches.
+"""Rank program of test_deepspeed.py: `python deepspeed_program.py JSON` trains LearnerCore on a
+fixed stream of batches.
 
-JSON: model, config (sections), batches, and optionally dtype, bad (a batch without finite rewards), save (after which batch, directory), restore (directory).
-Rank 0 prints one JSON object: losses, norms, weights' digest, what each rank holds of the optimizer's state.
-"""
+JSON: model, config (sections), batches, and optionally dtype, bad (a batch without finite rewards),
+save (after which batch, directory), restore (directory). Rank 0 prints one JSON object: losses,
+norms, weights' digest, what each rank holds of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -26,22 +27,40 @@ from learner.step import LearnerCore
 
 def held(core: LearnerCore) -> int:
     """Numbers in this rank's Adam moments."""
-    states = core.backend.optimizer.state if hasattr(core.backend.optimizer, "state") else core.backend.optimizer.optimizer.state
+    states = (
+        core.backend.optimizer.state
+        if hasattr(core.backend.optimizer, "state")
+        else core.backend.optimizer.optimizer.state
+    )
     return sum(v["exp_avg"].numel() for v in states.values() if "exp_avg" in v)
 
 
 def main() -> None:
     job: dict[str, Any] = json.loads(sys.argv[1])
     config = msgspec.convert(
-        {"model": {"path": job["model"], "device": "cpu", "dtype": job.get("dtype", "float32")}, "task": {"name": "sort"},
-         "generator": {"engine": "vllm"}, **job["config"]}, Config
-    )  # fmt: skip
+        {
+            "model": {"path": job["model"], "device": "cpu", "dtype": job.get("dtype", "float32")},
+            "task": {"name": "sort"},
+            "generator": {"engine": "vllm"},
+            **job["config"],
+        },
+        Config,
+    )
     core = LearnerCore(config, job["model"])
     if core.backend.rank > 0:
         from learner import backend_deepspeed
 
         backend_deepspeed.follow(core)
-        print(json.dumps({"rank": core.backend.rank, "held": held(core), "parameters": sum(p.numel() for p in core.model.hf.parameters())}), file=sys.stderr)
+        print(
+            json.dumps(
+                {
+                    "rank": core.backend.rank,
+                    "held": held(core),
+                    "parameters": sum(p.numel() for p in core.model.hf.parameters()),
+                }
+            ),
+            file=sys.stderr,
+        )
         return
     if "restore" in job:
         checkpoint.restore(core, Path(job["restore"]))
@@ -50,7 +69,14 @@ def main() -> None:
         metrics = core.train(batch(n, seed=n, reward=math.nan if n == job.get("bad") else None))
         losses.append(metrics["loss/policy"])
         norms.append(metrics["optim/grad_norm"])
-        steps.append([metrics["optim/steps"], metrics["is/ess"], metrics["policy/entropy"], metrics["clip/share"]])
+        steps.append(
+            [
+                metrics["optim/steps"],
+                metrics["is/ess"],
+                metrics["policy/entropy"],
+                metrics["clip/share"],
+            ]
+        )
         if job.get("save") and n + 1 == job["save"][0]:
             Path(job["save"][1]).mkdir(parents=True, exist_ok=True)
             checkpoint.save(Path(job["save"][1]), core, {}, 3)
@@ -61,9 +87,19 @@ def main() -> None:
     published = load_policy(job["model"], job.get("dtype", "float32"), "cpu")
     load_weights(published, read_flat(memoryview(buffer), core.layout))
     parameters = list(core.model.hf.parameters())
-    out = {"losses": losses, "norms": norms, "numbers": steps, "digest": digest(buffer), "held": held(core), "pid": os.getpid(),
-           "weights": torch.frombuffer(buffer, dtype=getattr(torch, job.get("dtype", "float32"))).float()[:: max(1, len(buffer) // 2000)].tolist(),
-           "parameters": sum(p.numel() for p in parameters), "probe_off": float(np.abs(probe - probe_logprobs(published)).max())}  # fmt: skip
+    out = {
+        "losses": losses,
+        "norms": norms,
+        "numbers": steps,
+        "digest": digest(buffer),
+        "held": held(core),
+        "pid": os.getpid(),
+        "weights": torch.frombuffer(buffer, dtype=getattr(torch, job.get("dtype", "float32")))
+        .float()[:: max(1, len(buffer) // 2000)]
+        .tolist(),
+        "parameters": sum(p.numel() for p in parameters),
+        "probe_off": float(np.abs(probe - probe_logprobs(published)).max()),
+    }
     core.backend.close()
     print(json.dumps(out))
 

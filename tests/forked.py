@@ -1,14 +1,16 @@
-"""Real runs without their start-up: a program that has everything imported and forks buffer, learner and generators for each run it is told of.
+"""Real runs without their start-up: a program that has everything imported and forks buffer,
+learner and generators for each run it is told of.
 
     python tests/forked.py       one JSON object a line in, one out
 
-    {"config": TOML, "run_dir": DIR, "die": {"generator-0": 40}, "slow": {"generator-1": 0.02}, "stop": 3}
+    {"config": TOML, "run_dir": DIR, "die": {"generator-0": 40}, "slow": {"generator-1": 0.02},
+    "stop": 3}
 
-The parts run their own `main` in processes of their own, talk over their own sockets and shared memory, and die by SIGKILL: `die`
-names the engine step (generator) or batch (learner) at which a process kills itself, in the middle of its work; the next life is
-started at once, as the supervisor does.  `slow`: seconds that every engine step takes longer.  `stop`: kill everything, for good,
-once that many batches are in the recording.  A run directory that is there already is gone on with.
-"""
+The parts run their own `main` in processes of their own, talk over their own sockets and shared
+memory, and die by SIGKILL: `die` names the engine step (generator) or batch (learner) at which a
+process kills itself, in the middle of its work; the next life is started at once, as the supervisor
+does.  `slow`: seconds that every engine step takes longer.  `stop`: kill everything, for good, once
+that many batches are in the recording.  A run directory that is there already is gone on with."""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def part(name: str, run_dir: Path, die: int, slow: float) -> None:
 
 
 def dying(call: Callable[..., Any], die: int, slow: float) -> Callable[..., Any]:
-    """`call`, `slow` seconds slower, and SIGKILL after its `die`-th time: what it computed is lost."""
+    """`call`, `slow` seconds slower, and SIGKILL after its `die`-th time: what it computed is
+    lost.
+    """
     made = [0]
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -88,7 +92,9 @@ def recorded(run_dir: Path) -> int:
 
 
 def run(order: dict[str, Any]) -> dict[str, Any]:
-    """One run to its end: {"deaths", "digest", "ledger", "attempts"}; raises for a part that fails."""
+    """One run to its end: {"deaths", "digest", "ledger", "attempts"}; raises for a part that
+    fails.
+    """
     from asyncrl import config_load, rundir
 
     run_dir = Path(order["run_dir"])
@@ -111,12 +117,17 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
                     deaths.append(name)
                     live[spawn(name, run_dir, die.pop(name, 0), slow.get(name, 0.0))] = name
                 elif code:
-                    raise RuntimeError(f"{name} ended with {code}: {(run_dir / 'logs' / f'{name}.log').read_text()[-2000:]}")
+                    raise RuntimeError(
+                        f"{name} ended with {code}: "
+                        f"{(run_dir / 'logs' / f'{name}.log').read_text()[-2000:]}"
+                    )
                 late = late or (time.monotonic() if name == "learner" else 0.0)
                 continue
             if order.get("stop") and recorded(run_dir) >= order["stop"]:
                 return {"deaths": deaths}
-            if time.monotonic() - began > DEADLINE_S or (late and time.monotonic() - late > DEADLINE_S / 4):
+            if time.monotonic() - began > DEADLINE_S or (
+                late and time.monotonic() - late > DEADLINE_S / 4
+            ):
                 raise RuntimeError(f"{sorted(live.values())} did not end")
             time.sleep(0.005)
     finally:
@@ -125,11 +136,19 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
             os.waitpid(pid, 0)
         rundir.clean(run_dir)
     left = json.loads((run_dir / "buffer_summary.json").read_text())
-    return {"deaths": deaths, "digest": (run_dir / "weights_digest").read_text(), "ledger": left["ledger"], "lag": left["lag"], "ids": left["trained_ids"]}
+    return {
+        "deaths": deaths,
+        "digest": (run_dir / "weights_digest").read_text(),
+        "ledger": left["ledger"],
+        "lag": left["lag"],
+        "ids": left["trained_ids"],
+    }
 
 
 def warm(model: str) -> None:
-    """Import what the parts import, so that forks start at once.  No backward pass here: autograd's threads do not survive a fork."""
+    """Import what the parts import, so that forks start at once.  No backward pass here: autograd's
+    threads do not survive a fork.
+    """
     import torch
 
     from asyncrl.metrics import _summary_writer

@@ -1,9 +1,11 @@
-"""Synchronous RL on one page: no engine, no cache, no buffer, no tickets, no packing of our losses.  What `max_lag = 0` is held against, bitwise.
+"""Synchronous RL on one page: no engine, no cache, no buffer, no tickets, no packing of our losses.
+What `max_lag = 0` is held against, bitwise.
 
-Every answer grows by one whole forward a token, all answers of a batch side by side; advantages, the clipped loss, clipping of the
-gradient and AdamW are written out with torch.  Shared with the runs: the model's operators in exact mode (`PolicyModel.logprobs`: a
-forward by transformers' own kernels rounds differently), the task's prompts, and the random numbers of (seed, ticket, sample, position).
-"""
+Every answer grows by one whole forward a token, all answers of a batch side by side; advantages,
+the clipped loss, clipping of the gradient and AdamW are written out with torch.  Shared with the
+runs: the model's operators in exact mode (`PolicyModel.logprobs`: a forward by transformers' own
+kernels rounds differently), the task's prompts, and the random numbers of (seed, ticket, sample,
+position)."""
 
 from __future__ import annotations
 
@@ -22,22 +24,46 @@ from asyncrl.models import PolicyModel, load_policy
 
 @torch.no_grad()
 def next_logs(model: PolicyModel, rows: list[np.ndarray]) -> torch.Tensor:
-    """Log-probabilities [B, V] of the token after each row: every token of the vocabulary is tried as an answer of its own."""
+    """Log-probabilities [B, V] of the token after each row: every token of the vocabulary is tried
+    as an answer of its own.
+    """
     words = [np.array([v], np.int32) for v in range(model.hf.config.vocab_size)]
     flat = [(i, row, w) for i, row in enumerate(rows) for w in words]
-    out = model.logprobs([x[1] for x in flat], [x[2] for x in flat], torch.ones(len(flat)), groups=[x[0] for x in flat])
+    out = model.logprobs(
+        [x[1] for x in flat],
+        [x[2] for x in flat],
+        torch.ones(len(flat)),
+        groups=[x[0] for x in flat],
+    )
     return out.logprobs.view(len(rows), len(words))
 
 
-def write(model: PolicyModel, prompts: list[np.ndarray], keys: list[tuple[int, int]], most: int, seed: int, eos: int) -> list[np.ndarray]:
-    """One answer [T] a prompt, by inverse CDF at temperature 1; keys: (ticket, sample), which name the random stream."""
+def write(
+    model: PolicyModel,
+    prompts: list[np.ndarray],
+    keys: list[tuple[int, int]],
+    most: int,
+    seed: int,
+    eos: int,
+) -> list[np.ndarray]:
+    """One answer [T] a prompt, by inverse CDF at temperature 1; keys: (ticket, sample), which name
+    the random stream.
+    """
     streams = [uniforms(seed, ticket, sample, most) for ticket, sample in keys]
     answers: list[list[int]] = [[] for _ in prompts]
     live = list(range(len(prompts)))
     for t in range(most):
-        c = next_logs(model, [np.concatenate([prompts[i], np.array(answers[i], np.int32)]) for i in live]).exp().cumsum(-1)
+        c = (
+            next_logs(
+                model, [np.concatenate([prompts[i], np.array(answers[i], np.int32)]) for i in live]
+            )
+            .exp()
+            .cumsum(-1)
+        )
         u = torch.tensor([streams[i][t] for i in live])[:, None]
-        for i, token in zip(live, torch.searchsorted(c, u * c[:, -1:], right=True)[:, 0].tolist(), strict=True):
+        for i, token in zip(
+            live, torch.searchsorted(c, u * c[:, -1:], right=True)[:, 0].tolist(), strict=True
+        ):
             answers[i].append(token)
         live = [i for i in live if answers[i][-1] != eos]
         if not live:
@@ -45,25 +71,56 @@ def write(model: PolicyModel, prompts: list[np.ndarray], keys: list[tuple[int, i
     return [np.array(a, np.int32) for a in answers]
 
 
-def train(path: Path, prompt: Callable[[int], Prompt], reward: Callable[[Prompt, str], float], *, steps: int, groups: int, size: int, most: int,
-          lr: float, seed: int = 0) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:  # fmt: skip
-    """(weights by name, mean reward and policy loss of every step) after `steps` batches of groups x size answers."""
+def train(
+    path: Path,
+    prompt: Callable[[int], Prompt],
+    reward: Callable[[Prompt, str], float],
+    *,
+    steps: int,
+    groups: int,
+    size: int,
+    most: int,
+    lr: float,
+    seed: int = 0,
+) -> tuple[dict[str, torch.Tensor], list[dict[str, float]]]:
+    """(weights by name, mean reward and policy loss of every step) after `steps` batches of groups
+    x size answers.
+    """
     torch.set_num_threads(1)
     model, tokenizer = load_policy(path, device="cpu"), AutoTokenizer.from_pretrained(path)
     model.exact = True
-    optimizer = torch.optim.AdamW(model.hf.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
+    optimizer = torch.optim.AdamW(
+        model.hf.parameters(), lr=lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True
+    )
     told: list[dict[str, float]] = []
     for step in range(steps):
         asked = [prompt(step * groups + g) for g in range(groups)]
-        coded = [np.array(tokenizer.encode(p.text, add_special_tokens=False), np.int32) for p in asked for _ in range(size)]
+        coded = [
+            np.array(tokenizer.encode(p.text, add_special_tokens=False), np.int32)
+            for p in asked
+            for _ in range(size)
+        ]
         owner = [g for g in range(groups) for _ in range(size)]
         keys = [(step * groups + g, s) for g in range(groups) for s in range(size)]
         answers = write(model, coded, keys, most, seed, tokenizer.eos_token_id)
-        texts = [tokenizer.decode([int(t) for t in a if t != tokenizer.eos_token_id], skip_special_tokens=True) for a in answers]
-        r = torch.tensor([reward(asked[g], x) for g, x in zip(owner, texts, strict=True)]).view(groups, size)
+        texts = [
+            tokenizer.decode(
+                [int(t) for t in a if t != tokenizer.eos_token_id], skip_special_tokens=True
+            )
+            for a in answers
+        ]
+        r = torch.tensor([reward(asked[g], x) for g, x in zip(owner, texts, strict=True)]).view(
+            groups, size
+        )
         advantage = ((r - r.mean(1, keepdim=True)) * size / (size - 1)).flatten()
-        order = sorted(range(len(answers)), key=lambda i: (len(coded[i]) + len(answers[i]), i))  # rounding follows the order of rows
-        new = model.logprobs([coded[i] for i in order], [answers[i] for i in order], torch.ones(len(order)), groups=[owner[i] for i in order]).logprobs
+        # rounding follows the order of rows
+        order = sorted(range(len(answers)), key=lambda i: (len(coded[i]) + len(answers[i]), i))
+        new = model.logprobs(
+            [coded[i] for i in order],
+            [answers[i] for i in order],
+            torch.ones(len(order)),
+            groups=[owner[i] for i in order],
+        ).logprobs
         a = torch.cat([advantage[i].expand(len(answers[i])) for i in order])
         ratio = (new - new.detach()).exp()
         loss = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a).sum() / len(a)

@@ -1,20 +1,25 @@
-"""The staleness protocol as a small pure model, searched exhaustively; each of its rules can be switched off.
+"""The staleness protocol as a small pure model, searched exhaustively; each of its rules can be
+switched off.
 
-    python tests/protocol_model.py                 the runs of RUNS: states, and that every invariant holds
-    python tests/protocol_model.py table           each rule off: which invariant breaks, and the shortest trace
+    python tests/protocol_model.py                 the runs of RUNS: states, and that every
+                                                   invariant holds
+    python tests/protocol_model.py table           each rule off: which invariant breaks, and the
+                                                   shortest trace
     python tests/protocol_model.py large           more runs, some minutes
 
-A state is a `World`; `steps` lists every action enabled in it.  A policy is a node of a tree of updates, its label (epoch, number)
-is what travels.  Samples travel through a network that reorders them; faults come out of a budget: a sample lost or doubled, a
-generator or learner killed, a lease that ends under a slow generator, a second learner beside the first.  Requests of a learner are
-answered at once: their loss and repetition are the business of tests/test_service.py, durability of tests/test_journal.py.
-tests/test_protocol_model.py runs the model and the real store side by side, action by action.
+A state is a `World`; `steps` lists every action enabled in it.  A policy is a node of a tree of
+updates, its label (epoch, number) is what travels.  Samples travel through a network that reorders
+them; faults come out of a budget: a sample lost or doubled, a generator or learner killed, a lease
+that ends under a slow generator, a second learner beside the first.  Requests of a learner are
+answered at once: their loss and repetition are the business of tests/test_service.py, durability of
+tests/test_journal.py. tests/test_protocol_model.py runs the model and the real store side by side,
+action by action.
 
-Invariants: I1 no token is trained past the limit.  I2 no sample is trained twice in the surviving history.  I4 a batch that comes
-again is the same, orphans excepted.  I5 the end stays reachable without further faults.  I6 what was written has one ledger line, or is
-still on its way.  I7 what a checkpoint kept may need is not retired.  I8 batches are trained in order, none left out.  I9 a label names
-one policy, and the buffer knows it.
-"""
+Invariants: I1 no token is trained past the limit.  I2 no sample is trained twice in the surviving
+history.  I4 a batch that comes again is the same, orphans excepted.  I5 the end stays reachable
+without further faults.  I6 what was written has one ledger line, or is still on its way.  I7 what a
+checkpoint kept may need is not retired.  I8 batches are trained in order, none left out.  I9 a
+label names one policy, and the buffer knows it."""
 
 from __future__ import annotations
 
@@ -34,7 +39,9 @@ NODES: dict[Any, int] = {}
 
 
 def grow(policy: int, update: Any) -> int:
-    """The policy that `update` makes of `policy`; the same update of the same policy is the same node."""
+    """The policy that `update` makes of `policy`; the same update of the same policy is the same
+    node.
+    """
     if (policy, update) not in NODES:
         NODES[policy, update] = len(PARENT)
         PARENT.append(policy)
@@ -97,7 +104,8 @@ class Buffer(NamedTuple):
 class Generator(NamedTuple):
     session: int = 0
     weights: tuple[Any, ...] = ()  # () or a version
-    held: tuple[Any, ...] = ()  # (ticket, attempt, samples to do, min_version, () or the version of the first token)
+    # (ticket, attempt, samples to do, min_version, () or the version of the first token)
+    held: tuple[Any, ...] = ()
     out: frozenset[Any] = frozenset()  # sent, not acknowledged
 
 
@@ -113,11 +121,13 @@ class World(NamedTuple):
     buffer: Buffer
     gens: tuple[Generator, ...]
     learners: tuple[Learner, ...]
-    kept: tuple[int, tuple[int, ...]]  # (epoch that claimed its directory, policies checkpointed there)
+    # (epoch that claimed its directory, policies checkpointed there)
+    kept: tuple[int, tuple[int, ...]]
     net: frozenset[Any]  # samples: (generator, session, key, versions)
     faults: int
     epochs: int = 1
-    leased: tuple[Any, ...] = ()  # ghost: (number, ((ticket, sample), ...)) of every batch handed out
+    # ghost: (number, ((ticket, sample), ...)) of every batch handed out
+    leased: tuple[Any, ...] = ()
 
 
 class Broken(Exception):
@@ -129,7 +139,7 @@ def need(ok: bool, invariant: str, why: str) -> None:
         raise Broken(f"{invariant}: {why}")
 
 
-# ---- the buffer -----------------------------------------------------------------------------------------------------
+# ---- the buffer ----------------------------------------------------------------------------------
 
 
 def label(c: Bounds, epoch: int, number: int) -> Label:
@@ -146,12 +156,16 @@ def swap(groups: tuple[Group, ...], new: Group) -> tuple[Group, ...]:
     return tuple(new if g.ticket == new.ticket else g for g in groups)
 
 
-def relabel(lines: frozenset[tuple[Key, str]], keys: list[Key], what: str) -> frozenset[tuple[Key, str]]:
+def relabel(
+    lines: frozenset[tuple[Key, str]], keys: list[Key], what: str
+) -> frozenset[tuple[Key, str]]:
     return frozenset(x for x in lines if x[0] not in keys) | {(k, what) for k in keys}
 
 
 def grantable(c: Bounds, b: Buffer) -> Group | None:
-    """The group whose ticket may go out now, again or for the first time: fewer than (k + 1) * batch alive come before it."""
+    """The group whose ticket may go out now, again or for the first time: fewer than (k + 1) *
+    batch alive come before it.
+    """
     line, room = alive(b), (b.k + 1) * c.batch
     for place, g in enumerate(line):
         if place >= room and "reissue_paced" not in c.off:
@@ -159,7 +173,9 @@ def grantable(c: Bounds, b: Buffer) -> Group | None:
         if not g.lease and not all(g.samples):
             return g
     composed = {t for comp in b.comps for t in comp}
-    counted = len(line) - (sum(g.ticket in composed for g in line) if "count_leased" in c.off else 0)
+    counted = len(line) - (
+        sum(g.ticket in composed for g in line) if "count_leased" in c.off else 0
+    )
     if counted >= room or b.committed + sum(not g.ghost for g in line) // c.batch >= c.steps:
         return None
     return Group(b.cursor, (), ((),) * c.group)
@@ -169,12 +185,22 @@ def on_grant(b: Buffer, g: Group, i: int, session: int) -> tuple[Buffer, tuple[A
     a, todo = b.attempts + 1, tuple(s for s, got in enumerate(g.samples) if not got)
     new = g._replace(lease=(a, i, session, todo))
     groups = swap(b.groups, new) if g.ticket < b.cursor else (*b.groups, new)
-    return b._replace(attempts=a, cursor=max(b.cursor, g.ticket + 1), groups=groups), (g.ticket, a, todo, (b.epoch, b.committed), ())
+    return b._replace(attempts=a, cursor=max(b.cursor, g.ticket + 1), groups=groups), (
+        g.ticket,
+        a,
+        todo,
+        (b.epoch, b.committed),
+        (),
+    )
 
 
 def on_sample(c: Bounds, b: Buffer, key: Key, versions: tuple[Version, ...]) -> Buffer:
     t, s, a = key
-    need(all(v in b.known for v in versions), "I9", f"{key}: weights {versions} that no learner registered")
+    need(
+        all(v in b.known for v in versions),
+        "I9",
+        f"{key}: weights {versions} that no learner registered",
+    )
     if any(k == key for k, _ in b.lines) and "dedupe" not in c.off:
         return b
     g = next((g for g in b.groups if g.ticket == t), None)
@@ -192,20 +218,28 @@ def on_sample(c: Bounds, b: Buffer, key: Key, versions: tuple[Version, ...]) -> 
     inside = any(t in comp for comp in b.comps)
     spread = t in c.filtered or (inside and t in c.refiltered)
     if all(g.samples) and spread and (not inside or "filter_once" in c.off):
-        b = b._replace(lines=relabel(b.lines, [(t, n, x[0]) for n, x in enumerate(g.samples)], "filtered"))
+        b = b._replace(
+            lines=relabel(b.lines, [(t, n, x[0]) for n, x in enumerate(g.samples)], "filtered")
+        )
         if "filter_leaves" in c.off:
             return b._replace(groups=swap(b.groups, g._replace(ghost=True)))
-        return b._replace(groups=tuple(x for x in b.groups if x.ticket != t),
-                          comps=tuple(comp for comp in b.comps if t not in comp) if inside else b.comps)  # fmt: skip
+        return b._replace(
+            groups=tuple(x for x in b.groups if x.ticket != t),
+            comps=tuple(comp for comp in b.comps if t not in comp) if inside else b.comps,
+        )
     return b
 
 
 def end_leases(b: Buffer, which: Any) -> Buffer:
-    return b._replace(groups=tuple(g._replace(lease=()) if g.lease and which(g) else g for g in b.groups))
+    return b._replace(
+        groups=tuple(g._replace(lease=()) if g.lease and which(g) else g for g in b.groups)
+    )
 
 
 def on_ask(c: Bounds, b: Buffer, number: int) -> list[tuple[Buffer, tuple[Any, ...]]]:
-    """The ways to answer: (state, the batch or ()).  Composes, and judges the lag of what was written by an earlier epoch."""
+    """The ways to answer: (state, the batch or ()).  Composes, and judges the lag of what was
+    written by an earlier epoch.
+    """
     if number < b.committed:
         return []
     need(number >= b.base, "I7", f"batch {number} is asked for and retired")
@@ -221,18 +255,32 @@ def on_ask(c: Bounds, b: Buffer, number: int) -> list[tuple[Buffer, tuple[Any, .
         picks = [tuple(line[: c.batch])] if len(line) >= c.batch else []
         if "ticket_order" in c.off:
             picks = list(itertools.combinations([g for g in line if all(g.samples)], c.batch))
-        ways = [(b._replace(comps=(*b.comps, tuple(g.ticket for g in p))), tuple(g.ticket for g in p)) for p in picks if all(all(g.samples) for g in p)]
+        ways = [
+            (b._replace(comps=(*b.comps, tuple(g.ticket for g in p))), tuple(g.ticket for g in p))
+            for p in picks
+            if all(all(g.samples) for g in p)
+        ]
     return [judge(c, b2, comp, number) for b2, comp in ways]
 
 
-def judge(c: Bounds, b: Buffer, comp: tuple[int, ...], number: int) -> tuple[Buffer, tuple[Any, ...]]:
+def judge(
+    c: Bounds, b: Buffer, comp: tuple[int, ...], number: int
+) -> tuple[Buffer, tuple[Any, ...]]:
     by_ticket = {g.ticket: g for g in b.groups}
     need(all(t in by_ticket for t in comp), "I7", f"a group of batch {number} is gone")
     late: list[Key] = []
     for g in (by_ticket[t] for t in comp):
         for s, got in enumerate(g.samples):
-            if got and max(distance(v[1], b.policy, number) for v in got[1]) > b.k and "orphans" not in c.off:
-                need(got[1][0][0][0] < b.epoch or "lineage" in c.off, "I1", f"sample {g.ticket}.{s} of this epoch would train past {b.k} in batch {number}")
+            if (
+                got
+                and max(distance(v[1], b.policy, number) for v in got[1]) > b.k
+                and "orphans" not in c.off
+            ):
+                need(
+                    got[1][0][0][0] < b.epoch or "lineage" in c.off,
+                    "I1",
+                    f"sample {g.ticket}.{s} of this epoch would train past {b.k} in batch {number}",
+                )
                 late.append((g.ticket, s, got[0]))
                 g = g._replace(samples=(*g.samples[:s], (), *g.samples[s + 1 :]))
                 b = b._replace(groups=swap(b.groups, g))
@@ -240,7 +288,10 @@ def judge(c: Bounds, b: Buffer, comp: tuple[int, ...], number: int) -> tuple[Buf
     groups = [next(g for g in b.groups if g.ticket == t) for t in comp]
     if not all(all(g.samples) for g in groups):
         return b, ()
-    return b, (number, tuple(((g.ticket, s, got[0]), got[1]) for g in groups for s, got in enumerate(g.samples)))
+    return b, (
+        number,
+        tuple(((g.ticket, s, got[0]), got[1]) for g in groups for s, got in enumerate(g.samples)),
+    )
 
 
 def on_hello(c: Bounds, b: Buffer, epoch: int, policy: int, k: int) -> Buffer | None:
@@ -257,7 +308,11 @@ def on_hello(c: Bounds, b: Buffer, epoch: int, policy: int, k: int) -> Buffer | 
 
 
 def register(b: Buffer, version: Version) -> Buffer:
-    need(all(x[0] != version[0] or x[1] == version[1] for x in b.known), "I9", f"two policies under the label {version[0]}")
+    need(
+        all(x[0] != version[0] or x[1] == version[1] for x in b.known),
+        "I9",
+        f"two policies under the label {version[0]}",
+    )
     return b._replace(known=b.known | {version})
 
 
@@ -272,10 +327,14 @@ def on_commit(c: Bounds, b: Buffer, epoch: int, number: int, policy: int) -> Buf
 def retire(b: Buffer, oldest: int) -> Buffer:
     cut = max(0, min(oldest, b.committed) - b.base)
     gone = {t for comp in b.comps[:cut] for t in comp}
-    return b._replace(base=b.base + cut, comps=b.comps[cut:], groups=tuple(g for g in b.groups if g.ticket not in gone))
+    return b._replace(
+        base=b.base + cut,
+        comps=b.comps[cut:],
+        groups=tuple(g for g in b.groups if g.ticket not in gone),
+    )
 
 
-# ---- actions: (bounds, world, ...) -> world ----------------------------------------------------------------------------
+# ---- actions: (bounds, world, ...) -> world ------------------------------------------------------
 
 
 def with_gen(w: World, i: int, **fields: Any) -> World:
@@ -296,7 +355,9 @@ def grant(c: Bounds, w: World, i: int) -> World:
 
 
 def newest(c: Bounds, w: World) -> Version:
-    """What a generator may load: the last commit or hello; with `announce` off, whatever the newest learner has published."""
+    """What a generator may load: the last commit or hello; with `announce` off, whatever the newest
+    learner has published.
+    """
     b = w.buffer
     if "announce" in c.off:
         x = w.learners[-1]
@@ -317,7 +378,9 @@ def may_begin(c: Bounds, g: Generator, h: tuple[Any, ...]) -> bool:
     now, least = g.weights[0], h[3]
     if "lineage" in c.off:
         return bool(now[1] >= least[1])
-    return (now[0] == least[0] or "epoch_tickets" in c.off) and (now >= least or "min_version" in c.off)
+    return (now[0] == least[0] or "epoch_tickets" in c.off) and (
+        now >= least or "min_version" in c.off
+    )
 
 
 def begin(c: Bounds, w: World, i: int, h: tuple[Any, ...]) -> World:
@@ -329,23 +392,38 @@ def finish(c: Bounds, w: World, i: int, h: tuple[Any, ...]) -> World:
     """The last token of a sample, by the weights of now."""
     (t, a, todo, least, first), g = h, w.gens[i]
     key, versions = (t, todo[0], a), tuple(sorted({first, g.weights}))
-    need(all(k != key for k, _ in w.buffer.lines) and all(m[2] != key for x in w.gens for m in x.out), "I6", f"{key} is written twice and counted once")
+    need(
+        all(k != key for k, _ in w.buffer.lines)
+        and all(m[2] != key for x in w.gens for m in x.out),
+        "I6",
+        f"{key} is written twice and counted once",
+    )
     m = (i, g.session, key, versions)
     rest = ((t, a, todo[1:], least, ()),) if todo[1:] else ()
     out = g.out if "redelivery" in c.off else g.out | {m}
-    return with_gen(w._replace(net=w.net | {m}), i, held=tuple(x for x in g.held if x is not h) + rest, out=out)
+    return with_gen(
+        w._replace(net=w.net | {m}), i, held=tuple(x for x in g.held if x is not h) + rest, out=out
+    )
 
 
 def deliver(c: Bounds, w: World, m: tuple[Any, ...], keep: bool) -> World:
     i, session, key, versions = m
-    w = w._replace(buffer=on_sample(c, w.buffer, key, versions), net=w.net if keep else w.net - {m}, faults=w.faults - keep)
+    w = w._replace(
+        buffer=on_sample(c, w.buffer, key, versions),
+        net=w.net if keep else w.net - {m},
+        faults=w.faults - keep,
+    )
     return with_gen(w, i, out=w.gens[i].out - {m}) if w.gens[i].session == session else w
 
 
 def lose(c: Bounds, w: World, m: tuple[Any, ...]) -> World:
     i, session, key, _ = m
     alive_still = w.gens[i].session == session
-    need(not alive_still or m in w.gens[i].out or any(k == key for k, _ in w.buffer.lines), "I6", f"{key} is lost without a line, its writer lives")
+    need(
+        not alive_still or m in w.gens[i].out or any(k == key for k, _ in w.buffer.lines),
+        "I6",
+        f"{key} is lost without a line, its writer lives",
+    )
     return w._replace(net=w.net - {m}, faults=w.faults - 1)
 
 
@@ -360,8 +438,16 @@ def ask(c: Bounds, w: World, x: Learner, way: int) -> World:
     if not batch:
         return w
     mine, before = tuple(k[:2] for k, _ in batch[1]), dict(w.leased)
-    need(before.get(number, mine) == mine, "I4", f"batch {number} came again as {mine}, not {before.get(number)}")
-    return with_learner(w._replace(leased=tuple(sorted((before | {number: mine}).items()))), x, queue=(*x.queue, batch))
+    need(
+        before.get(number, mine) == mine,
+        "I4",
+        f"batch {number} came again as {mine}, not {before.get(number)}",
+    )
+    return with_learner(
+        w._replace(leased=tuple(sorted((before | {number: mine}).items()))),
+        x,
+        queue=(*x.queue, batch),
+    )
 
 
 def train(c: Bounds, w: World, x: Learner) -> World:
@@ -370,7 +456,9 @@ def train(c: Bounds, w: World, x: Learner) -> World:
     before = {k[:2] for p in path(x.policy) for k in p[1]}
     for key, versions in samples:
         far = max(distance(v[1], x.policy, depth) for v in versions)
-        need(far <= x.k, "I1", f"{key} is trained {far} versions late in batch {number}, limit {x.k}")
+        need(
+            far <= x.k, "I1", f"{key} is trained {far} versions late in batch {number}, limit {x.k}"
+        )
         need(key[:2] not in before, "I2", f"sample {key[:2]} is trained twice")
     update = (0 if c.same else x.epoch, tuple(k for k, _ in samples))
     return with_learner(w, x, policy=grow(x.policy, update), queue=x.queue[1:])
@@ -413,15 +501,25 @@ def checkpoint(c: Bounds, w: World, x: Learner) -> World:
     return w._replace(kept=(x.epoch, policies), buffer=retire(w.buffer, oldest))
 
 
-def start(c: Bounds, w: World, policy: int, k: int, others: tuple[Learner, ...], fault: bool) -> World:
+def start(
+    c: Bounds, w: World, policy: int, k: int, others: tuple[Learner, ...], fault: bool
+) -> World:
     """A learner's new life from a checkpoint: hello, welcome, and the directory is its own."""
     epoch = w.epochs + 1
     w = w._replace(epochs=epoch, faults=w.faults - fault)
     b = on_hello(c, w.buffer, epoch, policy, k)
-    need(b is not None, "I5", f"a learner that resumes from version {DEPTH[policy]} is fenced for good")
+    need(
+        b is not None,
+        "I5",
+        f"a learner that resumes from version {DEPTH[policy]} is fenced for good",
+    )
     assert b is not None
     kept = tuple(p for p in w.kept[1] if w.buffer.base <= DEPTH[p] <= DEPTH[policy])
-    return w._replace(buffer=b, learners=(*others, Learner(epoch, k, policy, (), DEPTH[policy])), kept=(epoch, kept or (policy,)))
+    return w._replace(
+        buffer=b,
+        learners=(*others, Learner(epoch, k, policy, (), DEPTH[policy])),
+        kept=(epoch, kept or (policy,)),
+    )
 
 
 def kill_generator(c: Bounds, w: World, i: int) -> World:
@@ -433,14 +531,18 @@ def kill_generator(c: Bounds, w: World, i: int) -> World:
 
 
 def expire(c: Bounds, w: World, ticket: int, fault: bool) -> World:
-    return w._replace(buffer=end_leases(w.buffer, lambda g: g.ticket == ticket), faults=w.faults - fault)
+    return w._replace(
+        buffer=end_leases(w.buffer, lambda g: g.ticket == ticket), faults=w.faults - fault
+    )
 
 
 def idle_lease(w: World, g: Group) -> bool:
     """Nobody works on it any more: it ends by itself, without a fault."""
     attempt, i, session, _ = g.lease
     mine = w.gens[i]
-    busy = any(h[:2] == (g.ticket, attempt) for h in mine.held) or any((m[2][0], m[2][2]) == (g.ticket, attempt) for m in mine.out | w.net)
+    busy = any(h[:2] == (g.ticket, attempt) for h in mine.held) or any(
+        (m[2][0], m[2][2]) == (g.ticket, attempt) for m in mine.out | w.net
+    )
     return mine.session != session or not busy
 
 
@@ -450,7 +552,9 @@ def steps(c: Bounds, w: World) -> Iterator[tuple[tuple[Any, ...], bool]]:
     for i, g in enumerate(w.gens):
         if free is not None and len(g.held) < c.slots:
             yield (grant, i), False
-        if g.weights != newest(c, w) and (not g.weights or newest(c, w)[0] >= g.weights[0] or "lineage" in c.off):
+        if g.weights != newest(c, w) and (
+            not g.weights or newest(c, w)[0] >= g.weights[0] or "lineage" in c.off
+        ):
             yield (load, i), False
         for h in g.held:
             if may_begin(c, g, h):
@@ -503,13 +607,15 @@ def learner_steps(c: Bounds, w: World, x: Learner) -> Iterator[tuple[tuple[Any, 
         yield (checkpoint, x), False
 
 
-# ---- the search -----------------------------------------------------------------------------------------------------
+# ---- the search ----------------------------------------------------------------------------------
 
 
 def initial(c: Bounds) -> World:
     b = on_hello(c, Buffer(), 1, 0, c.k[0])
     assert b is not None
-    return World(b, (Generator(),) * c.gens, (Learner(1, c.k[0], 0),), (1, (0,)), frozenset(), c.faults)
+    return World(
+        b, (Generator(),) * c.gens, (Learner(1, c.k[0], 0),), (1, (0,)), frozenset(), c.faults
+    )
 
 
 def apply(c: Bounds, w: World, action: tuple[Any, ...]) -> World:
@@ -526,7 +632,9 @@ class Violation(NamedTuple):
 
 
 def search(c: Bounds, most: int = 1_000_000) -> tuple[int, Violation | None]:
-    """All states within the bounds, breadth first: (how many, the first violation with its shortest trace)."""
+    """All states within the bounds, breadth first: (how many, the first violation with its shortest
+    trace).
+    """
     first = initial(c)
     index, worlds, came = {first: 0}, [first], [(-1, "")]
     back: list[list[int]] = [[]]  # edges that are no faults, backwards
@@ -563,11 +671,18 @@ def search(c: Bounds, most: int = 1_000_000) -> tuple[int, Violation | None]:
                 good.add(at)
                 front.append(at)
     stuck = next((n for n in range(len(worlds)) if n not in good), None)
-    return len(worlds), None if stuck is None else Violation("I5: from here the end cannot be reached", trace(came, stuck))
+    return len(worlds), None if stuck is None else Violation(
+        "I5: from here the end cannot be reached", trace(came, stuck)
+    )
 
 
 def name(action: tuple[Any, ...]) -> str:
-    return " ".join([action[0].__name__.replace("<lambda>", "fenced"), *(str(x) for x in action[1:] if not isinstance(x, Learner))])
+    return " ".join(
+        [
+            action[0].__name__.replace("<lambda>", "fenced"),
+            *(str(x) for x in action[1:] if not isinstance(x, Learner)),
+        ]
+    )
 
 
 def trace(came: list[tuple[int, str]], at: int) -> list[str]:
@@ -579,14 +694,24 @@ def trace(came: list[tuple[int, str]], at: int) -> list[str]:
 
 
 RUNS: tuple[dict[str, Any], ...] = (
-    {"k": (0,)}, {"k": (1,)}, {"k": (0,), "gens": 2}, {"k": (0,), "batch": 2}, {"k": (0,), "group": 2, "filtered": (0,)},
-    {"k": (1, 0), "kinds": "learner older", "keep": 2}, {"k": (1,), "prefetch": 1, "kinds": "gen second"}, {"k": (0, 1), "same": True, "kinds": "learner"},
-)  # fmt: skip
+    {"k": (0,)},
+    {"k": (1,)},
+    {"k": (0,), "gens": 2},
+    {"k": (0,), "batch": 2},
+    {"k": (0,), "group": 2, "filtered": (0,)},
+    {"k": (1, 0), "kinds": "learner older", "keep": 2},
+    {"k": (1,), "prefetch": 1, "kinds": "gen second"},
+    {"k": (0, 1), "same": True, "kinds": "learner"},
+)
 LARGE: tuple[dict[str, Any], ...] = (
-    {"k": (0,), "faults": 2}, {"k": (1,), "group": 2}, {"k": (1, 0), "kinds": "learner older second", "keep": 2, "steps": 3},
-    {"k": (1, 0), "kinds": "learner", "steps": 3, "refiltered": (1,)}, {"k": (1,), "slots": 2, "kinds": "gen slow"},
-)  # fmt: skip
-OFF: dict[str, tuple[str, dict[str, Any]]] = {  # rule -> (invariant that breaks without it, bounds that show it)
+    {"k": (0,), "faults": 2},
+    {"k": (1,), "group": 2},
+    {"k": (1, 0), "kinds": "learner older second", "keep": 2, "steps": 3},
+    {"k": (1, 0), "kinds": "learner", "steps": 3, "refiltered": (1,)},
+    {"k": (1,), "slots": 2, "kinds": "gen slow"},
+)
+# rule -> (invariant that breaks without it, bounds that show it)
+OFF: dict[str, tuple[str, dict[str, Any]]] = {
     "ticket_order": ("I1", {"faults": 0, "gens": 2, "slots": 2, "steps": 4}),
     "count_leased": ("I1", {"k": (0,), "faults": 0}),
     "reissue_paced": ("I1", {"k": (1, 0), "kinds": "learner", "steps": 3, "slots": 2}),
@@ -613,14 +738,26 @@ def main(words: list[str]) -> int:
         for rule, (invariant, more) in OFF.items():
             _, found = search(Bounds(off=frozenset([rule]), **more))
             bad += found is None or not found.what.startswith(invariant)
-            print(f"{rule:14} {found.what if found else 'nothing breaks'} ({len(found.trace) if found else 0} steps)")
-            print("".join(f"    {x}\n" for x in found.trace if found) if words[1:] == [rule] and found else "", end="")
+            print(
+                f"{rule:14} {found.what if found else 'nothing breaks'} "
+                f"({len(found.trace) if found else 0} steps)"
+            )
+            print(
+                "".join(f"    {x}\n" for x in found.trace if found)
+                if words[1:] == [rule] and found
+                else "",
+                end="",
+            )
         return bad
     for more in RUNS if words[:1] != ["large"] else LARGE:
         began = time.monotonic()
         states, found = search(Bounds(**more), 5_000_000)
         bad += found is not None
-        print(f"{states:9,} states {time.monotonic() - began:6.1f} s  {found or 'all invariants hold'}  {more}", flush=True)
+        print(
+            f"{states:9,} states {time.monotonic() - began:6.1f} s  "
+            f"{found or 'all invariants hold'}  {more}",
+            flush=True,
+        )
     return bad
 
 

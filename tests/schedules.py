@@ -1,7 +1,7 @@
 """Random schedules over the real store: generators, a learner and faults, with a synthetic clock.
 
-What is checked is reckoned here a second time, from the histories alone: lags from tuples of updates, tokens by counting.
-"""
+What is checked is reckoned here a second time, from the histories alone: lags from tuples of
+updates, tokens by counting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asyncrl.messages import Batch, LearnerHello, Prompt, Sampling, Span, Ticket, Trajectory, WeightsSource
+from asyncrl.messages import (
+    Batch,
+    LearnerHello,
+    Prompt,
+    Sampling,
+    Span,
+    Ticket,
+    Trajectory,
+    WeightsSource,
+)
 from asyncrl.versions import Label
 from buffer.groups import Settings
 from buffer.store import Store
@@ -44,7 +53,9 @@ def plain(settings: Settings) -> Store:
 
 @dataclass
 class Row:
-    """One sample of a held ticket: its (label, tokens) runs so far; slow ones are worked on when there is nothing else, mostly."""
+    """One sample of a held ticket: its (label, tokens) runs so far; slow ones are worked on when
+    there is nothing else, mostly.
+    """
 
     ticket: Ticket
     sample: int
@@ -76,33 +87,55 @@ class Learner:
 
 
 class World:
-    """One schedule.  `run` ends when every batch is trained; raises Broken, or what the store raises."""
+    """One schedule.  `run` ends when every batch is trained; raises Broken, or what the store
+    raises.
+    """
 
-    def __init__(self, seed: int, off: frozenset[str] = frozenset(), make: Callable[[Settings], Store] = plain, **more: Any) -> None:
+    def __init__(
+        self,
+        seed: int,
+        off: frozenset[str] = frozenset(),
+        make: Callable[[Settings], Store] = plain,
+        **more: Any,
+    ) -> None:
         r = self.r = random.Random(seed)
-        self.limits = more.pop("limits", None) or r.choice(((0,), (1,), (2,), (1, 0), (2, 0), (0, 2)))
-        self.variants: list[dict[str, Any]] = more.pop("variants", [])  # settings that a resumed run may have instead
+        self.limits = more.pop("limits", None) or r.choice(
+            ((0,), (1,), (2,), (1, 0), (2, 0), (0, 2))
+        )
+        # settings that a resumed run may have instead
+        self.variants: list[dict[str, Any]] = more.pop("variants", [])
         filters = r.random() < 0.4 and "inject" not in more
-        self.settings = Settings(r.choice((1, 1, 2, 3)), r.choice((1, 2)), r.randint(3, 6), Sampling(), lease_s=LEASE_S, filter_no_spread=filters,
-                                 off=off, **more)  # fmt: skip
+        self.settings = Settings(
+            r.choice((1, 1, 2, 3)),
+            r.choice((1, 2)),
+            r.randint(3, 6),
+            Sampling(),
+            lease_s=LEASE_S,
+            filter_no_spread=filters,
+            off=off,
+            **more,
+        )
         self.store = make(self.settings)
-        self.exact = r.random() < 0.5  # an update computed again from the same samples has the same digest
+        # an update computed again from the same samples has the same digest
+        self.exact = r.random() < 0.5
         self.prefetch, self.keep, self.now = r.randint(0, 1), r.randint(1, 2), 0.0
         self.faults = r.randint(0, 4)
         self.slow_share, self.late_share = r.choice((0.0, 0.1, 0.3)), r.choice((0.0, 0.3, 0.8))
         self.generators = [Generator(f"g{i}", r.randint(1, 4)) for i in range(r.randint(1, 3))]
         self.net: list[Trajectory] = []
-        self.counts: dict[tuple[int, int], list[int]] = {}  # (ticket, attempt) -> [tokens reported, delivered]
+        # (ticket, attempt) -> [tokens reported, delivered]
+        self.counts: dict[tuple[int, int], list[int]] = {}
         self.delivered: set[tuple[int, int, int]] = set()
         self.histories: dict[Label, tuple[str, ...]] = {}
         self.leased: dict[int, list[tuple[int, int]]] = {}
-        self.trained: list[tuple[set[tuple[int, int]], int, int]] = []  # per batch of the surviving history: (keys, tokens, masked)
+        # per batch of the surviving history: (keys, tokens, masked)
+        self.trained: list[tuple[set[tuple[int, int]], int, int]] = []
         self.epochs = self.at_limit = 0
         self.more_faults: list[Callable[[], bool]] = []
         self.learner = self.start((), Label(0, 0))
         self.checkpoints = [((), self.learner.label)]
 
-    # ---- the learner -----------------------------------------------------------------------------------------------
+    # ---- the learner -----------------------------------------------------------------------------
 
     def start(self, history: tuple[str, ...], origin: Label) -> Learner:
         self.epochs += 1
@@ -114,7 +147,9 @@ class World:
         parent = Label(origin.epoch, origin.number - 1) if origin.number else None
         source = WeightsSource(self.epochs, "", "", "")
         digest = "/".join(history)
-        hello = LearnerHello(1, "", self.epochs, label, parent, digest, 0, origin.epoch, k, source, [])
+        hello = LearnerHello(
+            1, "", self.epochs, label, parent, digest, 0, origin.epoch, k, source, []
+        )
         need(self.store.hello(hello), "a learner that resumed from the newest directory was fenced")
         self.histories[label] = history
         self.trained = self.trained[: len(history)]
@@ -123,12 +158,17 @@ class World:
     def ask(self) -> bool:
         x = self.learner
         number = x.number + len(x.queue)
-        if x.queue and self.r.random() < 0.1:  # a request that is repeated: the learner may be training on the answer to the first
+        # a request that is repeated: the learner may be training on the answer to the first
+        if x.queue and self.r.random() < 0.1:
             was = self.r.choice(x.queue)
             groups, why = self.store.ask(x.epoch, was.number)
             need(bool(groups), f"batch {was.number}, handed out before, waits for {why}")
             again = self.store.batch(groups, x.epoch, was.number)
-            need((again.lags, again.token_lags, again.samples) == (was.lags, was.token_lags, was.samples), f"batch {was.number} came again with other lags")
+            need(
+                (again.lags, again.token_lags, again.samples)
+                == (was.lags, was.token_lags, was.samples),
+                f"batch {was.number} came again with other lags",
+            )
         if len(x.queue) > self.prefetch or number >= self.settings.steps:
             return False
         before = len(self.store.comps), self.store.changes
@@ -137,7 +177,10 @@ class World:
             return before != (len(self.store.comps), self.store.changes)
         x.queue.append(self.store.batch(groups, x.epoch, number))
         tickets = [(s.ticket, s.sample) for s in x.queue[-1].samples]
-        need(self.leased.setdefault(number, tickets) == tickets, f"batch {number} came again as {tickets}, not {self.leased[number]}")
+        need(
+            self.leased.setdefault(number, tickets) == tickets,
+            f"batch {number} came again as {tickets}, not {self.leased[number]}",
+        )
         return True
 
     def train(self) -> bool:
@@ -151,15 +194,32 @@ class World:
         for s, lag, runs in zip(batch.samples, batch.lags, batch.token_lags, strict=True):
             mine = [far(self.histories[p.label], x.history) for p in s.spans]
             hard = self.settings.on_exceed in ("pace", "drop")
-            need(max(mine) <= x.k or not hard, f"ticket {s.ticket} trained {max(mine)} versions late, limit {x.k:g}")
+            need(
+                max(mine) <= x.k or not hard,
+                f"ticket {s.ticket} trained {max(mine)} versions late, limit {x.k:g}",
+            )
             self.at_limit += max(mine) == x.k > 0
-            need(max(mine) <= lag and all(b >= a for a, (_, _, b) in zip(mine, runs, strict=True)), f"ticket {s.ticket} has lag {mine}, reckoned {runs}")
-            need(lag == max(mine) or s.spans[0].label.epoch < x.epoch, "a lag within one epoch is exact")
+            need(
+                max(mine) <= lag and all(b >= a for a, (_, _, b) in zip(mine, runs, strict=True)),
+                f"ticket {s.ticket} has lag {mine}, reckoned {runs}",
+            )
+            need(
+                lag == max(mine) or s.spans[0].label.epoch < x.epoch,
+                "a lag within one epoch is exact",
+            )
         done = set().union(*(y[0] for y in self.trained)) if self.trained else set()
         need(not keys & done, "a sample trained twice in one history")
-        masked = sum(e - b for runs in batch.token_lags for b, e, lag in runs if self.settings.on_exceed == "mask" and lag > x.k)
+        masked = sum(
+            e - b
+            for runs in batch.token_lags
+            for b, e, lag in runs
+            if self.settings.on_exceed == "mask" and lag > x.k
+        )
         self.trained.append((keys, sum(s.length for s in batch.samples) - masked, masked))
-        x.history += (f"{x.number}:{'' if self.exact else x.epoch}:{sorted((s.ticket, s.sample, s.attempt) for s in batch.samples)}",)
+        x.history += (
+            f"{x.number}:{'' if self.exact else x.epoch}:"
+            f"{sorted((s.ticket, s.sample, s.attempt) for s in batch.samples)}",
+        )
         x.label = Label(x.epoch, x.number)
         self.histories[x.label] = x.history
         x.commits.append((batch.number, x.label, "/".join(x.history)))
@@ -168,7 +228,10 @@ class World:
     def commit(self) -> bool:
         if not self.learner.commits:
             return False
-        need(self.store.commit(*self.learner.commits.pop(0)) is True, "a commit in order was not taken")
+        need(
+            self.store.commit(*self.learner.commits.pop(0)) is True,
+            "a commit in order was not taken",
+        )
         return True
 
     def checkpoint(self) -> bool:
@@ -180,7 +243,9 @@ class World:
         return True
 
     def kill_learner(self) -> bool:
-        """It starts again from its newest checkpoint, or from the one before, with another limit perhaps."""
+        """It starts again from its newest checkpoint, or from the one before, with another limit
+        perhaps.
+        """
         if len(self.checkpoints) > 1 and self.r.random() < 0.5:
             self.checkpoints.pop()
         history, label = self.checkpoints[-1]
@@ -188,7 +253,7 @@ class World:
         self.learner = self.start(history, origin)
         return True
 
-    # ---- generators ------------------------------------------------------------------------------------------------
+    # ---- generators ------------------------------------------------------------------------------
 
     def want(self) -> bool:
         free = [g for g in self.generators if g.slots > len(g.rows)]
@@ -233,17 +298,35 @@ class World:
         return True
 
     def may_write(self, g: Generator, x: Row) -> bool:
-        """Only with weights of the ticket's epoch, and a first token only at or above its minimum version."""
+        """Only with weights of the ticket's epoch, and a first token only at or above its minimum
+        version.
+        """
         least = x.ticket.exact_version or x.ticket.min_version
         enough = bool(x.runs) or "min_version" in self.settings.off
-        return g.weights is not None and g.weights.epoch == least.epoch and (enough or g.weights >= least)
+        return (
+            g.weights is not None
+            and g.weights.epoch == least.epoch
+            and (enough or g.weights >= least)
+        )
 
     def report(self, g: Generator, t: Ticket) -> None:
         count = self.counts[t.ticket, t.attempt]
-        live = sum(n for x in g.rows if (x.ticket.ticket, x.ticket.attempt) == (t.ticket, t.attempt) for _, n in x.runs)
-        unsent = sum(y.length for y in self.net if (y.ticket, y.attempt) == (t.ticket, t.attempt) and (y.ticket, y.sample, y.attempt) not in self.delivered)
+        live = sum(
+            n
+            for x in g.rows
+            if (x.ticket.ticket, x.ticket.attempt) == (t.ticket, t.attempt)
+            for _, n in x.runs
+        )
+        unsent = sum(
+            y.length
+            for y in self.net
+            if (y.ticket, y.attempt) == (t.ticket, t.attempt)
+            and (y.ticket, y.sample, y.attempt) not in self.delivered
+        )
         count[0] = max(count[0], live + count[1] + unsent)
-        self.store.renew(g.name, g.session, [(t.ticket, t.attempt, live + count[1] + unsent)], self.now)
+        self.store.renew(
+            g.name, g.session, [(t.ticket, t.attempt, live + count[1] + unsent)], self.now
+        )
 
     def answer(self, x: Row) -> Trajectory:
         spans, at = [], 0
@@ -252,7 +335,20 @@ class World:
             at += n
         same = x.ticket.ticket % 3 == 1  # every third group has no reward spread
         reward = 0.0 if same else float(x.sample)
-        return Trajectory(x.ticket.ticket, x.sample, x.ticket.attempt, b"", TOKENS[at], b"", b"", spans, reward, {}, "stop", 1.0)
+        return Trajectory(
+            x.ticket.ticket,
+            x.sample,
+            x.ticket.attempt,
+            b"",
+            TOKENS[at],
+            b"",
+            b"",
+            spans,
+            reward,
+            {},
+            "stop",
+            1.0,
+        )
 
     def deliver(self) -> bool:
         if not self.net:
@@ -272,7 +368,8 @@ class World:
         g.session += 1
         g.rows, g.weights = [], None
         if self.r.random() < 0.5:
-            self.net = []  # what was on its way is lost, also that of others whose sessions end with it
+            # what was on its way is lost, also that of others whose sessions end with it
+            self.net = []
             for other in self.generators:
                 other.session, other.rows = other.session + 1, []
                 self.store.end_sessions(other.name, other.session)
@@ -284,23 +381,44 @@ class World:
         self.now += 2 * LEASE_S
         return self.store.expire(self.now) > 0
 
-    # ---- the schedule ----------------------------------------------------------------------------------------------
+    # ---- the schedule ----------------------------------------------------------------------------
 
     def check(self) -> None:
         lines = self.store.folded().lines
-        written, held = sum(map(max, self.counts.values())), sum(line.tokens for line in lines.values())
+        written, held = (
+            sum(map(max, self.counts.values())),
+            sum(line.tokens for line in lines.values()),
+        )
         if held != written:
             raise Broken(f"the ledger holds {held} tokens, {written} were written: {lines}")
         done = self.trained[: self.store.committed]
-        need(lines["trained"].tokens == sum(y[1] for y in done), "the trained line is not what was trained")
-        need(lines["masked_stale"].tokens == sum(y[2] for y in done), "the masked line is not what was masked")
+        need(
+            lines["trained"].tokens == sum(y[1] for y in done),
+            "the trained line is not what was trained",
+        )
+        need(
+            lines["masked_stale"].tokens == sum(y[2] for y in done),
+            "the masked line is not what was masked",
+        )
 
     def run(self, most: int = 40_000) -> int:
-        """Random actions to the end; returns how many.  Faults come out of a budget, so that the end must be reached."""
-        calm: list[Callable[[], bool]] = [self.want, self.pick_up, self.write, self.deliver, self.ask, self.train, self.commit, self.checkpoint]
+        """Random actions to the end; returns how many.  Faults come out of a budget, so that the
+        end must be reached.
+        """
+        calm: list[Callable[[], bool]] = [
+            self.want,
+            self.pick_up,
+            self.write,
+            self.deliver,
+            self.ask,
+            self.train,
+            self.commit,
+            self.checkpoint,
+        ]
         weights = {a: self.r.choice((1, 1, 3)) for a in calm}
         faults = [self.kill_learner, self.kill_generator, self.stall, *self.more_faults]
-        idle: set[Callable[[], bool]] = set()  # actions that can do nothing until another one moves something
+        # actions that can do nothing until another one moves something
+        idle: set[Callable[[], bool]] = set()
         for n in range(most):
             if self.store.committed == self.settings.steps and not self.learner.commits:
                 return n

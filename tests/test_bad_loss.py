@@ -10,18 +10,39 @@ import msgspec
 import pytest
 from conftest import ENV, ROOT, Ended, demo_command
 
-WORDS = ("learner.groups=4", "learner.group_size=4", "learner.steps=8", "evaluation.every=0", "evaluation.prompts=8", "evaluation.final_prompts=8",
-         "evaluation.ood_prompts=0", "correction.proximal='recompute'", "loss.surrogate='decoupled_ppo'", "correction.function='own:weights'",
-         "name='n'")  # fmt: skip
+WORDS = (
+    "learner.groups=4",
+    "learner.group_size=4",
+    "learner.steps=8",
+    "evaluation.every=0",
+    "evaluation.prompts=8",
+    "evaluation.final_prompts=8",
+    "evaluation.ood_prompts=0",
+    "correction.proximal='recompute'",
+    "loss.surrogate='decoupled_ppo'",
+    "correction.function='own:weights'",
+    "name='n'",
+)
 
 
 @pytest.mark.parametrize("times", [1, 99], ids=["once", "always"])
-def test_a_step_without_a_number_is_skipped_and_three_in_a_row_end_the_run(times: int, tmp_path: Path, sort_model: Path) -> None:
+def test_a_step_without_a_number_is_skipped_and_three_in_a_row_end_the_run(
+    times: int, tmp_path: Path, sort_model: Path
+) -> None:
     body = "calls = [0]\n\ndef weights(log_rho, *rest):\n    calls[0] += 1\n"
     body += f"    return log_rho.exp() * (float('nan') if 2 <= calls[0] < 2 + {times} else 1.0)\n"
     (tmp_path / "own.py").write_text(body)
     env = ENV | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    done = Ended(subprocess.run(demo_command("run", tmp_path, sort_model, *WORDS), cwd=ROOT, env=env, capture_output=True, text=True, timeout=240))
+    done = Ended(
+        subprocess.run(
+            demo_command("run", tmp_path, sort_model, *WORDS),
+            cwd=ROOT,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+    )
     run_dir = tmp_path / "runs" / "n"
     if times == 1:
         assert done.code == 0, done.err[-3000:]
@@ -31,6 +52,11 @@ def test_a_step_without_a_number_is_skipped_and_three_in_a_row_end_the_run(times
         return
     assert done.code == 1, done.err[-3000:]
     last = done.err.splitlines()[-1]
-    assert last.startswith("error: the loss or its gradient was not finite 3 times in a row, last in batch 3; the batch is saved in"), last
+    assert last.startswith(
+        "error: the loss or its gradient was not finite 3 times in a row, last in batch 3; the "
+        "batch is saved in"
+    ), last
     saved = msgspec.msgpack.decode((run_dir / "bad_batch.msgpack").read_bytes())
-    assert len(saved) == 16 and all(r["prompt"] and r["tokens"] and 0 <= r["reward"] <= 1 for r in saved)
+    assert len(saved) == 16 and all(
+        r["prompt"] and r["tokens"] and 0 <= r["reward"] <= 1 for r in saved
+    )

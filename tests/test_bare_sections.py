@@ -1,4 +1,6 @@
-"""A caller's config with no more keys than it cannot do without: what is left out is what the configuration's own defaults are.  float64."""
+"""A caller's config with no more keys than it cannot do without: what is left out is what the
+configuration's own defaults are.  float64.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,29 @@ def bare(advantage: dict[str, Any], **more: Any) -> Any:
     """Sections with the keys that are read without a default."""
     c = config(advantage=advantage)
     sections = {
-        "staleness": SimpleNamespace(on_exceed="pace"), "correction": SimpleNamespace(level="token", bound="truncate", lo=None, hi=None, self_normalize=False,
-                                                                                      proximal="recompute"),
-        "advantage": SimpleNamespace(truncated="keep", **advantage), "learner": SimpleNamespace(epochs=1, minibatches=1),
-        "loss": SimpleNamespace(surrogate="decoupled_ppo", eps_low=None, eps_high=None, dual_clip=0.0, reduction="token-mean", entropy=0.0),
-        "kl": SimpleNamespace(reward=SimpleNamespace(coefficient=0.0)), "reshape": c.reshape, "generator": c.generator,
-    }  # fmt: skip
+        "staleness": SimpleNamespace(on_exceed="pace"),
+        "correction": SimpleNamespace(
+            level="token",
+            bound="truncate",
+            lo=None,
+            hi=None,
+            self_normalize=False,
+            proximal="recompute",
+        ),
+        "advantage": SimpleNamespace(truncated="keep", **advantage),
+        "learner": SimpleNamespace(epochs=1, minibatches=1),
+        "loss": SimpleNamespace(
+            surrogate="decoupled_ppo",
+            eps_low=None,
+            eps_high=None,
+            dual_clip=0.0,
+            reduction="token-mean",
+            entropy=0.0,
+        ),
+        "kl": SimpleNamespace(reward=SimpleNamespace(coefficient=0.0)),
+        "reshape": c.reshape,
+        "generator": c.generator,
+    }
     return SimpleNamespace(**{**sections, **more})
 
 
@@ -35,17 +54,28 @@ def with_values(b: LossBatch) -> LossBatch:
 def prepared(c: Any, per_token: bool) -> sl.Prepared:
     b = with_values(batch(3))
     if per_token:
-        b.token_rewards = torch.rand(len(b.seq), generator=torch.Generator().manual_seed(3), dtype=D)
+        b.token_rewards = torch.rand(
+            len(b.seq), generator=torch.Generator().manual_seed(3), dtype=D
+        )
     return sl.prepare(b, c)
 
 
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("name", ["gae", "reinforce_pp", "grpo"])
 def test_an_advantage_of_a_name_alone(name: str, per_token: bool) -> None:
-    keys: dict[str, Any] = {"name": name} if name != "grpo" or per_token else {"name": name, "ddof": 1, "eps": 1e-4, "whiten": False}
-    got, want = prepared(bare(keys), per_token), prepared(config(advantage={"name": name}), per_token)
+    keys: dict[str, Any] = (
+        {"name": name}
+        if name != "grpo" or per_token
+        else {"name": name, "ddof": 1, "eps": 1e-4, "whiten": False}
+    )
+    got, want = (
+        prepared(bare(keys), per_token),
+        prepared(config(advantage={"name": name}), per_token),
+    )
     assert torch.equal(got.advantage, want.advantage) and float(want.advantage.abs().max()) > 0
-    assert (got.returns is None) == (want.returns is None) and (got.returns is None or torch.equal(got.returns, want.returns))  # type: ignore[arg-type]
+    assert (got.returns is None) == (want.returns is None) and (
+        got.returns is None or torch.equal(got.returns, want.returns)
+    )  # type: ignore[arg-type]
     assert got.metrics == want.metrics
 
 
@@ -60,7 +90,9 @@ def test_a_penalty_nobody_gave_is_none(truncated: str) -> None:
     if truncated == "soft":  # a ramp of one token: below the limit nothing, at it the whole
         c.generator = SimpleNamespace(max_new_tokens=int(torch.bincount(b.seq).max()))
         longest = torch.bincount(b.seq) == c.generator.max_new_tokens
-        assert sl.prepare(b, c).metrics["reward/used_mean"] == pytest.approx(float((b.rewards - longest.to(D)).mean()))
+        assert sl.prepare(b, c).metrics["reward/used_mean"] == pytest.approx(
+            float((b.rewards - longest.to(D)).mean())
+        )
 
 
 def test_a_whole_step_with_bare_sections_is_that_of_the_defaults() -> None:
@@ -69,25 +101,55 @@ def test_a_whole_step_with_bare_sections_is_that_of_the_defaults() -> None:
     for c in (bare({"name": "rloo", "whiten": False}), config()):
         b = batch(3)
         prep = sl.prepare(b, c)
-        assert not sl.needs_current(prep) and not sl.needs_anchor_first(c) and not sl.needs_start_first(c)
+        assert (
+            not sl.needs_current(prep)
+            and not sl.needs_anchor_first(c)
+            and not sl.needs_start_first(c)
+        )
         step = sl.begin_step(prep, torch.arange(12))
         loss, sums = sl.micro_loss(prep, step, torch.arange(len(b.seq)), lp)
-        found.append((torch.autograd.grad(loss, lp)[0], sl.finish(sums), step.metrics, step.lr_scale, step.chosen))
+        found.append(
+            (
+                torch.autograd.grad(loss, lp)[0],
+                sl.finish(sums),
+                step.metrics,
+                step.lr_scale,
+                step.chosen,
+            )
+        )
     assert torch.equal(found[0][0], found[1][0]) and found[0][1:] == found[1][1:]
     assert found[0][2:] == ({}, 1.0, None)
 
 
 def test_terms_of_bare_sections_have_the_defaults_of_the_configuration() -> None:
     """KL in the loss: k3, on policy; the value loss: 0.1 of it, not clipped."""
-    lp, now = theta(batch(3)), torch.randn(len(batch(3).seq), generator=torch.Generator().manual_seed(9), dtype=D, requires_grad=True)
-    kl = SimpleNamespace(reward=SimpleNamespace(coefficient=0.0), loss=SimpleNamespace(coefficient=0.3))
+    lp, now = (
+        theta(batch(3)),
+        torch.randn(
+            len(batch(3).seq),
+            generator=torch.Generator().manual_seed(9),
+            dtype=D,
+            requires_grad=True,
+        ),
+    )
+    kl = SimpleNamespace(
+        reward=SimpleNamespace(coefficient=0.0), loss=SimpleNamespace(coefficient=0.3)
+    )
     found = []
-    for c in (bare({"name": "gae"}, kl=kl), config(advantage={"name": "gae"}, kl={"loss": {"coefficient": 0.3}})):
+    for c in (
+        bare({"name": "gae"}, kl=kl),
+        config(advantage={"name": "gae"}, kl={"loss": {"coefficient": 0.3}}),
+    ):
         b = with_values(batch(3))
         prep = sl.prepare(b, c)
-        loss, sums = sl.micro_loss(prep, sl.begin_step(prep, torch.arange(12)), torch.arange(len(b.seq)), lp, None, now)
+        loss, sums = sl.micro_loss(
+            prep, sl.begin_step(prep, torch.arange(12)), torch.arange(len(b.seq)), lp, None, now
+        )
         found.append((torch.autograd.grad(loss, (lp, now)), sl.finish(sums)))
-    assert all(torch.equal(a, b) for a, b in zip(found[0][0], found[1][0], strict=True)) and found[0][1] == found[1][1]
+    assert (
+        all(torch.equal(a, b) for a, b in zip(found[0][0], found[1][0], strict=True))
+        and found[0][1] == found[1][1]
+    )
     assert found[0][1]["loss/kl"] > 0 and found[0][1]["loss/value"] > 0
 
 
@@ -99,12 +161,25 @@ def test_a_stop_of_a_limit_alone_skips_from_the_start() -> None:
         a, w = sl.stop_statistic(prep, at, theta(batch(3)).detach())
         x = theta(batch(3)).detach() - prep.start
         weight = (prep.start - prep.batch.behavior).exp().clamp(max=2.0)
-        assert float(a) == pytest.approx(float((weight * (x.exp() - 1 - x))[prep.valid].sum())) and float(w) == pytest.approx(float(weight[prep.valid].sum()))
+        assert float(a) == pytest.approx(
+            float((weight * (x.exp() - 1 - x))[prep.valid].sum())
+        ) and float(w) == pytest.approx(float(weight[prep.valid].sum()))
 
 
 def test_draws_without_a_seed_are_those_of_seed_zero() -> None:
-    loss = SimpleNamespace(surrogate="clip_cov", eps_low=None, eps_high=None, reduction="token-mean", entropy=0.0, cov_share=0.3, cov_lo=-1.0, cov_hi=1.0)
-    whole = config(loss={"surrogate": "clip_cov", "cov_share": 0.3, "cov_lo": -1.0, "cov_hi": 1.0}, seed=0)
+    loss = SimpleNamespace(
+        surrogate="clip_cov",
+        eps_low=None,
+        eps_high=None,
+        reduction="token-mean",
+        entropy=0.0,
+        cov_share=0.3,
+        cov_lo=-1.0,
+        cov_hi=1.0,
+    )
+    whole = config(
+        loss={"surrogate": "clip_cov", "cov_share": 0.3, "cov_lo": -1.0, "cov_hi": 1.0}, seed=0
+    )
     chosen = []
     for c in (bare({"name": "rloo", "whiten": False}, loss=loss), whole):
         prep = sl.prepare(batch(3), c, number=2)

@@ -1,4 +1,6 @@
-"""Checkpoints: whole or absent, the last k kept, a damaged one passed over, another model's refused, epochs claimed once."""
+"""Checkpoints: whole or absent, the last k kept, a damaged one passed over, another model's
+refused, epochs claimed once.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,12 @@ from asyncrl.models import build_model
 from learner import checkpoint
 from learner.step import LearnerCore
 
-EXTRA: dict[str, Any] = {"next_ticket": 6, "ledger": {"trained": {"tokens": 5.0}}, "trained_above": [8], "parent": [1, 0]}
+EXTRA: dict[str, Any] = {
+    "next_ticket": 6,
+    "ledger": {"trained": {"tokens": 5.0}},
+    "trained_above": [8],
+    "parent": [1, 0],
+}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +35,11 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def core(model_dir: Path) -> LearnerCore:
-    raw = {"model": {"path": str(model_dir), "device": "cpu"}, "task": {"name": "sort"}, "learner": {"lr": 0.01, "steps": 100}}
+    raw = {
+        "model": {"path": str(model_dir), "device": "cpu"},
+        "task": {"name": "sort"},
+        "learner": {"lr": 0.01, "steps": 100},
+    }
     return LearnerCore(msgspec.convert(raw, Config), model_dir)
 
 
@@ -51,7 +62,9 @@ def test_a_restored_learner_goes_on_bitwise(model_dir: Path, tmp_path: Path) -> 
     assert torch.equal(weights(second), weights(whole)) and second.state == whole.state
 
 
-def test_the_last_k_are_kept_and_nothing_half_written_stays(model_dir: Path, tmp_path: Path) -> None:
+def test_the_last_k_are_kept_and_nothing_half_written_stays(
+    model_dir: Path, tmp_path: Path
+) -> None:
     c, (_, directory) = core(model_dir), claimed(tmp_path)
     oldest = []
     for n in range(5):
@@ -63,7 +76,9 @@ def test_the_last_k_are_kept_and_nothing_half_written_stays(model_dir: Path, tmp
 
 @pytest.mark.parametrize("part", ["manifest", "state.pt", "model/model.safetensors"])
 @pytest.mark.parametrize("how", ["cut", "changed", "gone"])
-def test_a_damaged_checkpoint_is_passed_over_and_said(part: str, how: str, model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_passed_over_and_said(
+    part: str, how: str, model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     c, (_, directory) = core(model_dir), claimed(tmp_path)
     for n in (1, 2):
         c.state.number = n
@@ -72,7 +87,9 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(part: str, how: str, model
     data = victim.read_bytes()
     victim.unlink()
     if how != "gone":
-        victim.write_bytes(data[: len(data) // 2] if how == "cut" else bytes([data[0] ^ 1]) + data[1:])
+        victim.write_bytes(
+            data[: len(data) // 2] if how == "cut" else bytes([data[0] ^ 1]) + data[1:]
+        )
     path = checkpoint.newest(directory)
     assert path is not None and path.name == "number_1"
     said = capsys.readouterr().err
@@ -100,7 +117,9 @@ def test_another_models_checkpoint_is_refused(model_dir: Path, tmp_path: Path) -
     assert torch.equal(weights(mine), before)
 
 
-def test_a_full_disk_leaves_the_checkpoints_before_it(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_leaves_the_checkpoints_before_it(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The disk is full at the optimizer's state, after the model was written."""
     c, (_, directory) = core(model_dir), claimed(tmp_path)
     checkpoint.save(directory, c, EXTRA, 2)
@@ -110,13 +129,19 @@ def test_a_full_disk_leaves_the_checkpoints_before_it(model_dir: Path, tmp_path:
 
     monkeypatch.setattr(torch, "save", full)
     c.state.number = 1
-    with pytest.raises(AsyncrlError, match=r"number_1 could not be written: .*No space left on device.*free some space and resume"):
+    with pytest.raises(
+        AsyncrlError,
+        match=r"number_1 could not be written: .*"
+        r"No space left on device.*free some space and resume",
+    ):
         checkpoint.save(directory, c, EXTRA, 2)
     assert [p.name for p in directory.iterdir()] == ["number_0"]
     assert checkpoint.verify(directory / "number_0") == ""
 
 
-def test_a_new_life_links_its_origins_checkpoints_and_claims_once(model_dir: Path, tmp_path: Path) -> None:
+def test_a_new_life_links_its_origins_checkpoints_and_claims_once(
+    model_dir: Path, tmp_path: Path
+) -> None:
     first, directory = claimed(tmp_path)
     c = core(model_dir)
     for n in (2, 4):
@@ -125,8 +150,13 @@ def test_a_new_life_links_its_origins_checkpoints_and_claims_once(model_dir: Pat
     unwelcome, origin, abandoned = checkpoint.begin(tmp_path)
     second, origin2, mine = checkpoint.begin(tmp_path)
     assert (first, unwelcome, second) == (1, 2, 3) and origin == origin2 == 1
-    assert os.stat(mine / "number_4" / "state.pt").st_ino == os.stat(directory / "number_4" / "state.pt").st_ino
-    assert checkpoint.epochs(tmp_path, claimed=True) == [1], "nothing counts before the buffer's welcome"
+    assert (
+        os.stat(mine / "number_4" / "state.pt").st_ino
+        == os.stat(directory / "number_4" / "state.pt").st_ino
+    )
+    assert checkpoint.epochs(tmp_path, claimed=True) == [1], (
+        "nothing counts before the buffer's welcome"
+    )
     final = checkpoint.claim(mine, 4)
     assert checkpoint.numbers(final) == [4], "what the buffer has let go of cannot be resumed from"
     assert [p.name for p in tmp_path.iterdir()] == ["epoch_3"] and not abandoned.exists()

@@ -1,4 +1,6 @@
-"""The verdict is calibrated: equal arms are seldom called different, planted differences are found as often as theory says."""
+"""The verdict is calibrated: equal arms are seldom called different, planted differences are found
+as often as theory says.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def test_prompt_intervals_cover_for_fixed_policies() -> None:
     """Two fixed policies of true accuracy .8 and .75 on independent prompts of n = 512."""
     r, inside = random.Random(0), 0
     for _ in range(500):
-        a, b = ([sum(r.random() < p for _ in range(512)) / 512 for _ in range(2)] for p in (0.8, 0.75))
+        a, b = (
+            [sum(r.random() < p for _ in range(512)) / 512 for _ in range(2)] for p in (0.8, 0.75)
+        )
         d = cs.paired(a, b, prompts=512)
         inside += d.prompt_low <= 0.05 <= d.prompt_high
     assert 0.92 <= inside / 500 <= 0.98
@@ -66,12 +70,18 @@ def test_prompt_intervals_cover_for_fixed_policies() -> None:
 def test_paired_t_by_hand() -> None:
     """Differences .1, .2, .3: mean .2, sd .1, t = 3.4641 with 2 degrees of freedom."""
     d = cs.paired([0.6, 0.8, 1.0], [0.5, 0.6, 0.7])
-    assert d.mean == pytest.approx(0.2) and d.sd == pytest.approx(0.1) and d.p == pytest.approx(0.0742, abs=1e-4)
+    assert (
+        d.mean == pytest.approx(0.2)
+        and d.sd == pytest.approx(0.1)
+        and d.p == pytest.approx(0.0742, abs=1e-4)
+    )
     assert (d.low, d.high) == (pytest.approx(-0.0484, abs=1e-4), pytest.approx(0.4484, abs=1e-4))
 
 
 def test_differences_that_are_all_the_same_are_no_certainty() -> None:
-    """Two seeds that both gained four of 64 prompts: a spread of one prompt, t = .0625 / (1/64 / sqrt 2) = 5.66 with 1 degree of freedom."""
+    """Two seeds that both gained four of 64 prompts: a spread of one prompt, t = .0625 / (1/64 /
+    sqrt 2) = 5.66 with 1 degree of freedom.
+    """
     d = cs.paired([0.5, 0.75], [0.4375, 0.6875], prompts=64)
     assert d.p == pytest.approx(0.1114, abs=1e-4) and d.low < 0 < d.high
     d = cs.paired([0.5, 0.7, 0.9], [0.4, 0.6, 0.8])
@@ -81,7 +91,9 @@ def test_differences_that_are_all_the_same_are_no_certainty() -> None:
 
 
 def test_holm_by_hand() -> None:
-    found = {n: cs.Difference(0.1, 0.1, 3, p, 0, 0) for n, p in (("a", 0.01), ("b", 0.04), ("c", 0.03))}
+    found = {
+        n: cs.Difference(0.1, 0.1, 3, p, 0, 0) for n, p in (("a", 0.01), ("b", 0.04), ("c", 0.03))
+    }
     cs.holm(found)
     assert [round(found[n].adjusted, 3) for n in "abc"] == [0.03, 0.06, 0.06]
 
@@ -94,15 +106,31 @@ def test_power_and_what_it_is_for() -> None:
 
 
 def test_stability_by_rule() -> None:
-    flat = [{"kl/behavior_target_k3": 0.01, "optim/grad_norm": 1.0, "policy/entropy": 0.5, "answer/truncated_share": 0.0}] * 30
+    flat = [
+        {
+            "kl/behavior_target_k3": 0.01,
+            "optim/grad_norm": 1.0,
+            "policy/entropy": 0.5,
+            "answer/truncated_share": 0.0,
+        }
+    ] * 30
     assert cs.stability([0.4, 0.6, 0.8], flat) == []
     assert "collapse" in cs.stability([0.4, 0.8, 0.3, 0.2], flat)[0]
     assert cs.stability([0.4, 0.8, 0.3, 0.7], flat) == []
     wide, steep = flat[0] | {"kl/behavior_target_k3": 2.0}, flat[0] | {"optim/grad_norm": 50.0}
-    assert "KL" in cs.stability([0.4], [*flat, wide, wide, wide])[0] and cs.stability([0.4], [*flat, wide, wide]) == []
+    assert (
+        "KL" in cs.stability([0.4], [*flat, wide, wide, wide])[0]
+        and cs.stability([0.4], [*flat, wide, wide]) == []
+    )
     assert "KL" in cs.stability([0.4], [*flat, flat[0] | {"kl/behavior_target_k3": math.nan}])[0]
-    assert "in 3 batches, up to 50" in cs.stability([0.4], [*flat, steep, *flat, steep, steep])[0] and cs.stability([0.4], [*flat, steep, steep]) == []
+    assert (
+        "in 3 batches, up to 50" in cs.stability([0.4], [*flat, steep, *flat, steep, steep])[0]
+        and cs.stability([0.4], [*flat, steep, steep]) == []
+    )
     assert "entropy" in cs.stability([0.4], [*flat, flat[0] | {"policy/entropy": 0.01}])[0]
     assert "oscillation" in cs.stability([0.4, 0.7, 0.4, 0.7, 0.4], flat)[0]
-    assert "length" in cs.stability([0.4], [*flat, *[flat[0] | {"answer/truncated_share": 0.9}] * 3])[0]
+    assert (
+        "length"
+        in cs.stability([0.4], [*flat, *[flat[0] | {"answer/truncated_share": 0.9}] * 3])[0]
+    )
     assert cs.area([0, 10, 20], [0.0, 1.0, 1.0]) == pytest.approx(0.75)

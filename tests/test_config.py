@@ -1,4 +1,6 @@
-"""Configs, typed as a user types them: every mistake is one line that says where, what and what to do, and exit code 2."""
+"""Configs, typed as a user types them: every mistake is one line that says where, what and what to
+do, and exit code 2.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +27,23 @@ def written(tmp_path: Path, more: str) -> Path:
 
 
 MISTAKES = [
-    ("[staleness]\nmax_lagg = 4\n", "c.toml:4: staleness.max_lagg: unknown key; did you mean staleness.max_lag?"),
-    ("[generator]\nmax_lag = 4\n", "c.toml:4: generator.max_lag: unknown key; did you mean staleness.max_lag?"),
+    (
+        "[staleness]\nmax_lagg = 4\n",
+        "c.toml:4: staleness.max_lagg: unknown key; did you mean staleness.max_lag?",
+    ),
+    (
+        "[generator]\nmax_lag = 4\n",
+        "c.toml:4: generator.max_lag: unknown key; did you mean staleness.max_lag?",
+    ),
     ("[learner]\nlr = -1.0\n", "c.toml:4: learner.lr"),
     ('[learner]\nlr = "fast"\n', "c.toml:4: learner.lr"),
     ('[loss]\nsurrogate = "pppo"\n', "choose one of"),
     ("staleness = 3\n", "c.toml:3: staleness: is a section, not a value"),
     ("[staleness]\nmax_lag = 1.5\n", "staleness.max_lag: 1.5 is neither a whole number nor inf"),
-    ("[staleness]\nmax_lag = 2\ninject = 4\n", "staleness.inject: injects up to 4 versions, above staleness.max_lag = 2"),
+    (
+        "[staleness]\nmax_lag = 2\ninject = 4\n",
+        "staleness.inject: injects up to 4 versions, above staleness.max_lag = 2",
+    ),
     ("[learner]\ngroups = 2\nminibatches = 3\n", "3 minibatches of 2 groups"),
     ("[learner]\ngroup_size = 1\n", "leaves rloo nothing to compare with"),
     ("[generator]\nmax_new_tokens = 64\ncontext = 64\n", "leave no room for a prompt"),
@@ -51,7 +62,10 @@ def test_mistakes_in_a_file(more: str, said: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("item", "said"),
     [
-        ("learner.lrr=1", "--set learner.lrr=1: learner.lrr: unknown key; did you mean learner.lr?"),
+        (
+            "learner.lrr=1",
+            "--set learner.lrr=1: learner.lrr: unknown key; did you mean learner.lr?",
+        ),
         ("learner.lr", "write key.path=value"),
         ("learner.steps=0", "--set learner.steps=0: learner.steps"),
         ("seed.x=1", "seed: Expected `int`"),
@@ -59,10 +73,24 @@ def test_mistakes_in_a_file(more: str, said: str, tmp_path: Path) -> None:
 )
 def test_mistakes_on_the_command_line(item: str, said: str, tmp_path: Path) -> None:
     """The real command: one line on stderr, exit code 2, nothing written."""
-    argv = [sys.executable, "-m", "asyncrl.cli", "run", str(written(tmp_path, "")), "--set", f"runs={str(tmp_path / 'runs')!r}", "--set", item]
+    argv = [
+        sys.executable,
+        "-m",
+        "asyncrl.cli",
+        "run",
+        str(written(tmp_path, "")),
+        "--set",
+        f"runs={str(tmp_path / 'runs')!r}",
+        "--set",
+        item,
+    ]
     done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2, done.stderr
-    assert said in done.stderr and "Traceback" not in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert (
+        said in done.stderr
+        and "Traceback" not in done.stderr
+        and len(done.stderr.strip().splitlines()) == 1
+    )
     assert not (tmp_path / "runs").exists()
 
 
@@ -77,7 +105,9 @@ def test_resolved_config_repeats_itself(path: Path, tmp_path: Path) -> None:
 def test_every_key_says_what_it_means() -> None:
     """The schema that editors show: every key is in it, with its default."""
     schema = json.loads((ROOT / "configs" / "schema.json").read_text())
-    assert schema == json.loads(json.dumps(config_load.schema())), "stale: asyncrl config schema > configs/schema.json"
+    assert schema == json.loads(json.dumps(config_load.schema())), (
+        "stale: asyncrl config schema > configs/schema.json"
+    )
     config_keys = config_load.keys()
     named = {p for d in schema["$defs"].values() for p in d["properties"]}
     assert {k.rsplit(".", 1)[-1] for k in config_keys} <= named
@@ -89,18 +119,32 @@ def test_presets_fill_only_what_is_not_given(tmp_path: Path) -> None:
 
 
 def test_a_preset_on_the_command_line_acts_on_a_resolved_config(tmp_path: Path) -> None:
-    """As `asyncrl run --resume --set correction.preset=mis` needs it: RUN/config.toml gives every key."""
+    """As `asyncrl run --resume --set correction.preset=mis` needs it: RUN/config.toml gives every
+    key.
+    """
     resolved = tmp_path / "resolved.toml"
-    resolved.write_text(config_load.dump(config_load.load(written(tmp_path, '[correction]\nlevel = "none"\nbound = "none"\n'))))
+    resolved.write_text(
+        config_load.dump(
+            config_load.load(written(tmp_path, '[correction]\nlevel = "none"\nbound = "none"\n'))
+        )
+    )
     c = config_load.load(resolved, ["correction.preset=mis", "correction.hi=3.0"]).correction
-    assert (c.level, c.bound, c.hi, c.reject, c.veto) == ("token", "truncate", 3.0, "ratio", "ratio")
+    assert (c.level, c.bound, c.hi, c.reject, c.veto) == (
+        "token",
+        "truncate",
+        3.0,
+        "ratio",
+        "ratio",
+    )
     resolved.write_text(config_load.dump(config_load.load(resolved, ["correction.preset=mis"])))
     c = config_load.load(resolved, ["correction.preset=none"]).correction
     assert (c.level, c.bound, c.reject, c.veto) == ("none", "none", "none", "none")
 
 
 def test_the_table_of_metrics_is_the_documented_one() -> None:
-    assert (ROOT / "docs" / "metrics.md").read_text() == metrics.markdown(), "stale: asyncrl config metrics > docs/metrics.md"
+    assert (ROOT / "docs" / "metrics.md").read_text() == metrics.markdown(), (
+        "stale: asyncrl config metrics > docs/metrics.md"
+    )
 
 
 def test_an_unknown_metric_is_refused(tmp_path: Path) -> None:
@@ -115,22 +159,40 @@ def test_an_unknown_metric_is_refused(tmp_path: Path) -> None:
 
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
-    assert [e.value for e in board.Scalars("reward/mean")] == [0.5] and board.Histograms("lag/samples")
+    assert [e.value for e in board.Scalars("reward/mean")] == [0.5] and board.Histograms(
+        "lag/samples"
+    )
 
 
-def test_what_is_not_finite_is_in_no_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_not_finite_is_in_no_row(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     writer = metrics.MetricsWriter(tmp_path)
     writer.write(1, {"reward/mean": 0.5, "kl/moved": math.inf, "loss/policy": math.nan})
     writer.write(2, {"reward/mean": 0.5, "kl/moved": -math.inf})
     writer.close()
     text = (tmp_path / "metrics.jsonl").read_text()
-    assert "Infinity" not in text and "NaN" not in text and [r["reward/mean"] for r in metrics.read(tmp_path)] == [0.5, 0.5]
-    assert capsys.readouterr().err.splitlines() == ["step 1: not finite, left out of the metrics: kl/moved, loss/policy"], "once a name"
+    assert (
+        "Infinity" not in text
+        and "NaN" not in text
+        and [r["reward/mean"] for r in metrics.read(tmp_path)] == [0.5, 0.5]
+    )
+    assert capsys.readouterr().err.splitlines() == [
+        "step 1: not finite, left out of the metrics: kl/moved, loss/policy"
+    ], "once a name"
 
 
 def test_the_layers_hold() -> None:
-    """The import contracts of pyproject.toml: the mathematics knows no wire, the buffer no torch, the parts not each other."""
-    done = subprocess.run([sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"], cwd=ROOT, env=ENV,
-                          capture_output=True, text=True, timeout=120)  # fmt: skip
+    """The import contracts of pyproject.toml: the mathematics knows no wire, the buffer no torch,
+    the parts not each other.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", "from importlinter.cli import lint_imports_command as c; c()"],
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "0 broken" in done.stdout

@@ -1,4 +1,6 @@
-"""The DeepSpeed learner against the torch one: same data, same seed, every ZeRO stage; stops, resumes, lost ranks, whole runs."""
+"""The DeepSpeed learner against the torch one: same data, same seed, every ZeRO stage; stops,
+resumes, lost ranks, whole runs.
+"""
 
 from __future__ import annotations
 
@@ -38,13 +40,25 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "
 def start(job: dict[str, Any], launcher: Sequence[str] = ()) -> subprocess.Popen[str]:
     argv = [sys.executable, *launcher, "tests/deepspeed_program.py", json.dumps(job)]
     env = ENV | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    return subprocess.Popen(argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
 
 
-def trained(model: Path, learner: dict[str, Any], batches: int = STEPS, **more: Any) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
+def trained(
+    model: Path, learner: dict[str, Any], batches: int = STEPS, **more: Any
+) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
     """(what rank 0 printed, rank -> what the others printed)."""
     sections, launcher = more.pop("sections", {}), more.pop("launcher", ())
-    p = start({"model": str(model), "batches": batches, "config": {"learner": LEARNER | learner, **sections}, **more}, launcher)
+    p = start(
+        {
+            "model": str(model),
+            "batches": batches,
+            "config": {"learner": LEARNER | learner, **sections},
+            **more,
+        },
+        launcher,
+    )
     out, err = p.communicate(timeout=240)
     assert p.returncode == 0, err[-4000:]
     rows = [json.loads(x) for x in err.splitlines() if x.startswith('{"rank"')]
@@ -57,10 +71,16 @@ def plain(model_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 1), (2, 2), (3, 2)])
-def test_every_stage_is_the_torch_learner(stage: int, ranks: int, model_dir: Path, plain: dict[str, Any]) -> None:
-    """Answers of 1 to 12 tokens, 18 a batch: uneven over ranks and micro-batches.  One stage's ranks are started by torchrun, the others' by rank 0."""
+def test_every_stage_is_the_torch_learner(
+    stage: int, ranks: int, model_dir: Path, plain: dict[str, Any]
+) -> None:
+    """Answers of 1 to 12 tokens, 18 a batch: uneven over ranks and micro-batches.  One stage's
+    ranks are started by torchrun, the others' by rank 0.
+    """
     launcher = TORCHRUN if stage == 1 else ()
-    mine, others = trained(model_dir, {"backend": "deepspeed", "zero_stage": stage, "ranks": ranks}, launcher=launcher)
+    mine, others = trained(
+        model_dir, {"backend": "deepspeed", "zero_stage": stage, "ranks": ranks}, launcher=launcher
+    )
     assert mine["losses"] == pytest.approx(plain["losses"], abs=1e-5)
     assert mine["norms"] == pytest.approx(plain["norms"], rel=1e-4)
     assert mine["weights"] == pytest.approx(plain["weights"], abs=1e-5)
@@ -68,36 +88,58 @@ def test_every_stage_is_the_torch_learner(stage: int, ranks: int, model_dir: Pat
         assert a == pytest.approx(b, abs=1e-5)
     whole = plain["parameters"]
     part = whole if stage == 0 or ranks == 1 else whole / ranks
-    for r in (mine, *others.values()):  # the stage is really on: what each rank holds of Adam's moments, and of the parameters
+    # the stage is really on: what each rank holds of Adam's moments, and of the parameters
+    for r in (mine, *others.values()):
         assert part <= r["held"] <= part + 64
         assert r["parameters"] == (0 if stage == 3 else whole)
     assert len(others) == ranks - 1
-    assert max(mine["probe_off"], plain["probe_off"]) < 1e-5  # what it publishes for a generator to check itself by is a plain forward of the published weights
+    # what it publishes for a generator to check itself by is a plain forward of the published
+    # weights
+    assert max(mine["probe_off"], plain["probe_off"]) < 1e-5
 
 
 def test_an_early_stopped_step_leaves_weights_and_moments_untouched(model_dir: Path) -> None:
-    """With a bound that any step passes, four epochs end as one does: in this batch and, by the moments, in the next ones."""
+    """With a bound that any step passes, four epochs end as one does: in this batch and, by the
+    moments, in the next ones.
+    """
     two = {"backend": "deepspeed", "zero_stage": 2, "ranks": 2}
     one, _ = trained(model_dir, two, batches=3)
-    four, _ = trained(model_dir, two | {"epochs": 4}, batches=3, sections={"stop": {"kl_max": 1e-12}})
+    four, _ = trained(
+        model_dir, two | {"epochs": 4}, batches=3, sections={"stop": {"kl_max": 1e-12}}
+    )
     assert [n[0] for n in four["numbers"]] == [1, 1, 1]
     assert four["weights"] == pytest.approx(one["weights"], abs=1e-7)
 
 
 @pytest.mark.parametrize("stage", [3])  # a whole run at stage 2 is stopped and resumed below
-def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(stage: int, model_dir: Path, tmp_path: Path) -> None:
+def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(
+    stage: int, model_dir: Path, tmp_path: Path
+) -> None:
     two = {"backend": "deepspeed", "zero_stage": stage, "ranks": 2}
     whole, _ = trained(model_dir, two, batches=6, save=[3, str(tmp_path)])
     again, _ = trained(model_dir, two, batches=6, restore=str(tmp_path / "number_3"))
-    assert again["losses"] == pytest.approx(whole["losses"][3:], abs=1e-7) and len(again["losses"]) == 3
+    assert (
+        again["losses"] == pytest.approx(whole["losses"][3:], abs=1e-7)
+        and len(again["losses"]) == 3
+    )
     assert again["digest"] == whole["digest"]
-    one, _ = trained(model_dir, two | {"ranks": 1}, batches=6, restore=str(tmp_path / "number_3"))  # at another number of ranks, with the same moments
+    # at another number of ranks, with the same moments
+    one, _ = trained(model_dir, two | {"ranks": 1}, batches=6, restore=str(tmp_path / "number_3"))
     assert one["losses"] == pytest.approx(whole["losses"][3:], abs=1e-5) and len(one["losses"]) == 3
-    assert one["weights"] == pytest.approx(whole["weights"], abs=1e-5) and one["held"] > whole["held"]
+    assert (
+        one["weights"] == pytest.approx(whole["weights"], abs=1e-5) and one["held"] > whole["held"]
+    )
     assert [x.name for x in tmp_path.iterdir()] == ["number_3"]
     if stage == 3:
         return
-    p = start({"model": str(model_dir), "batches": 6, "restore": str(tmp_path / "number_3"), "config": {"learner": LEARNER | two | {"zero_stage": 1}}})
+    p = start(
+        {
+            "model": str(model_dir),
+            "batches": 6,
+            "restore": str(tmp_path / "number_3"),
+            "config": {"learner": LEARNER | two | {"zero_stage": 1}},
+        }
+    )
     _, err = p.communicate(timeout=240)
     assert p.returncode != 0 and f"is of 2 ranks at ZeRO stage {stage}" in err
 
@@ -108,21 +150,40 @@ def bad(model_dir: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("stage", "offload"), [(3, False), (2, True)])
-def test_a_batch_without_a_finite_loss_is_skipped_on_every_rank(stage: int, offload: bool, model_dir: Path, bad: dict[str, Any]) -> None:
+def test_a_batch_without_a_finite_loss_is_skipped_on_every_rank(
+    stage: int, offload: bool, model_dir: Path, bad: dict[str, Any]
+) -> None:
     """Weights and moments stay as they were: the batches after it go as they go with torch."""
-    mine, _ = trained(model_dir, {"backend": "deepspeed", "zero_stage": stage, "ranks": 2, "offload": offload}, batches=4, bad=1)
+    mine, _ = trained(
+        model_dir,
+        {"backend": "deepspeed", "zero_stage": stage, "ranks": 2, "offload": offload},
+        batches=4,
+        bad=1,
+    )
     assert [n[0] for n in mine["numbers"]] == [1, 0, 1, 1]
     assert mine["losses"] == pytest.approx(bad["losses"], abs=1e-5, nan_ok=True)
     assert mine["weights"] == pytest.approx(bad["weights"], abs=1e-5)
 
 
-def test_bfloat16_stages_agree_and_a_lock_left_behind_holds_nobody_up(model_dir: Path, tmp_path: Path) -> None:
-    """A process killed while DeepSpeed compiled an operator leaves a lock file, for which later ones wait without end."""
+def test_bfloat16_stages_agree_and_a_lock_left_behind_holds_nobody_up(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """A process killed while DeepSpeed compiled an operator leaves a lock file, for which later
+    ones wait without end.
+    """
     (tmp_path / "deepspeed_shm_comm").mkdir()
     (tmp_path / "deepspeed_shm_comm" / "lock").touch()
     ENV["TORCH_EXTENSIONS_DIR"] = str(tmp_path)
     try:
-        one, two = [trained(model_dir, {"backend": "deepspeed", "zero_stage": s, "ranks": r}, batches=4, dtype="bfloat16")[0] for s, r in ((1, 1), (2, 2))]
+        one, two = [
+            trained(
+                model_dir,
+                {"backend": "deepspeed", "zero_stage": s, "ranks": r},
+                batches=4,
+                dtype="bfloat16",
+            )[0]
+            for s, r in ((1, 1), (2, 2))
+        ]
     finally:
         del ENV["TORCH_EXTENSIONS_DIR"]
     assert two["losses"] == pytest.approx(one["losses"], abs=2e-3)
@@ -136,7 +197,10 @@ def ranks_of(pid: int, word: bytes = b"deepspeed_program") -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
-                if int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == pid and word in (entry / "cmdline").read_bytes():
+                if (
+                    int((entry / "stat").read_text().rsplit(")", 1)[1].split()[1]) == pid
+                    and word in (entry / "cmdline").read_bytes()
+                ):
                     found.append(int(entry.name))
             except OSError:
                 continue
@@ -150,10 +214,27 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_rank_that_stands_still_ends_the_step_with_a_clear_error(model_dir: Path, tmp_path: Path) -> None:
-    """At stage 3 the forward pass waits for the others too; a killed rank is the subject of the whole run below."""
-    learner = LEARNER | {"backend": "deepspeed", "zero_stage": 3, "ranks": 2, "rank_timeout_s": 25.0, "steps": 10**6}
-    p = start({"model": str(model_dir), "batches": 10**6, "save": [3, str(tmp_path)], "config": {"learner": learner}})
+def test_a_rank_that_stands_still_ends_the_step_with_a_clear_error(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """At stage 3 the forward pass waits for the others too; a killed rank is the subject of the
+    whole run below.
+    """
+    learner = LEARNER | {
+        "backend": "deepspeed",
+        "zero_stage": 3,
+        "ranks": 2,
+        "rank_timeout_s": 25.0,
+        "steps": 10**6,
+    }
+    p = start(
+        {
+            "model": str(model_dir),
+            "batches": 10**6,
+            "save": [3, str(tmp_path)],
+            "config": {"learner": learner},
+        }
+    )
     try:
         deadline = time.monotonic() + 120
         while not (tmp_path / "number_3" / "manifest").exists():
@@ -165,15 +246,24 @@ def test_a_rank_that_stands_still_ends_the_step_with_a_clear_error(model_dir: Pa
     finally:
         if p.poll() is None:
             p.kill()
-    assert p.returncode != 0 and "RankLost" in err and "learner.rank_timeout_s = 25" in err, err[-3000:]
-    deadline = time.monotonic() + 60  # it is killed with the first rank's end, and takes a moment to be gone
+    assert p.returncode != 0 and "RankLost" in err and "learner.rank_timeout_s = 25" in err, err[
+        -3000:
+    ]
+    # it is killed with the first rank's end, and takes a moment to be gone
+    deadline = time.monotonic() + 60
     while alive(other):
         assert time.monotonic() < deadline, "the other rank lives on"
         time.sleep(0.05)
 
 
 def test_a_whole_run_on_two_ranks_stops_resumes_and_exports(asyncrl: Callable[..., Ended]) -> None:
-    words = ("learner.backend='deepspeed'", "learner.ranks=2", "learner.zero_stage=2", "learner.checkpoint_every=3", "name='two'")
+    words = (
+        "learner.backend='deepspeed'",
+        "learner.ranks=2",
+        "learner.zero_stage=2",
+        "learner.checkpoint_every=3",
+        "name='two'",
+    )
     done = asyncrl("run", "learner.steps=6", *words)
     assert done.code == 0, done.err[-3000:]
     check_summary(done.json, done.json["lag"]["limit"])
@@ -187,21 +277,42 @@ def test_a_whole_run_on_two_ranks_stops_resumes_and_exports(asyncrl: Callable[..
 
 
 def test_a_killed_rank_costs_the_run_only_its_time(tmp_path: Path, sort_model: Path) -> None:
-    words = ("learner.backend='deepspeed'", "learner.ranks=2", "learner.checkpoint_every=3", "learner.steps=10", "name='rank'")
+    words = (
+        "learner.backend='deepspeed'",
+        "learner.ranks=2",
+        "learner.checkpoint_every=3",
+        "learner.steps=10",
+        "name='rank'",
+    )
     process = start_run(tmp_path, sort_model, *words)
     wait_until(lambda: steps_done(tmp_path / "runs" / "rank") >= 4, process)
     (other,) = ranks_of(children(process.pid)["learner"], b"asyncrl.cli")
     os.kill(other, signal.SIGKILL)
     summary = finish(process, tmp_path)
     check_summary(summary, summary["lag"]["limit"])
-    assert summary["steps"] == 10 and "of the learner has ended" in (tmp_path / "stderr").read_text()
+    assert (
+        summary["steps"] == 10 and "of the learner has ended" in (tmp_path / "stderr").read_text()
+    )
 
 
 @pytest.mark.parametrize(
     ("learner", "model", "said"),
-    [({"ranks": 2}, {}, "2 ranks need learner.backend = deepspeed"), ({"backend": "deepspeed", "zero_stage": 0}, {"dtype": "bfloat16"}, "use 1 or higher"),
-     ({"backend": "deepspeed", "zero_stage": 0, "offload": True}, {}, r"learner\.offload: needs"), ({"offload": True}, {}, r"learner\.offload: needs")],
-)  # fmt: skip
-def test_what_cannot_work_is_refused(learner: dict[str, Any], model: dict[str, Any], said: str) -> None:
+    [
+        ({"ranks": 2}, {}, "2 ranks need learner.backend = deepspeed"),
+        ({"backend": "deepspeed", "zero_stage": 0}, {"dtype": "bfloat16"}, "use 1 or higher"),
+        (
+            {"backend": "deepspeed", "zero_stage": 0, "offload": True},
+            {},
+            r"learner\.offload: needs",
+        ),
+        ({"offload": True}, {}, r"learner\.offload: needs"),
+    ],
+)
+def test_what_cannot_work_is_refused(
+    learner: dict[str, Any], model: dict[str, Any], said: str
+) -> None:
     with pytest.raises(ConfigError, match=said):
-        config_load.convert({"model": {"path": "m", **model}, "task": {"name": "sort"}, "learner": learner}, "c.toml")
+        config_load.convert(
+            {"model": {"path": "m", **model}, "task": {"name": "sort"}, "learner": learner},
+            "c.toml",
+        )

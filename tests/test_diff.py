@@ -13,19 +13,40 @@ from conftest import ENV, ROOT
 
 
 def diff(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "asyncrl.cli", "diff", *words], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120)
+    return subprocess.run(
+        [sys.executable, "-m", "asyncrl.cli", "diff", *words],
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
 
 
 def test_two_runs_side_by_side(forked: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     small = ("learner.steps=4", "learner.lr=3e-4", "staleness.max_lag=0", "evaluation.every=0")
-    a, b, c = (forked(tmp_path / n, *small, *more)["run_dir"] for n, more in (("a", ()), ("b", ()), ("c", ("learner.lr=1e-3",))))
+    a, b, c = (
+        forked(tmp_path / n, *small, *more)["run_dir"]
+        for n, more in (("a", ()), ("b", ()), ("c", ("learner.lr=1e-3",)))
+    )
     same = diff(a, b)
-    assert same.returncode == 0 and "configs are the same" in same.stdout and "bitwise equal" in same.stdout
+    assert (
+        same.returncode == 0
+        and "configs are the same" in same.stdout
+        and "bitwise equal" in same.stdout
+    )
     other = diff(a, c, "--json", "--html", str(tmp_path / "d.html"))
     found = json.loads(other.stdout)
-    assert other.returncode == 1 and found["config"] == ["learner.lr: 0.0003 | 0.001"] and not found["equal"]
-    first = found["first_difference"]  # the first batch is drawn by the same weights: only the rate differs there
-    assert first["step"] <= 1 and any(m["name"] == "optim/lr" and m["a"] == 0.0003 and m["b"] == 0.001 for m in first["metrics"])
+    assert (
+        other.returncode == 1
+        and found["config"] == ["learner.lr: 0.0003 | 0.001"]
+        and not found["equal"]
+    )
+    # the first batch is drawn by the same weights: only the rate differs there
+    first = found["first_difference"]
+    assert first["step"] <= 1 and any(
+        m["name"] == "optim/lr" and m["a"] == 0.0003 and m["b"] == 0.001 for m in first["metrics"]
+    )
     page = (tmp_path / "d.html").read_text()
     assert "learner.lr: 0.0003 | 0.001" in page and "Gradient norm" in page
     gone = diff(a, str(tmp_path / "nowhere"))

@@ -13,7 +13,11 @@ import asyncrl
 import buffer
 import learner
 
-MODULES = sorted(m.name for package in (actors, asyncrl, buffer, learner) for m in pkgutil.walk_packages(package.__path__, package.__name__ + "."))
+MODULES = sorted(
+    m.name
+    for package in (actors, asyncrl, buffer, learner)
+    for m in pkgutil.walk_packages(package.__path__, package.__name__ + ".")
+)
 FINDER = doctest.DocTestFinder(exclude_empty=True)
 
 

@@ -1,4 +1,6 @@
-"""A buffer killed under a run of real processes: `process` and `disk` go on with what was promised, `memory` ends the run."""
+"""A buffer killed under a run of real processes: `process` and `disk` go on with what was promised,
+`memory` ends the run.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from asyncrl import metrics
 
 @pytest.mark.parametrize("mode", ["process", "disk"])
 def test_a_killed_buffer_costs_only_its_time(mode: str, tmp_path: Path, sort_model: Path) -> None:
-    words = ("learner.steps=24", "learner.groups=8", "learner.checkpoint_every=5", f"durability.mode='{mode}'", "name='kill'")
+    words = (
+        "learner.steps=24",
+        "learner.groups=8",
+        "learner.checkpoint_every=5",
+        f"durability.mode='{mode}'",
+        "name='kill'",
+    )
     process = start(tmp_path, sort_model, *words)
     run_dir = tmp_path / "runs" / "kill"
     for at in (5, 12):
@@ -23,13 +31,16 @@ def test_a_killed_buffer_costs_only_its_time(mode: str, tmp_path: Path, sort_mod
         os.kill(children(process.pid)["buffer"], signal.SIGKILL)
     summary = finish(process, tmp_path)
     check_summary(summary, summary["lag"]["limit"])
-    assert summary["steps"] == 24 and summary["ledger"]["orphaned"] == 0  # the learner lived: nothing is written anew for it
+    # the learner lived: nothing is written anew for it
+    assert summary["steps"] == 24 and summary["ledger"]["orphaned"] == 0
     rows = [json.loads(line) for line in (run_dir / "trained.jsonl").read_text().splitlines()]
     assert {r["batch"] for r in rows} == set(range(24)) and summary["trajectories"] == 24 * 64
     assert (tmp_path / "stderr").read_text().count("SIGKILL") == 2
 
 
-def test_a_killed_memory_buffer_ends_the_run_and_a_resume_goes_on(tmp_path: Path, sort_model: Path) -> None:
+def test_a_killed_memory_buffer_ends_the_run_and_a_resume_goes_on(
+    tmp_path: Path, sort_model: Path
+) -> None:
     words = ("learner.steps=20", "learner.groups=8", "learner.checkpoint_every=2", "name='kill'")
     process = start(tmp_path, sort_model, *words)
     run_dir = tmp_path / "runs" / "kill"
@@ -38,7 +49,13 @@ def test_a_killed_memory_buffer_ends_the_run_and_a_resume_goes_on(tmp_path: Path
     assert process.wait(timeout=60) == 3
     process = start(tmp_path, sort_model, "--resume", str(run_dir))
     summary = finish(process, tmp_path)
-    assert summary["steps"] == 20 and summary["trajectories"] == 20 * 64  # each batch counts once, over both lives
+    # each batch counts once, over both lives
+    assert summary["steps"] == 20 and summary["trajectories"] == 20 * 64
     assert summary["ledger"]["trained"] >= summary["tokens"] > 0
-    times = [r["t"] for r in metrics.read(run_dir) if "reward/mean" in r]  # the clock of the second life goes on where the first one's stood
-    assert len(times) >= 20 and times == sorted(times) and summary["wall_s"] == pytest.approx(times[-1], abs=0.01)
+    # the clock of the second life goes on where the first one's stood
+    times = [r["t"] for r in metrics.read(run_dir) if "reward/mean" in r]
+    assert (
+        len(times) >= 20
+        and times == sorted(times)
+        and summary["wall_s"] == pytest.approx(times[-1], abs=0.01)
+    )

@@ -1,4 +1,6 @@
-"""The embedded engine against transformers: what it records is the log-probability of what it really sampled from."""
+"""The embedded engine against transformers: what it records is the log-probability of what it
+really sampled from.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ EOS = 1
 
 def request(ticket: int, sample: int, prompt: list[int], limit: int = 20, **how: float) -> Request:
     cut = {"temperature": 1.0, "top_p": 1.0, "top_k": 0} | how
-    return Request((ticket, sample, 1), np.array(prompt, np.int32), ticket, limit, stop=(EOS,), seed=7, **cut)  # type: ignore[arg-type]
+    return Request(
+        (ticket, sample, 1), np.array(prompt, np.int32), ticket, limit, stop=(EOS,), seed=7, **cut
+    )  # type: ignore[arg-type]
 
 
 def engine(model: models.PolicyModel, slots: int = 8, **more: object) -> EmbeddedEngine:
@@ -28,7 +32,9 @@ def engine(model: models.PolicyModel, slots: int = 8, **more: object) -> Embedde
     return e
 
 
-def run(e: EmbeddedEngine, requests: list[Request], n: int = 5) -> dict[tuple[int, int, int], Answer]:
+def run(
+    e: EmbeddedEngine, requests: list[Request], n: int = 5
+) -> dict[tuple[int, int, int], Answer]:
     e.add(requests)
     answers = []
     while e.active:
@@ -37,30 +43,50 @@ def run(e: EmbeddedEngine, requests: list[Request], n: int = 5) -> dict[tuple[in
 
 
 def expected(model: models.PolicyModel, a: Answer, r: Request) -> torch.Tensor:
-    """Log-probabilities of the answer by one plain transformers forward, truncated and scaled as sampled."""
+    """Log-probabilities of the answer by one plain transformers forward, truncated and scaled as
+    sampled.
+    """
     ids = torch.from_numpy(np.concatenate([a.prompt, a.tokens]).astype(np.int64))[None]
     with torch.no_grad():
         logits = model.hf(input_ids=ids).logits[0, len(a.prompt) - 1 : -1].float() / r.temperature
     logs = torch.log_softmax(logits, -1)
     n = len(logs)
-    logs = decoder.truncate(logs, torch.full((n,), r.top_p), torch.full((n,), r.top_k, dtype=torch.long))
+    logs = decoder.truncate(
+        logs, torch.full((n,), r.top_p), torch.full((n,), r.top_k, dtype=torch.long)
+    )
     return logs.gather(1, ids[0, len(a.prompt) :, None])[:, 0]
 
 
-CUTS = [{}, {"temperature": 0.6}, {"top_p": 0.8}, {"top_k": 3}, {"temperature": 1.5, "top_p": 0.9, "top_k": 6}]
+CUTS = [
+    {},
+    {"temperature": 0.6},
+    {"top_p": 0.8},
+    {"top_k": 3},
+    {"temperature": 1.5, "top_p": 0.9, "top_k": 6},
+]
 
 
-@pytest.mark.parametrize("family,kv,tied", [("qwen3", 2, True), ("llama", 4, False), ("qwen2", 2, True)])
-def test_recorded_logprobs_are_those_of_the_distribution_sampled_from(tmp_path: Path, family: str, kv: int, tied: bool) -> None:
+@pytest.mark.parametrize(
+    "family,kv,tied", [("qwen3", 2, True), ("llama", 4, False), ("qwen2", 2, True)]
+)
+def test_recorded_logprobs_are_those_of_the_distribution_sampled_from(
+    tmp_path: Path, family: str, kv: int, tied: bool
+) -> None:
     model = models.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied, seed=3)
-    requests = [request(t, s, [3 + t % 8] * (1 + t), 5 + (3 * t + s) % 16, **CUTS[t % 5]) for t in range(10) for s in range(3)]
+    requests = [
+        request(t, s, [3 + t % 8] * (1 + t), 5 + (3 * t + s) % 16, **CUTS[t % 5])
+        for t in range(10)
+        for s in range(3)
+    ]
     answers = run(engine(model), requests)
     assert len(answers) == len(requests)
     for r in requests:
         a = answers[r.key]
         assert 0 < len(a.tokens) <= r.max_new_tokens
         assert (a.finish == "stop") == (a.tokens[-1] == EOS) and EOS not in a.tokens[:-1]
-        torch.testing.assert_close(torch.from_numpy(a.logprobs), expected(model, a, r), atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            torch.from_numpy(a.logprobs), expected(model, a, r), atol=2e-5, rtol=1e-4
+        )
 
 
 def test_an_engine_with_rounded_weights_samples_from_those_and_records_it(tmp_path: Path) -> None:
@@ -71,7 +97,9 @@ def test_an_engine_with_rounded_weights_samples_from_those_and_records_it(tmp_pa
     with torch.no_grad():
         for w in model.hf.parameters():
             coarse = rounded(w, 3)
-            assert (coarse - w).abs().le(w.abs() / 16).all() and coarse.frexp().mantissa.mul(16).frac().eq(0).all()
+            assert (coarse - w).abs().le(w.abs() / 16).all() and coarse.frexp().mantissa.mul(
+                16
+            ).frac().eq(0).all()
             w.copy_(coarse)
     for r, was in zip(requests, before, strict=True):
         said = torch.from_numpy(answers[r.key].logprobs)
@@ -87,7 +115,10 @@ def test_a_bfloat16_engine_takes_the_learners_float32_weights(tmp_path: Path) ->
     requests = [request(t, s, [3 + t % 8] * (1 + t), 12) for t in range(4) for s in range(3)]
     for version in (1, 2):
         e.load(dict(models.named_weights(learners)), Label(1, version), f"d{version}")
-        off = max(float((torch.from_numpy(a.logprobs) - expected(learners, a, requests[0])).abs().max()) for a in run(e, requests).values())
+        off = max(
+            float((torch.from_numpy(a.logprobs) - expected(learners, a, requests[0])).abs().max())
+            for a in run(e, requests).values()
+        )
         assert 1e-5 < off < 0.1
 
 
@@ -102,7 +133,9 @@ def test_what_is_drawn_does_not_depend_on_neighbours_slots_or_order(tmp_path: Pa
 
 @pytest.mark.parametrize("in_flight", ["recompute_kv", "keep_kv"])
 def test_swap_in_mid_answer(tmp_path: Path, in_flight: str) -> None:
-    """Under recompute_kv each token's logprob follows from the weights that its span names; keep_kv attends to old keys."""
+    """Under recompute_kv each token's logprob follows from the weights that its span names; keep_kv
+    attends to old keys.
+    """
     old = models.build_model(tmp_path / "a", "abcdefgh", seed=1)
     new = models.build_model(tmp_path / "b", "abcdefgh", seed=2)
     e = engine(old, in_flight=in_flight)
@@ -117,7 +150,12 @@ def test_swap_in_mid_answer(tmp_path: Path, in_flight: str) -> None:
     far = 0.0
     for a in two:
         assert [(s.label, s.digest) for s in a.spans] == [((1, 0), "d0"), ((1, 1), "d1")]
-        assert (a.spans[0].start, a.spans[0].end, a.spans[1].start, a.spans[1].end) == (0, 6, 6, len(a.tokens))
+        assert (a.spans[0].start, a.spans[0].end, a.spans[1].start, a.spans[1].end) == (
+            0,
+            6,
+            6,
+            len(a.tokens),
+        )
         assert a.spans[1].kv == ((1, 1) if in_flight == "recompute_kv" else (1, 0))
         r = request(*a.key[:2], [0])
         want = torch.cat([expected(old, a, r)[:6], expected(new, a, r)[6:]])
@@ -146,7 +184,9 @@ def test_growing_prompts_and_answers_keep_what_is_live(tmp_path: Path) -> None:
     answers += run(e, late).values()
     for r in first + late:
         a = next(a for a in answers if a.key == r.key)
-        torch.testing.assert_close(torch.from_numpy(a.logprobs), expected(model, a, r), atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(
+            torch.from_numpy(a.logprobs), expected(model, a, r), atol=2e-5, rtol=1e-4
+        )
 
 
 def test_uniforms_are_a_counter_stream() -> None:

@@ -1,4 +1,6 @@
-"""Exact mode: engine and learner give the same bits, whatever the batch around an answer; and a whole run at lag 0 shows it."""
+"""Exact mode: engine and learner give the same bits, whatever the batch around an answer; and a
+whole run at lag 0 shows it.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,19 @@ from asyncrl.config import Task
 from asyncrl.errors import ConfigError
 from asyncrl.tasks import get_task
 
-FAMILIES = [("qwen3", 4, True), ("qwen3", 2, False), ("llama", 1, True), ("qwen2", 2, False), ("mistral", 2, True)]
+FAMILIES = [
+    ("qwen3", 4, True),
+    ("qwen3", 2, False),
+    ("llama", 1, True),
+    ("qwen2", 2, False),
+    ("mistral", 2, True),
+]
 
 
 @pytest.mark.parametrize("family,kv,tied", FAMILIES)
-def test_answers_entering_and_leaving_the_engine_have_the_learners_logprobs_bitwise(tmp_path: Path, family: str, kv: int, tied: bool) -> None:
+def test_answers_entering_and_leaving_the_engine_have_the_learners_logprobs_bitwise(
+    tmp_path: Path, family: str, kv: int, tied: bool
+) -> None:
     model = models.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied, seed=3)
     for slots, micro in ((24, 1), (7, 5), (40, 40)):
         row = exact_check.whole(model, slots=slots, micro=micro, seed=micro)
@@ -29,13 +39,19 @@ def test_answers_entering_and_leaving_the_engine_have_the_learners_logprobs_bitw
 
 
 @pytest.mark.parametrize("family,kv,tied", FAMILIES)
-def test_operators_do_not_see_their_neighbours(tmp_path: Path, family: str, kv: int, tied: bool) -> None:
-    rows = exact_check.operators(models.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied))
+def test_operators_do_not_see_their_neighbours(
+    tmp_path: Path, family: str, kv: int, tied: bool
+) -> None:
+    rows = exact_check.operators(
+        models.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied)
+    )
     assert len(rows) == 9 and exact_check.failure(rows) == ""
 
 
 @pytest.mark.parametrize("family,kv,tied", FAMILIES)
-def test_the_exact_forward_is_the_model_in_value_and_gradient(tmp_path: Path, family: str, kv: int, tied: bool) -> None:
+def test_the_exact_forward_is_the_model_in_value_and_gradient(
+    tmp_path: Path, family: str, kv: int, tied: bool
+) -> None:
     model = models.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied)
     r = np.random.default_rng(0)
     whose = [r.integers(3, 11, n).astype(np.int32) for n in (5, 1, 7)]
@@ -46,9 +62,16 @@ def test_the_exact_forward_is_the_model_in_value_and_gradient(tmp_path: Path, fa
         model.exact = way
         model.hf.zero_grad()
         args = [whose[i] for i in owner], responses, temperature
-        out = model.logprobs(*args, groups=owner, want_entropy=True, want_hidden=True) if way else models.plain_logprobs(model.hf, *args, True, True)
+        out = (
+            model.logprobs(*args, groups=owner, want_entropy=True, want_hidden=True)
+            if way
+            else models.plain_logprobs(model.hf, *args, True, True)
+        )
         assert out.entropy is not None and out.hidden is not None
-        ((out.logprobs * torch.linspace(-1, 1, 23)).sum() + 0.3 * (out.entropy * torch.linspace(1, 2, 23)).sum()).backward()
+        (
+            (out.logprobs * torch.linspace(-1, 1, 23)).sum()
+            + 0.3 * (out.entropy * torch.linspace(1, 2, 23)).sum()
+        ).backward()
         found.append((out, {n: p.grad.clone() for n, p in model.hf.named_parameters()}))
     (a, ga), (b, gb) = found
     for x, y in ((a.logprobs, b.logprobs), (a.entropy, b.entropy), (a.hidden, b.hidden)):
@@ -57,10 +80,14 @@ def test_the_exact_forward_is_the_model_in_value_and_gradient(tmp_path: Path, fa
         torch.testing.assert_close(ga[name], gb[name], atol=3e-5, rtol=1e-3, msg=name)
 
 
-def test_the_self_test_says_which_operator_differs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_test_says_which_operator_differs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = models.build_model(tmp_path, "abcdefgh")
     plain = exact.unit
-    monkeypatch.setattr(exact, "unit", lambda x, eps: plain(x, eps) * (1 + 1e-6 * (len(x) % 32 != 0)))
+    monkeypatch.setattr(
+        exact, "unit", lambda x, eps: plain(x, eps) * (1 + 1e-6 * (len(x) % 32 != 0))
+    )
     wrong = exact_check.failure(exact_check.operators(model))
     assert wrong.startswith("norm (") and "qkv" not in wrong
     assert exact_check.whole(model).differ > 0
@@ -71,47 +98,93 @@ def run(tmp_path: Path, *words: str) -> Ended:
     if not (tmp_path / "m").exists():
         models.build_model(tmp_path / "m", get_task(Task(name="sort")).symbols, kv_heads=2)
     argv = demo_command("run", tmp_path, tmp_path / "m", "generator.max_new_tokens=24", *words)
-    return Ended(subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=240))
+    return Ended(
+        subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=240)
+    )
 
 
 def test_a_whole_run_at_lag_0_has_a_mismatch_of_exactly_0(tmp_path: Path) -> None:
-    words = ("learner.steps=5", "learner.groups=6", "learner.group_size=4", "staleness.max_lag=0", "correction.proximal='recompute'",
-             "loss.surrogate='decoupled_ppo'", "evaluation.every=0", "evaluation.final_prompts=16", "generators=2", "generator.slots=9")  # fmt: skip
+    words = (
+        "learner.steps=5",
+        "learner.groups=6",
+        "learner.group_size=4",
+        "staleness.max_lag=0",
+        "correction.proximal='recompute'",
+        "loss.surrogate='decoupled_ppo'",
+        "evaluation.every=0",
+        "evaluation.final_prompts=16",
+        "generators=2",
+        "generator.slots=9",
+    )
     found = {}
     for name in ("true", "false"):
         done = run(tmp_path, *words, f"exact={name}", f"name='e{name}'")
         assert done.code == 0, done.err[-3000:]
-        rows = [json.loads(x) for x in (Path(done.json["run_dir"]) / "metrics.jsonl").read_text().splitlines()]
+        rows = [
+            json.loads(x)
+            for x in (Path(done.json["run_dir"]) / "metrics.jsonl").read_text().splitlines()
+        ]
         found[name] = [r["mismatch/k3_at_lag_0"] for r in rows if "mismatch/k3_at_lag_0" in r]
         assert len(found[name]) == 5
         assert ("agree bitwise in the self-test" in done.err) == (name == "true")
     assert found["true"] == [0.0] * 5
-    assert max(found["false"]) > 0, "the plain engine agrees too, so that this test means nothing here"
+    assert max(found["false"]) > 0, (
+        "the plain engine agrees too, so that this test means nothing here"
+    )
 
 
-def test_a_stale_run_has_a_mismatch_of_exactly_0_at_every_lag(asyncrl: Callable[..., Ended]) -> None:
-    """Answers of the version before last: what lies between them and the learner's start is staleness, to the last bit."""
-    done = asyncrl("run", "learner.steps=5", "learner.groups=8", "learner.lr=0.001", "staleness.inject=2", "weights.in_flight='recompute_kv'",
-                   "evaluation.every=0", "evaluation.final_prompts=8", "record.split_every=1", "exact=true", "name='stale'")  # fmt: skip
+def test_a_stale_run_has_a_mismatch_of_exactly_0_at_every_lag(
+    asyncrl: Callable[..., Ended],
+) -> None:
+    """Answers of the version before last: what lies between them and the learner's start is
+    staleness, to the last bit.
+    """
+    done = asyncrl(
+        "run",
+        "learner.steps=5",
+        "learner.groups=8",
+        "learner.lr=0.001",
+        "staleness.inject=2",
+        "weights.in_flight='recompute_kv'",
+        "evaluation.every=0",
+        "evaluation.final_prompts=8",
+        "record.split_every=1",
+        "exact=true",
+        "name='stale'",
+    )
     assert done.code == 0, done.err[-3000:]
-    rows = [json.loads(x) for x in (Path(done.json["run_dir"]) / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(x)
+        for x in (Path(done.json["run_dir"]) / "metrics.jsonl").read_text().splitlines()
+    ]
     split = [r for r in rows if "split/mismatch" in r]
-    assert len(split) == 5 and all(r["mismatch/max_one_version"] == 0 and r["split/mismatch_k3"] == 0 for r in split)
-    assert [r["lag/mean"] for r in split] == [0, 1, 2, 2, 2] and all(r["split/coverage"] == 1 for r in split)
+    assert len(split) == 5 and all(
+        r["mismatch/max_one_version"] == 0 and r["split/mismatch_k3"] == 0 for r in split
+    )
+    assert [r["lag/mean"] for r in split] == [0, 1, 2, 2, 2] and all(
+        r["split/coverage"] == 1 for r in split
+    )
     assert all(r["split/staleness_k3"] > 1e-6 and r["by_lag/mismatch_2"] == 0 for r in split[2:])
     assert done.json["mismatch_k3_max"] == 0
 
 
-@pytest.mark.parametrize(("words", "says"), [
-    (["generator.top_p=0.9", "staleness.max_lag=0"], "top_p"), (["model.dtype='bfloat16'", "staleness.max_lag=0"], "float32"),
-    (["learner.backend='deepspeed'", "staleness.max_lag=0"], "learner.backend"), (["staleness.max_lag=2"], "keep_kv"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["generator.top_p=0.9", "staleness.max_lag=0"], "top_p"),
+        (["model.dtype='bfloat16'", "staleness.max_lag=0"], "float32"),
+        (["learner.backend='deepspeed'", "staleness.max_lag=0"], "learner.backend"),
+        (["staleness.max_lag=2"], "keep_kv"),
+    ],
+)
 def test_what_exact_rules_out_is_said(words: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=rf"exact: .*{says}"):
         config_load.load("configs/demo.toml", ["exact=true", *words])
 
 
 def test_exact_takes_true_try_and_false_only() -> None:
-    assert config_load.load("configs/demo.toml", ["exact=try", "staleness.max_lag=0"]).exact == "try"
+    assert (
+        config_load.load("configs/demo.toml", ["exact=try", "staleness.max_lag=0"]).exact == "try"
+    )
     with pytest.raises(ConfigError, match="exact"):
         config_load.load("configs/demo.toml", ["exact=maybe"])

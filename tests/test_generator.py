@@ -1,4 +1,6 @@
-"""The generator's loop with its buffer and its engine played by hand: what a frame makes it do, and what it says when it ends."""
+"""The generator's loop with its buffer and its engine played by hand: what a frame makes it do, and
+what it says when it ends.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from asyncrl import messages as m
 from asyncrl.errors import NothingToDo, PeerUnreachable
 from asyncrl.versions import Label
 
-TINY = ("wires.connect_s=5", "watchdog.startup_s=7", "generator.context=48", "generator.max_new_tokens=12")
+TINY = (
+    "wires.connect_s=5",
+    "watchdog.startup_s=7",
+    "generator.context=48",
+    "generator.max_new_tokens=12",
+)
 
 
 class Engine:
@@ -55,7 +62,9 @@ class Engine:
 
 
 class Wire:
-    """The socket: what the buffer says is taken from `inbox`, what the generator says stands in `said`."""
+    """The socket: what the buffer says is taken from `inbox`, what the generator says stands in
+    `said`.
+    """
 
     address = "ipc:///nowhere"
 
@@ -81,7 +90,9 @@ class Weights:
     def __init__(self) -> None:
         self.missing: set[int] = set()
 
-    def pull(self, source: m.WeightsSource, label: Label, digest: str | None) -> tuple[dict[str, Any], str, bytes]:
+    def pull(
+        self, source: m.WeightsSource, label: Label, digest: str | None
+    ) -> tuple[dict[str, Any], str, bytes]:
         if source.epoch in self.missing:
             raise FileNotFoundError(2, "No such file or directory", f"{source.directory}/manifest")
         return {}, digest or "d", b""
@@ -91,12 +102,26 @@ class Weights:
 
 
 def announcement(epoch: int, number: int = 0) -> m.Announcement:
-    return m.Announcement(Label(epoch, number), f"d{epoch}.{number}", m.WeightsSource(epoch, "here", f"ring_{epoch}", ""))
+    return m.Announcement(
+        Label(epoch, number),
+        f"d{epoch}.{number}",
+        m.WeightsSource(epoch, "here", f"ring_{epoch}", ""),
+    )
 
 
 def ticket(number: int, attempt: int, epoch: int, samples: int = 2) -> m.Ticket:
     prompt = m.Prompt(number, "31=")
-    return m.Ticket(number, attempt, "train", prompt, list(range(samples)), m.Sampling(max_new_tokens=12), Label(epoch, 0), None, 0)
+    return m.Ticket(
+        number,
+        attempt,
+        "train",
+        prompt,
+        list(range(samples)),
+        m.Sampling(max_new_tokens=12),
+        Label(epoch, 0),
+        None,
+        0,
+    )
 
 
 @pytest.fixture
@@ -104,7 +129,9 @@ def make(tmp_path: Path, small_model: Path) -> Iterator[Callable[..., Generator]
     made: list[Generator] = []
 
     def generator(*sets: str) -> Generator:
-        config = config_load.load(ROOT / "configs" / "demo.toml", [f"model.path={str(small_model)!r}", *TINY, *sets])
+        config = config_load.load(
+            ROOT / "configs" / "demo.toml", [f"model.path={str(small_model)!r}", *TINY, *sets]
+        )
         rundir.ensure(config, "", tmp_path / "run")
         g = Generator(config, tmp_path / "run", 0, Engine())  # type: ignore[arg-type]
         g.socket.close()
@@ -125,12 +152,18 @@ def one_pass(g: Generator) -> None:
         part()
 
 
-def tickets(g: Generator, said: m.Announcement | None, *given: m.Ticket, finished: bool = False) -> m.Tickets:
+def tickets(
+    g: Generator, said: m.Announcement | None, *given: m.Ticket, finished: bool = False
+) -> m.Tickets:
     return m.Tickets(g.session, g.want_sequence, list(given), said, finished)
 
 
-def test_an_outdated_attempt_takes_nothing_from_the_next_one(make: Callable[..., Generator]) -> None:
-    """The learner dies while an answer is written and comes back; the ticket's second attempt comes before the first one is dropped."""
+def test_an_outdated_attempt_takes_nothing_from_the_next_one(
+    make: Callable[..., Generator],
+) -> None:
+    """The learner dies while an answer is written and comes back; the ticket's second attempt comes
+    before the first one is dropped.
+    """
     g = make()
     g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))  # type: ignore[attr-defined]
     one_pass(g)
@@ -142,9 +175,16 @@ def test_an_outdated_attempt_takes_nothing_from_the_next_one(make: Callable[...,
     assert set(rows) == {(0, 0, 2), (0, 1, 2)} and all(len(r.prompt) == 3 for r in rows.values())
 
 
-def test_answers_that_wait_for_their_reward_keep_their_lease(make: Callable[..., Generator], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Renewed is what is written and being judged; not what has a row in the engine, however long that takes."""
-    (tmp_path / "gated.py").write_text("import os, time\ndef reward(prompt, text):\n    while not os.path.exists('open'): time.sleep(0.01)\n    return 1.0\n")
+def test_answers_that_wait_for_their_reward_keep_their_lease(
+    make: Callable[..., Generator], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Renewed is what is written and being judged; not what has a row in the engine, however long
+    that takes.
+    """
+    (tmp_path / "gated.py").write_text(
+        "import os, time\ndef reward(prompt, text):\n    while not os.path.exists('open'): "
+        "time.sleep(0.01)\n    return 1.0\n"
+    )
     monkeypatch.chdir(tmp_path)
     g = make("reward.function='gated:reward'")
     inbox, said, rows = g.socket.inbox, g.socket.said, g.engine.rows  # type: ignore[attr-defined]
@@ -154,7 +194,16 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(make: Callable[...,
     def ends(*keys: tuple[int, int, int]) -> None:
         for key in keys:
             tokens = np.zeros(2, np.int32)
-            g.finished(Answer(key, rows.pop(key).prompt, tokens, np.zeros(2, np.float32), [m.Span(Label(1, 0), "d", 0, 2, Label(1, 0))], "length"))
+            g.finished(
+                Answer(
+                    key,
+                    rows.pop(key).prompt,
+                    tokens,
+                    np.zeros(2, np.float32),
+                    [m.Span(Label(1, 0), "d", 0, 2, Label(1, 0))],
+                    "length",
+                )
+            )
 
     def told() -> m.Renew:
         g.renewed = 0.0
@@ -163,8 +212,14 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(make: Callable[...,
 
     ends((0, 0, 1), (0, 1, 1), (1, 0, 2))
     renew = told()
-    assert renew.judging == [(0, 1)] and [p[:2] for p in renew.progress] == [(1, 2)], "ticket 1 has a row in the engine"
-    assert renew.stats["reward/queue"] == 3 and renew.stats["reward/workers"] == 1 and not renew.waiting
+    assert renew.judging == [(0, 1)] and [p[:2] for p in renew.progress] == [(1, 2)], (
+        "ticket 1 has a row in the engine"
+    )
+    assert (
+        renew.stats["reward/queue"] == 3
+        and renew.stats["reward/workers"] == 1
+        and not renew.waiting
+    )
     ends((1, 1, 2))
     renew = told()
     assert renew.judging == [(0, 1), (1, 2)] and renew.waiting.startswith(m.REWARDS_WAITED_FOR)
@@ -177,12 +232,20 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(make: Callable[...,
     while g.judged:
         assert time.monotonic() < deadline
         one_pass(g)
-    assert told().judging == [] and told().stats["reward/judged"] == 4 and told().stats["generator/reward_idle_s"] > 0
+    assert (
+        told().judging == []
+        and told().stats["reward/judged"] == 4
+        and told().stats["generator/reward_idle_s"] > 0
+    )
     assert sum(len(x.samples) for x in said if isinstance(x, m.Deliver)) == 4
 
 
-def test_a_slow_engine_makes_fewer_steps_in_a_call(make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leases are renewed between two calls; in lockstep the steps of a call must not hang on time."""
+def test_a_slow_engine_makes_fewer_steps_in_a_call(
+    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leases are renewed between two calls; in lockstep the steps of a call must not hang on
+    time.
+    """
     for sets, expected in (((), [8, 4, 2, 1, 1, 2, 3]), (("staleness.max_lag=0",), [8] * 7)):
         g = make(*sets)
         g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))  # type: ignore[attr-defined]
@@ -190,7 +253,9 @@ def test_a_slow_engine_makes_fewer_steps_in_a_call(make: Callable[..., Generator
         clock, made, slow = [0.0], [], [4.0, 4.0, 4.0, 4.0, 0.1, 0.1, 0.1]
         g.steps = 8
 
-        def step(n: int, clock: list[float] = clock, made: list[int] = made, slow: list[float] = slow) -> list[Answer]:
+        def step(
+            n: int, clock: list[float] = clock, made: list[int] = made, slow: list[float] = slow
+        ) -> list[Answer]:
             made.append(n)
             clock[0] += slow.pop(0)
             return []
@@ -203,7 +268,9 @@ def test_a_slow_engine_makes_fewer_steps_in_a_call(make: Callable[..., Generator
         assert made == expected
 
 
-def test_told_to_end_it_says_what_it_drew_and_that_its_leases_are_free(make: Callable[..., Generator]) -> None:
+def test_told_to_end_it_says_what_it_drew_and_that_its_leases_are_free(
+    make: Callable[..., Generator],
+) -> None:
     g = make()
     g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))  # type: ignore[attr-defined]
     one_pass(g)
@@ -213,12 +280,15 @@ def test_told_to_end_it_says_what_it_drew_and_that_its_leases_are_free(make: Cal
     g.loop()
     g.close()
     *_, renew, leaving = said
-    assert isinstance(renew, m.Renew) and renew.progress == [(0, 1, 6)]  # 3 tokens of each of two answers: lost, and counted
+    # 3 tokens of each of two answers: lost, and counted
+    assert isinstance(renew, m.Renew) and renew.progress == [(0, 1, 6)]
     assert leaving == m.Leaving(g.producer, g.session) and g.socket.closed  # type: ignore[attr-defined]
 
 
 def test_told_that_the_run_is_over_it_ends_without_a_word(make: Callable[..., Generator]) -> None:
-    """Nobody waits for it any more, and a buffer that has gone would make it wait for its own last words."""
+    """Nobody waits for it any more, and a buffer that has gone would make it wait for its own last
+    words.
+    """
     g = make()
     g.socket.inbox.append(tickets(g, announcement(1)))  # type: ignore[attr-defined]
     one_pass(g)
@@ -243,13 +313,17 @@ def test_one_that_comes_after_the_end_says_so(make: Callable[..., Generator], ho
     else:
         end_run(g.run_dir, 9)
         g.unanswered = time.monotonic() - 3
-    with pytest.raises(NothingToDo, match=r"has ended, all its 9 steps are made: generator-0 came too late"):
+    with pytest.raises(
+        NothingToDo, match=r"has ended, all its 9 steps are made: generator-0 came too late"
+    ):
         g.loop()
     g.close()
     assert not any(isinstance(x, m.Leaving) for x in g.socket.said)  # type: ignore[attr-defined]
 
 
-def test_one_that_took_part_and_was_not_told_ends_by_the_files_of_the_end(make: Callable[..., Generator]) -> None:
+def test_one_that_took_part_and_was_not_told_ends_by_the_files_of_the_end(
+    make: Callable[..., Generator],
+) -> None:
     """The buffer has told the end for its five seconds, and gone, while this one decoded."""
     g = make("learner.steps=9")
     g.socket.inbox.append(tickets(g, announcement(1)))  # type: ignore[attr-defined]
@@ -263,17 +337,24 @@ def test_one_that_took_part_and_was_not_told_ends_by_the_files_of_the_end(make: 
     assert g.over
 
 
-def test_weights_whose_learner_is_gone_are_waited_for_by_name_until_others_are_announced(make: Callable[..., Generator]) -> None:
+def test_weights_whose_learner_is_gone_are_waited_for_by_name_until_others_are_announced(
+    make: Callable[..., Generator],
+) -> None:
     g = make()
     g.weights.missing = {1}  # type: ignore[attr-defined]
     g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))  # type: ignore[attr-defined]
     for _ in range(3):
         one_pass(g)
     since = g.waiting_since
-    assert g.gone is not None and "weights 1.0, which are gone" in g.waiting_for and "ring_1/manifest" in g.waiting_for
+    assert (
+        g.gone is not None
+        and "weights 1.0, which are gone" in g.waiting_for
+        and "ring_1/manifest" in g.waiting_for
+    )
     one_pass(g)
     assert g.waiting_since == since  # one wait, whose age grows, and not a new one in each pass
-    g.gone = (g.gone[0], time.monotonic() - 6)  # longer than wires.connect_s, shorter than a start may take
+    # longer than wires.connect_s, shorter than a start may take
+    g.gone = (g.gone[0], time.monotonic() - 6)
     one_pass(g)
     g.socket.inbox.append(tickets(g, announcement(2), ticket(0, 2, epoch=2)))  # type: ignore[attr-defined]
     one_pass(g)
@@ -281,8 +362,12 @@ def test_weights_whose_learner_is_gone_are_waited_for_by_name_until_others_are_a
 
 
 @pytest.mark.parametrize("ring", ["not announced", "gone"])
-def test_hands_full_of_a_dead_learners_tickets_are_emptied_when_the_next_one_is_heard_of(make: Callable[..., Generator], ring: str) -> None:
-    """It asks for no ticket and delivers nothing, so no answer but that to its renewals can tell it."""
+def test_hands_full_of_a_dead_learners_tickets_are_emptied_when_the_next_one_is_heard_of(
+    make: Callable[..., Generator], ring: str
+) -> None:
+    """It asks for no ticket and delivers nothing, so no answer but that to its renewals can tell
+    it.
+    """
     g = make()
     g.weights.missing = {1}  # type: ignore[attr-defined]
     full = [ticket(n, n + 1, epoch=1) for n in range(4)]  # two samples each, eight rows
@@ -294,7 +379,11 @@ def test_hands_full_of_a_dead_learners_tickets_are_emptied_when_the_next_one_is_
     del said[:]
     g.socket.inbox.append(m.Heard(2, announcement(2)))  # type: ignore[attr-defined]
     one_pass(g)
-    assert not g.schedule.held and g.engine.loads == [(2, 0)] and any(isinstance(x, m.Want) for x in said)  # type: ignore[attr-defined]
+    assert (
+        not g.schedule.held
+        and g.engine.loads == [(2, 0)]
+        and any(isinstance(x, m.Want) for x in said)
+    )  # type: ignore[attr-defined]
 
 
 def test_weights_that_stay_gone_end_a_generator_of_its_own_and_never_a_supervised_one(
@@ -308,13 +397,17 @@ def test_weights_that_stay_gone_end_a_generator_of_its_own_and_never_a_supervise
         g.gone = (g.gone[0], time.monotonic() - 8)  # watchdog.startup_s is 7
         one_pass(g)
 
-    with pytest.raises(PeerUnreachable, match=r"weights 1\.0 have been gone for 8 s: .*is the learner running"):
+    with pytest.raises(
+        PeerUnreachable, match=r"weights 1\.0 have been gone for 8 s: .*is the learner running"
+    ):
         gone(make())
     monkeypatch.setenv("ASYNCRL_SUPERVISED", "1")
     gone(make())
 
 
-def test_a_buffer_that_falls_silent_is_given_up_and_one_that_answers_is_not(make: Callable[..., Generator]) -> None:
+def test_a_buffer_that_falls_silent_is_given_up_and_one_that_answers_is_not(
+    make: Callable[..., Generator],
+) -> None:
     g = make()
     one_pass(g)
     assert g.unanswered  # its renewals are answered, so silence has a beginning

@@ -1,4 +1,6 @@
-"""The GPU configs on a machine without one: what they would start, which GPU each process would see, and that nothing starts."""
+"""The GPU configs on a machine without one: what they would start, which GPU each process would
+see, and that nothing starts.
+"""
 
 from __future__ import annotations
 
@@ -18,23 +20,49 @@ NO_GPU = ENV | {"CUDA_VISIBLE_DEVICES": ""}
 
 @pytest.mark.parametrize(
     ("name", "said"),
-    [("gpu_one", ["learner rank 0: cuda", "generator 0: cuda"]),
-     ("gpu_many", ["learner rank 0: GPU 0", "learner rank 1: GPU 1", "generator 0: GPU 2", "generator 1: GPU 3"])],
-)  # fmt: skip
+    [
+        ("gpu_one", ["learner rank 0: cuda", "generator 0: cuda"]),
+        (
+            "gpu_many",
+            [
+                "learner rank 0: GPU 0",
+                "learner rank 1: GPU 1",
+                "generator 0: GPU 2",
+                "generator 1: GPU 3",
+            ],
+        ),
+    ],
+)
 def test_dry_run(name: str, said: list[str]) -> None:
     argv = [sys.executable, "-m", "asyncrl.cli", "run", f"configs/{name}.toml"]
-    done = subprocess.run([*argv, "--dry-run"], cwd=ROOT, env=NO_GPU, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [*argv, "--dry-run"], cwd=ROOT, env=NO_GPU, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0 and ", ".join(said) in done.stderr, done.stderr
 
 
 def test_without_cuda_the_run_says_so_before_anything_starts(tmp_path: Path) -> None:
-    argv = [sys.executable, "-m", "asyncrl.cli", "run", "configs/gpu_one.toml", "--set", f"runs={str(tmp_path)!r}"]
+    argv = [
+        sys.executable,
+        "-m",
+        "asyncrl.cli",
+        "run",
+        "configs/gpu_one.toml",
+        "--set",
+        f"runs={str(tmp_path)!r}",
+    ]
     done = subprocess.run(argv, cwd=ROOT, env=NO_GPU, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2 and "model.device: asks for CUDA, and torch" in done.stderr and not list(tmp_path.iterdir())
+    assert (
+        done.returncode == 2
+        and "model.device: asks for CUDA, and torch" in done.stderr
+        and not list(tmp_path.iterdir())
+    )
 
 
 def test_each_process_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also as a child of one that has taken its GPU already, and among the GPUs that a scheduler left visible."""
+    """Also as a child of one that has taken its GPU already, and among the GPUs that a scheduler
+    left visible.
+    """
     config = config_load.load("configs/gpu_many.toml")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for start, wanted in (("", ["0", "1", "2", "3"]), ("4,5,6,7", ["4", "5", "6", "7"])):
@@ -66,7 +94,10 @@ def test_each_process_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["learner.gpus=[0, 0]"], "each needs a GPU of its own"),
         (["learner.gpus=[]"], "2 ranks would share model.device = cuda"),
         (["model.device='cpu'"], "model.device = cpu another"),
-        (["model.device='cuda:1'", "learner.gpus=[]", "generator.gpus=[]", "learner.ranks=1"], "vLLM takes the first GPU"),
+        (
+            ["model.device='cuda:1'", "learner.gpus=[]", "generator.gpus=[]", "learner.ranks=1"],
+            "vLLM takes the first GPU",
+        ),
         (["generator.gpus=[-1]"], "generator.gpus"),
     ],
 )

@@ -1,4 +1,6 @@
-"""Random messages of every kind, most of them nonsense, among those of a run: none ends the buffer, and its journal folds."""
+"""Random messages of every kind, most of them nonsense, among those of a run: none ends the buffer,
+and its journal folds.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,20 @@ from buffer.service import Service, open_store
 
 NUMBERS = (-1, 0, 1, 2, 3, 4, 5, 7, 63, 2**31, 2**40, 2**40 + 1, 2**62, -(2**63))
 FLOATS = (0.0, 1.0, -1.0, 1e308, float("inf"), float("-inf"), float("nan"))
-TEXTS = ("", "generator-0", "generator-1", "learner", "x" * 300, "\x1b[2J", "a|b", "a|1.5", "data: no", "machinery: no", "reward/mean", "no/metric")
+TEXTS = (
+    "",
+    "generator-0",
+    "generator-1",
+    "learner",
+    "x" * 300,
+    "\x1b[2J",
+    "a|b",
+    "a|1.5",
+    "data: no",
+    "machinery: no",
+    "reward/mean",
+    "no/metric",
+)
 
 
 class Fuzz:
@@ -35,7 +50,10 @@ class Fuzz:
         return self.r.choice(near if self.r.random() < 0.6 else NUMBERS)
 
     def make(self, kind: Any) -> Any:
-        r, info = self.r, msgspec.inspect.type_info(kind) if not isinstance(kind, msgspec.inspect.Type) else kind
+        r, info = (
+            self.r,
+            msgspec.inspect.type_info(kind) if not isinstance(kind, msgspec.inspect.Type) else kind,
+        )
         i = msgspec.inspect
         if isinstance(info, i.IntType):
             return self.number()
@@ -56,7 +74,10 @@ class Fuzz:
         if isinstance(info, i.ListType):
             return [self.make(info.item_type) for _ in range(r.choice((0, 0, 1, 2, 3)))]
         if isinstance(info, i.DictType):
-            return {self.make(info.key_type): self.make(info.value_type) for _ in range(r.choice((0, 1, 2)))}
+            return {
+                self.make(info.key_type): self.make(info.value_type)
+                for _ in range(r.choice((0, 1, 2)))
+            }
         if isinstance(info, i.TupleType):
             return tuple(self.make(x) for x in info.item_types)
         if isinstance(info, i.NamedTupleType):
@@ -72,19 +93,61 @@ def honest(service: Service, r: random.Random) -> m.FromPeer | None:
     """What a peer of the run would say next."""
     s = service.store
     if s.policy is None:
-        return m.LearnerHello(m.PROTOCOL, service.run, 1, Label(1, 0), None, "d", 0, 0, 1.0, m.WeightsSource(1, "here", "", ""), [])
-    leases = [(g.ticket, g.lease.attempt, k, g.lease.granted) for g in s.alive.values() if g.lease for k in sorted(g.lease.todo)]
-    leases += [(job.ticket, attempt, 0, job.label) for attempt, (job, *_) in s.evaluations.out.items()]
+        return m.LearnerHello(
+            m.PROTOCOL,
+            service.run,
+            1,
+            Label(1, 0),
+            None,
+            "d",
+            0,
+            0,
+            1.0,
+            m.WeightsSource(1, "here", "", ""),
+            [],
+        )
+    leases = [
+        (g.ticket, g.lease.attempt, k, g.lease.granted)
+        for g in s.alive.values()
+        if g.lease
+        for k in sorted(g.lease.todo)
+    ]
+    leases += [
+        (job.ticket, attempt, 0, job.label) for attempt, (job, *_) in s.evaluations.out.items()
+    ]
     what = r.random()
     if what < 0.5 and leases:
         ticket, attempt, k, label = r.choice(leases)
-        t = m.Trajectory(ticket, k, attempt, b"", b"\0" * 8, b"\0" * 8, b"\1\1", [m.Span(label, "", 0, 2, label)], float(k), {}, "stop", 1.0)
+        t = m.Trajectory(
+            ticket,
+            k,
+            attempt,
+            b"",
+            b"\0" * 8,
+            b"\0" * 8,
+            b"\1\1",
+            [m.Span(label, "", 0, 2, label)],
+            float(k),
+            {},
+            "stop",
+            1.0,
+        )
         return m.Deliver("generator-0", 7, 1, [t])
     if what < 0.7:
         return m.Want("generator-0", 7, 1, 8, None)
     if what < 0.85 and s.committed < s.s.steps:
         return m.Ask(s.epoch, s.committed)
-    return m.Commit(s.epoch, s.committed, Label(s.epoch, s.committed + 1), f"d{s.epoch}.{s.committed}", {"reward/mean": 0.5}) if service.leased else None
+    return (
+        m.Commit(
+            s.epoch,
+            s.committed,
+            Label(s.epoch, s.committed + 1),
+            f"d{s.epoch}.{s.committed}",
+            {"reward/mean": 0.5},
+        )
+        if service.leased
+        else None
+    )
 
 
 @pytest.mark.parametrize("mode", ["memory", "process"])
@@ -92,11 +155,15 @@ def test_no_message_ends_the_run(mode: str, tmp_path: Path) -> None:
     kinds, committed, refused = m.FromPeer.__args__, 0, 0
     for seed in range(12):
         r = random.Random(seed)
-        config = config_load.load(ROOT / "configs" / "demo.toml", [*SMALL, "learner.steps=30", f"durability.mode='{mode}'"])
+        config = config_load.load(
+            ROOT / "configs" / "demo.toml",
+            [*SMALL, "learner.steps=30", f"durability.mode='{mode}'"],
+        )
         run_dir = tmp_path / str(seed)
         rundir.ensure(config, "", run_dir)
         service = Service(config, run_dir)
-        service.store.s.error_budget = service.store.s.machinery_budget = 1e9  # these end a run, and are meant to
+        # these end a run, and are meant to
+        service.store.s.error_budget = service.store.s.machinery_budget = 1e9
         fuzz = Fuzz(service, r)
         try:
             for _ in range(600):
@@ -105,7 +172,10 @@ def test_no_message_ends_the_run(mode: str, tmp_path: Path) -> None:
                 if isinstance(message, m.LearnerHello) and message.epoch > 50:
                     continue  # a well-formed hello of a far epoch is a learner's right
                 if message is not None:
-                    service.handle(bytes([r.randrange(3)]), msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=m.FromPeer))
+                    service.handle(
+                        bytes([r.randrange(3)]),
+                        msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=m.FromPeer),
+                    )
                     service.answer()
                     service.flush()
                     service.status()
@@ -117,7 +187,11 @@ def test_no_message_ends_the_run(mode: str, tmp_path: Path) -> None:
                 again = open_store(config, run_dir, get_task(config.task))
                 again.s.error_budget = again.s.machinery_budget = 1e9
                 after = state(again)
-                assert {f: (x, getattr(after, f)) for f in before.__struct_fields__ if (x := getattr(before, f)) != getattr(after, f)} == {}
+                assert {
+                    f: (x, getattr(after, f))
+                    for f in before.__struct_fields__
+                    if (x := getattr(before, f)) != getattr(after, f)
+                } == {}
         except Exception as e:
             raise AssertionError(f"seed {seed}: {type(e).__name__} {e}") from e
         finally:

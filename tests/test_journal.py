@@ -1,4 +1,6 @@
-"""The journal: every tear is cut, every damage is told, and a store folded from it is the store that wrote it."""
+"""The journal: every tear is cut, every damage is told, and a store folded from it is the store
+that wrote it.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,8 @@ def test_a_tail_torn_at_any_byte_is_cut_to_whole_records(tmp_path: Path) -> None
         path.write_bytes(data[:size])
         n = sum(e <= size for e in ends) - 1
         assert list(j.read(path)) == whole[:n] and path.stat().st_size == ends[n]
-        path.write_bytes(data[:size] + b"\0" * 500)  # as some file systems leave it after a power cut
+        # as some file systems leave it after a power cut
+        path.write_bytes(data[:size] + b"\0" * 500)
         assert list(j.read(path)) == whole[:n] and path.stat().st_size == ends[n]
 
 
@@ -65,7 +68,9 @@ def test_damage_before_durable_records_is_reported_at_any_byte(tmp_path: Path) -
 
 
 def test_a_write_that_was_never_sure_may_lose_its_first_record(tmp_path: Path) -> None:
-    """Records of one group reach the disk in any order: a hole among them is a torn tail, not damage."""
+    """Records of one group reach the disk in any order: a hole among them is a torn tail, not
+    damage.
+    """
     path = written(tmp_path, together=True)
     data, start = path.read_bytes(), j.HEAD.size + len(b"snapshot")
     path.write_bytes(data[:start] + b"\0" * 12 + data[start + 12 :])
@@ -87,7 +92,9 @@ def test_a_new_segment_replaces_the_old_ones(tmp_path: Path) -> None:
     assert list(j.read(tmp_path / "00000002.log")) == [b"two", b"y"]
 
 
-def test_group_commit_makes_nothing_durable_before_the_disk_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_group_commit_makes_nothing_durable_before_the_disk_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     began, go, syncs = threading.Semaphore(0), threading.Semaphore(0), []
     real = os.fdatasync
 
@@ -117,7 +124,7 @@ def test_group_commit_makes_nothing_durable_before_the_disk_has_it(tmp_path: Pat
     log.close()
 
 
-# ---- the store, folded ----------------------------------------------------------------------------------------------
+# ---- the store, folded ---------------------------------------------------------------------------
 
 
 def evaluations() -> Evaluations:
@@ -135,16 +142,30 @@ def state(store: Store) -> Snapshot:
 
 
 @pytest.mark.parametrize("on_exceed", ["pace", "drop", "mask"])
-def test_a_killed_buffer_folds_to_the_same_state_and_the_run_goes_on(on_exceed: str, tmp_path: Path) -> None:
+def test_a_killed_buffer_folds_to_the_same_state_and_the_run_goes_on(
+    on_exceed: str, tmp_path: Path
+) -> None:
     kills = 0
     for seed in range(150):
         directory = tmp_path / str(seed)
 
         def make(settings: Settings, directory: Path = directory, now: float = 0.0) -> Store:
-            return RecordedStore.open(directory, sync=False, settings=settings, prompt=PROMPTS.__getitem__, evaluations=Evaluations(), now=now,
-                                      segment_bytes=3000)  # fmt: skip
+            return RecordedStore.open(
+                directory,
+                sync=False,
+                settings=settings,
+                prompt=PROMPTS.__getitem__,
+                evaluations=Evaluations(),
+                now=now,
+                segment_bytes=3000,
+            )
 
-        world = World(seed, make=make, on_exceed=on_exceed, order="freshest" if on_exceed != "pace" and seed % 2 else "auto")
+        world = World(
+            seed,
+            make=make,
+            on_exceed=on_exceed,
+            order="freshest" if on_exceed != "pace" and seed % 2 else "auto",
+        )
 
         def kill(world: World = world, make: Any = make) -> bool:
             nonlocal kills
@@ -167,7 +188,14 @@ def test_a_killed_buffer_folds_to_the_same_state_and_the_run_goes_on(on_exceed: 
 def recorded(directory: Path, steps: int = 3) -> RecordedStore:
     from schedules import Sampling
 
-    return RecordedStore.open(directory, sync=False, settings=Settings(1, 1, steps, Sampling()), prompt=PROMPTS.__getitem__, evaluations=evaluations(), now=0.0)
+    return RecordedStore.open(
+        directory,
+        sync=False,
+        settings=Settings(1, 1, steps, Sampling()),
+        prompt=PROMPTS.__getitem__,
+        evaluations=evaluations(),
+        now=0.0,
+    )
 
 
 def test_evaluations_out_and_queued_survive(tmp_path: Path) -> None:
@@ -179,7 +207,11 @@ def test_evaluations_out_and_queued_survive(tmp_path: Path) -> None:
     judged(store, a, 1.0)
     store.settle()
     again = recorded(tmp_path)
-    assert state(again) == state(store) and again.evaluations.labels() == [(1, 0), (1, 0)] and again.evaluations.ood_every == 5
+    assert (
+        state(again) == state(store)
+        and again.evaluations.labels() == [(1, 0), (1, 0)]
+        and again.evaluations.ood_every == 5
+    )
     judged(again, b, 1.0)
     (c, *_) = again.grant("g", 1, 1, 0.0)
     judged(again, c, 0.5)
@@ -198,7 +230,10 @@ def test_leases_renewed_while_judging_survive(tmp_path: Path) -> None:
     store.settle()
     again = recorded(tmp_path)
     assert state(again) == state(store)
-    assert again.alive[granted[0].ticket].lease is not None and again.alive[granted[1].ticket].lease is None
+    assert (
+        again.alive[granted[0].ticket].lease is not None
+        and again.alive[granted[1].ticket].lease is None
+    )
 
 
 def test_a_finished_buffer_says_so_again_unless_more_steps_are_wanted(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""KL estimators on a model small enough to sum over every sequence: gradients in expectation, without sampling error.
+"""KL estimators on a model small enough to sum over every sequence: gradients in expectation,
+without sampling error.
 
-Two symbols, three steps; the next symbol's logits are a table over the prefix, so theta has 7 x 2 entries.
-"""
+Two symbols, three steps; the next symbol's logits are a table over the prefix, so theta has 7 x 2
+entries."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def place(prefix: tuple[int, ...]) -> int:
 
 
 def table(seed: int, grad: bool = False) -> torch.Tensor:
-    return torch.randn(PREFIXES, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).requires_grad_(grad)
+    return torch.randn(
+        PREFIXES, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)
+    ).requires_grad_(grad)
 
 
 def token_logprobs(theta: torch.Tensor, s: tuple[int, ...]) -> torch.Tensor:
@@ -37,11 +40,18 @@ def step_kls(theta: torch.Tensor, ref: torch.Tensor, s: tuple[int, ...]) -> torc
     return torch.stack([full[place(s[:t])] for t in range(STEPS)])
 
 
-def expected(theta: torch.Tensor, mu: torch.Tensor, term: Callable[[tuple[int, ...], torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def expected(
+    theta: torch.Tensor,
+    mu: torch.Tensor,
+    term: Callable[[tuple[int, ...], torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
     """Gradient of sum_s mu(s) term(s, lp), mu held fixed."""
     total = torch.zeros((), dtype=torch.float64)
     for s in SEQUENCES:
-        total = total + token_logprobs(mu, s).sum().exp().detach() * term(s, token_logprobs(theta, s)).sum()
+        total = (
+            total
+            + token_logprobs(mu, s).sum().exp().detach() * term(s, token_logprobs(theta, s)).sum()
+        )
     return torch.autograd.grad(total, theta)[0] if total.requires_grad else torch.zeros_like(theta)
 
 
@@ -62,13 +72,17 @@ def tables() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 ONE = torch.zeros(STEPS, dtype=torch.long)
 
 
-def test_k1_in_the_loss_has_no_expected_gradient_on_policy(tables: tuple[torch.Tensor, ...]) -> None:
+def test_k1_in_the_loss_has_no_expected_gradient_on_policy(
+    tables: tuple[torch.Tensor, ...],
+) -> None:
     theta, ref, _ = tables
     g = expected(theta, theta, lambda s, lp: kl.estimate("k1", lp - token_logprobs(ref, s)))
     assert torch.allclose(g, torch.zeros_like(g), atol=1e-12)
 
 
-def test_k1_in_the_loss_off_policy_pushes_away_from_the_data(tables: tuple[torch.Tensor, ...]) -> None:
+def test_k1_in_the_loss_off_policy_pushes_away_from_the_data(
+    tables: tuple[torch.Tensor, ...],
+) -> None:
     """Its gradient is that of -KL(mu || theta)."""
     theta, ref, mu = tables
     g = expected(theta, mu, lambda s, lp: kl.estimate("k1", lp - token_logprobs(ref, s)))
@@ -76,7 +90,9 @@ def test_k1_in_the_loss_off_policy_pushes_away_from_the_data(tables: tuple[torch
     assert torch.allclose(g, -forward, atol=1e-12) and float(g.abs().max()) > 0.01
 
 
-def test_k1_in_the_reward_is_the_exact_sequence_level_reverse_kl(tables: tuple[torch.Tensor, ...]) -> None:
+def test_k1_in_the_reward_is_the_exact_sequence_level_reverse_kl(
+    tables: tuple[torch.Tensor, ...],
+) -> None:
     theta, ref, _ = tables
     g = expected(theta, theta, lambda s, lp: lp * (lp.detach() - token_logprobs(ref, s)).sum())
     assert torch.allclose(g, reverse_kl(theta, ref), atol=1e-12)
@@ -89,7 +105,9 @@ def test_k3_in_the_reward_is_not(tables: tuple[torch.Tensor, ...]) -> None:
 
 
 def test_k2_in_the_loss_is_the_token_level_reverse_kl(tables: tuple[torch.Tensor, ...]) -> None:
-    """States from theta, held fixed; at each the gradient of KL(theta || ref) over the next symbol."""
+    """States from theta, held fixed; at each the gradient of KL(theta || ref) over the next
+    symbol.
+    """
     theta, ref, _ = tables
     g = expected(theta, theta, lambda s, lp: kl.estimate("k2", lp - token_logprobs(ref, s)))
     exact = expected(theta, theta, lambda s, lp: step_kls(theta, ref, s))
@@ -101,13 +119,17 @@ def test_k3_in_the_loss_is_the_token_level_forward_kl(tables: tuple[torch.Tensor
     g = expected(theta, theta, lambda s, lp: kl.estimate("k3", lp - token_logprobs(ref, s)))
     a, b = torch.log_softmax(theta, -1), torch.log_softmax(ref, -1)
     forward = (b.exp() * (b - a)).sum(-1)
-    exact = expected(theta, theta, lambda s, lp: torch.stack([forward[place(s[:t])] for t in range(STEPS)]))
+    exact = expected(
+        theta, theta, lambda s, lp: torch.stack([forward[place(s[:t])] for t in range(STEPS)])
+    )
     assert torch.allclose(g, exact, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["k1", "k2", "k3", "abs", "low_var_kl"])
 def test_plus_forms_have_their_own_value_and_the_gradient_of_k2(name: str) -> None:
-    x = torch.randn(50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_(True)
+    x = torch.randn(
+        50, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    ).requires_grad_(True)
     value = kl.estimate(name + "+", x)
     assert torch.allclose(value, kl.estimate(name, x))
     assert torch.allclose(torch.autograd.grad(value.sum(), x)[0], x)
@@ -117,20 +139,60 @@ def test_plus_forms_have_their_own_value_and_the_gradient_of_k2(name: str) -> No
 def test_both_prefix_estimators_are_exact_for_any_behaviour_policy(seed: int) -> None:
     theta, ref, mu = table(seed, grad=True), table(seed + 50), table(seed + 100)
     exact = reverse_kl(theta, ref)
-    g = expected(theta, mu, lambda s, lp: kl.term(lp, token_logprobs(ref, s), token_logprobs(mu, s), ONE, estimator="k3", off_policy="prefix"))
+    g = expected(
+        theta,
+        mu,
+        lambda s, lp: kl.term(
+            lp,
+            token_logprobs(ref, s),
+            token_logprobs(mu, s),
+            ONE,
+            estimator="k3",
+            off_policy="prefix",
+        ),
+    )
     assert torch.allclose(g, exact, atol=1e-10)
-    g = expected(theta, mu, lambda s, lp: kl.term(lp, token_logprobs(ref, s), token_logprobs(mu, s), ONE, off_policy="prefix_full",
-                                                  step_kl=step_kls(theta, ref, s)))  # fmt: skip
+    g = expected(
+        theta,
+        mu,
+        lambda s, lp: kl.term(
+            lp,
+            token_logprobs(ref, s),
+            token_logprobs(mu, s),
+            ONE,
+            off_policy="prefix_full",
+            step_kl=step_kls(theta, ref, s),
+        ),
+    )
     assert torch.allclose(g, exact, atol=1e-10)
 
 
 def test_values_are_unbiased_on_policy(tables: tuple[torch.Tensor, ...]) -> None:
     theta, ref, _ = tables
-    exact = sum(token_logprobs(theta, s).sum().exp() * (token_logprobs(theta, s) - token_logprobs(ref, s)).sum() for s in SEQUENCES)
+    exact = sum(
+        token_logprobs(theta, s).sum().exp()
+        * (token_logprobs(theta, s) - token_logprobs(ref, s)).sum()
+        for s in SEQUENCES
+    )
     for f in (kl.k1, kl.k3):
-        got = sum(token_logprobs(theta, s).sum().exp() * f(token_logprobs(theta, s) - token_logprobs(ref, s)).sum() for s in SEQUENCES)
+        got = sum(
+            token_logprobs(theta, s).sum().exp()
+            * f(token_logprobs(theta, s) - token_logprobs(ref, s)).sum()
+            for s in SEQUENCES
+        )
         assert torch.allclose(torch.as_tensor(got), torch.as_tensor(exact), atol=1e-12)
-    forward = sum(token_logprobs(ref, s).sum().exp() * (token_logprobs(ref, s) - token_logprobs(theta, s)).sum() for s in SEQUENCES)
-    states = sum(token_logprobs(theta, s).sum().exp() * kl.forward_k3(token_logprobs(theta, s) - token_logprobs(ref, s))[0] for s in SEQUENCES)
+    forward = sum(
+        token_logprobs(ref, s).sum().exp()
+        * (token_logprobs(ref, s) - token_logprobs(theta, s)).sum()
+        for s in SEQUENCES
+    )
+    states = sum(
+        token_logprobs(theta, s).sum().exp()
+        * kl.forward_k3(token_logprobs(theta, s) - token_logprobs(ref, s))[0]
+        for s in SEQUENCES
+    )
     a, b = torch.log_softmax(theta[0], -1), torch.log_softmax(ref[0], -1)
-    assert torch.allclose(torch.as_tensor(states), (b.exp() * (b - a)).sum(), atol=1e-12) and float(torch.as_tensor(forward)) > 0
+    assert (
+        torch.allclose(torch.as_tensor(states), (b.exp() * (b - a)).sum(), atol=1e-12)
+        and float(torch.as_tensor(forward)) > 0
+    )

@@ -1,4 +1,6 @@
-"""The lab's own claims on a smaller model (2 symbols, 3 tokens), its gradients against autograd, and the command line."""
+"""The lab's own claims on a smaller model (2 symbols, 3 tokens), its gradients against autograd,
+and the command line.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def test_every_answer_is_there_once_and_probabilities_sum_to_one(space: Space) -
     assert len({tuple(a) for a in space.answers.tolist()}) == 27 and space.prefixes == 1 + 3 + 9
     assert float(space.probability(space.table(0)).sum()) == pytest.approx(1)
     rows = {}
-    for answer, places in zip(space.answers.tolist(), space.place.reshape(27, 3).tolist(), strict=True):
+    for answer, places in zip(
+        space.answers.tolist(), space.place.reshape(27, 3).tolist(), strict=True
+    ):
         for t, place in enumerate(places):
             assert rows.setdefault(place, answer[:t]) == answer[:t], "one row, one prefix"
     assert len(rows) == space.prefixes
@@ -40,18 +44,30 @@ def test_every_answer_is_there_once_and_probabilities_sum_to_one(space: Space) -
 def test_rows_are_the_gradients_that_autograd_finds(space: Space) -> None:
     """A loss of one answer's tokens with coefficients c and step KLs with coefficients d."""
     theta, ref = space.table(0), space.table(1)
-    c, d = torch.randn(len(space.seq), dtype=torch.float64), torch.randn(len(space.seq), dtype=torch.float64)
+    c, d = (
+        torch.randn(len(space.seq), dtype=torch.float64),
+        torch.randn(len(space.seq), dtype=torch.float64),
+    )
     own = space.seq == 7
-    exact = exact_gradient(lambda t: (c * space.logprobs(t) + d * space.step_kl(t, ref))[own].sum(), theta)
+    exact = exact_gradient(
+        lambda t: (c * space.logprobs(t) + d * space.step_kl(t, ref))[own].sum(), theta
+    )
     one = torch.zeros(space.n, dtype=torch.float64)
     one[7] = 1
     assert torch.allclose(space.mean(space.rows(theta, c, d, ref), one), exact, atol=1e-12)
 
 
 def test_moments_by_hand() -> None:
-    """One symbol of two, p = (1/2, 1/2), coefficients 1 and 3: g = (1/2, -1/2) and 3 (-1/2, 1/2); mean (-1/2, 1/2), E|g|^2 = (0.5 + 4.5)/2."""
+    """One symbol of two, p = (1/2, 1/2), coefficients 1 and 3: g = (1/2, -1/2) and 3 (-1/2, 1/2);
+    mean (-1/2, 1/2), E|g|^2 = (0.5 + 4.5)/2.
+    """
     s = Space(2, 1)
-    mean, variance = s.moments(s.rows(torch.zeros(1, 2, dtype=torch.float64), torch.tensor([1.0, 3.0], dtype=torch.float64)), torch.full((2,), 0.5).double())
+    mean, variance = s.moments(
+        s.rows(
+            torch.zeros(1, 2, dtype=torch.float64), torch.tensor([1.0, 3.0], dtype=torch.float64)
+        ),
+        torch.full((2,), 0.5).double(),
+    )
     assert mean.tolist() == [[-0.5, 0.5]] and variance == pytest.approx(2.5 - 0.5)
 
 
@@ -70,8 +86,15 @@ def test_no_gradient_is_zero_coefficients() -> None:
 def test_bias_keeps_the_published_order_and_its_identities(measured: dict) -> None:
     on, off = measured["estimators"]["on_policy"], measured["estimators"]["off_policy"]
     assert max(measured["identities"].values()) < 1e-9
-    assert on["k1_in_reward"]["relative_bias_max"] < 1e-9 and on["k1_in_loss"]["relative_bias"] == pytest.approx(1, abs=1e-9)
-    assert on["k1_in_reward"]["relative_bias"] < on["k2_in_loss"]["relative_bias"] < on["k3_in_loss"]["relative_bias"] < on["k3_in_reward"]["relative_bias"]
+    assert on["k1_in_reward"]["relative_bias_max"] < 1e-9 and on["k1_in_loss"][
+        "relative_bias"
+    ] == pytest.approx(1, abs=1e-9)
+    assert (
+        on["k1_in_reward"]["relative_bias"]
+        < on["k2_in_loss"]["relative_bias"]
+        < on["k3_in_loss"]["relative_bias"]
+        < on["k3_in_reward"]["relative_bias"]
+    )
     for name in bias_page.UNBIASED:
         assert off[name]["relative_bias_max"] < 1e-9
     assert off["prefix_full"]["variance"] == min(off[n]["variance"] for n in bias_page.UNBIASED)
@@ -79,20 +102,41 @@ def test_bias_keeps_the_published_order_and_its_identities(measured: dict) -> No
 
 
 def test_bias_truncation_and_discount_trade(measured: dict) -> None:
-    """(1, inf) is exact, discount 0 on mu's samples the token level; a lower cut never has more variance."""
+    """(1, inf) is exact, discount 0 on mu's samples the token level; a lower cut never has more
+    variance.
+    """
     for which, curve in measured["curve"].items():
         assert curve["1"]["inf"]["relative_bias"] < 1e-9
-        assert curve["0"]["inf"]["relative_bias"] == pytest.approx(measured["estimators"]["on_policy"]["k2_in_loss"]["relative_bias"], rel=1e-9)
+        assert curve["0"]["inf"]["relative_bias"] == pytest.approx(
+            measured["estimators"]["on_policy"]["k2_in_loss"]["relative_bias"], rel=1e-9
+        )
         noise = [curve["1"][f"{c:g}"]["variance"] for c in bias.CUTS]
         assert noise == sorted(noise) and noise[0] < noise[-1], which
 
 
 def test_bias_as_json_and_a_page(tmp_path: Path) -> None:
-    args = ["lab", "bias", "--vocabulary", "2", "--length", "3", "--seeds", "2", "--draws", "60", "--json", "--out", str(tmp_path)]
+    args = [
+        "lab",
+        "bias",
+        "--vocabulary",
+        "2",
+        "--length",
+        "3",
+        "--seeds",
+        "2",
+        "--draws",
+        "60",
+        "--json",
+        "--out",
+        str(tmp_path),
+    ]
     done = CliRunner().invoke(main, args)
     assert done.exit_code == 0, done.stderr.splitlines()[-1]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert set(found["estimators"]) == {"on_policy", "off_policy"} and {"relative_bias", "variance"} <= set(found["estimators"]["off_policy"]["prefix_full"])
+    assert set(found["estimators"]) == {"on_policy", "off_policy"} and {
+        "relative_bias",
+        "variance",
+    } <= set(found["estimators"]["off_policy"]["prefix_full"])
     assert all(c["holds"] is not False for c in found["verdict"])
     assert json.loads((tmp_path / "bias.json").read_text()) == found
     assert "plotly" in (tmp_path / "bias.html").read_text()
@@ -113,19 +157,30 @@ def test_corrections_only_whole_answers_are_unbiased(corrected: dict) -> None:
         for d, found in at.items():
             assert found["sequence none"]["relative_bias_max"] < 1e-9
             if d == "0":
-                assert all(j["relative_bias"] < 1e-9 and j["left"] == pytest.approx(1) and j["ess"] == pytest.approx(1) for j in found.values())
+                assert all(
+                    j["relative_bias"] < 1e-9
+                    and j["left"] == pytest.approx(1)
+                    and j["ess"] == pytest.approx(1)
+                    for j in found.values()
+                )
             else:
-                assert 1e-6 < found["token none"]["relative_bias"] < found["none"]["relative_bias"], (length, d)
+                assert (
+                    1e-6 < found["token none"]["relative_bias"] < found["none"]["relative_bias"]
+                ), (length, d)
 
 
 def test_self_normalised_weights_have_mean_one(corrected: dict) -> None:
     for name in ("token truncate", "sequence mask", "sequence clip"):
         assert corrected["4"]["0.1"][name]["mean_weight"] != pytest.approx(1, abs=1e-3)
-        assert corrected["4"]["0.1"][f"{name} normalised"]["mean_weight"] == pytest.approx(1, abs=1e-9)
+        assert corrected["4"]["0.1"][f"{name} normalised"]["mean_weight"] == pytest.approx(
+            1, abs=1e-9
+        )
 
 
 def test_the_endless_batch_is_the_limit_of_sampled_ones() -> None:
-    """Weights of one big sample, by the learner's own path, average to the exact expectation: the third decimal at 40,000 answers."""
+    """Weights of one big sample, by the learner's own path, average to the exact expectation: the
+    third decimal at 40,000 answers.
+    """
     s = Space(2, 3)
     theta = s.table(0)
     mu = s.at_distance(theta, 0.1, 1)
@@ -135,55 +190,106 @@ def test_the_endless_batch_is_the_limit_of_sampled_ones() -> None:
     drawn = s.draw(mu, 40_000, 3)
     log_rho = case.log_rho.reshape(s.n, -1)[drawn].reshape(-1)
     seq = torch.arange(40_000).repeat_interleave(3)
-    got = weights.correct(log_rho, log_rho, torch.ones_like(seq, dtype=torch.bool), seq, 40_000, c).weight.reshape(-1, 3)[:, 0]
+    got = weights.correct(
+        log_rho, log_rho, torch.ones_like(seq, dtype=torch.bool), seq, 40_000, c
+    ).weight.reshape(-1, 3)[:, 0]
     assert float((got - exact[drawn]).abs().max()) < 0.02 and float(exact.max()) > 1.05
 
 
 def test_corrections_as_json(tmp_path: Path) -> None:
-    done = CliRunner().invoke(main, ["lab", "corrections", "--vocabulary", "2", "--length", "4", "--seeds", "2", "--json", "--out", str(tmp_path)])
+    done = CliRunner().invoke(
+        main,
+        [
+            "lab",
+            "corrections",
+            "--vocabulary",
+            "2",
+            "--length",
+            "4",
+            "--seeds",
+            "2",
+            "--json",
+            "--out",
+            str(tmp_path),
+        ],
+    )
     assert done.exit_code == 0, done.stderr.splitlines()[-1]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert list(found["estimators"]) == ["2", "4"] and "preset mis" in found["estimators"]["4"]["0.01"]
+    assert (
+        list(found["estimators"]) == ["2", "4"] and "preset mis" in found["estimators"]["4"]["0.01"]
+    )
     assert (tmp_path / "corrections.html").exists()
 
 
 def trainer(arm: str, optimizer: str, rate: float) -> reshape.Trainer:
     s = Space(3, 3)
-    return reshape.Trainer(s, s.table(0), corrections.rewards(s, 1), reshape.config(arm, 16, 1), optimizer, rate)
+    return reshape.Trainer(
+        s, s.table(0), corrections.rewards(s, 1), reshape.config(arm, 16, 1), optimizer, rate
+    )
 
 
 def test_reshape_its_first_step_is_the_policy_gradient_of_the_batch() -> None:
-    """SGD at rate 2: theta moves by 2/N sum_i A_i grad lp_i, with grpo's advantages worked out here."""
+    """SGD at rate 2: theta moves by 2/N sum_i A_i grad lp_i, with grpo's advantages worked out
+    here.
+    """
     t = trainer("vanilla", "sgd", 2.0)
     drawn, b = reshape.batch(t.space, t.start, t.right, 32, 5)
     r = b.rewards.reshape(4, 8)
     adv = ((r - r.mean(1, keepdim=True)) / (r.std(1, keepdim=True) + 1e-4)).reshape(-1)
     each = torch.zeros(t.space.n, dtype=torch.float64).index_add_(0, drawn, adv)
-    g = t.space.mean(t.space.rows(t.start, torch.ones_like(t.space.seq, dtype=torch.float64)), each) / len(b.seq)
+    g = t.space.mean(
+        t.space.rows(t.start, torch.ones_like(t.space.seq, dtype=torch.float64)), each
+    ) / len(b.seq)
     t.c = reshape.config("vanilla", 2, 1)
     t._step(step_loss.prepare(b, t.c), drawn, torch.arange(32))
     assert torch.allclose(t.theta.detach(), t.start + 2 * g, atol=1e-12) and float(g.norm()) > 0.01
 
 
 @pytest.mark.parametrize("optimizer, rate", [("sgd", 5.0), ("adam", 0.1)])
-def test_reshape_v31_drifts_past_clip_and_a_budget_on_the_rate_holds_it(optimizer: str, rate: float) -> None:
-    rows = {arm: trainer(arm, optimizer, rate).train(128, 7) for arm in ("clip", "v3.1", "A", "D learning rate")}
+def test_reshape_v31_drifts_past_clip_and_a_budget_on_the_rate_holds_it(
+    optimizer: str, rate: float
+) -> None:
+    rows = {
+        arm: trainer(arm, optimizer, rate).train(128, 7)
+        for arm in ("clip", "v3.1", "A", "D learning rate")
+    }
     top = {arm: max(r["kl"] for r in x) for arm, x in rows.items()}
     assert top["v3.1"] > 2 * top["clip"]
     assert min(r["cosine"] for r in rows["v3.1"][1:]) > 0.9, "small steps in one direction add up"
-    assert max(r["kl_batch"] for r in rows["D learning rate"]) <= 1.05 * reshape.BUDGET < top["v3.1"]
+    assert (
+        max(r["kl_batch"] for r in rows["D learning rate"]) <= 1.05 * reshape.BUDGET < top["v3.1"]
+    )
     skipped = ["grad_norm" not in r for r in rows["A"]]
-    assert any(skipped) and skipped == sorted(skipped), "once past the budget the rest of the batch is skipped"
+    assert any(skipped) and skipped == sorted(skipped), (
+        "once past the budget the rest of the batch is skipped"
+    )
     assert rows["A"][skipped.index(True)]["kl_batch"] > reshape.BUDGET
 
 
 def test_reshape_a_claim_that_does_not_hold_is_said_and_ends_with_1(tmp_path: Path) -> None:
     """Two epochs are too few for any drift."""
-    sizes = ["--vocabulary", "2", "--length", "2", "--seeds", "1", "--epochs", "2", "--samples", "64", "--lr-adam", "0.001"]
+    sizes = [
+        "--vocabulary",
+        "2",
+        "--length",
+        "2",
+        "--seeds",
+        "1",
+        "--epochs",
+        "2",
+        "--samples",
+        "64",
+        "--lr-adam",
+        "0.001",
+    ]
     done = CliRunner().invoke(main, ["lab", "reshape", *sizes, "--json", "--out", str(tmp_path)])
     assert done.exit_code == 1 and "do not hold: " in done.stderr.splitlines()[-1]
-    found = json.loads(done.stdout.splitlines()[-1])  # what was measured; what is wrong with it is on stderr
-    assert any(c["holds"] is False for c in found["verdict"]) and len(found["runs"]["adam"]["v3.1"]["kl"]) == 2
+    # what was measured; what is wrong with it is on stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert (
+        any(c["holds"] is False for c in found["verdict"])
+        and len(found["runs"]["adam"]["v3.1"]["kl"]) == 2
+    )
     assert (tmp_path / "reshape.html").exists()
 
 

@@ -1,4 +1,6 @@
-"""The pure rules of the buffer by hand: room, places, injected lags, the tree's lags, and the ledger's lines."""
+"""The pure rules of the buffer by hand: room, places, injected lags, the tree's lags, and the
+ledger's lines.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from asyncrl.messages import DISPOSITIONS, Span
 from asyncrl.versions import Label, PolicyTree
 from buffer.ledger import Ledger, Line, binned, tokens_of
 
-# ---- admission ---------------------------------------------------------------------------------------------------------
+# ---- admission -----------------------------------------------------------------------------------
 
 
 def test_room_is_one_batch_more_than_the_limit_or_what_the_bytes_allow() -> None:
@@ -21,7 +23,10 @@ def test_room_is_one_batch_more_than_the_limit_or_what_the_bytes_allow() -> None
     assert admission.room(math.inf, 4) == math.inf == admission.room(math.inf, 4, 9, 10)
     assert admission.room(math.inf, 4, 10, 10) == 0 == admission.room(math.inf, 4, 11, 10)
     assert admission.room(2, 4, 10**12, 1) == 12  # with a limit the bytes do not matter
-    assert admission.room(math.inf, 4, (1 << 30) - 1) == math.inf and admission.room(math.inf, 4, 1 << 30) == 0
+    assert (
+        admission.room(math.inf, 4, (1 << 30) - 1) == math.inf
+        and admission.room(math.inf, 4, 1 << 30) == 0
+    )
 
 
 def test_a_group_trains_as_many_batches_on_as_full_ones_stand_before_it() -> None:
@@ -37,20 +42,32 @@ def test_injected_lags_are_drawn_with_their_probabilities() -> None:
     counts = Counter(each)
     assert set(counts) == {0, 2, 3}
     for lag, share in ((0, 0.25), (2, 0.125), (3, 0.625)):
-        assert counts[lag] / 4000 == pytest.approx(share, abs=5 * math.sqrt(share * (1 - share) / 4000))
-    assert {admission.injected_lag([0.0, 1.0], 0, t) for t in range(50)} == {1} and {admission.injected_lag([1.0], 0, t) for t in range(50)} == {0}
+        assert counts[lag] / 4000 == pytest.approx(
+            share, abs=5 * math.sqrt(share * (1 - share) / 4000)
+        )
+    assert {admission.injected_lag([0.0, 1.0], 0, t) for t in range(50)} == {1} and {
+        admission.injected_lag([1.0], 0, t) for t in range(50)
+    } == {0}
 
 
 def test_a_samples_lag_is_that_of_its_oldest_token() -> None:
     tree = PolicyTree()
     for n in range(5):
         tree.register(Label(1, n), Label(1, n - 1) if n else None, f"d{n}")
-    spans = [Span(Label(1, 3), "", 0, 4, Label(1, 3)), Span(Label(1, 1), "", 4, 6, Label(1, 1)), Span(Label(1, 4), "", 6, 9, Label(1, 4))]
+    spans = [
+        Span(Label(1, 3), "", 0, 4, Label(1, 3)),
+        Span(Label(1, 1), "", 4, 6, Label(1, 1)),
+        Span(Label(1, 4), "", 6, 9, Label(1, 4)),
+    ]
     lags = admission.span_lags(tree, spans, Label(1, 4), 6)
-    assert lags == [(0, 4, 3), (4, 6, 5), (6, 9, 2)] and admission.sample_lag(lags) == 5 and admission.sample_lag([]) == 0
+    assert (
+        lags == [(0, 4, 3), (4, 6, 5), (6, 9, 2)]
+        and admission.sample_lag(lags) == 5
+        and admission.sample_lag([]) == 0
+    )
 
 
-# ---- versions ----------------------------------------------------------------------------------------------------------
+# ---- versions ------------------------------------------------------------------------------------
 
 
 def branched() -> PolicyTree:
@@ -79,16 +96,29 @@ def test_policies_without_a_common_root_are_all_their_depths_apart() -> None:
     tree.register(Label(1, 5), None, "x")
     tree.register(Label(2, 3), Label(2, 2), "y")  # its parent is unknown: a root of depth 3
     tree.register(Label(2, 4), Label(2, 3), "z")
-    assert tree.lag(Label(1, 5), Label(2, 4), 4) == 5 + 4 and tree.lag(Label(2, 4), Label(1, 5), 6) == 4 + 6
+    assert (
+        tree.lag(Label(1, 5), Label(2, 4), 4) == 5 + 4
+        and tree.lag(Label(2, 4), Label(1, 5), 6) == 4 + 6
+    )
     assert tree.lag(Label(2, 3), Label(2, 4), 4) == 1
 
 
 def test_labels_name_policies_and_never_two() -> None:
     tree = branched()
     assert Label(1, 2) in tree and Label(2, 0) not in tree and tree.digest(Label(2, 1)) == "a1"
-    assert tree.labels() == [Label(1, 0), Label(1, 1), Label(1, 2), Label(1, 3), Label(2, 1), Label(2, 2), Label(2, 3)]
+    assert tree.labels() == [
+        Label(1, 0),
+        Label(1, 1),
+        Label(1, 2),
+        Label(1, 3),
+        Label(2, 1),
+        Label(2, 2),
+        Label(2, 3),
+    ]
     tree.register(Label(1, 2), Label(1, 1), "a2")
-    with pytest.raises(ProtocolError, match=r"two different weights carry the version 1\.2: a2 and other"):
+    with pytest.raises(
+        ProtocolError, match=r"two different weights carry the version 1\.2: a2 and other"
+    ):
         tree.register(Label(1, 2), Label(1, 1), "other")
     tree.alias(Label(9, 2), Label(1, 2))
     assert tree.lag(Label(9, 2), Label(1, 2), 2) == 0 and tree.digest(Label(9, 2)) == "a2"
@@ -103,20 +133,29 @@ def test_labels_name_policies_and_never_two() -> None:
     assert plain.lag((1, 0), (1, 1), 1) == 1  # type: ignore[arg-type]
 
 
-# ---- the ledger --------------------------------------------------------------------------------------------------------
+# ---- the ledger ----------------------------------------------------------------------------------
 
 
 def test_a_line_sums_tokens_and_answers_by_length() -> None:
     line = Line()
     for length, faded in ((1, 0.0), (2, 0.5), (3, 0.0), (4, 0.25), (5, 0.0), (8, 0.0), (9, 1.0)):
         line.add(length, 1, length, 0.5, faded)
-    assert line.by_length == {1: 1, 2: 2, 4: 7, 8: 13, 16: 9} and line.faded == {2: 0.5, 4: 0.25, 16: 1.0}
+    assert line.by_length == {1: 1, 2: 2, 4: 7, 8: 13, 16: 9} and line.faded == {
+        2: 0.5,
+        4: 0.25,
+        16: 1.0,
+    }
     assert (line.tokens, line.samples, line.length_sum, line.reward_sum) == (32, 7, 32.0, 3.5)
     line.add(10)  # tokens of no answer: no bin, no mean
     line.add(0, 1, 6.0, 1.0)  # an answer whose tokens stand in another line
     assert line.tokens == 42 and line.samples == 8 and sum(line.by_length.values()) == 32
     d = line.as_dict()
-    assert (d["mean_length"], d["mean_reward"], d["upto_4"], d["faded_upto_16"]) == (38 / 8, 4.5 / 8, 7, 1.0)
+    assert (d["mean_length"], d["mean_reward"], d["upto_4"], d["faded_upto_16"]) == (
+        38 / 8,
+        4.5 / 8,
+        7,
+        1.0,
+    )
     assert Line().as_dict() == {"tokens": 0, "samples": 0, "mean_length": 0.0, "mean_reward": 0.0}
     one = Line()
     one.add(3, 1, 0, 1.0)
@@ -143,10 +182,21 @@ def test_a_ledger_adds_merges_and_comes_back_from_its_totals() -> None:
     two.add(DISPOSITIONS[-1], 7)
     copy = one.copy()
     one.merge(two)
-    assert one.lines["trained"] == Line(8, 2, 8.0, 3.0, {8: 5, 4: 3}, {8: 0.5}) and copy.lines["trained"].tokens == 5
+    assert (
+        one.lines["trained"] == Line(8, 2, 8.0, 3.0, {8: 5, 4: 3}, {8: 0.5})
+        and copy.lines["trained"].tokens == 5
+    )
     totals = one.totals()
     back = Ledger.restore(totals)
     assert back.totals() == totals and back.lines == one.lines
-    assert tokens_of(totals) == 15 and tokens_of(totals, ["trained"]) == 8 and tokens_of({"trained": {"tokens": 4.0}}) == 4
-    assert binned(totals["trained"], "upto_") == {4: 3, 8: 5} and binned(totals["trained"], "faded_upto_") == {8: 0.5}
-    assert Ledger.restore({"trained": {"tokens": 2.0, "samples": 1.0, "mean_length": 2.0, "mean_reward": 0.5}}).lines["trained"] == Line(2, 1, 2.0, 0.5)
+    assert (
+        tokens_of(totals) == 15
+        and tokens_of(totals, ["trained"]) == 8
+        and tokens_of({"trained": {"tokens": 4.0}}) == 4
+    )
+    assert binned(totals["trained"], "upto_") == {4: 3, 8: 5} and binned(
+        totals["trained"], "faded_upto_"
+    ) == {8: 0.5}
+    assert Ledger.restore(
+        {"trained": {"tokens": 2.0, "samples": 1.0, "mean_length": 2.0, "mean_reward": 0.5}}
+    ).lines["trained"] == Line(2, 1, 2.0, 0.5)

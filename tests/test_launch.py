@@ -1,4 +1,6 @@
-"""The supervisor's rules, with children of one line: what is started again, what ends the run, what no longer matters at its end."""
+"""The supervisor's rules, with children of one line: what is started again, what ends the run, what
+no longer matters at its end.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from asyncrl.launch import END_S, LATE_S, Child, Supervisor
 from asyncrl.messages import Status
 
 REFUSE = (
-    "import sys; from asyncrl import refusal; from asyncrl.errors import {kind}; refusal.listen(); e = {kind}('{words}'); refusal.tell(e);"
+    "import sys; from asyncrl import refusal; from asyncrl.errors import {kind}; refusal.listen(); "
+    "e = {kind}('{words}'); refusal.tell(e);"
     "print('error: something else', file=sys.stderr); sys.exit(e.exit_code)"
 )
 WAIT = "import time; time.sleep(600)"
@@ -28,9 +31,16 @@ def make(tmp_path: Path) -> object:
     made: list[Supervisor] = []
 
     def supervisor(restarts: int = 1, **codes: str) -> Supervisor:
-        s = Supervisor(config_load.load(ROOT / "configs" / "demo.toml", [f"watchdog.restarts={restarts}"]), tmp_path, lambda x: s.said.append(x))  # type: ignore[attr-defined]
+        s = Supervisor(
+            config_load.load(ROOT / "configs" / "demo.toml", [f"watchdog.restarts={restarts}"]),
+            tmp_path,
+            lambda x: s.said.append(x),
+        )  # type: ignore[attr-defined]
         s.said, s.logs = [], tmp_path  # type: ignore[attr-defined]
-        s.children = [Child(name.replace("_", "-"), [sys.executable, "-c", code], 1, True) for name, code in codes.items()]
+        s.children = [
+            Child(name.replace("_", "-"), [sys.executable, "-c", code], 1, True)
+            for name, code in codes.items()
+        ]
         for child in s.children:
             s.spawn(child)
         s.watchdog.restart(time.monotonic())
@@ -43,7 +53,9 @@ def make(tmp_path: Path) -> object:
 
 
 def run(s: Supervisor, until: Callable[[], bool] = lambda: False) -> bool:
-    """poll, as the live view does, until it says the end or `until` holds; whatever poll raises comes out."""
+    """poll, as the live view does, until it says the end or `until` holds; whatever poll raises
+    comes out.
+    """
     deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if s.poll():
@@ -58,7 +70,9 @@ CRASHES = {
     "a traceback": "raise KeyError(3)",
     "a library's own exit": "import os; print('error: CUDA is gone'); os._exit(1)",
     "a kill": "import os; os.kill(os.getpid(), 9)",
-    "an error that ends as a kill would": "import sys; from asyncrl import refusal; from asyncrl.errors import AsyncrlError; refusal.listen();"
+    "an error that ends as a kill would": "import sys; from asyncrl import refusal; from "
+    "asyncrl.errors import AsyncrlError; "
+    "refusal.listen();"
     "e = AsyncrlError('rank 1 has ended'); e.exit_code = 137; refusal.tell(e); sys.exit(137)",
     "told to end by somebody": "import sys; sys.exit(130)",
 }
@@ -68,12 +82,19 @@ CRASHES = {
 @pytest.mark.parametrize("how", CRASHES.values(), ids=CRASHES)
 def test_a_crash_is_started_again_as_often_as_may_be(make: Make, name: str, how: str) -> None:
     s = make(restarts=2, **{name: how})
-    with pytest.raises(ProcessLost, match=f"{name.replace('_', '-')} died .* and cannot be started again; log: .*{name.replace('_', '-')}.log"):
+    with pytest.raises(
+        ProcessLost,
+        match=f"{name.replace('_', '-')} died .* and cannot be started again; log: "
+        f".*{name.replace('_', '-')}.log",
+    ):
         run(s)
     assert s.children[0].restarts == 2
 
 
-@pytest.mark.parametrize(("kind", "code"), [("ConfigError", 2), ("AsyncrlError", 1), ("PeerUnreachable", 4), ("Damaged", 5)])
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [("ConfigError", 2), ("AsyncrlError", 1), ("PeerUnreachable", 4), ("Damaged", 5)],
+)
 def test_a_refusal_ends_the_run_at_once_in_its_own_words(make: Make, kind: str, code: int) -> None:
     s = make(learner=REFUSE.format(kind=kind, words="learner.lr: not today"))
     with pytest.raises(AsyncrlError, match=r"^learner\.lr: not today$") as e:
@@ -97,7 +118,10 @@ def test_a_long_refusal_does_not_hold_the_child_up(make: Make) -> None:
 def test_a_child_of_a_child_cannot_speak_for_it(make: Make) -> None:
     """A process that a part starts has neither the pipe nor its number in its environment."""
     grandchild = "import os, sys; sys.exit(any('REFUSAL' in k for k in os.environ))"
-    code = f"import subprocess, sys; from asyncrl import refusal; refusal.listen(); subprocess.run([sys.executable, '-c', {grandchild!r}], check=True)"
+    code = (
+        "import subprocess, sys; from asyncrl import refusal; refusal.listen(); "
+        f"subprocess.run([sys.executable, '-c', {grandchild!r}], check=True)"
+    )
     assert run(make(learner=code))
 
 

@@ -1,4 +1,6 @@
-"""How a learner's life ends: what lies in the run directory by the time that the buffer hears of it."""
+"""How a learner's life ends: what lies in the run directory by the time that the buffer hears of
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from learner.loop import Learner
 
 
 class Buffer:
-    """Welcomes, and says Finished to a goodbye; `seen`: which of the run's files were there when each message came."""
+    """Welcomes, and says Finished to a goodbye; `seen`: which of the run's files were there when
+    each message came.
+    """
 
     address = "ipc:///nowhere"
 
@@ -28,7 +32,9 @@ class Buffer:
         self.seen: dict[str, list[str]] = {}
 
     def send(self, message: m.FromPeer) -> None:
-        self.seen[type(message).__name__] = [n for n in ("model/config.json", "weights_digest") if (self.run_dir / n).exists()]
+        self.seen[type(message).__name__] = [
+            n for n in ("model/config.json", "weights_digest") if (self.run_dir / n).exists()
+        ]
         if isinstance(message, m.LearnerHello):
             self.inbox.append(m.Welcome(message.epoch, 0))
         if isinstance(message, m.Goodbye):
@@ -46,7 +52,10 @@ def learner(tmp_path: Path, small_model: Path) -> Iterator[Callable[[], Learner]
     made: list[Learner] = []
 
     def make() -> Learner:
-        config = config_load.load(ROOT / "configs" / "demo.toml", [f"model.path={str(small_model)!r}", "learner.steps=2", "learner.threads=1"])
+        config = config_load.load(
+            ROOT / "configs" / "demo.toml",
+            [f"model.path={str(small_model)!r}", "learner.steps=2", "learner.threads=1"],
+        )
         rundir.ensure(config, "", tmp_path / "run")
         one = Learner(config, tmp_path / "run")
         one.socket.close()
@@ -60,7 +69,9 @@ def learner(tmp_path: Path, small_model: Path) -> Iterator[Callable[[], Learner]
     rundir.clean(tmp_path / "run")
 
 
-def test_the_model_is_exported_before_the_buffer_hears_the_goodbye(learner: Callable[[], Learner]) -> None:
+def test_the_model_is_exported_before_the_buffer_hears_the_goodbye(
+    learner: Callable[[], Learner],
+) -> None:
     """So whoever is killed after the buffer has said Finished leaves nothing undone."""
     one = learner()
     one.core.state.number = 2  # a life that finds the last checkpoint at the last step
@@ -69,14 +80,18 @@ def test_the_model_is_exported_before_the_buffer_hears_the_goodbye(learner: Call
     assert one.socket.seen["LearnerHello"] == []  # type: ignore[attr-defined]
 
 
-def test_a_run_that_goes_on_past_its_end_has_no_final_weights_until_its_new_end(learner: Callable[[], Learner]) -> None:
+def test_a_run_that_goes_on_past_its_end_has_no_final_weights_until_its_new_end(
+    learner: Callable[[], Learner],
+) -> None:
     one = learner()
     (one.run_dir / "weights_digest").write_text("of the end before")
     one.hello()
     assert one.welcomed and not (one.run_dir / "weights_digest").exists()
 
 
-def test_a_learner_whose_ring_was_removed_makes_it_anew_while_it_waits(learner: Callable[[], Learner]) -> None:
+def test_a_learner_whose_ring_was_removed_makes_it_anew_while_it_waits(
+    learner: Callable[[], Learner],
+) -> None:
     """A generator that is started then finds the weights, though no step has been made since."""
     one = learner()
     one.hello()
@@ -88,12 +103,15 @@ def test_a_learner_whose_ring_was_removed_makes_it_anew_while_it_waits(learner: 
     reader.close()
 
 
-def test_one_that_comes_after_the_end_says_so_and_one_whose_last_answer_was_lost_ends_well(learner: Callable[[], Learner]) -> None:
+def test_one_that_comes_after_the_end_says_so_and_one_whose_last_answer_was_lost_ends_well(
+    learner: Callable[[], Learner],
+) -> None:
     one, two = learner(), learner()
     (one.run_dir / "buffer_summary.json").write_text('{"finished": true, "steps": 2}')
     (one.run_dir / "weights_digest").write_text("d")
     for life in (one, two):
-        life.socket.send = lambda message: None  # type: ignore[method-assign]  # nobody is there any more
+        # nobody is there any more
+        life.socket.send = lambda message: None  # type: ignore[method-assign]
     one.heard -= 3
     one.waiting_since -= 3
     one.waiting = "the buffer's welcome"
@@ -105,10 +123,16 @@ def test_one_that_comes_after_the_end_says_so_and_one_whose_last_answer_was_lost
     assert two.finished
 
 
-def test_told_to_stop_it_leaves_a_checkpoint_and_exports_nothing(learner: Callable[[], Learner]) -> None:
+def test_told_to_stop_it_leaves_a_checkpoint_and_exports_nothing(
+    learner: Callable[[], Learner],
+) -> None:
     one = learner()
     one.hello()
     one.stopping = True
     one.loop()
-    assert not one.finished and list(one.directory.glob("number_0")) and "Goodbye" not in one.socket.seen  # type: ignore[attr-defined]
+    assert (
+        not one.finished
+        and list(one.directory.glob("number_0"))
+        and "Goodbye" not in one.socket.seen
+    )  # type: ignore[attr-defined]
     assert not (one.run_dir / "model").exists()

@@ -1,4 +1,6 @@
-"""One learner step: the gradient does not know how the batch was cut, the trust region can stop it, bad numbers are skipped."""
+"""One learner step: the gradient does not know how the batch was cut, the trust region can stop it,
+bad numbers are skipped.
+"""
 
 from __future__ import annotations
 
@@ -38,16 +40,48 @@ def batch(number: int = 0, *, seed: int = 0, reward: float | None = None) -> Bat
         prompt = r.integers(2, 8, 2 + t % 3).astype("<i4").tobytes()
         for s in range(SIZE):
             n = int(r.integers(1, 13))
-            tokens, logprobs = r.integers(2, 8, n).astype("<i4"), (-2.3 + 0.3 * r.standard_normal(n)).astype("<f4")
+            tokens, logprobs = (
+                r.integers(2, 8, n).astype("<i4"),
+                (-2.3 + 0.3 * r.standard_normal(n)).astype("<f4"),
+            )
             value = float(r.random()) if reward is None else reward
-            samples.append(Trajectory(t, s, 0, prompt, tokens.tobytes(), logprobs.tobytes(), bytes([1] * n), [], value, {}, "stop", 1.0))
+            samples.append(
+                Trajectory(
+                    t,
+                    s,
+                    0,
+                    prompt,
+                    tokens.tobytes(),
+                    logprobs.tobytes(),
+                    bytes([1] * n),
+                    [],
+                    value,
+                    {},
+                    "stop",
+                    1.0,
+                )
+            )
     runs = [[(0, s.length, int(r.integers(0, 4)))] for s in samples]
-    return Batch(1, number, samples, [x[0][2] for x in runs], [0] * len(samples), runs, {}, GROUPS, {})
+    return Batch(
+        1, number, samples, [x[0][2] for x in runs], [0] * len(samples), runs, {}, GROUPS, {}
+    )
 
 
 def core(model_dir: Path, run_dir: Path | None = None, **sections: Any) -> LearnerCore:
-    learner = {"optimizer": "sgd", "lr": 0.1, "clip_norm": 0.0, "steps": 100, "groups": GROUPS, "group_size": SIZE} | sections.pop("learner", {})
-    raw = {"model": {"path": str(model_dir), "device": "cpu"}, "task": {"name": "sort"}, "learner": learner, **sections}
+    learner = {
+        "optimizer": "sgd",
+        "lr": 0.1,
+        "clip_norm": 0.0,
+        "steps": 100,
+        "groups": GROUPS,
+        "group_size": SIZE,
+    } | sections.pop("learner", {})
+    raw = {
+        "model": {"path": str(model_dir), "device": "cpu"},
+        "task": {"name": "sort"},
+        "learner": learner,
+        **sections,
+    }
     return LearnerCore(msgspec.convert(raw, Config), model_dir, run_dir)
 
 
@@ -63,12 +97,23 @@ VARIANTS: list[dict[str, Any]] = [
     {"loss": {"surrogate": "gspo"}},
     {"kl": {"loss": {"coefficient": 0.1, "estimator": "k3"}}},
     {"kl": {"reward": {"coefficient": 0.1, "estimator": "k1"}}},
-    {"kl": {"loss": {"coefficient": 0.1, "off_policy": "prefix_full", "discount": 0.9, "truncate": 2.0}}},
+    {
+        "kl": {
+            "loss": {
+                "coefficient": 0.1,
+                "off_policy": "prefix_full",
+                "discount": 0.9,
+                "truncate": 2.0,
+            }
+        }
+    },
 ]
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_micro_batches_accumulate_the_big_batchs_gradient(model_dir: Path, variant: dict[str, Any]) -> None:
+def test_micro_batches_accumulate_the_big_batchs_gradient(
+    model_dir: Path, variant: dict[str, Any]
+) -> None:
     moved, metrics = [], []
     for tokens in (100_000, 40, 1):
         c = core(model_dir, learner={"micro_batch_tokens": tokens}, **variant)
@@ -93,7 +138,11 @@ def test_micro_batches_hold_every_sample_once_within_the_token_budget() -> None:
 
 def test_minibatches_are_whole_groups_and_repeat_by_seed(model_dir: Path) -> None:
     c, packed = core(model_dir, learner={"minibatches": 3}), pack(batch())
-    first, again, other = c._minibatches(packed, 0), c._minibatches(packed, 0), c._minibatches(packed, 1)
+    first, again, other = (
+        c._minibatches(packed, 0),
+        c._minibatches(packed, 0),
+        c._minibatches(packed, 1),
+    )
     assert first == again != other
     assert sorted(i for p in first for i in p) == list(range(GROUPS * SIZE)) and len(first) == 3
     groups = [{packed.groups[i] for i in p} for p in first]
@@ -102,24 +151,46 @@ def test_minibatches_are_whole_groups_and_repeat_by_seed(model_dir: Path) -> Non
 
 
 def test_kl_early_stop_makes_no_further_step_and_leaves_no_gradient(model_dir: Path) -> None:
-    """With a bound that any step passes, epochs = 4 ends as epochs = 1 does, bitwise, moments included."""
+    """With a bound that any step passes, epochs = 4 ends as epochs = 1 does, bitwise, moments
+    included.
+    """
     one = core(model_dir, learner={"optimizer": "adamw", "lr": 0.01})
-    four = core(model_dir, learner={"optimizer": "adamw", "lr": 0.01, "epochs": 4}, stop={"kl_max": 1e-12})
+    four = core(
+        model_dir, learner={"optimizer": "adamw", "lr": 0.01, "epochs": 4}, stop={"kl_max": 1e-12}
+    )
     one.train(batch())
     metrics = four.train(batch())
-    assert metrics["optim/early_stops"] == 1 and metrics["optim/steps"] == 1 and metrics["optim/stop_kl"] > 1e-12
+    assert (
+        metrics["optim/early_stops"] == 1
+        and metrics["optim/steps"] == 1
+        and metrics["optim/stop_kl"] > 1e-12
+    )
     assert torch.equal(weights(one), weights(four))
     for a, b in zip(one.model.hf.parameters(), four.model.hf.parameters(), strict=True):
-        assert torch.equal(one.backend.optimizer.state[a]["exp_avg"], four.backend.optimizer.state[b]["exp_avg"])
+        assert torch.equal(
+            one.backend.optimizer.state[a]["exp_avg"], four.backend.optimizer.state[b]["exp_avg"]
+        )
     assert all(p.grad is None for p in four.model.hf.parameters())
-    generous = core(model_dir, learner={"optimizer": "adamw", "lr": 0.01, "epochs": 4}, stop={"kl_max": 1e9})
+    generous = core(
+        model_dir, learner={"optimizer": "adamw", "lr": 0.01, "epochs": 4}, stop={"kl_max": 1e9}
+    )
     assert generous.train(batch())["optim/steps"] == 4
 
 
 def test_what_a_batch_moved_is_measured_and_changes_nothing(model_dir: Path) -> None:
-    """kl/moved is KL(before || after) by k3 on the batch's tokens, each weighed by before / behaviour, at most 2."""
-    how: dict[str, Any] = {"learner": {"minibatches": 2}, "correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}}
-    c, plain, packed = core(model_dir, record={"kl_moved": 2}, **how), core(model_dir, **how), pack(batch())
+    """kl/moved is KL(before || after) by k3 on the batch's tokens, each weighed by before /
+    behaviour, at most 2.
+    """
+    how: dict[str, Any] = {
+        "learner": {"minibatches": 2},
+        "correction": {"proximal": "behavior"},
+        "loss": {"surrogate": "ppo"},
+    }
+    c, plain, packed = (
+        core(model_dir, record={"kl_moved": 2}, **how),
+        core(model_dir, **how),
+        pack(batch()),
+    )
     everyone = range(GROUPS * SIZE)
     before = c._forward(c.model, packed, everyone).double()
     said = c.train(batch())
@@ -127,7 +198,9 @@ def test_what_a_batch_moved_is_measured_and_changes_nothing(model_dir: Path) -> 
     weight = (before - packed.loss.behavior).exp().clamp(max=2.0)
     by_hand = float((weight * (x.exp() - 1 - x)).sum() / weight.sum())
     assert by_hand > 1e-5 and said["kl/moved"] == pytest.approx(by_hand, rel=1e-3)
-    assert "kl/moved" not in plain.train(batch()) and torch.equal(weights(c), weights(plain)), "measuring leaves training alone"
+    assert "kl/moved" not in plain.train(batch()) and torch.equal(weights(c), weights(plain)), (
+        "measuring leaves training alone"
+    )
     assert "kl/moved" not in c.train(batch(1)) and "kl/moved" in c.train(batch(2))
     still = core(model_dir, record={"kl_moved": 1}, learner={"lr": 0.0})
     assert abs(still.train(batch())["kl/moved"]) < 1e-9
@@ -141,7 +214,9 @@ def test_equal_rewards_teach_nothing(model_dir: Path) -> None:
     assert torch.equal(weights(c), before)
 
 
-def test_bad_loss_is_skipped_and_the_third_in_a_row_saves_the_batch(model_dir: Path, tmp_path: Path) -> None:
+def test_bad_loss_is_skipped_and_the_third_in_a_row_saves_the_batch(
+    model_dir: Path, tmp_path: Path
+) -> None:
     c = core(model_dir, tmp_path)
     before = weights(c)
     for n in range(2):
@@ -154,11 +229,17 @@ def test_bad_loss_is_skipped_and_the_third_in_a_row_saves_the_batch(model_dir: P
     with pytest.raises(AsyncrlError, match="3 times in a row, last in batch 5"):
         c.train(batch(5, reward=math.nan))
     rows = msgspec.msgpack.decode((tmp_path / "bad_batch.msgpack").read_bytes())
-    assert len(rows) == GROUPS * SIZE and rows[0]["tokens"] == np.frombuffer(batch(5).samples[0].tokens, "<i4").tolist()
+    assert (
+        len(rows) == GROUPS * SIZE
+        and rows[0]["tokens"] == np.frombuffer(batch(5).samples[0].tokens, "<i4").tolist()
+    )
 
 
 def test_same_batch_same_seed_bitwise(model_dir: Path) -> None:
-    runs = [core(model_dir, learner={"minibatches": 2, "epochs": 2, "optimizer": "adamw"}) for _ in range(2)]
+    runs = [
+        core(model_dir, learner={"minibatches": 2, "epochs": 2, "optimizer": "adamw"})
+        for _ in range(2)
+    ]
     for n in range(3):
         assert runs[0].train(batch(n, seed=n)) == runs[1].train(batch(n, seed=n))
     assert torch.equal(weights(runs[0]), weights(runs[1]))
@@ -173,17 +254,31 @@ def test_schedule_is_a_function_of_the_batch_number(model_dir: Path) -> None:
     assert rates == pytest.approx([min(1, (n + 1) / 5) * (1 - n / 10) for n in range(10)])
 
 
-def test_prefix_full_is_the_plain_formula_on_both_models_logits(model_dir: Path, tmp_path: Path) -> None:
-    """With equal rewards the KL term is all there is: one SGD step is -lr grad of beta/N sum_k W_{1:k-1} KL_k, W with gradient too,
-    written out on transformers' own logits.  The step KLs carry the temperature."""
+def test_prefix_full_is_the_plain_formula_on_both_models_logits(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """With equal rewards the KL term is all there is: one SGD step is -lr grad of beta/N sum_k
+    W_{1:k-1} KL_k, W with gradient too, written out on transformers' own logits.  The step KLs
+    carry the temperature."""
     build_model(tmp_path / "ref", "abcdefgh", hidden=32, layers=2, seed=5)
     kl = {"loss": {"coefficient": 0.5, "off_policy": "prefix_full"}}
     b = batch(reward=1.0)
     for s in b.samples:
         s.temperature = 0.7
     for tokens in (100_000, 1):
-        raw = {"model": {"path": str(model_dir), "device": "cpu", "reference": str(tmp_path / "ref")}, "task": {"name": "sort"}, "kl": kl,
-               "learner": {"optimizer": "sgd", "lr": 0.1, "clip_norm": 0.0, "groups": GROUPS, "group_size": SIZE, "micro_batch_tokens": tokens}}  # fmt: skip
+        raw = {
+            "model": {"path": str(model_dir), "device": "cpu", "reference": str(tmp_path / "ref")},
+            "task": {"name": "sort"},
+            "kl": kl,
+            "learner": {
+                "optimizer": "sgd",
+                "lr": 0.1,
+                "clip_norm": 0.0,
+                "groups": GROUPS,
+                "group_size": SIZE,
+                "micro_batch_tokens": tokens,
+            },
+        }
         c = LearnerCore(msgspec.convert(raw, Config), model_dir)
         before = weights(c)
         assert c.reference is not None
@@ -191,26 +286,39 @@ def test_prefix_full_is_the_plain_formula_on_both_models_logits(model_dir: Path,
         for p, r, s in zip(packed.prompts, packed.responses, b.samples, strict=True):
             ids = torch.from_numpy(np.concatenate([p, r]).astype(np.int64))[None]
             at = slice(len(p) - 1, len(p) + len(r) - 1)
-            here, there = (torch.log_softmax(m.hf(input_ids=ids).logits[0, at] / 0.7, -1) for m in (c.model, c.reference))
+            here, there = (
+                torch.log_softmax(m.hf(input_ids=ids).logits[0, at] / 0.7, -1)
+                for m in (c.model, c.reference)
+            )
             step = (here.exp() * (here - there.detach())).sum(-1)
-            log_w = here.gather(1, ids[0, len(p) :, None])[:, 0] - torch.from_numpy(np.frombuffer(s.behavior_logprobs, "<f4").copy())
+            log_w = here.gather(1, ids[0, len(p) :, None])[:, 0] - torch.from_numpy(
+                np.frombuffer(s.behavior_logprobs, "<f4").copy()
+            )
             total = total + ((log_w.cumsum(0) - log_w).exp() * step).sum()
         total = 0.5 * total / len(packed.loss.seq)
         total.backward()
         exact = torch.cat([p.grad.flatten() for p in c.model.hf.parameters()])  # type: ignore[union-attr]
         c.train(b)
-        assert torch.allclose(weights(c) - before, -0.1 * exact, atol=1e-6) and float(exact.norm()) > 1e-3
+        assert (
+            torch.allclose(weights(c) - before, -0.1 * exact, atol=1e-6)
+            and float(exact.norm()) > 1e-3
+        )
 
 
 def test_prefix_full_is_refused_where_it_cannot_work() -> None:
     on = ["kl.loss.coefficient=0.1", "kl.loss.off_policy=prefix_full"]
-    with pytest.raises(ConfigError, match=r"prefix_full reads both models' last states, which needs learner\.backend = torch"):
+    with pytest.raises(
+        ConfigError,
+        match=r"prefix_full reads both models' last states, which needs learner\.backend = torch",
+    ):
         config_load.load("configs/demo.toml", [*on, "learner.backend=deepspeed", "learner.ranks=2"])
     assert config_load.load("configs/demo.toml", on).kl.loss.off_policy == "prefix_full"
 
 
 class Reads(TorchDispatchMode):
-    """Counts what makes the host wait for a device: numbers read from tensors, and indexing by a mask, whose size must be known."""
+    """Counts what makes the host wait for a device: numbers read from tensors, and indexing by a
+    mask, whose size must be known.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -219,12 +327,16 @@ class Reads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = args[1] if "aten.index" in str(func) and isinstance(args[1], list) else []
         masks = any(isinstance(i, torch.Tensor) and i.dtype == torch.bool for i in given)
-        self.count += masks or any(name in str(func) for name in ("_local_scalar_dense", "nonzero", "masked_select"))
+        self.count += masks or any(
+            name in str(func) for name in ("_local_scalar_dense", "nonzero", "masked_select")
+        )
         return func(*args, **(kwargs or {}))
 
 
 def reads(c: LearnerCore, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Of one batch; `tolist` reads memory past the dispatcher, so it is counted where it is called."""
+    """Of one batch; `tolist` reads memory past the dispatcher, so it is counted where it is
+    called.
+    """
     seen, real = Reads(), torch.Tensor.tolist
 
     def tolist(self: torch.Tensor) -> Any:
@@ -246,11 +358,18 @@ READERS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("variant", READERS, ids=str)
-def test_the_host_waits_once_a_step_however_many_micro_batches(model_dir: Path, variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Norm and loss are read together, before the weights move; every diagnostic once a batch.  `reshape` also needs K before its gradient."""
+def test_the_host_waits_once_a_step_however_many_micro_batches(
+    model_dir: Path, variant: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Norm and loss are read together, before the weights move; every diagnostic once a batch.
+    `reshape` also needs K before its gradient.
+    """
 
     def cost(epochs: int, tokens: int) -> int:
-        return reads(core(model_dir, learner={"epochs": epochs, "micro_batch_tokens": tokens}, **variant), monkeypatch)
+        return reads(
+            core(model_dir, learner={"epochs": epochs, "micro_batch_tokens": tokens}, **variant),
+            monkeypatch,
+        )
 
     whole, pieces = cost(2, 100_000), cost(2, 40)
     assert whole == pieces, "a micro-batch reads nothing"
@@ -258,62 +377,97 @@ def test_the_host_waits_once_a_step_however_many_micro_batches(model_dir: Path, 
     assert for_each_step == (2 if "loss" in variant and "surrogate" in variant["loss"] else 1)
 
 
-# ---- what is measured is the learner's start, whatever the loss divides by -------------------------------------------
+# ---- what is measured is the learner's start, whatever the loss divides by -----------------------
 
 ANCHORS: list[dict[str, Any]] = [
     {"correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}},
     {"correction": {"proximal": "interpolate", "preset": "tis"}},
     {"correction": {"proximal": "recompute", "preset": "tis"}},
-    {"correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}, "learner": {"epochs": 2}},
+    {
+        "correction": {"proximal": "behavior"},
+        "loss": {"surrogate": "ppo"},
+        "learner": {"epochs": 2},
+    },
 ]
 
 
 @pytest.mark.parametrize("how", ANCHORS, ids=str)
-def test_the_instruments_read_the_learners_start_under_every_anchor(model_dir: Path, how: dict[str, Any]) -> None:
-    """By hand from one forward before the batch: x = log pi_start - log mu over all tokens; ess, chi2, KL and the split of both."""
+def test_the_instruments_read_the_learners_start_under_every_anchor(
+    model_dir: Path, how: dict[str, Any]
+) -> None:
+    """By hand from one forward before the batch: x = log pi_start - log mu over all tokens; ess,
+    chi2, KL and the split of both.
+    """
     c, packed = core(model_dir, **how), pack(batch())
     start = c._forward(c.model, packed, range(GROUPS * SIZE)).double()
     x = start - packed.loss.behavior.double()
     m = c.train(batch())
     ratio = x.exp()
     assert m["kl/behavior_start_k1"] == pytest.approx(float(-x.mean()), rel=1e-5)
-    assert m["kl/behavior_start_k3"] == pytest.approx(float((ratio - 1 - x).mean()), rel=1e-5) and m["kl/behavior_start_k3"] > 0.01
-    assert m["is/ess"] == pytest.approx(float(ratio.sum() ** 2 / (len(x) * ratio.square().sum())), rel=1e-5) and m["is/ess"] < 0.99
+    assert (
+        m["kl/behavior_start_k3"] == pytest.approx(float((ratio - 1 - x).mean()), rel=1e-5)
+        and m["kl/behavior_start_k3"] > 0.01
+    )
+    assert (
+        m["is/ess"]
+        == pytest.approx(float(ratio.sum() ** 2 / (len(x) * ratio.square().sum())), rel=1e-5)
+        and m["is/ess"] < 0.99
+    )
     assert m["is/chi2"] == pytest.approx(float(ratio.square().mean() - 1), rel=1e-5)
     assert m["is/ratio_max"] == pytest.approx(float(ratio.max()), rel=1e-5)
     assert m["perplexity/start"] == pytest.approx(float((-start).mean().exp()), rel=1e-5)
     at_zero = packed.loss.token_lag == 0
-    assert m["mismatch/k3_at_lag_0"] == pytest.approx(float((ratio - 1 - x)[at_zero].mean()), rel=1e-5)
-    assert m["by_lag/ess_0"] == pytest.approx(float(ratio[at_zero].sum() ** 2 / (at_zero.sum() * ratio[at_zero].square().sum())), rel=1e-5)
-    if how.get("learner"):  # two passes over the same answers: the second is under the policy that the first step made
+    assert m["mismatch/k3_at_lag_0"] == pytest.approx(
+        float((ratio - 1 - x)[at_zero].mean()), rel=1e-5
+    )
+    assert m["by_lag/ess_0"] == pytest.approx(
+        float(ratio[at_zero].sum() ** 2 / (at_zero.sum() * ratio[at_zero].square().sum())), rel=1e-5
+    )
+    # two passes over the same answers: the second is under the policy that the first step made
+    if how.get("learner"):
         assert m["kl/start_target_k3"] > 1e-8
     else:
         assert m["kl/start_target_k3"] == pytest.approx(0.0, abs=1e-12)
-    assert m["kl/behavior_start_k1"] + m["kl/start_target_k1"] == pytest.approx(m["kl/behavior_target_k1"], abs=1e-6)
+    assert m["kl/behavior_start_k1"] + m["kl/start_target_k1"] == pytest.approx(
+        m["kl/behavior_target_k1"], abs=1e-6
+    )
 
 
 def test_several_minibatches_measure_the_first_ones_answers(model_dir: Path) -> None:
-    """Only the first optimizer step's forward is the learner's start; the later ones' answers are left out, not taken for it."""
-    c = core(model_dir, learner={"minibatches": 3, "lr": 5.0}, correction={"proximal": "behavior"}, loss={"surrogate": "ppo"})
+    """Only the first optimizer step's forward is the learner's start; the later ones' answers are
+    left out, not taken for it.
+    """
+    c = core(
+        model_dir,
+        learner={"minibatches": 3, "lr": 5.0},
+        correction={"proximal": "behavior"},
+        loss={"surrogate": "ppo"},
+    )
     packed = pack(batch())
     start = c._forward(c.model, packed, range(GROUPS * SIZE)).double()
     first = packed.part(c._minibatches(packed, 0)[0])
     x = (start - packed.loss.behavior.double())[first]
     m = c.train(batch())
-    assert m["kl/behavior_start_k1"] == pytest.approx(float(-x.mean()), rel=1e-5) and m["kl/start_target_k3"] == pytest.approx(0.0, abs=1e-12)
+    assert m["kl/behavior_start_k1"] == pytest.approx(float(-x.mean()), rel=1e-5) and m[
+        "kl/start_target_k3"
+    ] == pytest.approx(0.0, abs=1e-12)
 
 
 def test_kl_in_the_reward_is_charged_at_the_learners_start_under_a_bypass(model_dir: Path) -> None:
-    """beta k1(start, reference) is 0 while both are the initial model, also where the loss divides by mu, far away."""
+    """beta k1(start, reference) is 0 while both are the initial model, also where the loss divides
+    by mu, far away.
+    """
     how: dict[str, Any] = {"correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}}
     charged = core(model_dir, kl={"reward": {"coefficient": 5.0, "estimator": "k1"}}, **how)
     free = core(model_dir, **how)
     m = charged.train(batch())
     free.train(batch())
-    assert m["kl/reward_gradient_share"] == pytest.approx(0.0, abs=1e-5) and torch.allclose(weights(charged), weights(free), atol=1e-6)
+    assert m["kl/reward_gradient_share"] == pytest.approx(0.0, abs=1e-5) and torch.allclose(
+        weights(charged), weights(free), atol=1e-6
+    )
 
 
-# ---- what no step used -------------------------------------------------------------------------------------------------
+# ---- what no step used ---------------------------------------------------------------------------
 
 
 def lengths(b: Batch) -> list[int]:
@@ -328,14 +482,21 @@ def test_a_batch_that_is_used_up_leaves_nothing_unused(model_dir: Path) -> None:
 
 def test_minibatches_that_early_stopping_leaves_out_are_counted_whole(model_dir: Path) -> None:
     b = batch()
-    c = core(model_dir, learner={"optimizer": "adamw", "lr": 0.01, "minibatches": 3}, stop={"kl_max": 1e-12})
+    c = core(
+        model_dir,
+        learner={"optimizer": "adamw", "lr": 0.01, "minibatches": 3},
+        stop={"kl_max": 1e-12},
+    )
     assert c.train(b)["optim/steps"] == 1
     c.state.number = b.number  # the permutation is the batch's
     (made, *_) = c._minibatches(pack(b), 0)
     assert len(made) == len(b.samples) // 3
     assert c.unused == [(0, 0) if i in made else (n, 0) for i, n in enumerate(lengths(b))]
-    again = core(model_dir, learner={"optimizer": "adamw", "lr": 0.01, "epochs": 3}, stop={"kl_max": 1e-12})
-    assert again.train(batch())["optim/early_stops"] == 1 and again.unused == []  # its first pass had used all of it
+    again = core(
+        model_dir, learner={"optimizer": "adamw", "lr": 0.01, "epochs": 3}, stop={"kl_max": 1e-12}
+    )
+    # its first pass had used all of it
+    assert again.train(batch())["optim/early_stops"] == 1 and again.unused == []
 
 
 def test_rejected_tokens_are_those_that_no_step_weighed(model_dir: Path) -> None:
@@ -350,7 +511,12 @@ def test_rejected_tokens_are_those_that_no_step_weighed(model_dir: Path) -> None
 
 
 def test_a_baseline_that_is_not_trained_on_is_not_counted_as_unused(model_dir: Path) -> None:
-    c = core(model_dir, advantage={"name": "remax"}, learner={"optimizer": "adamw", "lr": 0.01, "minibatches": 3}, stop={"kl_max": 1e-12})
+    c = core(
+        model_dir,
+        advantage={"name": "remax"},
+        learner={"optimizer": "adamw", "lr": 0.01, "minibatches": 3},
+        stop={"kl_max": 1e-12},
+    )
     b = batch()
     c.train(b)
     assert all(x == (0, 0) for x, s in zip(c.unused, b.samples, strict=True) if s.sample == 0)

@@ -1,4 +1,6 @@
-"""The ledger's lines sum to what the generators say that they drew, by counts of their own: through losses, kills and roll-backs."""
+"""The ledger's lines sum to what the generators say that they drew, by counts of their own: through
+losses, kills and roll-backs.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,15 @@ from buffer.store import Store
 
 
 class Generator:
-    """Rows of tickets that grow at random; what it says goes to the store at once, or is lost with it."""
+    """Rows of tickets that grow at random; what it says goes to the store at once, or is lost with
+    it.
+    """
 
     def __init__(self, store: Store, name: str, session: int, r: random.Random) -> None:
         self.store, self.name, self.session, self.r = store, name, session, r
         self.outbox = Outbox(Wires(), name, session)
-        self.rows: dict[tuple[int, int, int], tuple[Ticket, int]] = {}  # (ticket, sample, attempt) -> tokens so far
+        # (ticket, sample, attempt) -> tokens so far
+        self.rows: dict[tuple[int, int, int], tuple[Ticket, int]] = {}
         self.done: dict[tuple[int, int], int] = {}
         store.end_sessions(name, session)
 
@@ -37,7 +42,9 @@ class Generator:
                 del self.rows[key]
                 self.done[key[0], key[2]] = self.done.get((key[0], key[2]), 0) + n
                 failed = "data: no" if self.r.random() < 0.1 else ""
-                self.outbox.add(sample(t, key[1], length=n, reward=float(self.r.random() < 0.5), failed=failed))
+                self.outbox.add(
+                    sample(t, key[1], length=n, reward=float(self.r.random() < 0.5), failed=failed)
+                )
 
     def renew(self) -> None:
         tokens = dict.fromkeys({(k[0], k[2]) for k in self.rows}, 0)
@@ -48,7 +55,8 @@ class Generator:
         self.store.renew(self.name, self.session, progress, 0.0)
 
     def deliver(self) -> None:
-        for frame in self.outbox.frames(self.r.random() * 100, flush=True):  # those unanswered are sent again, and again
+        # those unanswered are sent again, and again
+        for frame in self.outbox.frames(self.r.random() * 100, flush=True):
             self.store.told(self.name, self.session, frame.drawn)
             for t in frame.samples:
                 self.store.deliver(t, 0.0)
@@ -59,13 +67,27 @@ def test_the_lines_sum_to_what_the_generators_say(mode: str, tmp_path: Path) -> 
     lines: set[str] = set()
     for seed in range(60):
         r = random.Random(seed)
-        settings = Settings(2, 2, 500, Sampling(max_new_tokens=10_000), filter_no_spread=seed % 2 == 0, error_budget=99.0)
+        settings = Settings(
+            2,
+            2,
+            500,
+            Sampling(max_new_tokens=10_000),
+            filter_no_spread=seed % 2 == 0,
+            error_budget=99.0,
+        )
         directory = tmp_path / str(seed)
 
         def make(settings: Settings = settings, directory: Path = directory) -> Store:
             if mode == "memory":
                 return Store(settings, PROMPTS.__getitem__, evaluations())
-            return RecordedStore.open(directory, sync=False, settings=settings, prompt=PROMPTS.__getitem__, evaluations=evaluations(), now=0.0)
+            return RecordedStore.open(
+                directory,
+                sync=False,
+                settings=settings,
+                prompt=PROMPTS.__getitem__,
+                evaluations=evaluations(),
+                now=0.0,
+            )
 
         store = make()
         assert hello(store, 1, 0, k=2)
@@ -73,10 +95,18 @@ def test_the_lines_sum_to_what_the_generators_say(mode: str, tmp_path: Path) -> 
         for step in range(150):
             g = r.choice(generators)
             r.choice([g.work, g.work, g.renew, g.deliver])()
-            if r.random() < 0.03:  # killed: what it had not told is drawn for nobody, and known to nobody
+            # killed: what it had not told is drawn for nobody, and known to nobody
+            if r.random() < 0.03:
                 generators[generators.index(g)] = Generator(store, g.name, g.session + 1, r)
             if r.random() < 0.02 and store.committed:
-                assert hello(store, store.epoch + 1, max(store.base, store.committed - 1), k=2, origin=store.epoch, digest="again")
+                assert hello(
+                    store,
+                    store.epoch + 1,
+                    max(store.base, store.committed - 1),
+                    k=2,
+                    origin=store.epoch,
+                    digest="again",
+                )
             elif store.ask(store.epoch, store.committed)[0]:
                 number = store.committed
                 store.commit(number, Label(store.epoch, number + 1), f"d{store.epoch}.{number + 1}")

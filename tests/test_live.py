@@ -21,7 +21,9 @@ def status(committed: int, steps: int = 100) -> Status:
 
 
 def test_what_is_left_follows_the_last_batches() -> None:
-    """Ten slow batches of 100 s, then twenty of 10 s: only those count.  A batch that takes long counts before it ends."""
+    """Ten slow batches of 100 s, then twenty of 10 s: only those count.  A batch that takes long
+    counts before it ends.
+    """
     pace, now = live.Pace(), 0.0
     pace.observe(0, now)
     assert pace.left(100, now) is None, "one look says nothing of the pace"
@@ -34,7 +36,17 @@ def test_what_is_left_follows_the_last_batches() -> None:
     assert pace.left(30, now) == 0.0
 
 
-@pytest.mark.parametrize(("seconds", "said"), [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (5399, "90 min"), (5400, "1.5 h"), (129600, "1.5 days")])
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        (0.4, "0 s"),
+        (89, "89 s"),
+        (90, "2 min"),
+        (5399, "90 min"),
+        (5400, "1.5 h"),
+        (129600, "1.5 days"),
+    ],
+)
 def test_durations_for_a_reader(seconds: float, said: str) -> None:
     assert live.duration(seconds) == said
 
@@ -45,27 +57,48 @@ def test_the_line_and_the_table_say_it() -> None:
     for left, said in ((700.0, "12 min left"), (None, "")):
         out = io.StringIO()
         Console(file=out, width=160).print(live.table(status(30), left))
-        assert "30/100" in out.getvalue() and ("left" in out.getvalue()) == bool(said) and said in out.getvalue()
+        assert (
+            "30/100" in out.getvalue()
+            and ("left" in out.getvalue()) == bool(said)
+            and said in out.getvalue()
+        )
 
 
 def test_rewards_are_named_when_they_hold_the_run_up() -> None:
-    now = {"reward/queue": 120.0, "reward/wait_s": 3.0, "reward/call_s": 0.2, "reward/workers": 1.0, "time/reward_wait_share": 0.42}
+    now = {
+        "reward/queue": 120.0,
+        "reward/wait_s": 3.0,
+        "reward/call_s": 0.2,
+        "reward/workers": 1.0,
+        "time/reward_wait_share": 0.42,
+    }
     slow, fine, none = status(30), status(30), status(30)
     slow.metrics.update(now)
     fine.metrics.update(now | {"time/reward_wait_share": 0.01})
-    assert "rewards hold the generators up: idle 42% of the time for them, 120 answers wait" in live.line(slow)
+    assert (
+        "rewards hold the generators up: idle 42% of the time for them, 120 answers wait"
+        in live.line(slow)
+    )
     assert "rewards hold" not in live.line(fine) and "rewards hold" not in live.line(none)
     shown = {}
     for name, s in (("fine", fine), ("none", none)):
         out = io.StringIO()
         Console(file=out, width=160).print(live.table(s))
         shown[name] = out.getvalue()
-    assert "waiting 120" in shown["fine"] and "s a call 0.2" in shown["fine"] and "processes 1" in shown["fine"]
+    assert (
+        "waiting 120" in shown["fine"]
+        and "s a call 0.2" in shown["fine"]
+        and "processes 1" in shown["fine"]
+    )
     assert "processes" not in shown["none"]
 
 
-def test_a_run_is_followed_with_the_time_left(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Without a terminal; the buffer is played by hand: a batch every 2 s of a clock that stands still otherwise."""
+def test_a_run_is_followed_with_the_time_left(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a terminal; the buffer is played by hand: a batch every 2 s of a clock that stands
+    still otherwise.
+    """
     clock, batches = itertools.count(0.0, 2.0), itertools.count()
 
     class Wire:
@@ -90,12 +123,20 @@ def test_a_run_is_followed_with_the_time_left(monkeypatch: pytest.MonkeyPatch, c
     looks = itertools.count()
     live.follow("ipc://x", "", lambda: next(looks) > 4)
     lines = capsys.readouterr().err.splitlines()
-    assert [x.split("  ")[0] for x in lines] == ["step 0/10", "step 1/10 (18 s left)", "step 2/10 (16 s left)", "step 3/10 (14 s left)",
-                                                 "step 4/10 (12 s left)", "step 4/10"]  # fmt: skip
+    assert [x.split("  ")[0] for x in lines] == [
+        "step 0/10",
+        "step 1/10 (18 s left)",
+        "step 2/10 (16 s left)",
+        "step 3/10 (14 s left)",
+        "step 4/10 (12 s left)",
+        "step 4/10",
+    ]
 
 
 def test_the_version_is_said() -> None:
-    assert CliRunner().invoke(main, ["--version"]).output == f"asyncrl {asyncrl.__version__}\n" and asyncrl.__version__ == version("asyncrl")
+    assert CliRunner().invoke(
+        main, ["--version"]
+    ).output == f"asyncrl {asyncrl.__version__}\n" and asyncrl.__version__ == version("asyncrl")
 
 
 def test_what_no_step_used_is_said_while_it_is_much() -> None:
@@ -106,7 +147,13 @@ def test_what_no_step_used_is_said_while_it_is_much() -> None:
 
     much, little = status(30), status(30)
     for s, skipped in ((much, 300.0), (little, 3.0)):
-        s.ledger.update({"trained": {"tokens": 700.0}, "skipped": {"tokens": skipped}, "left_over": {"tokens": 9e9}})
+        s.ledger.update(
+            {
+                "trained": {"tokens": 700.0},
+                "skipped": {"tokens": skipped},
+                "left_over": {"tokens": 9e9},
+            }
+        )
     said = "of the tokens of its batches 30% skipped by early stopping"
     assert live.line(much).endswith(said) and said in out(much)
     for s in (little, status(30)):

@@ -1,4 +1,6 @@
-"""What drop, mask, downweight and no limit at all take, by the length of the answers: numbers by hand, and the report of real runs."""
+"""What drop, mask, downweight and no limit at all take, by the length of the answers: numbers by
+hand, and the report of real runs.
+"""
 
 from __future__ import annotations
 
@@ -22,15 +24,20 @@ def line(store: Any, name: str) -> dict[str, float]:
 
 def test_mask_and_drop_say_how_long_the_answers_were() -> None:
     store, (a, b) = stale("mask", k=1)
-    store.deliver(sample(a, 0, (Label(1, 0), 3), (Label(1, 1), 2), (Label(1, 2), 1)), 0.0)  # 6 tokens, the first 3 two versions old
+    # 6 tokens, the first 3 two versions old
+    store.deliver(sample(a, 0, (Label(1, 0), 3), (Label(1, 1), 2), (Label(1, 2), 1)), 0.0)
     groups, _ = store.ask(1, 2)
     assert groups and store.commit(2, Label(1, 3), "d3")
     assert binned(line(store, "masked_stale"), "upto_") == {8: 3}
-    assert binned(line(store, "trained"), "upto_") == {4: 8, 8: 3}  # two fresh answers of 4 before it
+    # two fresh answers of 4 before it
+    assert binned(line(store, "trained"), "upto_") == {4: 8, 8: 3}
     store, (a, b) = stale("drop")
     store.deliver(sample(b, 0, (Label(1, 0), 17)), 0.0)
     store.deliver(sample(a, 0, (Label(1, 0), 1)), 0.0)
-    assert store.ask(1, 2)[0] == [] and binned(line(store, "dropped_stale"), "upto_") == {1: 1, 32: 17}
+    assert store.ask(1, 2)[0] == [] and binned(line(store, "dropped_stale"), "upto_") == {
+        1: 1,
+        32: 17,
+    }
 
 
 def test_downweight_counts_what_faded() -> None:
@@ -39,7 +46,9 @@ def test_downweight_counts_what_faded() -> None:
     store.deliver(sample(a, 0, (Label(1, 0), 3), (Label(1, 1), 2), (Label(1, 2), 1)), 0.0)
     groups, _ = store.ask(1, 2)
     assert groups and store.commit(2, Label(1, 3), "d3")
-    assert binned(line(store, "trained"), "faded_upto_") == {8: pytest.approx(3 * 0.5 + 2 * (1 - 0.5**0.5))}
+    assert binned(line(store, "trained"), "faded_upto_") == {
+        8: pytest.approx(3 * 0.5 + 2 * (1 - 0.5**0.5))
+    }
     totals = store.ledger()
     assert Ledger.restore(totals).totals() == totals  # as a checkpoint keeps them
 
@@ -49,24 +58,54 @@ def test_the_report_shows_each_length_with_its_shares() -> None:
     for length in (4, 4, 9):
         kept.add(length, 1, length, 1.0, faded=length / 2 if length == 9 else 0.0)
     lost.add(7, 1, 16, 0.0)
-    rows = report.by_length({"ledger_lines": {"trained": kept.as_dict(), "masked_stale": lost.as_dict(), "filtered": Line().as_dict()}})
-    assert rows == [("answer length", "tokens", "trained", "masked_stale", "faded"), ("3 to 4", "8", "100.00%", "0.00%", "0.00%"),
-                    ("9 to 16", "16", "56.25%", "43.75%", "28.12%")]  # fmt: skip
+    rows = report.by_length(
+        {
+            "ledger_lines": {
+                "trained": kept.as_dict(),
+                "masked_stale": lost.as_dict(),
+                "filtered": Line().as_dict(),
+            }
+        }
+    )
+    assert rows == [
+        ("answer length", "tokens", "trained", "masked_stale", "faded"),
+        ("3 to 4", "8", "100.00%", "0.00%", "0.00%"),
+        ("9 to 16", "16", "56.25%", "43.75%", "28.12%"),
+    ]
 
 
-@pytest.mark.parametrize(("on_exceed", "limit"), [("drop", "1"), ("mask", "1"), ("downweight", "1"), ("pace", "inf")])
-def test_real_runs_keep_what_each_choice_promises(on_exceed: str, limit: str, asyncrl: Callable[..., Ended]) -> None:
-    done = asyncrl("run", "learner.steps=12", "learner.groups=4", "learner.group_size=4", "evaluation.every=0", f"staleness.max_lag={limit}",
-                   f"staleness.on_exceed='{on_exceed}'", "name='x'")  # fmt: skip
+@pytest.mark.parametrize(
+    ("on_exceed", "limit"), [("drop", "1"), ("mask", "1"), ("downweight", "1"), ("pace", "inf")]
+)
+def test_real_runs_keep_what_each_choice_promises(
+    on_exceed: str, limit: str, asyncrl: Callable[..., Ended]
+) -> None:
+    done = asyncrl(
+        "run",
+        "learner.steps=12",
+        "learner.groups=4",
+        "learner.group_size=4",
+        "evaluation.every=0",
+        f"staleness.max_lag={limit}",
+        f"staleness.on_exceed='{on_exceed}'",
+        "name='x'",
+    )
     assert done.code == 0, done.err[-3000:]
     s = done.json
     ledger = s["ledger"]
-    assert s["steps"] == 12 and sum(v for k, v in ledger.items() if k != "generated") == ledger["generated"]
+    assert (
+        s["steps"] == 12
+        and sum(v for k, v in ledger.items() if k != "generated") == ledger["generated"]
+    )
     assert s["lag"]["max"] <= 1 or on_exceed in ("downweight", "pace")
     assert on_exceed == "mask" or ledger["masked_stale"] == 0
     assert on_exceed == "drop" or ledger["dropped_stale"] == ledger["abandoned"] == 0
     for name, x in s["ledger_lines"].items():
         if name != "lost_with_process":
-            assert sum(binned(x, "upto_").values()) <= x["tokens"] and (name != "trained" or sum(binned(x, "upto_").values()) == x["tokens"])
+            assert sum(binned(x, "upto_").values()) <= x["tokens"] and (
+                name != "trained" or sum(binned(x, "upto_").values()) == x["tokens"]
+            )
     rows = report.by_length(json.loads((Path(s["run_dir"]) / "summary.json").read_text()))
-    assert len(rows) > 1 and all(f"<td>{row[0]}</td>" in (Path(s["run_dir"]) / "report.html").read_text() for row in rows[1:])
+    assert len(rows) > 1 and all(
+        f"<td>{row[0]}</td>" in (Path(s["run_dir"]) / "report.html").read_text() for row in rows[1:]
+    )

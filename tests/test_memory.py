@@ -1,4 +1,6 @@
-"""The learner stays flat over many small batches, in a process of its own whose resident memory is read (the engine: test_speed.py)."""
+"""The learner stays flat over many small batches, in a process of its own whose resident memory is
+read (the engine: test_speed.py).
+"""
 
 from __future__ import annotations
 
@@ -32,6 +34,12 @@ print(rss[-1] - rss[1], rss)
 
 
 def test_the_learners_memory_stays_flat_over_many_small_batches(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", LEARNER + MEASURE, str(tmp_path / "m")], env=ENV, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", LEARNER + MEASURE, str(tmp_path / "m")],
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert float(done.stdout.split()[0]) < MOST_MB, done.stdout

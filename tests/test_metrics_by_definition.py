@@ -1,4 +1,6 @@
-"""Every metric of the loss reckoned again in plain Python, token by token and answer by answer.  float64."""
+"""Every metric of the loss reckoned again in plain Python, token by token and answer by answer.
+float64.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,20 @@ from asyncrl.algorithms import diagnostics, split
 from asyncrl.algorithms.surrogates import DUAL, HIGH, LOW, OPEN
 
 D = torch.float64
-LAGS = {"0": range(1), "1": range(1, 2), "2": range(2, 3), "3to4": range(3, 5), "5to8": range(5, 9), "9plus": range(9, 1000)}
+LAGS = {
+    "0": range(1),
+    "1": range(1, 2),
+    "2": range(2, 3),
+    "3to4": range(3, 5),
+    "5to8": range(5, 9),
+    "9plus": range(9, 1000),
+}
 
 
 def view(seed: int, part: slice = slice(None), **more: Any) -> diagnostics.View:
-    """60 answers of 1 to 8 tokens, whole or (part) those of a range; some masked, rejected, vetoed, of weight 0, not known."""
+    """60 answers of 1 to 8 tokens, whole or (part) those of a range; some masked, rejected, vetoed,
+    of weight 0, not known.
+    """
     g = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 9, (60,), generator=g)
     seq = torch.repeat_interleave(torch.arange(60), lengths)
@@ -26,15 +37,29 @@ def view(seed: int, part: slice = slice(None), **more: Any) -> diagnostics.View:
     start = mu + 0.4 * torch.randn(n, generator=g, dtype=D)
     kept, vetoed = torch.rand(n, generator=g) < 0.8, (torch.rand(60, generator=g) < 0.1)[seq]
     kept = kept & ~vetoed & ~(torch.rand(60, generator=g) < 0.1)[seq]
-    weight = torch.where(kept & (torch.rand(n, generator=g) < 0.9), torch.rand(n, generator=g, dtype=D) + 0.1, 0.0)
+    weight = torch.where(
+        kept & (torch.rand(n, generator=g) < 0.9), torch.rand(n, generator=g, dtype=D) + 0.1, 0.0
+    )
     fields = {
-        "seq": seq, "lag": torch.randint(0, 12, (n,), generator=g), "valid": torch.rand(n, generator=g) < 0.85, "kept": kept, "vetoed": vetoed,
-        "behavior": mu, "start": start, "target": start + 0.3 * torch.randn(n, generator=g, dtype=D), "weight": weight,
-        "clipped": torch.randint(0, 4, (n,), generator=g).to(torch.int8), "reference": mu + 0.5 * torch.randn(n, generator=g, dtype=D),
-        "entropy": torch.rand(n, generator=g, dtype=D) + 0.1, "known": (torch.rand(60, generator=g) < 0.7)[seq],
-    }  # fmt: skip
+        "seq": seq,
+        "lag": torch.randint(0, 12, (n,), generator=g),
+        "valid": torch.rand(n, generator=g) < 0.85,
+        "kept": kept,
+        "vetoed": vetoed,
+        "behavior": mu,
+        "start": start,
+        "target": start + 0.3 * torch.randn(n, generator=g, dtype=D),
+        "weight": weight,
+        "clipped": torch.randint(0, 4, (n,), generator=g).to(torch.int8),
+        "reference": mu + 0.5 * torch.randn(n, generator=g, dtype=D),
+        "entropy": torch.rand(n, generator=g, dtype=D) + 0.1,
+        "known": (torch.rand(60, generator=g) < 0.7)[seq],
+    }
     at = (seq >= (part.start or 0)) & (seq < (part.stop or 60))
-    return diagnostics.View(**({k: x[at] for k, x in fields.items()} | more), rewards=torch.rand(60, generator=g, dtype=D))
+    return diagnostics.View(
+        **({k: x[at] for k, x in fields.items()} | more),
+        rewards=torch.rand(60, generator=g, dtype=D),
+    )
 
 
 def tokens_of(v: diagnostics.View) -> list[dict[str, Any]]:
@@ -44,9 +69,23 @@ def tokens_of(v: diagnostics.View) -> list[dict[str, Any]]:
         mu, s, t = float(v.behavior[i]), float(v.start[i]), float(v.target[i])
         known = v.known is None or bool(v.known[i])
         ref = None if v.reference is None else float(v.reference[i])
-        out.append({"seq": int(v.seq[i]), "lag": int(v.lag[i]), "mu": mu, "s": s, "t": t, "w": float(v.weight[i]), "kept": bool(v.kept[i]), "known": known,
-                    "vetoed": bool(v.vetoed[i]), "clip": int(v.clipped[i]), "ref": ref, "h": None if v.entropy is None else float(v.entropy[i]),
-                    "valid": bool(v.valid[i])})  # fmt: skip
+        out.append(
+            {
+                "seq": int(v.seq[i]),
+                "lag": int(v.lag[i]),
+                "mu": mu,
+                "s": s,
+                "t": t,
+                "w": float(v.weight[i]),
+                "kept": bool(v.kept[i]),
+                "known": known,
+                "vetoed": bool(v.vetoed[i]),
+                "clip": int(v.clipped[i]),
+                "ref": ref,
+                "h": None if v.entropy is None else float(v.entropy[i]),
+                "valid": bool(v.valid[i]),
+            }
+        )
     return [x for x in out if x["valid"]]
 
 
@@ -66,46 +105,79 @@ def share(xs: list[bool]) -> float:
 def wanted(v: diagnostics.View) -> dict[str, float]:
     ts = tokens_of(v)
     ks = [x for x in ts if x["known"]]
-    rejected, masked = [not x["kept"] and not x["vetoed"] for x in ts], [x["kept"] and x["w"] == 0 for x in ts]
+    rejected, masked = (
+        [not x["kept"] and not x["vetoed"] for x in ts],
+        [x["kept"] and x["w"] == 0 for x in ts],
+    )
     vetoed = [x["vetoed"] for x in ts]
     out = {
-        "is/mean_weight": fmean(x["w"] for x in ts), "is/weight_ess": ess([x["w"] for x in ts]), "is/target_ess": ess([math.exp(x["t"] - x["mu"]) for x in ts]),
-        "is/zero_share": share(rejected) + share(vetoed) + share(masked), "is/rejected_share": share(rejected), "is/vetoed_share": share(vetoed),
-        "is/masked_share": share(masked), "kl/behavior_target_k1": fmean(x["mu"] - x["t"] for x in ts),
-        "kl/behavior_target_k3": fmean(k3(x["mu"] - x["t"]) for x in ts), "clip/low": share([x["clip"] == LOW for x in ts]),
-        "clip/high": share([x["clip"] == HIGH for x in ts]), "clip/dual": share([x["clip"] == DUAL for x in ts]),
-        "clip/share": share([x["clip"] != OPEN for x in ts]), "policy/behavior_nll": fmean(-x["mu"] for x in ts),
-        "perplexity/behavior": math.exp(fmean(-x["mu"] for x in ts)), "perplexity/target": math.exp(fmean(-x["t"] for x in ts)),
-        "is/chi2": fmean(math.exp(2 * (x["s"] - x["mu"])) for x in ks) - 1, "is/ess": ess([math.exp(x["s"] - x["mu"]) for x in ks]),
-        "kl/behavior_start_k1": fmean(x["mu"] - x["s"] for x in ks), "kl/behavior_start_k3": fmean(k3(x["mu"] - x["s"]) for x in ks),
-        "kl/start_target_k1": fmean(x["s"] - x["t"] for x in ks), "kl/start_target_k3": fmean(k3(x["s"] - x["t"]) for x in ks),
-        "perplexity/start": math.exp(fmean(-x["s"] for x in ks)), "is/ratio_max": max(math.exp(x["s"] - x["mu"]) for x in ks),
-    }  # fmt: skip
+        "is/mean_weight": fmean(x["w"] for x in ts),
+        "is/weight_ess": ess([x["w"] for x in ts]),
+        "is/target_ess": ess([math.exp(x["t"] - x["mu"]) for x in ts]),
+        "is/zero_share": share(rejected) + share(vetoed) + share(masked),
+        "is/rejected_share": share(rejected),
+        "is/vetoed_share": share(vetoed),
+        "is/masked_share": share(masked),
+        "kl/behavior_target_k1": fmean(x["mu"] - x["t"] for x in ts),
+        "kl/behavior_target_k3": fmean(k3(x["mu"] - x["t"]) for x in ts),
+        "clip/low": share([x["clip"] == LOW for x in ts]),
+        "clip/high": share([x["clip"] == HIGH for x in ts]),
+        "clip/dual": share([x["clip"] == DUAL for x in ts]),
+        "clip/share": share([x["clip"] != OPEN for x in ts]),
+        "policy/behavior_nll": fmean(-x["mu"] for x in ts),
+        "perplexity/behavior": math.exp(fmean(-x["mu"] for x in ts)),
+        "perplexity/target": math.exp(fmean(-x["t"] for x in ts)),
+        "is/chi2": fmean(math.exp(2 * (x["s"] - x["mu"])) for x in ks) - 1,
+        "is/ess": ess([math.exp(x["s"] - x["mu"]) for x in ks]),
+        "kl/behavior_start_k1": fmean(x["mu"] - x["s"] for x in ks),
+        "kl/behavior_start_k3": fmean(k3(x["mu"] - x["s"]) for x in ks),
+        "kl/start_target_k1": fmean(x["s"] - x["t"] for x in ks),
+        "kl/start_target_k3": fmean(k3(x["s"] - x["t"]) for x in ks),
+        "perplexity/start": math.exp(fmean(-x["s"] for x in ks)),
+        "is/ratio_max": max(math.exp(x["s"] - x["mu"]) for x in ks),
+    }
     if v.entropy is not None:
         out["policy/entropy"] = fmean(x["h"] for x in ts)
     if v.reference is not None:
         out |= {
-            "kl/target_ref_k1": fmean(x["t"] - x["ref"] for x in ts), "kl/target_ref_k3": fmean(k3(x["t"] - x["ref"]) for x in ts),
-            "kl/ref_target": fmean((r := math.exp(x["ref"] - x["t"])) * (x["ref"] - x["t"]) - r + 1 for x in ts),
+            "kl/target_ref_k1": fmean(x["t"] - x["ref"] for x in ts),
+            "kl/target_ref_k3": fmean(k3(x["t"] - x["ref"]) for x in ts),
+            "kl/ref_target": fmean(
+                (r := math.exp(x["ref"] - x["t"])) * (x["ref"] - x["t"]) - r + 1 for x in ts
+            ),
             "perplexity/reference": math.exp(fmean(-x["ref"] for x in ts)),
-        }  # fmt: skip
+        }
     for name, lags in LAGS.items():
         here, seen = [x for x in ts if x["lag"] in lags], [x for x in ks if x["lag"] in lags]
         if here:
-            out |= {f"by_lag/{key}_{name}": value for key, value in {
-                "tokens": len(here), "weight": fmean(x["w"] for x in here), "target_k3": fmean(k3(x["mu"] - x["t"]) for x in here),
-                "clip": share([x["clip"] != OPEN for x in here]), "zero": share([not x["kept"] or x["w"] == 0 for x in here]),
-            }.items()}  # fmt: skip
+            out |= {
+                f"by_lag/{key}_{name}": value
+                for key, value in {
+                    "tokens": len(here),
+                    "weight": fmean(x["w"] for x in here),
+                    "target_k3": fmean(k3(x["mu"] - x["t"]) for x in here),
+                    "clip": share([x["clip"] != OPEN for x in here]),
+                    "zero": share([not x["kept"] or x["w"] == 0 for x in here]),
+                }.items()
+            }
             if v.entropy is not None:
                 out[f"by_lag/entropy_{name}"] = fmean(x["h"] for x in here)
         if seen:
-            out |= {f"by_lag/{key}_{name}": value for key, value in {
-                "k1": fmean(x["mu"] - x["s"] for x in seen), "k3": fmean(k3(x["mu"] - x["s"]) for x in seen),
-                "update": fmean(x["s"] - x["t"] for x in seen), "ess": ess([math.exp(x["s"] - x["mu"]) for x in seen]),
-            }.items()}  # fmt: skip
+            out |= {
+                f"by_lag/{key}_{name}": value
+                for key, value in {
+                    "k1": fmean(x["mu"] - x["s"] for x in seen),
+                    "k3": fmean(k3(x["mu"] - x["s"]) for x in seen),
+                    "update": fmean(x["s"] - x["t"] for x in seen),
+                    "ess": ess([math.exp(x["s"] - x["mu"]) for x in seen]),
+                }.items()
+            }
     fresh = [x for x in ks if x["lag"] == 0]
     if fresh:
-        out |= {"mismatch/k3_at_lag_0": fmean(k3(x["mu"] - x["s"]) for x in fresh), "mismatch/max_at_lag_0": max(abs(x["s"] - x["mu"]) for x in fresh)}
+        out |= {
+            "mismatch/k3_at_lag_0": fmean(k3(x["mu"] - x["s"]) for x in fresh),
+            "mismatch/max_at_lag_0": max(abs(x["s"] - x["mu"]) for x in fresh),
+        }
     return out | by_answer(v, ts)
 
 
@@ -117,18 +189,35 @@ def by_answer(v: diagnostics.View, ts: list[dict[str, Any]]) -> dict[str, float]
     whole = [a for _, a in each if all(x["known"] for x in a)]
     w = [fmean(x["w"] for x in a) for _, a in each]
     out = {
-        "perplexity_by_answer/behavior": math.exp(fmean(fmean(-x["mu"] for x in a) for _, a in each)),
+        "perplexity_by_answer/behavior": math.exp(
+            fmean(fmean(-x["mu"] for x in a) for _, a in each)
+        ),
         "perplexity_by_answer/target": math.exp(fmean(fmean(-x["t"] for x in a) for _, a in each)),
-        "perplexity_by_answer/start": math.exp(fmean(fmean(-x["s"] for x in a) for a in whole)), "is/ess_by_answer": ess(w),
-    }  # fmt: skip
+        "perplexity_by_answer/start": math.exp(fmean(fmean(-x["s"] for x in a) for a in whole)),
+        "is/ess_by_answer": ess(w),
+    }
     gone = [(i, a) for i, a in each if all(not x["kept"] for x in a)]
     vetoed = [(i, a) for i, a in each if any(x["vetoed"] for x in a)]
-    out |= {"is/rejected_answers": len(gone) / len(each), "is/vetoed_answers": len(vetoed) / len(each)}
+    out |= {
+        "is/rejected_answers": len(gone) / len(each),
+        "is/vetoed_answers": len(vetoed) / len(each),
+    }
     for name, those in (("rejected", gone), ("vetoed", vetoed)):
         if those:
-            out |= {f"is/{name}_length": fmean(len(a) for _, a in those), f"is/{name}_reward": fmean(float(v.rewards[i]) for i, _ in those)}
-    zero = [(len(a), float(v.rewards[i])) for i, a in each for x in a if x["kept"] and x["w"] == 0]  # each such token counts its answer
-    return out | ({"is/masked_length": fmean(n for n, _ in zero), "is/masked_reward": fmean(r for _, r in zero)} if zero else {})
+            out |= {
+                f"is/{name}_length": fmean(len(a) for _, a in those),
+                f"is/{name}_reward": fmean(float(v.rewards[i]) for i, _ in those),
+            }
+    # each such token counts its answer
+    zero = [(len(a), float(v.rewards[i])) for i, a in each for x in a if x["kept"] and x["w"] == 0]
+    return out | (
+        {
+            "is/masked_length": fmean(n for n, _ in zero),
+            "is/masked_reward": fmean(r for _, r in zero),
+        }
+        if zero
+        else {}
+    )
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -138,7 +227,9 @@ def test_every_metric_is_its_definition(seed: int) -> None:
     want = wanted(v)
     quantiles = {f"is/log_ratio_{q}" for q in ("p50", "p99")}
     assert got.keys() - quantiles == want.keys() and got.keys() >= quantiles
-    wrong = {k: (got[k], want[k]) for k in want if got[k] != pytest.approx(want[k], rel=1e-9, abs=1e-12)}
+    wrong = {
+        k: (got[k], want[k]) for k in want if got[k] != pytest.approx(want[k], rel=1e-9, abs=1e-12)
+    }
     assert not wrong
 
 
@@ -148,14 +239,27 @@ def test_parts_of_a_batch_add_up_to_it_and_take_the_larger_maximum() -> None:
     for part in (slice(0, 20), slice(20, 21), slice(21, 60)):
         diagnostics.add(total, diagnostics.sums(view(2, part)))
     got = diagnostics.metrics(total)
-    assert got.keys() == whole.keys() and all(got[k] == pytest.approx(whole[k], rel=1e-9) for k in whole)
+    assert got.keys() == whole.keys() and all(
+        got[k] == pytest.approx(whole[k], rel=1e-9) for k in whole
+    )
 
 
 def test_what_nobody_knows_is_not_said() -> None:
     v = view(3)
     v.known = torch.zeros_like(v.valid)
     got = diagnostics.metrics(diagnostics.sums(v))
-    of_start = ("start", "is/ess", "is/chi2", "is/ratio_max", "is/log_ratio", "mismatch", "by_lag/k1", "by_lag/k3", "by_lag/update", "by_lag/ess")
+    of_start = (
+        "start",
+        "is/ess",
+        "is/chi2",
+        "is/ratio_max",
+        "is/log_ratio",
+        "mismatch",
+        "by_lag/k1",
+        "by_lag/k3",
+        "by_lag/update",
+        "by_lag/ess",
+    )
     assert not [k for k in got if any(x in k for x in of_start) and k != "is/ess_by_answer"]
     bare = diagnostics.metrics(diagnostics.sums(view(3, reference=None, entropy=None)))
     assert not [k for k in bare if "ref" in k or "entropy" in k]
@@ -165,8 +269,14 @@ def test_what_nobody_knows_is_not_said() -> None:
     v.lag += 1
     v.lag[v.lag == 3] = 500
     late = diagnostics.metrics(diagnostics.sums(v))
-    assert late == {k: pytest.approx(x) for k, x in wanted(v).items()} | {k: late[k] for k in late if "log_ratio" in k}
-    assert "mismatch/k3_at_lag_0" not in late and "mismatch/max_at_lag_0" not in late and "by_lag/tokens_0" not in late
+    assert late == {k: pytest.approx(x) for k, x in wanted(v).items()} | {
+        k: late[k] for k in late if "log_ratio" in k
+    }
+    assert (
+        "mismatch/k3_at_lag_0" not in late
+        and "mismatch/max_at_lag_0" not in late
+        and "by_lag/tokens_0" not in late
+    )
 
 
 def test_maxima_below_one_and_behind_the_mask() -> None:
@@ -174,18 +284,32 @@ def test_maxima_below_one_and_behind_the_mask() -> None:
     v.known, v.start = None, v.behavior - 0.5
     v.start[~v.valid] += 5
     got = diagnostics.metrics(diagnostics.sums(v))
-    assert got["is/ratio_max"] == pytest.approx(math.exp(-0.5)) and got["mismatch/max_at_lag_0"] == pytest.approx(0.5)
+    assert got["is/ratio_max"] == pytest.approx(math.exp(-0.5)) and got[
+        "mismatch/max_at_lag_0"
+    ] == pytest.approx(0.5)
     v.start[v.lag > 0] += 2
     got = diagnostics.metrics(diagnostics.sums(v))
-    assert got["is/ratio_max"] == pytest.approx(math.exp(1.5)) and got["mismatch/max_at_lag_0"] == pytest.approx(0.5)
+    assert got["is/ratio_max"] == pytest.approx(math.exp(1.5)) and got[
+        "mismatch/max_at_lag_0"
+    ] == pytest.approx(0.5)
 
 
 def test_nothing_at_all_is_no_error() -> None:
     empty = diagnostics.sums(view(0, slice(60, 60)))
     assert diagnostics.metrics({}) == {} and diagnostics.to_host({}) == {}
     got = diagnostics.metrics(empty)
-    assert got["is/mean_weight"] == 0 and got["clip/share"] == 0 and not [k for k in got if k.startswith("by_lag")]
-    host = diagnostics.to_host({"a": torch.tensor([[1.0, 2.0], [3.0, 4.0]]), "b": torch.tensor(5), "c": torch.tensor([6.0])})
+    assert (
+        got["is/mean_weight"] == 0
+        and got["clip/share"] == 0
+        and not [k for k in got if k.startswith("by_lag")]
+    )
+    host = diagnostics.to_host(
+        {
+            "a": torch.tensor([[1.0, 2.0], [3.0, 4.0]]),
+            "b": torch.tensor(5),
+            "c": torch.tensor([6.0]),
+        }
+    )
     assert host == {"a": [1, 2, 3, 4], "b": [5], "c": [6]}
 
 
@@ -194,9 +318,15 @@ def test_quantiles_are_the_upper_edges_of_their_bins() -> None:
     edges = [0.01 * 1.15**i for i in range(48)]
     counts = [0.0] * 49
     counts[3], counts[10], counts[48] = 50, 49, 1
-    assert diagnostics._quantile(counts, 0.5) == pytest.approx(edges[3]) and diagnostics._quantile(counts, 0.51) == pytest.approx(edges[10])
-    assert diagnostics._quantile(counts, 0.99) == pytest.approx(edges[10]) and diagnostics._quantile(counts, 1.0) == pytest.approx(edges[47])
-    assert diagnostics._quantile([0.0] * 49, 0.5) == 0 and diagnostics._quantile(counts, 0.0) == pytest.approx(edges[3])
+    assert diagnostics._quantile(counts, 0.5) == pytest.approx(edges[3]) and diagnostics._quantile(
+        counts, 0.51
+    ) == pytest.approx(edges[10])
+    assert diagnostics._quantile(counts, 0.99) == pytest.approx(
+        edges[10]
+    ) and diagnostics._quantile(counts, 1.0) == pytest.approx(edges[47])
+    assert diagnostics._quantile([0.0] * 49, 0.5) == 0 and diagnostics._quantile(
+        counts, 0.0
+    ) == pytest.approx(edges[3])
     v = view(4)
     v.start = v.behavior + torch.where(torch.arange(len(v.seq)) % 2 == 0, 0.0105, -3.0)
     got = diagnostics.metrics(diagnostics.sums(v))
@@ -205,49 +335,107 @@ def test_quantiles_are_the_upper_edges_of_their_bins() -> None:
 
 def test_terms_and_reshape_sums_become_metrics() -> None:
     v = view(5)
-    extra = {"loss/policy": torch.tensor(0.5), "sq/kl": torch.tensor(9.0), "sq/policy": torch.tensor(4.0), "other": torch.tensor(1.0),
-             "reshape": torch.tensor([4.0, 2.0, 8.0, 6.0, 2.0, 5.0, 3.0, 2.0, 1.0, 4.0])}  # fmt: skip
+    extra = {
+        "loss/policy": torch.tensor(0.5),
+        "sq/kl": torch.tensor(9.0),
+        "sq/policy": torch.tensor(4.0),
+        "other": torch.tensor(1.0),
+        "reshape": torch.tensor([4.0, 2.0, 8.0, 6.0, 2.0, 5.0, 3.0, 2.0, 1.0, 4.0]),
+    }
     got = diagnostics.metrics(diagnostics.sums(v) | extra)
-    assert got["loss/policy"] == 0.5 and got["kl/gradient_share"] == pytest.approx(1.5) and "other" not in got and "sq/kl" not in got
-    assert {k.removeprefix("reshape/"): x for k, x in got.items() if k.startswith("reshape/")} == pytest.approx({
-        "gamma": 0.5, "ratio": 2.0, "used_ratio": 1.5, "objective_mean": 0.5, "objective_var": 5 / 4 - 0.25, "gamma_away": 1.5, "gamma_back": 0.25,
-    })  # fmt: skip
+    assert (
+        got["loss/policy"] == 0.5
+        and got["kl/gradient_share"] == pytest.approx(1.5)
+        and "other" not in got
+        and "sq/kl" not in got
+    )
+    assert {
+        k.removeprefix("reshape/"): x for k, x in got.items() if k.startswith("reshape/")
+    } == pytest.approx(
+        {
+            "gamma": 0.5,
+            "ratio": 2.0,
+            "used_ratio": 1.5,
+            "objective_mean": 0.5,
+            "objective_var": 5 / 4 - 0.25,
+            "gamma_away": 1.5,
+            "gamma_back": 0.25,
+        }
+    )
     none = diagnostics._of_reshape([0.0] * 10)
     assert set(none.values()) == {0.0}
     one = diagnostics._of_reshape([1.0, 0.5, 3.0, 2.0, 4.0, 20.0, 0.25, 1.0, 0.75, 1.0])
-    assert one == {"reshape/gamma": 0.5, "reshape/ratio": 3, "reshape/used_ratio": 2, "reshape/objective_mean": 4, "reshape/objective_var": 4,
-                   "reshape/gamma_away": 0.25, "reshape/gamma_back": 0.75}  # fmt: skip
+    assert one == {
+        "reshape/gamma": 0.5,
+        "reshape/ratio": 3,
+        "reshape/used_ratio": 2,
+        "reshape/objective_mean": 4,
+        "reshape/objective_var": 4,
+        "reshape/gamma_away": 0.25,
+        "reshape/gamma_back": 0.75,
+    }
     assert diagnostics._exp(60) == math.exp(50) and diagnostics._exp(1.0) == math.e
 
 
-# ---- the log ratio in three parts ----------------------------------------------------------------------------------------
+# ---- the log ratio in three parts ----------------------------------------------------------------
 
 
 def test_the_split_is_its_definition_by_lag_and_by_age() -> None:
     g = torch.Generator().manual_seed(1)
     n = 80
     mu = -torch.rand(n, generator=g, dtype=D)
-    version, start = mu + 0.1 * torch.randn(n, generator=g, dtype=D), mu + 0.2 * torch.randn(n, generator=g, dtype=D)
-    target, lag = start + 0.3 * torch.randn(n, generator=g, dtype=D), torch.randint(0, 12, (n,), generator=g)
+    version, start = (
+        mu + 0.1 * torch.randn(n, generator=g, dtype=D),
+        mu + 0.2 * torch.randn(n, generator=g, dtype=D),
+    )
+    target, lag = (
+        start + 0.3 * torch.randn(n, generator=g, dtype=D),
+        torch.randint(0, 12, (n,), generator=g),
+    )
     age = torch.randint(0, 12, (n,), generator=g)
     got = split.metrics(split.Split(mu, version, start, target, lag, age))
     parts = {"mismatch": version - mu, "staleness": start - version, "update": target - start}
     want: dict[str, float] = {"split/total": fmean((mu - target).tolist())}
     for name, x in parts.items():
-        want |= {f"split/{name}": fmean((-x).tolist()), f"split/{name}_k3": fmean(k3(-y) for y in x.tolist())}
+        want |= {
+            f"split/{name}": fmean((-x).tolist()),
+            f"split/{name}_k3": fmean(k3(-y) for y in x.tolist()),
+        }
     one = (age == 0).tolist()
-    want |= {"mismatch/k3_one_version": fmean(k3(-y) for y, o in zip(parts["mismatch"].tolist(), one, strict=True) if o),
-             "mismatch/max_one_version": max(abs(y) for y, o in zip(parts["mismatch"].tolist(), one, strict=True) if o)}  # fmt: skip
+    want |= {
+        "mismatch/k3_one_version": fmean(
+            k3(-y) for y, o in zip(parts["mismatch"].tolist(), one, strict=True) if o
+        ),
+        "mismatch/max_one_version": max(
+            abs(y) for y, o in zip(parts["mismatch"].tolist(), one, strict=True) if o
+        ),
+    }
     for name, lags in LAGS.items():
         for part in ("mismatch", "staleness"):
-            here = [y for y, at in zip(parts[part].tolist(), lag.tolist(), strict=True) if at in lags]
-            want |= {f"by_lag/{part}_{name}": fmean(-y for y in here), f"by_lag/{part}_k3_{name}": fmean(k3(-y) for y in here)}
-        here = [y for y, at in zip(parts["mismatch"].tolist(), age.tolist(), strict=True) if at in lags]
+            here = [
+                y for y, at in zip(parts[part].tolist(), lag.tolist(), strict=True) if at in lags
+            ]
+            want |= {
+                f"by_lag/{part}_{name}": fmean(-y for y in here),
+                f"by_lag/{part}_k3_{name}": fmean(k3(-y) for y in here),
+            }
+        here = [
+            y for y, at in zip(parts["mismatch"].tolist(), age.tolist(), strict=True) if at in lags
+        ]
         want[f"by_age/mismatch_k3_{name}"] = fmean(k3(-y) for y in here)
     assert got == pytest.approx(want)
-    assert got["split/mismatch"] + got["split/staleness"] + got["split/update"] == pytest.approx(got["split/total"])
+    assert got["split/mismatch"] + got["split/staleness"] + got["split/update"] == pytest.approx(
+        got["split/total"]
+    )
     none = torch.zeros(0, dtype=D)
     assert split.metrics(split.Split(none, none, none, none, none.long(), none.long())) == {}
-    old = split.metrics(split.Split(mu[:1], version[:1], start[:1], target[:1], lag[:1] * 0 + 1, age[:1] * 0 + 2))
+    old = split.metrics(
+        split.Split(mu[:1], version[:1], start[:1], target[:1], lag[:1] * 0 + 1, age[:1] * 0 + 2)
+    )
     assert "mismatch/k3_one_version" not in old and {k for k in old if "by_" in k} == {
-        "by_lag/mismatch_1", "by_lag/mismatch_k3_1", "by_lag/staleness_1", "by_lag/staleness_k3_1", "by_age/mismatch_k3_2"}  # fmt: skip
+        "by_lag/mismatch_1",
+        "by_lag/mismatch_k3_1",
+        "by_lag/staleness_1",
+        "by_lag/staleness_k3_1",
+        "by_age/mismatch_k3_2",
+    }

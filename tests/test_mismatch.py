@@ -1,4 +1,6 @@
-"""Engine and learner that differ at equal weights: said once, at once; what benchmarks/studies.py computes from runs."""
+"""Engine and learner that differ at equal weights: said once, at once; what benchmarks/studies.py
+computes from runs.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,18 @@ from asyncrl.compare import runner as warm
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize(("keys", "said", "at"), [({"model_type": "qwen3"}, 2e-3, 5), ({"num_experts": 8}, 0.2, 7)])
-def test_an_unhealthy_mismatch_is_said_once(keys: dict[str, object], said: float, at: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("keys", "said", "at"), [({"model_type": "qwen3"}, 2e-3, 5), ({"num_experts": 8}, 0.2, 7)]
+)
+def test_an_unhealthy_mismatch_is_said_once(
+    keys: dict[str, object], said: float, at: int, tmp_path: Path
+) -> None:
     """When half of the batches have it; the same status seen again is no new batch."""
     (tmp_path / "config.json").write_text(json.dumps(keys))
-    config, lines = config_load.load(ROOT / "configs" / "demo.toml", [f"model.path='{tmp_path}'"]), list[str]()
+    config, lines = (
+        config_load.load(ROOT / "configs" / "demo.toml", [f"model.path='{tmp_path}'"]),
+        list[str](),
+    )
     watcher = runner.Watcher(tmp_path, lines.append, runner.about(config))
     for n, k3 in enumerate((1e-4, 1e-3, 2e-3, 0.2, 0.3, 0.4, 0.5, 0.6), 1):
         for step in range(3):
@@ -30,60 +39,127 @@ def test_an_unhealthy_mismatch_is_said_once(keys: dict[str, object], said: float
         assert len(lines) == (n >= at), n
     assert f"k3 = {said:.1e}" in lines[0] and "generator.dtype" in lines[0]
     first = list[str]()
-    runner.Watcher(tmp_path, first.append, runner.about(config)).look(1, {"mismatch/k3_at_lag_0": 0.7})
+    runner.Watcher(tmp_path, first.append, runner.about(config)).look(
+        1, {"mismatch/k3_at_lag_0": 0.7}
+    )
     assert len(first) == 1, "in the first batch already"
 
 
 def run(end: float, ood: float, norm: float = 1.0) -> dict[str, object]:
     """What a warm process records of a run, as far as a study reads it."""
-    curve = [{"version": n + 1, "optim/grad_norm": norm, "reward/mean": 0.5, "kl/behavior_target_k3": 0.01 * n} for n in range(12)]
-    return {"curve": curve, "accuracy": [[0.0, 10.0], [0.4, end]], "evals": {"ood": {"0": [0.9], "10": [ood, ood]}}, "weights_digest": "d"}
+    curve = [
+        {
+            "version": n + 1,
+            "optim/grad_norm": norm,
+            "reward/mean": 0.5,
+            "kl/behavior_target_k3": 0.01 * n,
+        }
+        for n in range(12)
+    ]
+    return {
+        "curve": curve,
+        "accuracy": [[0.0, 10.0], [0.4, end]],
+        "evals": {"ood": {"0": [0.9], "10": [ood, ood]}},
+        "weights_digest": "d",
+    }
 
 
 def test_a_study_pairs_runs_by_seed_and_counts_what_broke(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])  # last: benchmarks/learner.py must not hide the package
+    # last: benchmarks/learner.py must not hide the package
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
     import studies
 
     broken = studies.facts(run(0.1, 0.2))
-    assert broken["collapsed"] and broken["swing"] == pytest.approx(0.3) and broken["kl_mu_max"] == pytest.approx(0.11)
-    assert broken["reward_end"] == 0.5 and "kl_ref_last" not in broken and broken["ood"] == pytest.approx(0.2)
+    assert (
+        broken["collapsed"]
+        and broken["swing"] == pytest.approx(0.3)
+        and broken["kl_mu_max"] == pytest.approx(0.11)
+    )
+    assert (
+        broken["reward_end"] == 0.5
+        and "kl_ref_last" not in broken
+        and broken["ood"] == pytest.approx(0.2)
+    )
     cut = studies.facts(run(0.1, 0.2) | {"evals": {"ood": {"0": [0.9]}}})
     assert cut["ood"] is None, "of a run that did not come to its end"
     good = {seed: studies.facts(run(0.6 + 0.01 * seed, 0.3)) for seed in range(3)}
     less = {seed: studies.facts(run(0.5 + 0.01 * seed, 0.2 - 0.1 * seed)) for seed in range(1, 4)}
     found = studies.compare({"a": good, "b": less, "c": {5: broken}}, "b", "end")
-    assert set(found) == {"a"} and found["a"].seeds == 2 and found["a"].mean == pytest.approx(0.1)  # seeds 1 and 2; c shares none
+    # seeds 1 and 2; c shares none
+    assert set(found) == {"a"} and found["a"].seeds == 2 and found["a"].mean == pytest.approx(0.1)
     ood = studies.compare({"a": good, "b": less}, "b", "ood")["a"]
     assert ood.mean == pytest.approx(0.3 - (0.1 + 0.0) / 2) and ood.low < ood.mean < ood.high
 
 
 def test_bypass_is_recompute_at_lag_0_in_exact_mode(sort_model: Path) -> None:
-    """Section 8 of the mathematics, on real samples: where engine and learner agree bitwise, which anchor is named changes no bit."""
-    small = ["learner.steps=2", "learner.groups=4", "learner.group_size=4", "staleness.max_lag=0", "evaluation.every=0", "evaluation.final_prompts=1",
-             "evaluation.ood_prompts=0", "learner.lr=0.01", f"model.path='{sort_model}'", "exact=true"]  # fmt: skip
-    recompute = ["correction.proximal=recompute", "correction.preset=tis", "loss.surrogate=decoupled_ppo"]
+    """Section 8 of the mathematics, on real samples: where engine and learner agree bitwise, which
+    anchor is named changes no bit.
+    """
+    small = [
+        "learner.steps=2",
+        "learner.groups=4",
+        "learner.group_size=4",
+        "staleness.max_lag=0",
+        "evaluation.every=0",
+        "evaluation.final_prompts=1",
+        "evaluation.ood_prompts=0",
+        "learner.lr=0.01",
+        f"model.path='{sort_model}'",
+        "exact=true",
+    ]
+    recompute = [
+        "correction.proximal=recompute",
+        "correction.preset=tis",
+        "loss.surrogate=decoupled_ppo",
+    ]
     found = {}
-    for name, sets in (("behavior", ["correction.proximal=behavior", "loss.surrogate=ppo"]), ("recompute", recompute)):
+    for name, sets in (
+        ("behavior", ["correction.proximal=behavior", "loss.surrogate=ppo"]),
+        ("recompute", recompute),
+    ):
         found[name] = warm.one(config_load.load(ROOT / "configs" / "demo.toml", [*small, *sets]), 0)
     assert found["behavior"]["weights_digest"] == found["recompute"]["weights_digest"]
     assert sum(r["optim/grad_norm"] for r in found["recompute"]["curve"]) > 0
 
 
 @pytest.mark.parametrize("bits", [0, 1])
-def test_a_rounded_generator_shows_under_the_shipped_config(asyncrl: Callable[..., Ended], bits: int) -> None:
-    """configs/demo.toml divides by mu itself: what engine and learner compute differently is measured and said all the same."""
-    done = asyncrl("run", "learner.steps=4", "learner.groups=8", "evaluation.final_prompts=8", "record.split_every=1", f"generator.mantissa_bits={bits}",
-                   "name='rounded'")  # fmt: skip
+def test_a_rounded_generator_shows_under_the_shipped_config(
+    asyncrl: Callable[..., Ended], bits: int
+) -> None:
+    """configs/demo.toml divides by mu itself: what engine and learner compute differently is
+    measured and said all the same.
+    """
+    done = asyncrl(
+        "run",
+        "learner.steps=4",
+        "learner.groups=8",
+        "evaluation.final_prompts=8",
+        "record.split_every=1",
+        f"generator.mantissa_bits={bits}",
+        "name='rounded'",
+    )
     assert done.code == 0, done.err[-3000:]
-    rows = [json.loads(x) for x in (Path(done.json["run_dir"]) / "metrics.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(x)
+        for x in (Path(done.json["run_dir"]) / "metrics.jsonl").read_text().splitlines()
+    ]
     split = [r for r in rows if "split/mismatch_k3" in r]
-    assert [r["step"] for r in split] == [0, 1, 2, 3] and all(r["split/coverage"] == 1 for r in split)
+    assert [r["step"] for r in split] == [0, 1, 2, 3] and all(
+        r["split/coverage"] == 1 for r in split
+    )
     aged = [r for r in split if r["lag/mean"] > 0]
-    assert aged and all(r["kl/behavior_start_k3"] > 1e-9 and r["is/ess"] < 1 for r in aged), "staleness is measured, not a constant"
-    alone = [r["by_age/mismatch_k3_0"] for r in split if "by_age/mismatch_k3_0" in r]  # older keys and values are a mismatch of their own
+    assert aged and all(r["kl/behavior_start_k3"] > 1e-9 and r["is/ess"] < 1 for r in aged), (
+        "staleness is measured, not a constant"
+    )
+    # older keys and values are a mismatch of their own
+    alone = [r["by_age/mismatch_k3_0"] for r in split if "by_age/mismatch_k3_0" in r]
     assert alone, "no token was drawn on keys and values of its own version"
     if bits:
-        assert done.json["mismatch_k3_max"] > 1e-2 and min(alone) > 1e-2 and all(r["split/mismatch_k3"] > 1e-2 for r in split)
+        assert (
+            done.json["mismatch_k3_max"] > 1e-2
+            and min(alone) > 1e-2
+            and all(r["split/mismatch_k3"] > 1e-2 for r in split)
+        )
         assert "engine and learner differ at equal weights" in done.err
     else:
         assert done.json["mismatch_k3_max"] < 1e-9 and max(alone) < 1e-9

@@ -1,4 +1,6 @@
-"""The fast path is the plain path: value and gradient; flat weights come back; directories load with transformers."""
+"""The fast path is the plain path: value and gradient; flat weights come back; directories load
+with transformers.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,13 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages import Prompt
 from asyncrl.tokenizer import encode_prompt, load_tokenizer
 
-FAMILIES = [("qwen3", 4, True), ("qwen3", 2, False), ("llama", 2, True), ("qwen2", 4, False), ("mistral", 2, True)]
+FAMILIES = [
+    ("qwen3", 4, True),
+    ("qwen3", 2, False),
+    ("llama", 2, True),
+    ("qwen2", 4, False),
+    ("mistral", 2, True),
+]
 
 
 def sample_batch(vocab: int, seed: int = 0) -> tuple[list[np.ndarray], list[np.ndarray], list[int]]:
@@ -25,7 +33,9 @@ def sample_batch(vocab: int, seed: int = 0) -> tuple[list[np.ndarray], list[np.n
 
 
 @pytest.mark.parametrize("family,kv,tied", FAMILIES)
-def test_packed_logprobs_equal_plain_ones_in_value_and_gradient(tmp_path: Path, family: str, kv: int, tied: bool) -> None:
+def test_packed_logprobs_equal_plain_ones_in_value_and_gradient(
+    tmp_path: Path, family: str, kv: int, tied: bool
+) -> None:
     model = models.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied)
     assert model.fast is not None
     prompts, responses, owner = sample_batch(11)
@@ -34,9 +44,13 @@ def test_packed_logprobs_equal_plain_ones_in_value_and_gradient(tmp_path: Path, 
     for path in ("fast", "plain"):
         model.hf.zero_grad()
         if path == "fast":
-            out = model.logprobs(prompts, responses, temperature, groups=owner, want_entropy=True, want_hidden=True)
+            out = model.logprobs(
+                prompts, responses, temperature, groups=owner, want_entropy=True, want_hidden=True
+            )
         else:
-            out = models.plain_logprobs(model.hf, prompts, responses, temperature, True, True, rows=4)
+            out = models.plain_logprobs(
+                model.hf, prompts, responses, temperature, True, True, rows=4
+            )
         weight = torch.linspace(-1, 1, len(out.logprobs))
         assert out.entropy is not None and out.hidden is not None
         ((out.logprobs * weight).sum() + 0.3 * (out.entropy * weight).sum()).backward()

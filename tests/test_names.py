@@ -1,4 +1,6 @@
-"""What the field calls things is found where a user looks, and the keys that it leads to are there."""
+"""What the field calls things is found where a user looks, and the keys that it leads to are
+there.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,10 @@ RULES = (*signs.RULES, *signs.END_RULES, *signs.KNOWN_RULES)
     [
         ("dynamic sampling", ["advantage.no_spread='filter'"]),
         ("partial rollouts", ["weights.in_flight='keep_kv'", "weights.in_flight='recompute_kv'"]),
-        ("adaptive KL controller", ["kl.reward.controller='adaptive'", "kl.reward.target=3.0", "kl.reward.horizon=100"]),
+        (
+            "adaptive KL controller",
+            ["kl.reward.controller='adaptive'", "kl.reward.target=3.0", "kl.reward.horizon=100"],
+        ),
     ],
 )
 def test_a_name_leads_to_its_keys(name: str, keys: list[str]) -> None:
@@ -35,7 +40,9 @@ def test_a_name_leads_to_its_keys(name: str, keys: list[str]) -> None:
 
 def test_every_key_of_the_table_exists() -> None:
     named = re.findall(r"`(\w+(?:\.\w+)+)", NAMES)
-    assert len(named) > 10 and set(named) <= set(config_load.keys()), set(named) - set(config_load.keys())
+    assert len(named) > 10 and set(named) <= set(config_load.keys()), set(named) - set(
+        config_load.keys()
+    )
 
 
 def test_every_sign_is_named_with_what_it_is() -> None:
@@ -43,6 +50,7 @@ def test_every_sign_is_named_with_what_it_is() -> None:
     named = set(re.findall(r"`(\w+)`", table))
     code = (ROOT / "asyncrl" / "signs.py").read_text()
     said = set(re.findall(r'Sign\(\s*"(\w+)"', code))
-    assert len(said) == len(RULES) + 1 and said <= named, said - named  # answers_missing is no rule over rows
+    # answers_missing is no rule over rows
+    assert len(said) == len(RULES) + 1 and said <= named, said - named
     read = set(re.findall(r'"((?:kl|split|mismatch|reward|answer|eval)/\w+)"', code))
     assert len(read) > 8 and all(metrics.known(x) for x in read), "a rule reads what no run writes"

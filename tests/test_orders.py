@@ -1,4 +1,6 @@
-"""The order in which the buffer serves groups (`staleness.order`), and answers that come late on purpose (`staleness.delay`)."""
+"""The order in which the buffer serves groups (`staleness.order`), and answers that come late on
+purpose (`staleness.delay`).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from asyncrl.versions import Label
 
 
 @pytest.mark.parametrize(("order", "first"), [("completion", 1), ("auto", 1), ("freshest", 3)])
-def test_freshest_takes_the_newest_weights_completion_what_was_ready_first(order: str, first: int) -> None:
+def test_freshest_takes_the_newest_weights_completion_what_was_ready_first(
+    order: str, first: int
+) -> None:
     store = make(2, on_exceed="mask", order=order)
     a, b, _ = store.grant("g", 1, 9, 0.0)
     write(store, a)
@@ -28,7 +32,9 @@ def test_freshest_takes_the_newest_weights_completion_what_was_ready_first(order
     write(store, d)
     assert [g.ticket for g in store.ask(1, 1)[0]] == [first]
     assert store.commit(1, Label(1, 2), "d2")
-    assert [g.ticket for g in store.ask(1, 2)[0]] == [4 - first], "what was passed over is served when it is the freshest left"
+    assert [g.ticket for g in store.ask(1, 2)[0]] == [4 - first], (
+        "what was passed over is served when it is the freshest left"
+    )
 
 
 def test_freshest_with_drop_sends_again_what_it_passed_over_for_too_long() -> None:
@@ -40,15 +46,23 @@ def test_freshest_with_drop_sends_again_what_it_passed_over_for_too_long() -> No
     write(store, b)  # of version 0
     write(store, c)  # of version 1, served first
     train(store, 1)
-    assert not store.ask(1, 2)[0] and store.ledger()["dropped_stale"]["tokens"] == 4, "b would train two versions late"
+    assert not store.ask(1, 2)[0] and store.ledger()["dropped_stale"]["tokens"] == 4, (
+        "b would train two versions late"
+    )
     again, _ = store.grant("g", 1, 9, 0.0)
     assert again.ticket == b.ticket and again.min_version == Label(1, 2)
 
 
 REFUSED = [
-    (("order=completion",), "lets slow answers past the limit, which on_exceed = pace keeps by ticket order alone"),
+    (
+        ("order=completion",),
+        "lets slow answers past the limit, which on_exceed = pace keeps by ticket order alone",
+    ),
     (("order=freshest",), "lets slow answers past the limit"),
-    (("order=freshest", "on_exceed=mask", "max_lag=0"), "synchronous (staleness.max_lag = 0) repeat because of ticket order"),
+    (
+        ("order=freshest", "on_exceed=mask", "max_lag=0"),
+        "synchronous (staleness.max_lag = 0) repeat because of ticket order",
+    ),
     (("order=ticket", "on_exceed=drop"), "so on_exceed = drop has nothing to do"),
     (("order=ticket", "max_lag=inf"), "waits for the oldest answer, however late"),
     (("order=freshest", "max_lag=inf", "inject=2"), "in another batch than lag injection planned"),
@@ -73,8 +87,13 @@ def test_exact_mode_keeps_ticket_order() -> None:
 
 def test_the_delay_of_a_ticket_is_seeded_and_has_a_long_tail() -> None:
     each = sorted(admission.delay(2.0, 7, t) for t in range(4000))
-    assert each == sorted(admission.delay(2.0, 7, t) for t in range(4000)) != sorted(admission.delay(2.0, 8, t) for t in range(4000))
-    # Lomax, shape 1.5: P(X > x) = (1 + x)^-1.5, so the median is 2^(2/3) - 1 = 0.587 scales and P(X > 20) = 21^-1.5 = 0.0104
+    assert (
+        each
+        == sorted(admission.delay(2.0, 7, t) for t in range(4000))
+        != sorted(admission.delay(2.0, 8, t) for t in range(4000))
+    )
+    # Lomax, shape 1.5: P(X > x) = (1 + x)^-1.5, so the median is 2^(2/3) - 1 = 0.587 scales and P(X
+    # > 20) = 21^-1.5 = 0.0104
     assert each[2000] == pytest.approx(2 * 0.587, rel=0.1) and each[-1] == 40.0
     assert 0.006 < sum(x == 40.0 for x in each) / 4000 < 0.016
     assert admission.delay(0.0, 7, 3) == 0.0
@@ -85,21 +104,47 @@ def test_late_answers_come_back_by_their_time() -> None:
     assert late.next == float("inf") and late.due(1e9) == []
     for until, what in ((3.0, "b"), (1.0, "a"), (3.0, "c"), (9.0, "d")):
         late.hold(until, what)
-    assert late.next == 1.0 and late.due(0.5) == [] and late.due(3.0) == ["a", "b", "c"] and late.next == 9.0
+    assert (
+        late.next == 1.0
+        and late.due(0.5) == []
+        and late.due(3.0) == ["a", "b", "c"]
+        and late.next == 9.0
+    )
 
 
-SMALL = ("generator.max_new_tokens=56", "generator.slots=32", "learner.steps=8", "learner.groups=4", "learner.group_size=4", "evaluation.every=0",
-         "evaluation.prompts=8", "evaluation.final_prompts=8", "evaluation.ood_prompts=0", "staleness.max_lag=2")  # fmt: skip
+SMALL = (
+    "generator.max_new_tokens=56",
+    "generator.slots=32",
+    "learner.steps=8",
+    "learner.groups=4",
+    "learner.group_size=4",
+    "evaluation.every=0",
+    "evaluation.prompts=8",
+    "evaluation.final_prompts=8",
+    "evaluation.ood_prompts=0",
+    "staleness.max_lag=2",
+)
 
 
 @pytest.fixture(scope="module")
 def late_runs(sort_model: Path) -> dict[str, dict[str, Any]]:
     def run(*sets: str) -> dict[str, Any]:
-        return runner.one(config_load.load(ROOT / "configs" / "demo.toml", [f"model.path='{sort_model}'", *SMALL, *sets]), 3)
+        return runner.one(
+            config_load.load(
+                ROOT / "configs" / "demo.toml", [f"model.path='{sort_model}'", *SMALL, *sets]
+            ),
+            3,
+        )
 
-    out = {"prompt": run(), "pace": run("staleness.delay=1"), "drop": run("staleness.delay=1", "staleness.on_exceed=drop")}
+    out = {
+        "prompt": run(),
+        "pace": run("staleness.delay=1"),
+        "drop": run("staleness.delay=1", "staleness.on_exceed=drop"),
+    }
     for name in ("completion", "freshest", "freshest again"):
-        out[f"mask {name}"] = run("staleness.delay=1", "staleness.on_exceed=mask", f"staleness.order={name.split()[0]}")
+        out[f"mask {name}"] = run(
+            "staleness.delay=1", "staleness.on_exceed=mask", f"staleness.order={name.split()[0]}"
+        )
     return out
 
 
@@ -108,34 +153,53 @@ def mean_lag(r: dict[str, Any]) -> float:
     return sum(k * n for k, n in lags.items()) / sum(lags.values())
 
 
-def test_ticket_order_waits_for_late_answers_and_loses_nothing(late_runs: dict[str, dict[str, Any]]) -> None:
+def test_ticket_order_waits_for_late_answers_and_loses_nothing(
+    late_runs: dict[str, dict[str, Any]],
+) -> None:
     prompt, late = late_runs["prompt"], late_runs["pace"]
     assert late["clock"] > 1.3 * prompt["clock"] and late["trained_ids"] == prompt["trained_ids"]
     assert max(map(int, late["lag_histogram"])) <= 2
-    assert late["ledger_lines"]["trained"]["tokens"] == sum(x["tokens"] for x in late["ledger_lines"].values())
+    assert late["ledger_lines"]["trained"]["tokens"] == sum(
+        x["tokens"] for x in late["ledger_lines"].values()
+    )
 
 
-def test_other_orders_do_not_wait_and_what_they_lose_is_counted_by_length(late_runs: dict[str, dict[str, Any]]) -> None:
-    pace, drop, first, fresh = (late_runs[x] for x in ("pace", "drop", "mask completion", "mask freshest"))
+def test_other_orders_do_not_wait_and_what_they_lose_is_counted_by_length(
+    late_runs: dict[str, dict[str, Any]],
+) -> None:
+    pace, drop, first, fresh = (
+        late_runs[x] for x in ("pace", "drop", "mask completion", "mask freshest")
+    )
     for r, line in ((drop, "dropped_stale"), (first, "masked_stale"), (fresh, "masked_stale")):
         assert r["steps"] == 8 and r["trained_ids"] != pace["trained_ids"]
         assert max(map(int, r["lag_histogram"])) <= 2, "past the limit nothing is trained"
         lost = r["ledger_lines"][line]
-        assert lost["tokens"] > 0 and sum(v for k, v in lost.items() if k.startswith("upto_")) == lost["tokens"]
+        assert (
+            lost["tokens"] > 0
+            and sum(v for k, v in lost.items() if k.startswith("upto_")) == lost["tokens"]
+        )
     assert first["clock"] < pace["clock"] and fresh["clock"] < pace["clock"]
     assert mean_lag(fresh) < mean_lag(first)
 
 
 def test_a_late_run_repeats_bitwise(late_runs: dict[str, dict[str, Any]]) -> None:
     a, b = late_runs["mask freshest"], late_runs["mask freshest again"]
-    assert a["weights_digest"] == b["weights_digest"] and a["ledger_lines"] == b["ledger_lines"] and a["clock"] == b["clock"]
+    assert (
+        a["weights_digest"] == b["weights_digest"]
+        and a["ledger_lines"] == b["ledger_lines"]
+        and a["clock"] == b["clock"]
+    )
 
 
 def test_what_a_rule_took_is_a_share_of_what_it_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])  # last: benchmarks/buffer.py must not hide the package
+    # last: benchmarks/buffer.py must not hide the package
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
     import orders
 
-    lines = {"trained": {"tokens": 90, "upto_8": 60, "upto_16": 30, "faded_upto_16": 6.0}, "dropped_stale": {"tokens": 30, "upto_16": 20, "upto_32": 10}}
+    lines = {
+        "trained": {"tokens": 90, "upto_8": 60, "upto_16": 30, "faded_upto_16": 6.0},
+        "dropped_stale": {"tokens": 30, "upto_16": 20, "upto_32": 10},
+    }
     by = orders.by_length(lines)
     assert by["8"] == {"tokens": 60, "taken": 0.0} and by["32"] == {"tokens": 10, "taken": 1.0}
     assert by["16"] == {"tokens": 50, "taken": pytest.approx((20 + 6) / 50)}

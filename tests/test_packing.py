@@ -1,4 +1,6 @@
-"""Trajectories to tensors and back to micro-batches: every field at its own place, and no cut that breaks its limits."""
+"""Trajectories to tensors and back to micro-batches: every field at its own place, and no cut that
+breaks its limits.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +13,34 @@ from asyncrl.messages import Batch, Trajectory
 from learner.batch import ROWS, Packed, micro_batches, pack
 
 
-def answer(ticket: int, sample: int, prompt: list[int], tokens: list[int], *, reward: float = 0.5, mask: list[int] | None = None, finish: str = "stop",
-           temperature: float = 1.0, token_rewards: list[float] | None = None) -> Trajectory:  # fmt: skip
+def answer(
+    ticket: int,
+    sample: int,
+    prompt: list[int],
+    tokens: list[int],
+    *,
+    reward: float = 0.5,
+    mask: list[int] | None = None,
+    finish: str = "stop",
+    temperature: float = 1.0,
+    token_rewards: list[float] | None = None,
+) -> Trajectory:
     lp = np.array([-0.5 * t for t in tokens], "<f4").tobytes()
-    return Trajectory(ticket, sample, 0, np.array(prompt, "<i4").tobytes(), np.array(tokens, "<i4").tobytes(), lp, bytes(mask or [1] * len(tokens)), [], reward,
-                      {}, finish, temperature, token_rewards=b"" if token_rewards is None else np.array(token_rewards, "<f4").tobytes())  # fmt: skip
+    return Trajectory(
+        ticket,
+        sample,
+        0,
+        np.array(prompt, "<i4").tobytes(),
+        np.array(tokens, "<i4").tobytes(),
+        lp,
+        bytes(mask or [1] * len(tokens)),
+        [],
+        reward,
+        {},
+        finish,
+        temperature,
+        token_rewards=b"" if token_rewards is None else np.array(token_rewards, "<f4").tobytes(),
+    )
 
 
 def batch(samples: list[Trajectory], runs: list[list[tuple[int, int, int]]] | None = None) -> Batch:
@@ -34,34 +59,99 @@ RUNS = [[(0, 2, 4), (2, 3, 1)], [(0, 1, 2)], [(0, 2, 0)], [(0, 1, 3), (1, 4, 5)]
 
 def test_every_field_lies_at_its_tokens_place() -> None:
     p = pack(batch(SAMPLES, RUNS))
-    assert [x.tolist() for x in p.prompts] == [[1, 2], [1, 2], [8], [1, 2]] and [x.tolist() for x in p.responses] == [[3, 4, 5], [6], [9, 10], [11, 12, 13, 14]]
-    assert p.groups == [0, 0, 1, 0] and p.places == [0, 1, 2, 3] and p.offsets.tolist() == [0, 3, 4, 6, 10] and p.temperature.tolist() == [0.5, 1, 2, 1]
+    assert [x.tolist() for x in p.prompts] == [[1, 2], [1, 2], [8], [1, 2]] and [
+        x.tolist() for x in p.responses
+    ] == [[3, 4, 5], [6], [9, 10], [11, 12, 13, 14]]
+    assert (
+        p.groups == [0, 0, 1, 0]
+        and p.places == [0, 1, 2, 3]
+        and p.offsets.tolist() == [0, 3, 4, 6, 10]
+        and p.temperature.tolist() == [0.5, 1, 2, 1]
+    )
     loss = p.loss
-    assert loss.seq.tolist() == [0, 0, 0, 1, 2, 2, 3, 3, 3, 3] and loss.token_lag.tolist() == [4, 4, 1, 2, 0, 0, 3, 5, 5, 5]
-    assert loss.behavior.tolist() == [-0.5 * t for t in (3, 4, 5, 6, 9, 10, 11, 12, 13, 14)] and loss.behavior.dtype == torch.float32
-    assert loss.mask.tolist() == [True, False] + [True] * 8 and loss.rewards.tolist() == [1, -2, 0.25, 3] and loss.groups.tolist() == [0, 0, 1, 0]
-    assert loss.truncated.tolist() == [False, True, False, True] and loss.greedy is None and loss.token_rewards is None and loss.steps is None
+    assert loss.seq.tolist() == [0, 0, 0, 1, 2, 2, 3, 3, 3, 3] and loss.token_lag.tolist() == [
+        4,
+        4,
+        1,
+        2,
+        0,
+        0,
+        3,
+        5,
+        5,
+        5,
+    ]
+    assert (
+        loss.behavior.tolist() == [-0.5 * t for t in (3, 4, 5, 6, 9, 10, 11, 12, 13, 14)]
+        and loss.behavior.dtype == torch.float32
+    )
+    assert (
+        loss.mask.tolist() == [True, False] + [True] * 8
+        and loss.rewards.tolist() == [1, -2, 0.25, 3]
+        and loss.groups.tolist() == [0, 0, 1, 0]
+    )
+    assert (
+        loss.truncated.tolist() == [False, True, False, True]
+        and loss.greedy is None
+        and loss.token_rewards is None
+        and loss.steps is None
+    )
     assert p.part([2, 0]).tolist() == [4, 5, 0, 1, 2] and p.part([3]).tolist() == [6, 7, 8, 9]
     assert p.to(torch.device("cpu")) is p
 
 
 def test_the_first_of_a_group_is_left_out_where_it_is_the_baseline() -> None:
     p = pack(batch(SAMPLES, RUNS), greedy=True)
-    assert p.places == [1, 3] and [len(r) for r in p.responses] == [1, 4] and p.groups == [0, 0] and p.offsets.tolist() == [0, 1, 5]
+    assert (
+        p.places == [1, 3]
+        and [len(r) for r in p.responses] == [1, 4]
+        and p.groups == [0, 0]
+        and p.offsets.tolist() == [0, 1, 5]
+    )
     loss = p.loss
-    assert loss.token_lag.tolist() == [2, 3, 5, 5, 5] and loss.rewards.tolist() == [-2, 3] and loss.truncated.tolist() == [True, True]
-    assert loss.greedy is not None and loss.greedy_lengths is not None and loss.greedy_truncated is not None
-    assert loss.greedy.tolist() == [1, 1] and loss.greedy_lengths.tolist() == [3, 3] and loss.greedy_truncated.tolist() == [False, False]
+    assert (
+        loss.token_lag.tolist() == [2, 3, 5, 5, 5]
+        and loss.rewards.tolist() == [-2, 3]
+        and loss.truncated.tolist() == [True, True]
+    )
+    assert (
+        loss.greedy is not None
+        and loss.greedy_lengths is not None
+        and loss.greedy_truncated is not None
+    )
+    assert (
+        loss.greedy.tolist() == [1, 1]
+        and loss.greedy_lengths.tolist() == [3, 3]
+        and loss.greedy_truncated.tolist() == [False, False]
+    )
 
 
 def test_rewards_per_token_of_those_that_have_them_and_of_those_that_do_not() -> None:
-    """Numbers for every token: steps end where one is not 0, and at the end; numbers for some: there alone; none: the reward on the last."""
+    """Numbers for every token: steps end where one is not 0, and at the end; numbers for some:
+    there alone; none: the reward on the last.
+    """
     nan = float("nan")
-    samples = [answer(1, 0, [1], [2, 3, 4], token_rewards=[0, 2, 0]), answer(1, 1, [1], [2, 3, 4], token_rewards=[nan, 0, nan]),
-               answer(1, 2, [1], [2, 3], reward=4.0)]  # fmt: skip
+    samples = [
+        answer(1, 0, [1], [2, 3, 4], token_rewards=[0, 2, 0]),
+        answer(1, 1, [1], [2, 3, 4], token_rewards=[nan, 0, nan]),
+        answer(1, 2, [1], [2, 3], reward=4.0),
+    ]
     loss = pack(batch(samples)).loss
-    assert loss.token_rewards is not None and loss.token_rewards.tolist() == [0, 2, 0, 0, 0, 0, 0, 4] and loss.token_rewards.dtype == torch.float32
-    assert loss.steps is not None and loss.steps.tolist() == [False, True, True, False, True, False, False, True]
+    assert (
+        loss.token_rewards is not None
+        and loss.token_rewards.tolist() == [0, 2, 0, 0, 0, 0, 0, 4]
+        and loss.token_rewards.dtype == torch.float32
+    )
+    assert loss.steps is not None and loss.steps.tolist() == [
+        False,
+        True,
+        True,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
     with pytest.raises(AsyncrlError, match="ticket 1, sample 0: 2 token rewards for 3 tokens"):
         pack(batch([answer(1, 0, [1], [2, 3, 4], token_rewards=[0, 2])]))
 

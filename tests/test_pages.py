@@ -1,4 +1,6 @@
-"""What the pages say beside their curves: how sure an accuracy is, what a band is, which colour is which work; and that nothing is empty."""
+"""What the pages say beside their curves: how sure an accuracy is, what a band is, which colour is
+which work; and that nothing is empty.
+"""
 
 from __future__ import annotations
 
@@ -18,31 +20,57 @@ from asyncrl.config_load import load
 from asyncrl.lab import page as lab_page
 
 ROWS: list[dict[str, Any]] = [
-    {"step": 0, "eval/heldout": 0.4, "eval/heldout_n": 100}, {"step": 0, "reward/mean": 0.5, "reward/min": 0.0, "reward/max": 1.0},
+    {"step": 0, "eval/heldout": 0.4, "eval/heldout_n": 100},
+    {"step": 0, "reward/mean": 0.5, "reward/min": 0.0, "reward/max": 1.0},
     {"step": 9, "eval/heldout": 0.9, "eval/heldout_n": 400},
-]  # fmt: skip
+]
 
 
 def test_an_accuracy_stands_with_its_n_and_interval() -> None:
     """1.96 sqrt(0.24 / 100) = 0.0960; 1.96 sqrt(0.09 / 400) = 0.0294."""
-    assert [(n, round(half, 4)) for n, half in report.certainty(ROWS, "heldout")] == [(100, 0.096), (400, 0.0294)]
+    assert [(n, round(half, 4)) for n, half in report.certainty(ROWS, "heldout")] == [
+        (100, 0.096),
+        (400, 0.0294),
+    ]
     assert report.certainty(ROWS, "ood") == []
     lag, idle = {"mean": 1.0, "p95": 2, "max": 2, "limit": 2}, {"generator": 0.1, "learner": 0.2}
-    summary = {"heldout_start": 0.4, "heldout_end": 0.9, "ood_start": None, "ood_end": None, "wall_s": 1.0, "steps": 9, "lag": lag,
-               "trajectories": 1, "tokens": 1,
-               "speed": {"generator_tokens_per_s": 1.0, "learner_tokens_per_s": 1.0, "idle_share": idle}, "ledger": {"generated": 1},
-               "certainty": {"heldout": {"n": 400, "half": 0.0294}}}  # fmt: skip
+    summary = {
+        "heldout_start": 0.4,
+        "heldout_end": 0.9,
+        "ood_start": None,
+        "ood_end": None,
+        "wall_s": 1.0,
+        "steps": 9,
+        "lag": lag,
+        "trajectories": 1,
+        "tokens": 1,
+        "speed": {"generator_tokens_per_s": 1.0, "learner_tokens_per_s": 1.0, "idle_share": idle},
+        "ledger": {"generated": 1},
+        "certainty": {"heldout": {"n": 400, "half": 0.0294}},
+    }
     cards = {id_: (value, note) for _, value, id_, note in report._cards(summary, ROWS)}
-    assert cards["heldout-start"] == ("0.400", "+-0.096 (n = 100)") and cards["heldout-end"] == ("0.900", "+-0.029 (n = 400)")
+    assert cards["heldout-start"] == ("0.400", "+-0.096 (n = 100)") and cards["heldout-end"] == (
+        "0.900",
+        "+-0.029 (n = 400)",
+    )
     assert cards["ood-end"][1] == "" and cards["steps"] == ("9", "")
-    assert cli.outline(summary)["held-out"] == "0.400 -> 0.900 +-0.029 (n = 400)   out of distribution - -> -"
+    assert (
+        cli.outline(summary)["held-out"]
+        == "0.400 -> 0.900 +-0.029 (n = 400)   out of distribution - -> -"
+    )
 
 
 def test_the_curve_of_accuracy_has_the_intervals_as_bars() -> None:
     accuracy = report._plots(ROWS, {"lag_histogram": {}})[0]
     (held_out,) = [t for t in accuracy.data if t.name == "held-out"]
-    assert [round(x, 4) for x in held_out.error_y.array] == [0.096, 0.0294] and accuracy.layout.yaxis.range == (0, 1.02)
-    wide = report._plots([*ROWS, {"step": 1, "reward/mean": 3.0, "reward/min": -5.0, "reward/max": 5.0}], {"lag_histogram": {}})[0]
+    assert [round(x, 4) for x in held_out.error_y.array] == [
+        0.096,
+        0.0294,
+    ] and accuracy.layout.yaxis.range == (0, 1.02)
+    wide = report._plots(
+        [*ROWS, {"step": 1, "reward/mean": 3.0, "reward/min": -5.0, "reward/max": 5.0}],
+        {"lag_histogram": {}},
+    )[0]
     assert wide.layout.yaxis.range is None, "rewards beyond 1 are not cut off"
 
 
@@ -50,20 +78,33 @@ def test_a_kind_of_work_has_one_colour() -> None:
     """Also where another kind is missing, and an unknown one has none of theirs."""
 
     def colours(*lanes: tuple[str, list[str]]) -> dict[str, str]:
-        spans = {process: [(name, 0.1 * i, 0.1 * i + 0.05) for i, name in enumerate(names)] for process, names in lanes}
+        spans = {
+            process: [(name, 0.1 * i, 0.1 * i + 0.05) for i, name in enumerate(names)]
+            for process, names in lanes
+        }
         figure, _ = report._timeline(spans)
         return {t.name: t.marker.color for t in figure.data}
 
-    whole = colours(("learner", ["train", "publish", "checkpoint"]), ("generator-0", ["decode", "prefill", "weights", "reward", "polish"]))
+    whole = colours(
+        ("learner", ["train", "publish", "checkpoint"]),
+        ("generator-0", ["decode", "prefill", "weights", "reward", "polish"]),
+    )
     assert whole == report.KINDS | {"polish": report.OTHER_KIND} and len(set(whole.values())) == 8
-    assert colours(("learner", ["train"]), ("generator-0", ["weights"])) == {k: whole[k] for k in ("weights", "train")}
+    assert colours(("learner", ["train"]), ("generator-0", ["weights"])) == {
+        k: whole[k] for k in ("weights", "train")
+    }
 
 
-@pytest.mark.parametrize(("low", "high"), [(0, 0.1), (0, 0.37), (0, 1.08), (3, 17), (0, 1e-9), (-0.04, 130), (0, 4321)])
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 0.1), (0, 0.37), (0, 1.08), (3, 17), (0, 1e-9), (-0.04, 130), (0, 4321)]
+)
 def test_ticks_are_few_round_numbers(low: float, high: float) -> None:
     found = ticks(low, high)
     assert 2 <= len(found) <= 6 and low <= found[0] and found[-1] <= high
-    assert all(len(f"{x:.6e}".partition("e")[0].replace(".", "").replace("-", "").rstrip("0")) <= 3 for x in found), found
+    assert all(
+        len(f"{x:.6e}".partition("e")[0].replace(".", "").replace("-", "").rstrip("0")) <= 3
+        for x in found
+    ), found
 
 
 def test_an_axis_of_a_plot_is_labelled_with_them() -> None:
@@ -80,26 +121,63 @@ def warm(config: Config, arm: str, seed: int) -> Cell:
 
 
 def test_a_warm_run_has_answer_lengths(small_model: Path) -> None:
-    c = load(ROOT / "configs" / "demo.toml", [f"model.path={str(small_model)!r}", *SMALL[:-1], "evaluation.every=0", "staleness.inject=1"])
+    c = load(
+        ROOT / "configs" / "demo.toml",
+        [
+            f"model.path={str(small_model)!r}",
+            *SMALL[:-1],
+            "evaluation.every=0",
+            "staleness.inject=1",
+        ],
+    )
     cell = warm(c, "late", 0)
-    figure = compare_page.curves("Answer length", "tokens", ["late"], [cell], compare_page._metric("answer/length"))
+    figure = compare_page.curves(
+        "Answer length", "tokens", ["late"], [cell], compare_page._metric("answer/length")
+    )
     (line,) = figure.data
     assert len(line.y) == 6 and all(1 <= y <= 12 for y in line.y)
 
 
 def test_bands_are_named_for_what_they_are() -> None:
-    c = load(ROOT / "configs" / "demo.toml", ["evaluation.final_prompts=1024", "evaluation.prompts=256"])
+    c = load(
+        ROOT / "configs" / "demo.toml", ["evaluation.final_prompts=1024", "evaluation.prompts=256"]
+    )
     said = compare_page.bands({"seeds": [0, 1, 2]}, c)
-    assert "bands: from the lowest to the highest seed, no interval" in said and "mean over 3 seeds" in said
-    assert "+-0.031 at most (n = 1,024 held-out prompts) at both ends, +-0.061 at most (n = 256 held-out prompts) between" in said  # 0.98 / sqrt(n)
+    assert (
+        "bands: from the lowest to the highest seed, no interval" in said
+        and "mean over 3 seeds" in said
+    )
+    # 0.98 / sqrt(n)
+    assert (
+        "+-0.031 at most (n = 1,024 held-out prompts) at both ends, +-0.061 at most (n = 256 "
+        "held-out prompts) between" in said
+    )
     assert "bands" not in compare_page.bands({"seeds": [0]}, c)
-    assert '<p id="bands" class="sub">{{ bands }}</p>' in (Path(page_kit.__file__).parent / "templates" / "compare.html").read_text()
+    assert (
+        '<p id="bands" class="sub">{{ bands }}</p>'
+        in (Path(page_kit.__file__).parent / "templates" / "compare.html").read_text()
+    )
 
 
 def test_many_estimators_stand_in_rows_of_their_own() -> None:
-    """Points that share a place stay apart: every name is a row, every panel an axis with numbers written out."""
+    """Points that share a place stay apart: every name is a row, every panel an axis with numbers
+    written out.
+    """
     names = [f"estimator {i}" for i in range(25)]
-    figure = lab_page.dots("t", names, {"bias": [1e-3] * 25, "variance": [4.0 + i for i in range(25)]})
-    assert [list(t.y) for t in figure.data] == [names, names] and figure.layout.yaxis.autorange == "reversed"
-    assert figure.layout.height >= 25 * 20 and list(figure.layout.xaxis2.ticktext) == ["1", "2", "5", "10", "20", "50", "100"]
+    figure = lab_page.dots(
+        "t", names, {"bias": [1e-3] * 25, "variance": [4.0 + i for i in range(25)]}
+    )
+    assert [list(t.y) for t in figure.data] == [
+        names,
+        names,
+    ] and figure.layout.yaxis.autorange == "reversed"
+    assert figure.layout.height >= 25 * 20 and list(figure.layout.xaxis2.ticktext) == [
+        "1",
+        "2",
+        "5",
+        "10",
+        "20",
+        "50",
+        "100",
+    ]
     assert figure.layout.xaxis.type == figure.layout.xaxis2.type == "log"

@@ -1,4 +1,6 @@
-"""The short form of the mutation test: promises of the configuration, broken one by one in memory, are each noticed by their test."""
+"""The short form of the mutation test: promises of the configuration, broken one by one in memory,
+are each noticed by their test.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,20 @@ from conftest import ENV, ROOT
 
 
 def test_every_planted_mutant_is_noticed_by_its_test() -> None:
-    done = subprocess.run([sys.executable, "benchmarks/mutants.py", "--planted", "--json"], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(
+        [sys.executable, "benchmarks/mutants.py", "--planted", "--json"],
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=1200,
+    )
     assert done.stdout, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert len(found) >= 18
-    alive = [f"{x['name']}: {x['mutant']} passes {x['test']}" for x in found if x["status"] not in ("killed", "timeout")]
+    alive = [
+        f"{x['name']}: {x['mutant']} passes {x['test']}"
+        for x in found
+        if x["status"] not in ("killed", "timeout")
+    ]
     assert not alive and done.returncode == 0, alive

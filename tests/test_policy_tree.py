@@ -1,4 +1,6 @@
-"""The tree of versions, pruned: lags of what stays do not change, and a long run's memory does not grow."""
+"""The tree of versions, pruned: lags of what stays do not change, and a long run's memory does not
+grow.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from buffer import store as module
 
 
 def grown(r: random.Random) -> tuple[PolicyTree, list[Label]]:
-    """A tree of some lives, each from a version of the life before; the last life's labels, by number."""
+    """A tree of some lives, each from a version of the life before; the last life's labels, by
+    number.
+    """
     tree, line = PolicyTree(), [Label(1, 0)]
     tree.register(line[0], None, "d0")
     for epoch in range(1, r.randint(2, 6)):
@@ -23,7 +27,9 @@ def grown(r: random.Random) -> tuple[PolicyTree, list[Label]]:
             line[-1] = start
         for _ in range(r.randint(1, 12)):
             label = Label(epoch, len(line))
-            tree.register(label, line[-1], f"d{epoch}.{len(line)}" if r.random() < 0.5 else f"d{len(line)}")
+            tree.register(
+                label, line[-1], f"d{epoch}.{len(line)}" if r.random() < 0.5 else f"d{len(line)}"
+            )
             line.append(label)
     return tree, line
 
@@ -41,7 +47,9 @@ def test_pruning_changes_no_lag() -> None:
         size = len(tree._parent)
         tree.prune(below, keep)
         assert tree.labels() == stays and {x: tree.digest(x) for x in stays} == digests
-        assert {(x, p): tree.lag(x, p, p.number + 1) for x in stays for p in policies} == before, seed
+        assert {(x, p): tree.lag(x, p, p.number + 1) for x in stays for p in policies} == before, (
+            seed
+        )
         assert len(tree._parent) <= min(size, 2 * len(stays))
         new = Label(99, line[-1].number + 1)
         tree.register(new, line[-1], "new")
@@ -49,7 +57,9 @@ def test_pruning_changes_no_lag() -> None:
 
 
 def test_equal_weights_without_a_known_parent_are_told_apart_by_their_number() -> None:
-    """A learning rate of 0, and a buffer that was started anew: a version is as old as its number says."""
+    """A learning rate of 0, and a buffer that was started anew: a version is as old as its number
+    says.
+    """
     tree = PolicyTree()
     tree.register(Label(1, 0), None, "same")
     tree.register(Label(2, 3), None, "same")

@@ -1,4 +1,6 @@
-"""Our own model of the protocol: every schedule within small bounds, each rule needed, and the real store in step with it."""
+"""Our own model of the protocol: every schedule within small bounds, each rule needed, and the real
+store in step with it.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def test_every_schedule_within_the_bounds_keeps_the_invariants(more: dict[str, A
 
 @pytest.mark.parametrize("rule", pm.OFF)
 def test_each_rule_is_needed(rule: str) -> None:
-    """With one rule off the search finds a schedule that breaks the invariant; with it on, the same bounds hold."""
+    """With one rule off the search finds a schedule that breaks the invariant; with it on, the same
+    bounds hold.
+    """
     invariant, more = pm.OFF[rule]
     _, found = pm.search(pm.Bounds(off=frozenset([rule]), **more))
     assert found is not None and found.what.startswith(invariant), found
@@ -41,11 +45,21 @@ def same(ours: Any, theirs: Any, what: str) -> None:
 
 
 class SideBySide:
-    """One random schedule of the model; every buffer event also goes to the real store, and everything visible is compared."""
+    """One random schedule of the model; every buffer event also goes to the real store, and
+    everything visible is compared.
+    """
 
     def __init__(self, c: pm.Bounds, seed: int, off: frozenset[str] = frozenset()) -> None:
         self.c, self.r, self.w = c, random.Random(seed), pm.initial(c)
-        settings = Settings(c.batch, c.group, c.steps, Sampling(), filter_no_spread=bool(c.filtered), lease_s=1e9, off=off)
+        settings = Settings(
+            c.batch,
+            c.group,
+            c.steps,
+            Sampling(),
+            filter_no_spread=bool(c.filtered),
+            lease_s=1e9,
+            off=off,
+        )
         self.store = Store(settings, lambda i: Prompt(i, ""))
         self.parent: dict[int, Label | None] = {0: None}
         self.hello(1, 0, c.k[0], 0)
@@ -53,7 +67,11 @@ class SideBySide:
     def hello(self, epoch: int, policy: int, k: int, origin: int) -> None:
         source = WeightsSource(epoch, "", "", "")
         label = Label(epoch, pm.DEPTH[policy])
-        assert self.store.hello(LearnerHello(1, "", epoch, label, self.parent[policy], str(policy), 0, origin, k, source, []))
+        assert self.store.hello(
+            LearnerHello(
+                1, "", epoch, label, self.parent[policy], str(policy), 0, origin, k, source, []
+            )
+        )
 
     def run(self, most: int = 400) -> int:
         """To the end; returns how many actions."""
@@ -72,15 +90,29 @@ class SideBySide:
     def do_grant(self, before: pm.World, i: int) -> None:
         t, a, todo, least, _ = self.w.gens[i].held[-1]
         got = self.store.grant(f"g{i}", before.gens[i].session, 1, 0.0)
-        same([(t, a, list(todo), least)], [(x.ticket, x.attempt, x.samples, tuple(x.min_version)) for x in got], "ticket")
+        same(
+            [(t, a, list(todo), least)],
+            [(x.ticket, x.attempt, x.samples, tuple(x.min_version)) for x in got],
+            "ticket",
+        )
 
     def do_deliver(self, before: pm.World, m: tuple[Any, ...], keep: bool) -> None:
         _, _, (t, s, a), versions = m
-        spans = [Span(Label(*label), str(policy), n, n + 1, Label(*label)) for n, (label, policy) in enumerate(versions)]
+        spans = [
+            Span(Label(*label), str(policy), n, n + 1, Label(*label))
+            for n, (label, policy) in enumerate(versions)
+        ]
         reward = 1.0 if t in self.c.filtered else float(s)
-        said = self.store.deliver(Trajectory(t, s, a, b"", b"\0" * 4 * len(spans), b"", b"", spans, reward, {}, "stop", 1.0), 0.0)
+        said = self.store.deliver(
+            Trajectory(
+                t, s, a, b"", b"\0" * 4 * len(spans), b"", b"", spans, reward, {}, "stop", 1.0
+            ),
+            0.0,
+        )
         line = dict(self.w.buffer.lines)[t, s, a]
-        also = {"accepted": ("accepted", "trained"), "filtered": ("accepted", "filtered")}.get(line, (line,))
+        also = {"accepted": ("accepted", "trained"), "filtered": ("accepted", "filtered")}.get(
+            line, (line,)
+        )
         same(True, said in also, f"disposition {said} of {line}")
 
     def do_ask(self, before: pm.World, x: pm.Learner, way: int) -> None:
@@ -89,8 +121,15 @@ class SideBySide:
         queue = next(y for y in self.w.learners if y.epoch == x.epoch).queue
         ours = list(queue[-1][1]) if len(queue) > len(x.queue) else []
         batch = self.store.batch(groups, x.epoch, number) if groups else None
-        same([k for k, _ in ours], [(s.ticket, s.sample, s.attempt) for s in batch.samples] if batch else [], f"batch {number}")
-        lags = [max(pm.distance(v[1], before.buffer.policy, number) for v in versions) for _, versions in ours]
+        same(
+            [k for k, _ in ours],
+            [(s.ticket, s.sample, s.attempt) for s in batch.samples] if batch else [],
+            f"batch {number}",
+        )
+        lags = [
+            max(pm.distance(v[1], before.buffer.policy, number) for v in versions)
+            for _, versions in ours
+        ]
         same(lags, batch.lags if batch else [], f"lags of batch {number}")
 
     def do_train(self, before: pm.World, x: pm.Learner) -> None:
@@ -119,16 +158,33 @@ class SideBySide:
 
     def compare(self, after: str) -> None:
         b, s = self.w.buffer, self.store
-        same((b.epoch, b.committed, b.base, b.cursor, b.attempts), (s.epoch, s.committed, s.base, s.cursor, s.attempts), f"cursors after {after}")
+        same(
+            (b.epoch, b.committed, b.base, b.cursor, b.attempts),
+            (s.epoch, s.committed, s.base, s.cursor, s.attempts),
+            f"cursors after {after}",
+        )
         if pm.grantable(self.c, b) is None:
             same([], s.grant("probe", 0, 1, 0.0), f"no ticket after {after}")
         for x in self.w.learners:
             number = pm.DEPTH[x.policy] + len(x.queue)
-            if x.epoch == b.epoch and number < self.c.steps and all(way == (b, ()) for way in pm.on_ask(self.c, b, number)):
+            if (
+                x.epoch == b.epoch
+                and number < self.c.steps
+                and all(way == (b, ()) for way in pm.on_ask(self.c, b, number))
+            ):
                 same([], s.ask(x.epoch, number)[0], f"no batch {number} after {after}")
         same([list(comp) for comp in b.comps], s.comps, f"compositions after {after}")
-        ours = [(g.ticket, g.lease[:1], tuple(x[0] if x else 0 for x in g.samples)) for g in pm.alive(b)]
-        theirs = [(g.ticket, (g.lease.attempt,) if g.lease else (), tuple(x.trajectory.attempt if x else 0 for x in g.samples)) for g in s.alive.values()]
+        ours = [
+            (g.ticket, g.lease[:1], tuple(x[0] if x else 0 for x in g.samples)) for g in pm.alive(b)
+        ]
+        theirs = [
+            (
+                g.ticket,
+                (g.lease.attempt,) if g.lease else (),
+                tuple(x.trajectory.attempt if x else 0 for x in g.samples),
+            )
+            for g in s.alive.values()
+        ]
         same(ours, theirs, f"groups alive after {after}")
         lines, ledger = Counter(what for _, what in b.lines), s.ledger()
         counted = {"accepted": ledger["trained"]["samples"] + ledger["left_over"]["samples"]} | {
@@ -138,9 +194,39 @@ class SideBySide:
 
 
 WALKS: list[dict[str, Any]] = [
-    {"k": (1, 0, 2), "batch": 2, "group": 2, "gens": 2, "slots": 2, "steps": 4, "faults": 4, "prefetch": 1, "keep": 2},
-    {"k": (2, 1), "batch": 1, "group": 2, "gens": 2, "slots": 3, "steps": 5, "faults": 5, "keep": 2, "filtered": (0, 3)},
-    {"k": (0, 1), "batch": 2, "group": 1, "gens": 3, "slots": 1, "steps": 5, "faults": 3, "prefetch": 1, "same": True},
+    {
+        "k": (1, 0, 2),
+        "batch": 2,
+        "group": 2,
+        "gens": 2,
+        "slots": 2,
+        "steps": 4,
+        "faults": 4,
+        "prefetch": 1,
+        "keep": 2,
+    },
+    {
+        "k": (2, 1),
+        "batch": 1,
+        "group": 2,
+        "gens": 2,
+        "slots": 3,
+        "steps": 5,
+        "faults": 5,
+        "keep": 2,
+        "filtered": (0, 3),
+    },
+    {
+        "k": (0, 1),
+        "batch": 2,
+        "group": 1,
+        "gens": 3,
+        "slots": 1,
+        "steps": 5,
+        "faults": 3,
+        "prefetch": 1,
+        "same": True,
+    },
 ]
 
 
@@ -153,7 +239,9 @@ def test_the_real_store_does_what_the_model_does(more: dict[str, Any]) -> None:
             raise AssertionError(f"seed {seed}: {e}") from e
 
 
-@pytest.mark.parametrize("rule", ["ticket_order", "count_leased", "reissue_paced", "min_version", "filter_leaves"])
+@pytest.mark.parametrize(
+    "rule", ["ticket_order", "count_leased", "reissue_paced", "min_version", "filter_leaves"]
+)
 def test_a_store_with_a_rule_off_is_told_from_the_model(rule: str) -> None:
     for seed in range(300):
         try:

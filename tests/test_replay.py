@@ -1,4 +1,6 @@
-"""`asyncrl replay` on recordings of real runs: the same bits with nothing changed, the difference with something changed, cuts, damage, refusals."""
+"""`asyncrl replay` on recordings of real runs: the same bits with nothing changed, the difference
+with something changed, cuts, damage, refusals.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ class Typed:
 
 @pytest.fixture(scope="module")
 def recorded(forked: Run, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """An asynchronous run whose learner was killed in its fourth batch, so that its recording has two lives."""
+    """An asynchronous run whose learner was killed in its fourth batch, so that its recording has
+    two lives.
+    """
     return forked(tmp_path_factory.mktemp("replay") / "run", *STREAM, die={"learner": 4})
 
 
@@ -54,92 +58,197 @@ def train_rows(rows: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
     return {r["step"]: r for r in rows if "loss/policy" in r}
 
 
-def test_nothing_changed_gives_the_same_bits(recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_nothing_changed_gives_the_same_bits(
+    recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     done = Typed(capsys, recorded["run_dir"], "--json")
     found = done.json
-    assert done.code == 0 and found["reproduced"] and found["equal"] and found["cut"] == "" and found["warning"] == ""
+    assert (
+        done.code == 0
+        and found["reproduced"]
+        and found["equal"]
+        and found["cut"] == ""
+        and found["warning"] == ""
+    )
     assert recorded["deaths"] == ["learner"] and len(recording.read(recorded["run_dir"]).lives) == 2
     assert found["weights_digest"] == recorded["digest"] and found["to"] == 6
     was, now = train_rows(recorded["rows"]), train_rows(metrics.read(Path(found["replay_dir"])))
     assert was.keys() == now.keys() == set(range(6))
     for n, row in now.items():
         assert {k: row[k] for k in row if k != "t"} == {k: was[n][k] for k in row if k != "t"}
-    assert [r["step"] for r in metrics.read(Path(found["replay_dir"])) if "eval/heldout" in r] == [0, 3, 6]
-    assert 0 < found["replayed"]["heldout_end"] == pytest.approx(found["recorded"]["heldout_end"], abs=0.2)  # five answers each; the batches differ
+    assert [r["step"] for r in metrics.read(Path(found["replay_dir"])) if "eval/heldout" in r] == [
+        0,
+        3,
+        6,
+    ]
+    # five answers each; the batches differ
+    assert (
+        0
+        < found["replayed"]["heldout_end"]
+        == pytest.approx(found["recorded"]["heldout_end"], abs=0.2)
+    )
 
 
 def test_evaluations_are_those_of_a_run(small_model: Path) -> None:
-    """Both splits at both ends, in full; along the way each at versions of its own, the out-of-distribution one with the smaller number."""
-    sets = [f"evaluation.{k}" for k in ("every=2", "ood_every=3", "prompts=4", "final_prompts=9", "ood_prompts=6")]
+    """Both splits at both ends, in full; along the way each at versions of its own, the
+    out-of-distribution one with the smaller number.
+    """
+    sets = [
+        f"evaluation.{k}"
+        for k in ("every=2", "ood_every=3", "prompts=4", "final_prompts=9", "ood_prompts=6")
+    ]
     e = object.__new__(offline_eval.Evaluator)
     e.config = config_load.load("configs/demo.toml", sets)
     e.engine = SimpleNamespace(load=lambda *_: None)  # type: ignore[assignment]
     e.split = lambda split, n: {split: float(n)}  # type: ignore[method-assign]
     model = load_policy(small_model)
     assert [e.at(model, n, last=n == 7) for n in range(8)] == [
-        {"heldout": 9, "ood": 6}, {}, {"heldout": 4}, {"ood": 4}, {"heldout": 4}, {}, {"heldout": 4, "ood": 4}, {"heldout": 9, "ood": 6},
-    ]  # fmt: skip
+        {"heldout": 9, "ood": 6},
+        {},
+        {"heldout": 4},
+        {"ood": 4},
+        {"heldout": 4},
+        {},
+        {"heldout": 4, "ood": 4},
+        {"heldout": 9, "ood": 6},
+    ]
 
 
-def test_a_change_is_shown_on_the_same_data(recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    sets = ("loss.surrogate=vanilla", "learner.minibatches=2", "stop.kl_max=1e-9", "learner.lr=1e-2", "kl.preset=grpo", "kl.loss.coefficient=0.5")
+def test_a_change_is_shown_on_the_same_data(
+    recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    sets = (
+        "loss.surrogate=vanilla",
+        "learner.minibatches=2",
+        "stop.kl_max=1e-9",
+        "learner.lr=1e-2",
+        "kl.preset=grpo",
+        "kl.loss.coefficient=0.5",
+    )
     done = Typed(capsys, recorded["run_dir"], "--no-eval", *(x for s in sets for x in ("--set", s)))
-    assert done.code == 0 and "loss.surrogate: ppo | vanilla" in done.out and "data would have changed too" in done.out
+    assert (
+        done.code == 0
+        and "loss.surrogate: ppo | vanilla" in done.out
+        and "data would have changed too" in done.out
+    )
     where = Path(done.err.split("report: ")[1].strip()).parent
     found = json.loads((where / "replay.json").read_text())
-    assert found["reproduced"] is None and not found["equal"] and found["first_difference"]["step"] == 0 and found["first_other_weights"] == 1
+    assert (
+        found["reproduced"] is None
+        and not found["equal"]
+        and found["first_difference"]["step"] == 0
+        and found["first_other_weights"] == 1
+    )
     was, now = train_rows(recorded["rows"]), train_rows(metrics.read(where))
-    assert [now[n]["reward/mean"] for n in range(6)] == [was[n]["reward/mean"] for n in range(6)], "not the recorded data"
-    assert now[5]["optim/early_stops"] == 6 and was[5]["optim/early_stops"] == 0, "one step of two, then over the budget, in every batch"
+    assert [now[n]["reward/mean"] for n in range(6)] == [was[n]["reward/mean"] for n in range(6)], (
+        "not the recorded data"
+    )
+    assert now[5]["optim/early_stops"] == 6 and was[5]["optim/early_stops"] == 0, (
+        "one step of two, then over the budget, in every batch"
+    )
     assert now[0]["kl/loss_beta"] == 0.5 and now[5]["loss/kl"] > 0 and was[0]["kl/loss_beta"] == 0
     page = (where / "report.html").read_text()
-    assert "Gradient norm" in page and "Effective sample size" in page and "KL from behaviour to target" in page and 'id="replay"' in page
+    assert (
+        "Gradient norm" in page
+        and "Effective sample size" in page
+        and "KL from behaviour to target" in page
+        and 'id="replay"' in page
+    )
 
 
-def test_a_rate_of_zero_moves_nothing(recorded: dict[str, Any], small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = Typed(capsys, recorded["run_dir"], "--json", "--no-eval", "--set", "learner.lr=0.0", "--out", tmp_path / "still", "--until", 4).json
-    assert found["weights_digest"] == weights_digest(load_policy(small_model, device="cpu")) and found["to"] == 4
+def test_a_rate_of_zero_moves_nothing(
+    recorded: dict[str, Any], small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found = Typed(
+        capsys,
+        recorded["run_dir"],
+        "--json",
+        "--no-eval",
+        "--set",
+        "learner.lr=0.0",
+        "--out",
+        tmp_path / "still",
+        "--until",
+        4,
+    ).json
+    assert (
+        found["weights_digest"] == weights_digest(load_policy(small_model, device="cpu"))
+        and found["to"] == 4
+    )
     was, now = train_rows(recorded["rows"]), train_rows(metrics.read(tmp_path / "still"))
-    assert now[0]["kl/behavior_target_k3"] == was[0]["kl/behavior_target_k3"] and now[3]["kl/behavior_target_k3"] > 10 * now[0]["kl/behavior_target_k3"]
+    assert (
+        now[0]["kl/behavior_target_k3"] == was[0]["kl/behavior_target_k3"]
+        and now[3]["kl/behavior_target_k3"] > 10 * now[0]["kl/behavior_target_k3"]
+    )
 
 
-def test_from_weights_in_the_middle(recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_from_weights_in_the_middle(
+    recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     found = Typed(capsys, recorded["run_dir"], "--json", "--no-eval", "--from", 4).json
-    assert found["reproduced"] and (found["from"], found["to"]) == (4, 6) and found["weights_digest"] == recorded["digest"]
+    assert (
+        found["reproduced"]
+        and (found["from"], found["to"]) == (4, 6)
+        and found["weights_digest"] == recorded["digest"]
+    )
     wrong = Typed(capsys, recorded["run_dir"], "--from", 3)
-    assert wrong.code == 2 and "no weights of version 3 were recorded, but of 0, 2, 4, 6" in wrong.err
+    assert (
+        wrong.code == 2 and "no weights of version 3 were recorded, but of 0, 2, 4, 6" in wrong.err
+    )
 
 
-def test_a_recording_cut_short_replays_up_to_the_cut(cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recording_cut_short_replays_up_to_the_cut(
+    cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     end = recording.read(cut).end
     assert 3 <= end < 6
     whole = Typed(capsys, cut, "--no-eval", "--json")
-    assert whole.json["reproduced"] and whole.json["to"] == end and f"has {end} of 6 batches: the run ended there" in whole.json["cut"]
+    assert (
+        whole.json["reproduced"]
+        and whole.json["to"] == end
+        and f"has {end} of 6 batches: the run ended there" in whole.json["cut"]
+    )
     assert whole.json["cut"] in whole.err
     shutil.copytree(cut, tmp_path / "torn")
     log = recording.logs(tmp_path / "torn")[1]
     data = log.read_bytes()
     log.write_bytes(data[:-7])
     torn = Typed(capsys, tmp_path / "torn", "--no-eval", "--json").json
-    assert torn["reproduced"] and torn["to"] == end - 1 and "died while it wrote the next record" in torn["cut"]
+    assert (
+        torn["reproduced"]
+        and torn["to"] == end - 1
+        and "died while it wrote the next record" in torn["cut"]
+    )
     log.write_bytes(data[:300] + bytes([data[300] ^ 1]) + data[301:])
     damaged = Typed(capsys, tmp_path / "torn")
     assert damaged.code == 5 and f"damaged at byte 0 of {len(data)}" in damaged.err
 
 
-def test_a_run_that_went_on_with_other_settings(cut: Path, forked: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_went_on_with_other_settings(
+    cut: Path, forked: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir = tmp_path / "on"
     shutil.copytree(cut, run_dir)
     (run_dir / "run_id").write_text("0123456789ab")
     config = run_dir / "config.toml"
-    config.write_text(config_load.dump(config_load.load(config, ["learner.lr=1e-2", "kl.loss.coefficient=0.05", "kl.preset=grpo"])))
+    config.write_text(
+        config_load.dump(
+            config_load.load(
+                config, ["learner.lr=1e-2", "kl.loss.coefficient=0.05", "kl.preset=grpo"]
+            )
+        )
+    )
     done = forked(run_dir, *STREAM)
     found = Typed(capsys, run_dir, "--json", "--no-eval").json
     first, second = (life for _, life in recording.read(run_dir).lives)
     assert "lr = 0.003" in first.config and "lr = 0.01" in second.config
     assert found["reproduced"] and found["to"] == 6 and found["weights_digest"] == done["digest"]
-    assert train_rows(done["rows"])[5]["kl/loss_beta"] == 0.05 and train_rows(done["rows"])[0]["kl/loss_beta"] == 0
-    other = Typed(capsys, run_dir, "--json", "--no-eval", "--set", "advantage.name=gae").json  # a value head from nothing, over both lives
+    assert (
+        train_rows(done["rows"])[5]["kl/loss_beta"] == 0.05
+        and train_rows(done["rows"])[0]["kl/loss_beta"] == 0
+    )
+    # a value head from nothing, over both lives
+    other = Typed(capsys, run_dir, "--json", "--no-eval", "--set", "advantage.name=gae").json
     assert not other["equal"] and other["to"] == 6 and not other["failed"]
 
 
@@ -154,12 +263,21 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("words", "says"), REFUSED, ids=[r[1][:30] for r in REFUSED])
-def test_what_a_replay_cannot_change(words: tuple[str, ...], says: str, recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_a_replay_cannot_change(
+    words: tuple[str, ...], says: str, recorded: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
     done = Typed(capsys, recorded["run_dir"], *words)
-    assert done.code == 2 and says in done.err and "Traceback" not in done.err and len(done.err.strip().splitlines()) == 1
+    assert (
+        done.code == 2
+        and says in done.err
+        and "Traceback" not in done.err
+        and len(done.err.strip().splitlines()) == 1
+    )
 
 
-def test_no_recording_names_the_option_that_makes_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_recording_names_the_option_that_makes_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert "no run directory" in Typed(capsys, tmp_path).err
     (tmp_path / "config.toml").write_text("")
     done = Typed(capsys, tmp_path)
@@ -168,10 +286,20 @@ def test_no_recording_names_the_option_that_makes_one(tmp_path: Path, capsys: py
 
 def test_a_preset_replaces_what_the_resolved_config_had_filled_in(recorded: dict[str, Any]) -> None:
     text = (recorded["run_dir"] / "config.toml").read_text()
-    before = replaying.resolve(text, ["correction.preset=tis", "correction.proximal=recompute"], "c").correction
-    text = config_load.dump(replaying.resolve(text, ["correction.preset=tis", "correction.proximal=recompute"], "c"))
+    before = replaying.resolve(
+        text, ["correction.preset=tis", "correction.proximal=recompute"], "c"
+    ).correction
+    text = config_load.dump(
+        replaying.resolve(text, ["correction.preset=tis", "correction.proximal=recompute"], "c")
+    )
     after = replaying.resolve(text, ["correction.preset=icepop"], "c").correction
-    assert (before.bound, before.hi, after.bound, after.lo, after.hi) == ("truncate", 2.0, "mask", 0.5, 5.0)
+    assert (before.bound, before.hi, after.bound, after.lo, after.hi) == (
+        "truncate",
+        2.0,
+        "mask",
+        0.5,
+        5.0,
+    )
 
 
 def test_the_bound_on_the_size_holds(recorded: dict[str, Any], tmp_path: Path) -> None:
@@ -184,10 +312,19 @@ def test_the_bound_on_the_size_holds(recorded: dict[str, Any], tmp_path: Path) -
     assert recording.size(tmp_path) <= 8000
     read = recording.read(tmp_path)
     assert read.full and read.end == sum(kept) and "record.stream_mib" in read.cut(6)
-    later = Log(tmp_path, Life(recording.FORMAT, 2, 5, "", ""), 0, 10**9)  # a resumed run with a larger bound: its batches cannot be reached
+    # a resumed run with a larger bound: its batches cannot be reached
+    later = Log(tmp_path, Life(recording.FORMAT, 2, 5, "", ""), 0, 10**9)
     assert later.add(5, steps[5])
     later.close()
     read = recording.read(tmp_path)
-    assert read.end == sum(kept) and len(read.lives) == 1 and f"batch {read.end} was not recorded" in read.cut(6)
+    assert (
+        read.end == sum(kept)
+        and len(read.lives) == 1
+        and f"batch {read.end} was not recorded" in read.cut(6)
+    )
     again = read.step(0)
-    assert isinstance(again, Step) and again == steps[0] and all(s.text == "" for s in again.batch.samples)
+    assert (
+        isinstance(again, Step)
+        and again == steps[0]
+        and all(s.text == "" for s in again.batch.samples)
+    )

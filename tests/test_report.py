@@ -1,4 +1,6 @@
-"""The report is opened in a real browser, which runs its scripts; the numbers are read from the page that it built."""
+"""The report is opened in a real browser, which runs its scripts; the numbers are read from the
+page that it built.
+"""
 
 from __future__ import annotations
 
@@ -43,22 +45,42 @@ def test_the_browser_shows_the_run(gain: Ended, tmp_path: Path) -> None:
     assert text_of(html, "lag-mean") == f"{summary['lag']['mean']:.2f}"
     assert text_of(html, "steps") == "40"
     assert html.count('class="main-svg"') >= 11, "every plot was drawn by the browser"
-    for title in ("Accuracy", "Lag of trained tokens", "Effective sample size", "Entropy", "Answer length", "Throughput", "Idle share"):
+    for title in (
+        "Accuracy",
+        "Lag of trained tokens",
+        "Effective sample size",
+        "Entropy",
+        "Answer length",
+        "Throughput",
+        "Idle share",
+    ):
         assert re.search(rf'class="gtitle"[^>]*>{title}<', html), title
     inside = re.search(r'id="summary">(.*?)</script>', html, re.S)
-    assert inside and json.loads(inside.group(1).replace("<\\/", "</"))["ledger"] == summary["ledger"]
+    assert (
+        inside and json.loads(inside.group(1).replace("<\\/", "</"))["ledger"] == summary["ledger"]
+    )
     for lane in ("learner", "generator-0"):
-        assert re.search(rf'class="ytick"[^>]*>\s*<text[^>]*>{lane}', html), f"no lane {lane} in the timeline"
+        assert re.search(rf'class="ytick"[^>]*>\s*<text[^>]*>{lane}', html), (
+            f"no lane {lane} in the timeline"
+        )
 
 
 def test_both_sides_were_busy_at_once(gain: Ended) -> None:
-    """The timeline's claim, from the spans themselves: the learner trained while the generator decoded."""
+    """The timeline's claim, from the spans themselves: the learner trained while the generator
+    decoded.
+    """
     events = json.loads((Path(gain.json["run_dir"]) / "trace.json").read_text())["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["ph"] == "M"}
 
     def spans(process: str, name: str) -> list[tuple[float, float]]:
-        return sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and names[e["pid"]] == process and e["name"] == name)
+        return sorted(
+            (e["ts"], e["ts"] + e["dur"])
+            for e in events
+            if e["ph"] == "X" and names[e["pid"]] == process and e["name"] == name
+        )
 
     decode = spans("generator-0", "decode")
-    overlap = sum(max(0.0, min(b, d) - max(a, c)) for a, b in spans("learner", "train") for c, d in decode)
+    overlap = sum(
+        max(0.0, min(b, d) - max(a, c)) for a, b in spans("learner", "train") for c, d in decode
+    )
     assert overlap > 0.1 * sum(b - a for a, b in decode)

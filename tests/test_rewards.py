@@ -1,4 +1,6 @@
-"""Reward functions that misbehave: each answer comes back exactly once, as a number or as a failure, never as a silent 0."""
+"""Reward functions that misbehave: each answer comes back exactly once, as a number or as a
+failure, never as a silent 0.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,10 @@ def lists(prompts, texts):
     if "hang" in texts:
         while True: time.sleep(60)
     if "short" in texts: return [1.0] * (len(texts) - 1) + ([1.0, 1.0] if len(texts) == 1 else [])
-    return [None if t == "none" else {"reward": float(t == p.answer), "together": len(texts)} for p, t in zip(prompts, texts)]
+    return [
+        None if t == "none" else {"reward": float(t == p.answer), "together": len(texts)}
+        for p, t in zip(prompts, texts)
+    ]
 lists.batched = True
 
 running, peak, together = 0, 0, asyncio.Event()
@@ -104,15 +109,22 @@ RIGHT = Prompt(7, "1+1=", "2", meta={"kind": "sum"})
 
 
 @pytest.fixture
-def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., RewardRunner]]:
+def runner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., RewardRunner]]:
     (tmp_path / "mine.py").write_text(FUNCTIONS)
     (tmp_path / "dies.py").write_text("import os; os._exit(7)")
     (tmp_path / "exits.py").write_text("import sys; sys.exit(7)")
-    monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).resolve().parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv(
+        "PYTHONPATH",
+        f"{Path(__file__).resolve().parents[1]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+    )
     monkeypatch.chdir(tmp_path)
     made: list[RewardRunner] = []
 
-    def make(function: str = "", workers: int | str = 0, deadline_s: float = 30.0, **more: Any) -> RewardRunner:
+    def make(
+        function: str = "", workers: int | str = 0, deadline_s: float = 30.0, **more: Any
+    ) -> RewardRunner:
         reward = {"function": function, "workers": workers, "deadline_s": deadline_s} | more
         raw = {"model": {"path": "m"}, "task": {"name": "sort"}, "reward": reward}
         config = msgspec.convert(raw, Config)
@@ -164,7 +176,9 @@ def test_answers_are_judged_in_other_processes(runner: Callable[..., RewardRunne
 
 
 def test_what_raises_or_returns_no_number_is_a_failure(runner: Callable[..., RewardRunner]) -> None:
-    got = judge(runner("mine:reward"), "raise", "nan", "inf", "none", "word", "nameless", "few", "2")
+    got = judge(
+        runner("mine:reward"), "raise", "nan", "inf", "none", "word", "nameless", "few", "2"
+    )
     words = ("no such thing", "nan", "inf", "NoneType", "str", "without `reward`", "list of 2")
     for r, word in zip(got, words, strict=False):
         assert r[4].startswith("data: ") and word in r[4]
@@ -176,8 +190,17 @@ def test_a_process_that_hangs_or_dies_is_replaced(runner: Callable[..., RewardRu
     got = judge(r, "2", "hang", "a", "die", "b", "2")
     assert "hung for more than 3 s" in got[1][4] and r.hangs == 1
     assert got[3][4] == "machinery: the reward process ended (3)"
-    assert [x[1] for x in got] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0] and [bool(x[4]) for x in got] == [False, True, False, True, False, False]
-    assert sorted(noted()) == ["2", "2", "a", "b"], "what stood in a lost process's queue was judged once, by another"
+    assert [x[1] for x in got] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0] and [bool(x[4]) for x in got] == [
+        False,
+        True,
+        False,
+        True,
+        False,
+        False,
+    ]
+    assert sorted(noted()) == ["2", "2", "a", "b"], (
+        "what stood in a lost process's queue was judged once, by another"
+    )
 
 
 def test_a_process_killed_between_calls_is_replaced(runner: Callable[..., RewardRunner]) -> None:
@@ -203,12 +226,18 @@ def test_processes_go_on_between_two_looks(runner: Callable[..., RewardRunner]) 
     until(lambda: len(noted()) == 50)
     assert len(collected(r, 50)) == 50 and r.timing.judged == 50
     numbers = r.numbers()
-    assert numbers["reward/judged"] == 50 and numbers["reward/queue"] == 0 and numbers["reward/workers"] == 1
+    assert (
+        numbers["reward/judged"] == 50
+        and numbers["reward/queue"] == 0
+        and numbers["reward/workers"] == 1
+    )
     assert numbers["reward/called_s"] > 0 and numbers["reward/waited_s"] > 0
 
 
 def test_a_call_that_takes_long_keeps_only_its_process(runner: Callable[..., RewardRunner]) -> None:
-    """Only what was sent ahead to that process waits behind it; the other one judges all the rest."""
+    """Only what was sent ahead to that process waits behind it; the other one judges all the
+    rest.
+    """
     r = runner("mine:reward", workers=2)
     until(lambda: not r.poll() and all(p.ready for p in r.processes))
     judge(r, *["warm"] * 20)
@@ -234,10 +263,19 @@ def test_a_function_that_takes_lists(runner: Callable[..., RewardRunner]) -> Non
     assert sum(n for *_, n in spans) == 3 and all(a <= b for a, b, _ in spans)
 
 
-@pytest.mark.parametrize(("bad", "why"), [("raise", "data: the reward raised KeyError"), ("die", "machinery: the reward process ended (3)"),
-                                          ("hang", "data: the reward hung"), ("none", "data: what the reward function returned"),
-                                          ("short", "and returned 2 values for 1 answers")])  # fmt: skip
-def test_one_answer_in_a_list_spoils_no_other(bad: str, why: str, runner: Callable[..., RewardRunner]) -> None:
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        ("raise", "data: the reward raised KeyError"),
+        ("die", "machinery: the reward process ended (3)"),
+        ("hang", "data: the reward hung"),
+        ("none", "data: what the reward function returned"),
+        ("short", "and returned 2 values for 1 answers"),
+    ],
+)
+def test_one_answer_in_a_list_spoils_no_other(
+    bad: str, why: str, runner: Callable[..., RewardRunner]
+) -> None:
     r = runner("mine:lists", batch=8, deadline_s=3.0 if bad == "hang" else 30.0)
     got = judge(r, "2", "3", bad, "2", "3")
     assert why in got[2][4] and [x[4] for x in got if x is not got[2]] == [""] * 4
@@ -253,22 +291,35 @@ def test_lists_are_checked_answer_by_answer() -> None:
             each(wrong, calls)
 
 
-def test_async_calls_are_under_way_together_and_bounded(runner: Callable[..., RewardRunner]) -> None:
+def test_async_calls_are_under_way_together_and_bounded(
+    runner: Callable[..., RewardRunner],
+) -> None:
     """Each call waits until three are under way; more than three never are."""
     got = judge(runner("mine:three", concurrency=3), *["a"] * 20)
     assert [x[4] for x in got] == [""] * 20 and max(x[2]["peak"] for x in got) == 3
 
 
-@pytest.mark.parametrize(("bad", "why", "lives"), [
-    ("raise", "data: the reward raised KeyError", True), ("exit", "data: the reward called sys.exit(4)", True),
-    ("never", "data: the reward hung for more than", True), ("stubborn", "data: the reward hung for more than", True),
-    ("block", "data: the reward hung for more than", False), ("die", "machinery: the reward process ended (3)", False)])  # fmt: skip
-def test_one_async_call_spoils_no_other(bad: str, why: str, lives: bool, runner: Callable[..., RewardRunner]) -> None:
+@pytest.mark.parametrize(
+    ("bad", "why", "lives"),
+    [
+        ("raise", "data: the reward raised KeyError", True),
+        ("exit", "data: the reward called sys.exit(4)", True),
+        ("never", "data: the reward hung for more than", True),
+        ("stubborn", "data: the reward hung for more than", True),
+        ("block", "data: the reward hung for more than", False),
+        ("die", "machinery: the reward process ended (3)", False),
+    ],
+)
+def test_one_async_call_spoils_no_other(
+    bad: str, why: str, lives: bool, runner: Callable[..., RewardRunner]
+) -> None:
     r = runner("mine:troubled", concurrency=4, deadline_s=3.0 if "hung" in why else 30.0)
     got = judge(r, "2", "3", bad, "2", "3", "2", "3")
     assert why in got[2][4] and [x[4] for x in got if x is not got[2]] == [""] * 6
     assert [x[1] for x in got] == [1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0]
-    assert len({x[2]["pid"] for x in got if not x[4]} | {r.processes[0].process.pid}) == 1 or not lives
+    assert (
+        len({x[2]["pid"] for x in got if not x[4]} | {r.processes[0].process.pid}) == 1 or not lives
+    )
 
 
 def test_async_lists(runner: Callable[..., RewardRunner]) -> None:
@@ -278,48 +329,99 @@ def test_async_lists(runner: Callable[..., RewardRunner]) -> None:
 
 def test_the_example_takes_lists_or_single_answers(runner: Callable[..., RewardRunner]) -> None:
     prompt = Prompt(0, "75057=", "05577")
-    got = [judge(runner(f"configs.examples.my_reward:{name}"), f"#{prompt.answer}", "1", prompt=prompt) for name in ("reward", "rewards")]
+    got = [
+        judge(runner(f"configs.examples.my_reward:{name}"), f"#{prompt.answer}", "1", prompt=prompt)
+        for name in ("reward", "rewards")
+    ]
     assert got[0] == got[1] and got[0][0][1] == 1.0
 
 
-def test_exits_prints_and_reads_are_no_harm(runner: Callable[..., RewardRunner], capfd: pytest.CaptureFixture[str]) -> None:
+def test_exits_prints_and_reads_are_no_harm(
+    runner: Callable[..., RewardRunner], capfd: pytest.CaptureFixture[str]
+) -> None:
     r = runner("mine:reward")
     pid = r.processes[0].process.pid
     got = judge(r, "exit", "read", "print", "print", "lines", "2")
-    assert "called sys.exit('no more')" in got[0][4] and "EOFError" in got[1][4] and got[4][4] == "data: the reward raised ValueError: one"
-    assert [x[4] for x in (got[2], got[3], got[5])] == [""] * 3 and r.processes[0].process.pid == pid
+    assert (
+        "called sys.exit('no more')" in got[0][4]
+        and "EOFError" in got[1][4]
+        and got[4][4] == "data: the reward raised ValueError: one"
+    )
+    assert [x[4] for x in (got[2], got[3], got[5])] == [""] * 3 and r.processes[
+        0
+    ].process.pid == pid
     out, err = capfd.readouterr()
     assert not out, "standard output is not theirs"
-    assert PRINTED_CHARACTERS <= len(err) < PRINTED_CHARACTERS + 1000 and err.count("the rest is dropped") == 1
+    assert (
+        PRINTED_CHARACTERS <= len(err) < PRINTED_CHARACTERS + 1000
+        and err.count("the rest is dropped") == 1
+    )
 
 
 def test_what_is_printed_is_bounded() -> None:
     to = io.TextIOWrapper(io.BytesIO())
     bounded = Bounded(to, 10)
     assert [print(x, file=bounded, flush=True) for x in ("12345", "6789", "more", "and more")]
-    assert to.buffer.getvalue().decode().startswith("12345\n6789") and "more\n" not in to.buffer.getvalue().decode()  # type: ignore[attr-defined]
+    assert (
+        to.buffer.getvalue().decode().startswith("12345\n6789")
+        and "more\n" not in to.buffer.getvalue().decode()
+    )  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(("body", "rewards_", "why"), [
-    ("return float(bool(text))", [1.0, 0.0], ""), ("import sys; sys.exit(1)", [None, None], "called sys.exit(1)"),
-    ("return None if text else 0.5", [None, 0.5], "reward is a NoneType, not a number"), ("print('hello'); return text", [None, None], "is a str"),
-])  # fmt: skip
-def test_a_look_at_a_reward_function(body: str, rewards_: list[float], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """`asyncrl task try`: as a run would call it; what fails is one line with the key, after what it found."""
+@pytest.mark.parametrize(
+    ("body", "rewards_", "why"),
+    [
+        ("return float(bool(text))", [1.0, 0.0], ""),
+        ("import sys; sys.exit(1)", [None, None], "called sys.exit(1)"),
+        ("return None if text else 0.5", [None, 0.5], "reward is a NoneType, not a number"),
+        ("print('hello'); return text", [None, None], "is a str"),
+    ],
+)
+def test_a_look_at_a_reward_function(
+    body: str, rewards_: list[float], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`asyncrl task try`: as a run would call it; what fails is one line with the key, after what
+    it found.
+    """
     (tmp_path / "looked_at.py").write_text(f"def reward(prompt, text):\n    {body}\n")
-    done = subprocess.run([*importing.command("asyncrl.cli"), "task", "try", str(ROOT / "configs" / "demo.toml"), "-n", "1",
-                           "--set", "reward.function='looked_at:reward'"], cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=120)  # fmt: skip
+    done = subprocess.run(
+        [
+            *importing.command("asyncrl.cli"),
+            "task",
+            "try",
+            str(ROOT / "configs" / "demo.toml"),
+            "-n",
+            "1",
+            "--set",
+            "reward.function='looked_at:reward'",
+        ],
+        cwd=tmp_path,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     (row,) = [msgspec.json.decode(x) for x in done.stdout.splitlines()]
-    assert [row["reward_of_answer"], row["reward_of_nothing"]] == rewards_ and done.returncode == (2 if why else 0), done.stderr
-    assert "Traceback" not in done.stderr and ("error: reward.function = looked_at:reward: data: " in done.stderr) == bool(why) and why in done.stderr
+    assert [row["reward_of_answer"], row["reward_of_nothing"]] == rewards_ and done.returncode == (
+        2 if why else 0
+    ), done.stderr
+    assert (
+        "Traceback" not in done.stderr
+        and ("error: reward.function = looked_at:reward: data: " in done.stderr) == bool(why)
+        and why in done.stderr
+    )
 
 
 def test_a_module_that_exits_is_a_config_error(runner: Callable[..., RewardRunner]) -> None:
-    with pytest.raises(ConfigError, match=r"reward.function = exits:reward: importing it called sys.exit\(7\)"):
+    with pytest.raises(
+        ConfigError, match=r"reward.function = exits:reward: importing it called sys.exit\(7\)"
+    ):
         judge(runner("exits:reward"), "2")
 
 
-def test_the_pool_grows_while_answers_wait_and_cores_are_idle(runner: Callable[..., RewardRunner], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_pool_grows_while_answers_wait_and_cores_are_idle(
+    runner: Callable[..., RewardRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rewards, "GROW_S", 0.0)
     monkeypatch.setattr(rewards, "GROW_CALLS", 0)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(3)))
@@ -349,13 +451,20 @@ def test_a_pool_grows_as_long_as_that_pays() -> None:
 
 def test_reward_processes_end_with_their_generator(runner: Callable[..., RewardRunner]) -> None:
     """Killed outright, and while a reward hangs."""
-    program = ("import os, msgspec; from actors.rewards import RewardRunner; from asyncrl.config import Config; from asyncrl.messages import Prompt;"
-               "raw = {'model': {'path': 'm'}, 'task': {'name': 'sort'}, 'reward': {'function': 'mine:reward', 'workers': 2}};"
-               "r = RewardRunner(msgspec.convert(raw, Config), None);"
-               "[r.submit((i, 0, 0), Prompt(0, 'p'), 'gate', [1]) for i in range(2)]; r.poll();"
-               "print([p.process.pid for p in r.processes], flush=True); input()")  # fmt: skip
+    program = (
+        "import os, msgspec; from actors.rewards import RewardRunner; from asyncrl.config import "
+        "Config; from asyncrl.messages import Prompt;"
+        "raw = "
+        "{'model': {'path': 'm'}, 'task': {'name': 'sort'},"
+        " 'reward': {'function': 'mine:reward', 'workers': 2}};"
+        "r = RewardRunner(msgspec.convert(raw, Config), None);"
+        "[r.submit((i, 0, 0), Prompt(0, 'p'), 'gate', [1]) for i in range(2)]; r.poll();"
+        "print([p.process.pid for p in r.processes], flush=True); input()"
+    )
     runner()
-    with subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as p:
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as p:
         assert p.stdout is not None
         pids = msgspec.json.decode(p.stdout.readline(), type=list[int])
         p.kill()
@@ -369,7 +478,9 @@ def _gone(pid: int) -> bool:
         return True
 
 
-def test_a_thread_that_breaks_is_said_at_the_next_look(runner: Callable[..., RewardRunner], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_that_breaks_is_said_at_the_next_look(
+    runner: Callable[..., RewardRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
     r = runner("mine:reward")
     judge(r, "2")
     assert r.working and r.pool is not None
@@ -385,18 +496,24 @@ def test_a_thread_that_breaks_is_said_at_the_next_look(runner: Callable[..., Rew
 
 
 @pytest.mark.parametrize("path", ["mine:absent", "absent:reward", "mine:number", "mine"])
-def test_a_function_that_cannot_be_had_is_a_config_error(path: str, runner: Callable[..., RewardRunner]) -> None:
+def test_a_function_that_cannot_be_had_is_a_config_error(
+    path: str, runner: Callable[..., RewardRunner]
+) -> None:
     with pytest.raises(ConfigError, match=f"reward.function = {path}"):
         judge(runner(path), "2")
 
 
-def test_a_module_that_ends_its_process_is_a_config_error(runner: Callable[..., RewardRunner]) -> None:
+def test_a_module_that_ends_its_process_is_a_config_error(
+    runner: Callable[..., RewardRunner],
+) -> None:
     with pytest.raises(ConfigError, match="3 processes ended"):
         judge(runner("dies:reward"), "2")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_tasks_own_reward_runs_in_place_or_in_workers(workers: int, runner: Callable[..., RewardRunner]) -> None:
+def test_a_tasks_own_reward_runs_in_place_or_in_workers(
+    workers: int, runner: Callable[..., RewardRunner]
+) -> None:
     r = runner(workers=workers)
     assert len(r.processes) == workers
     prompt = get_task(TaskConfig(name="sort")).prompt("train", 0, 0)
@@ -407,11 +524,16 @@ def test_a_tasks_own_reward_runs_in_place_or_in_workers(workers: int, runner: Ca
 @pytest.mark.parametrize("value", [1, True, 1.0, np.float32(1), np.array(1.0)])
 def test_numbers_of_all_kinds_count(value: Any) -> None:
     assert checked(value, 3) == (1.0, {}, None)
-    assert checked({"reward": value, "token_rewards": np.ones(3)}, 3) == (1.0, {"reward": 1.0}, [1.0] * 3)
+    assert checked({"reward": value, "token_rewards": np.ones(3)}, 3) == (
+        1.0,
+        {"reward": 1.0},
+        [1.0] * 3,
+    )
 
 
 def test_a_function_is_called_the_same_way_for_a_look() -> None:
     """`asyncrl task try`."""
+
     async def later(prompt: Prompt, text: str) -> float:
         return len(text)
 
@@ -430,10 +552,32 @@ def test_a_function_is_called_the_same_way_for_a_look() -> None:
     assert call(counted, RIGHT, "abc", [1, 2])[0] == 3.0
 
 
-LARGE = [1e39, 1e308, -1e308, 1.1e15, 10**400, np.float32(1e38), {"reward": 0, "part": 1e39}, {"reward": 0, "token_rewards": [0, 0, -1e39]}]
+LARGE = [
+    1e39,
+    1e308,
+    -1e308,
+    1.1e15,
+    10**400,
+    np.float32(1e38),
+    {"reward": 0, "part": 1e39},
+    {"reward": 0, "token_rewards": [0, 0, -1e39]},
+]
 
 
-@pytest.mark.parametrize("value", [math.nan, -math.inf, None, "1", [1.0], {}, {"reward": None}, {"reward": 1, "part": math.nan}, *LARGE])
+@pytest.mark.parametrize(
+    "value",
+    [
+        math.nan,
+        -math.inf,
+        None,
+        "1",
+        [1.0],
+        {},
+        {"reward": None},
+        {"reward": 1, "part": math.nan},
+        *LARGE,
+    ],
+)
 def test_anything_else_is_refused(value: Any) -> None:
     with pytest.raises(ValueError):
         checked(value, 3)

@@ -1,4 +1,6 @@
-"""The main job, for real: buffer, generator and learner as separate processes, started as a user starts them."""
+"""The main job, for real: buffer, generator and learner as separate processes, started as a user
+starts them.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ import pytest
 from conftest import ENV, ROOT, Ended, demo_command
 
 Call = Callable[..., Ended]
-DISPOSITIONS = {"trained", "masked_stale", "dropped_stale", "abandoned", "filtered", "duplicate", "orphaned", "lost_with_process", "left_over"}
+DISPOSITIONS = {
+    "trained",
+    "masked_stale",
+    "dropped_stale",
+    "abandoned",
+    "filtered",
+    "duplicate",
+    "orphaned",
+    "lost_with_process",
+    "left_over",
+}
 
 
 def check_summary(summary: dict[str, Any], limit: float) -> None:
@@ -37,7 +49,13 @@ def children(pid: int) -> dict[str, int]:
             except OSError:
                 continue
             if parent == pid:
-                found.update({part: int(entry.name) for part in ("buffer", "generator", "learner") if part in words})
+                found.update(
+                    {
+                        part: int(entry.name)
+                        for part in ("buffer", "generator", "learner")
+                        if part in words
+                    }
+                )
     return found
 
 
@@ -50,7 +68,9 @@ def steps_done(run_dir: Path) -> int:
     return max([int(r["step"]) for r in rows if "reward/mean" in r], default=-1) + 1
 
 
-def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 400) -> Any:
+def wait_until(
+    condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 400
+) -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if result := condition():
@@ -62,8 +82,15 @@ def wait_until(condition: Callable[[], Any], process: subprocess.Popen[str], sec
 
 def start(tmp_path: Path, model: Path, *words: str) -> subprocess.Popen[str]:
     out = (tmp_path / "stdout").open("w+")
-    return subprocess.Popen(demo_command("run", tmp_path, model, *words), cwd=ROOT, env=ENV, stdout=out, stderr=(tmp_path / "stderr").open("w"),
-                            text=True, start_new_session=True)  # fmt: skip
+    return subprocess.Popen(
+        demo_command("run", tmp_path, model, *words),
+        cwd=ROOT,
+        env=ENV,
+        stdout=out,
+        stderr=(tmp_path / "stderr").open("w"),
+        text=True,
+        start_new_session=True,
+    )
 
 
 def finish(process: subprocess.Popen[str], tmp_path: Path) -> dict[str, Any]:
@@ -77,9 +104,19 @@ def test_asynchronous_run_gains_accuracy_at_positive_lag(gain: Ended) -> None:
     summary = gain.json
     check_summary(summary, 4)
     assert summary["steps"] == 40 and summary["lag"]["mean"] > 0
-    assert summary["heldout_end"] > summary["heldout_start"] + 0.1  # two shares at n = 256: 0.1 is 2.3 standard errors; seen: 0.3
+    # two shares at n = 256: 0.1 is 2.3 standard errors; seen: 0.3
+    assert summary["heldout_end"] > summary["heldout_start"] + 0.1
     run_dir = Path(summary["run_dir"])
-    names = ("config.toml", "summary.json", "metrics.jsonl", "tensorboard", "report.html", "checkpoints", "samples.jsonl", "trace.json")
+    names = (
+        "config.toml",
+        "summary.json",
+        "metrics.jsonl",
+        "tensorboard",
+        "report.html",
+        "checkpoints",
+        "samples.jsonl",
+        "trace.json",
+    )
     for name in names:
         assert (run_dir / name).exists(), name
     import transformers
@@ -93,7 +130,9 @@ def test_limit_zero_is_synchronous_training(asyncrl: Call) -> None:
     assert summary["lag"]["max"] == 0 and summary["heldout_end"] > summary["heldout_start"] + 0.05
 
 
-def test_synchronous_runs_repeat_bitwise_also_after_stop_and_resume(asyncrl: Call, tmp_path: Path, sort_model: Path) -> None:
+def test_synchronous_runs_repeat_bitwise_also_after_stop_and_resume(
+    asyncrl: Call, tmp_path: Path, sort_model: Path
+) -> None:
     words = ("learner.steps=12", "staleness.max_lag=0", "learner.checkpoint_every=3")
     first = asyncrl("run", *words, "name='one'").json
     again = asyncrl("run", *words, "name='two'").json
@@ -109,8 +148,17 @@ def test_synchronous_runs_repeat_bitwise_also_after_stop_and_resume(asyncrl: Cal
 
 
 @pytest.mark.parametrize("victim", ["generator", "learner"])
-def test_a_killed_process_costs_only_its_time(victim: str, tmp_path: Path, sort_model: Path) -> None:
-    process = start(tmp_path, sort_model, "learner.steps=30", "staleness.max_lag=2", "learner.checkpoint_every=5", "name='kill'")
+def test_a_killed_process_costs_only_its_time(
+    victim: str, tmp_path: Path, sort_model: Path
+) -> None:
+    process = start(
+        tmp_path,
+        sort_model,
+        "learner.steps=30",
+        "staleness.max_lag=2",
+        "learner.checkpoint_every=5",
+        "name='kill'",
+    )
     run_dir = tmp_path / "runs" / "kill"
     wait_until(lambda: steps_done(run_dir) >= 8, process)
     os.kill(children(process.pid)[victim], signal.SIGKILL)
@@ -120,20 +168,31 @@ def test_a_killed_process_costs_only_its_time(victim: str, tmp_path: Path, sort_
     assert "SIGKILL" in (tmp_path / "stderr").read_text()
 
 
-def test_parts_start_in_any_order_from_their_own_terminals(tmp_path: Path, sort_model: Path) -> None:
+def test_parts_start_in_any_order_from_their_own_terminals(
+    tmp_path: Path, sort_model: Path
+) -> None:
     run_dir = tmp_path / "runs" / "parts"
     words = ("learner.steps=6", "name='parts'", "--run-dir", str(run_dir))
     parts = []
     for part in ("learner", "generator", "buffer"):
         argv = [w for w in demo_command(part, tmp_path, sort_model, *words) if w != "--json"]
-        parts.append(subprocess.Popen(argv, cwd=ROOT, env=ENV, stderr=(tmp_path / part).open("w"), text=True))
-        time.sleep(0.5)  # only to make the order of starting what the name says; no assertion rests on it
+        parts.append(
+            subprocess.Popen(argv, cwd=ROOT, env=ENV, stderr=(tmp_path / part).open("w"), text=True)
+        )
+        # only to make the order of starting what the name says; no assertion rests on it
+        time.sleep(0.5)
     for part, process in zip(("learner", "generator", "buffer"), parts, strict=True):
         assert process.wait(timeout=180) == 0, (part, (tmp_path / part).read_text()[-2000:])
     assert steps_done(run_dir) == 6
 
 
 def test_weights_over_tcp(asyncrl: Call) -> None:
-    done = asyncrl("run", "learner.steps=5", "weights.transport='tcp'", "wires.weights_address='tcp://127.0.0.1:0'", "name='tcp'")
+    done = asyncrl(
+        "run",
+        "learner.steps=5",
+        "weights.transport='tcp'",
+        "wires.weights_address='tcp://127.0.0.1:0'",
+        "name='tcp'",
+    )
     assert done.code == 0, done.err[-3000:]
     check_summary(done.json, done.json["lag"]["limit"])

@@ -25,8 +25,16 @@ from asyncrl.wires import PeerSocket
 from buffer import sessions, trained
 from buffer.service import Service, open_store
 
-SMALL = ("learner.steps=2", "learner.groups=1", "learner.group_size=2", "staleness.max_lag=0", "evaluation.every=0", "evaluation.final_prompts=1",
-         "evaluation.ood_prompts=0", "wires.lease_s=30")  # fmt: skip
+SMALL = (
+    "learner.steps=2",
+    "learner.groups=1",
+    "learner.group_size=2",
+    "staleness.max_lag=0",
+    "evaluation.every=0",
+    "evaluation.final_prompts=1",
+    "evaluation.ood_prompts=0",
+    "wires.lease_s=30",
+)
 
 
 class Run:
@@ -61,9 +69,28 @@ class Run:
             p.close()
         rundir.clean(self.dir)
 
-    def hello(self, epoch: int, number: int = 0, origin: int = 0, run: str = "", protocol: int = m.PROTOCOL) -> m.LearnerHello:
+    def hello(
+        self,
+        epoch: int,
+        number: int = 0,
+        origin: int = 0,
+        run: str = "",
+        protocol: int = m.PROTOCOL,
+    ) -> m.LearnerHello:
         source = m.WeightsSource(epoch, "here", "", "")
-        return m.LearnerHello(protocol, run or self.id, epoch, Label(epoch, number), None, f"d{number}", 0, origin, 0, source, [])
+        return m.LearnerHello(
+            protocol,
+            run or self.id,
+            epoch,
+            Label(epoch, number),
+            None,
+            f"d{number}",
+            0,
+            origin,
+            0,
+            source,
+            [],
+        )
 
 
 @pytest.fixture
@@ -98,10 +125,28 @@ def want(n: int, samples: int = 4) -> m.Want:
 
 def answers(t: m.Ticket, digest: str = "") -> m.Deliver:
     label = t.exact_version or t.min_version
-    return m.Deliver("generator-0", 1, 1, [
-        m.Trajectory(t.ticket, s, t.attempt, b"", b"\0" * 8, b"\0" * 8, b"\1\1", [m.Span(label, digest, 0, 2, label)], float(s), {}, "stop", 1.0)
-        for s in t.samples
-    ])  # fmt: skip
+    return m.Deliver(
+        "generator-0",
+        1,
+        1,
+        [
+            m.Trajectory(
+                t.ticket,
+                s,
+                t.attempt,
+                b"",
+                b"\0" * 8,
+                b"\0" * 8,
+                b"\1\1",
+                [m.Span(label, digest, 0, 2, label)],
+                float(s),
+                {},
+                "stop",
+                1.0,
+            )
+            for s in t.samples
+        ],
+    )
 
 
 def test_a_run_from_hello_to_its_end(begin: Any) -> None:
@@ -111,21 +156,37 @@ def test_a_run_from_hello_to_its_end(begin: Any) -> None:
     assert ask(learner, run.hello(1), m.Welcome) == m.Welcome(1, 0)
     evaluated, number = 0, 0
     while number < 2:
-        reply = wait(generator, m.Tickets)  # the first answers the want that came before the learner
+        # the first answers the want that came before the learner
+        reply = wait(generator, m.Tickets)
         assert reply.announcement.label == (1, number)
         for t in reply.tickets:
             acks = ask(generator, answers(t), m.Acks)
             evaluated += t.kind == "eval"
-            assert {a[3] for a in acks.acks} == ({"evaluated"} if t.kind == "eval" else {"accepted"})
+            assert {a[3] for a in acks.acks} == (
+                {"evaluated"} if t.kind == "eval" else {"accepted"}
+            )
             if t.kind == "train":
                 batch = ask(learner, m.Ask(1, number), m.Batch)
-                assert [(s.ticket, s.sample) for s in batch.samples] == [(number, 0), (number, 1)] and batch.lags == [0, 0]
+                assert [(s.ticket, s.sample) for s in batch.samples] == [
+                    (number, 0),
+                    (number, 1),
+                ] and batch.lags == [0, 0]
                 number += 1
-                assert ask(learner, m.Commit(1, number - 1, Label(1, number), f"d{number}", {"reward/mean": 0.5}), m.Committed).number == number - 1
+                assert (
+                    ask(
+                        learner,
+                        m.Commit(
+                            1, number - 1, Label(1, number), f"d{number}", {"reward/mean": 0.5}
+                        ),
+                        m.Committed,
+                    ).number
+                    == number - 1
+                )
         generator.send(want(2 + number))
     learner.send(m.Goodbye(1, 2))
     (t,) = wait(generator, m.Tickets).tickets
-    assert t.kind == "eval" and t.exact_version == (1, 2)  # the last evaluation comes before the goodbye's answer
+    # the last evaluation comes before the goodbye's answer
+    assert t.kind == "eval" and t.exact_version == (1, 2)
     ask(generator, answers(t), m.Acks)
     assert wait(learner, m.Finished) == m.Finished(1)
     generator.send(want(9))
@@ -133,8 +194,17 @@ def test_a_run_from_hello_to_its_end(begin: Any) -> None:
         pass
     run.thread.join(20)
     summary = run.service.summary()
-    assert (summary["steps"], summary["trajectories"], summary["tokens"], summary["finished"]) == (2, 4, 8, True)
-    assert summary["lag"] == {"mean": 0.0, "p95": 0, "max": 0} and summary["heldout_end"] == 0.0 and evaluated == 1
+    assert (summary["steps"], summary["trajectories"], summary["tokens"], summary["finished"]) == (
+        2,
+        4,
+        8,
+        True,
+    )
+    assert (
+        summary["lag"] == {"mean": 0.0, "p95": 0, "max": 0}
+        and summary["heldout_end"] == 0.0
+        and evaluated == 1
+    )
 
 
 def test_strangers_and_old_learners_are_told_so(begin: Any) -> None:
@@ -145,7 +215,11 @@ def test_strangers_and_old_learners_are_told_so(begin: Any) -> None:
     assert ask(peer, run.hello(2), m.Welcome).epoch == 2
     old = run.peer()
     assert ask(old, run.hello(1), m.FencedOff) == m.FencedOff(1, 2)
-    assert ask(old, m.Ask(1, 0), m.FencedOff) == ask(old, m.Commit(1, 0, Label(1, 1), "x", {}), m.FencedOff) == m.FencedOff(1, 2)
+    assert (
+        ask(old, m.Ask(1, 0), m.FencedOff)
+        == ask(old, m.Commit(1, 0, Label(1, 1), "x", {}), m.FencedOff)
+        == m.FencedOff(1, 2)
+    )
 
 
 def test_other_weights_are_refused_with_both_names_and_the_run_goes_on(begin: Any) -> None:
@@ -171,7 +245,9 @@ def test_status_says_who_waits_for_whom(begin: Any) -> None:
 
 
 def test_reward_processes_in_the_metrics_and_among_the_waits(begin: Any) -> None:
-    """Sums since the last step, over generators; the state as it is now; who waits for its own rewards is said to."""
+    """Sums since the last step, over generators; the state as it is now; who waits for its own
+    rewards is said to.
+    """
     run = begin("learner.steps=3", "staleness.max_lag=2")
     generator, learner, viewer = run.peer(), run.peer(), run.peer()
     ask(learner, msgspec.structs.replace(run.hello(1), max_lag=2.0), m.Welcome)
@@ -184,27 +260,66 @@ def test_reward_processes_in_the_metrics_and_among_the_waits(begin: Any) -> None
                 ask(generator, answers(t), m.Acks)
 
     def step(number: int, **stats: float) -> dict[str, float]:
-        ask(generator, m.Renew("generator-0", 1, [], {k.replace("_", "/", 1): v for k, v in stats.items()}, f"{m.REWARDS_WAITED_FOR}|3.5"), m.Heard)
+        ask(
+            generator,
+            m.Renew(
+                "generator-0",
+                1,
+                [],
+                {k.replace("_", "/", 1): v for k, v in stats.items()},
+                f"{m.REWARDS_WAITED_FOR}|3.5",
+            ),
+            m.Heard,
+        )
         ask(generator, answers(tickets[number]), m.Acks)
         ask(learner, m.Ask(1, number), m.Batch)
-        ask(learner, m.Commit(1, number, Label(1, number + 1), f"d{number + 1}", {"reward/mean": 0.5}), m.Committed)
+        ask(
+            learner,
+            m.Commit(1, number, Label(1, number + 1), f"d{number + 1}", {"reward/mean": 0.5}),
+            m.Committed,
+        )
         status = ask(viewer, m.Watch(), m.Status)
         assert ("generator-0", m.REWARDS_WAITED_FOR, "generator-0-rewards", 3.5) in status.waits
         return dict(status.metrics)
 
-    assert "reward/queue" not in step(0, generator_busy_s=1.0, generator_idle_s=1.0), "nobody has reward processes"
-    sums = {"generator_busy_s": 2.0, "generator_idle_s": 4.0, "generator_reward_idle_s": 1.0,
-            "reward_judged": 10, "reward_waited_s": 5.0, "reward_called_s": 1.0}  # fmt: skip
+    assert "reward/queue" not in step(0, generator_busy_s=1.0, generator_idle_s=1.0), (
+        "nobody has reward processes"
+    )
+    sums = {
+        "generator_busy_s": 2.0,
+        "generator_idle_s": 4.0,
+        "generator_reward_idle_s": 1.0,
+        "reward_judged": 10,
+        "reward_waited_s": 5.0,
+        "reward_called_s": 1.0,
+    }
     got = step(1, **sums, reward_queue=7, reward_workers=2)
-    assert got["reward/queue"] == 7 and got["reward/workers"] == 2 and got["reward/wait_s"] == 0.5 and got["reward/call_s"] == 0.1
+    assert (
+        got["reward/queue"] == 7
+        and got["reward/workers"] == 2
+        and got["reward/wait_s"] == 0.5
+        and got["reward/call_s"] == 0.1
+    )
     assert got["time/reward_wait_share"] == 0.25 and got["time/generator_idle_share"] == 0.75
-    later = sums | {"generator_busy_s": 3.0, "reward_judged": 12, "reward_waited_s": 5.5, "reward_called_s": 1.5}
+    later = sums | {
+        "generator_busy_s": 3.0,
+        "reward_judged": 12,
+        "reward_waited_s": 5.5,
+        "reward_called_s": 1.5,
+    }
     got = step(2, **later, reward_queue=0, reward_workers=3)
-    assert got["reward/wait_s"] == 0.25 and got["reward/call_s"] == 0.25 and got["time/reward_wait_share"] == 0.0 and got["reward/workers"] == 3
+    assert (
+        got["reward/wait_s"] == 0.25
+        and got["reward/call_s"] == 0.25
+        and got["time/reward_wait_share"] == 0.0
+        and got["reward/workers"] == 3
+    )
 
 
 def test_samples_are_progress_up_to_a_batch_of_them(begin: Any) -> None:
-    """A slow step is no stand-still; a learner that does not commit is one, whatever else is delivered."""
+    """A slow step is no stand-still; a learner that does not commit is one, whatever else is
+    delivered.
+    """
     run = begin("learner.steps=3", "staleness.max_lag=2")
     generator, learner, viewer = run.peer(), run.peer(), run.peer()
     ask(learner, msgspec.structs.replace(run.hello(1), max_lag=2.0), m.Welcome)
@@ -235,7 +350,9 @@ def test_samples_are_progress_up_to_a_batch_of_them(begin: Any) -> None:
     assert before == seen[-1] + 1 and progress() == before + 1
 
 
-def test_under_disk_no_reply_leaves_before_the_disk_has_it(begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_under_disk_no_reply_leaves_before_the_disk_has_it(
+    begin: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go, real, held = threading.Event(), os.fdatasync, threading.Event()
     run = begin("durability.mode='disk'")
 
@@ -247,8 +364,12 @@ def test_under_disk_no_reply_leaves_before_the_disk_has_it(begin: Any, monkeypat
     monkeypatch.setattr(os, "fdatasync", slow)
     learner = run.peer()
     learner.send(run.hello(1))
-    assert held.wait(20) and run.service.store.epoch == 1  # the hello is taken, and on its way to the disk
-    assert run.service.store.journal.durable < run.service.store.journal.appended and run.service.outgoing
+    # the hello is taken, and on its way to the disk
+    assert held.wait(20) and run.service.store.epoch == 1
+    assert (
+        run.service.store.journal.durable < run.service.store.journal.appended
+        and run.service.outgoing
+    )
     go.set()
     assert wait(learner, m.Welcome) == m.Welcome(1, 0)
 
@@ -265,7 +386,9 @@ def greeting(run: Run, session: int, pid: int, name: str = "generator-0") -> m.G
 
 
 def test_what_a_dead_generator_had_asked_for_is_granted_to_nobody(begin: Any) -> None:
-    """Killed while it waited for tickets: its next life says hello, and gets them; nothing is out under the old session until a lease ends."""
+    """Killed while it waited for tickets: its next life says hello, and gets them; nothing is out
+    under the old session until a lease ends.
+    """
     run = begin()
     dead, reborn, learner = run.peer(), run.peer(), run.peer()
     dead.send(greeting(run, 1, ended_process()))
@@ -298,16 +421,26 @@ def test_a_generator_that_leaves_gives_its_leases_back_at_once(begin: Any, mode:
     ask(learner, run.hello(1), m.Welcome)
     leaver.send(m.GeneratorHello(m.PROTOCOL, run.id, "generator-0", 1, 4, "here", 1))
     held = first_ticket(run, leaver)
-    assert ask(leaver, m.Renew("generator-0", 1, [(held.ticket, held.attempt, 5)], {}, ""), m.Heard).epoch == 1
+    assert (
+        ask(
+            leaver, m.Renew("generator-0", 1, [(held.ticket, held.attempt, 5)], {}, ""), m.Heard
+        ).epoch
+        == 1
+    )
     leaver.send(m.Leaving("generator-0", 1))
     ask(leaver, m.Watch(), m.Status)  # the buffer has read it
     again = ask(other, m.Want("generator-1", 1, 1, 4, None), m.Tickets).tickets[0]
-    assert (again.ticket, again.samples) == (held.ticket, held.samples) and again.attempt > held.attempt
+    assert (again.ticket, again.samples) == (
+        held.ticket,
+        held.samples,
+    ) and again.attempt > held.attempt
     status = ask(other, m.Watch(), m.Status)
     assert "generator-0" not in status.peers and status.ledger["lost_with_process"]["tokens"] == 5
 
 
-def test_the_last_word_of_a_session_that_was_replaced_takes_nothing_from_the_new_one(begin: Any) -> None:
+def test_the_last_word_of_a_session_that_was_replaced_takes_nothing_from_the_new_one(
+    begin: Any,
+) -> None:
     run = begin("wires.lease_s=600")
     older, newer, other, learner = run.peer(), run.peer(), run.peer(), run.peer()
     ask(learner, run.hello(1), m.Welcome)
@@ -321,7 +454,9 @@ def test_the_last_word_of_a_session_that_was_replaced_takes_nothing_from_the_new
 
 
 def test_after_a_restart_weights_are_announced_once_their_learner_is_heard(begin: Any) -> None:
-    """The journal names the ring of a learner that may be dead; who followed it would wait for files that are gone."""
+    """The journal names the ring of a learner that may be dead; who followed it would wait for
+    files that are gone.
+    """
     run = begin("durability.mode='process'")
     ask(run.peer(), run.hello(1), m.Welcome)
     run.end()
@@ -333,13 +468,16 @@ def test_after_a_restart_weights_are_announced_once_their_learner_is_heard(begin
     assert ask(generator, renew, m.Heard).announcement is None
     generator.send(want(2))
     ask(generator, m.Watch(), m.Status)
-    ask(learner, m.Progress("learner", "", {}, 1, 1), m.Heard)  # the same life goes on: only the buffer was away
+    # the same life goes on: only the buffer was away
+    ask(learner, m.Progress("learner", "", {}, 1, 1), m.Heard)
     assert wait(generator, m.Tickets).announcement.label == (1, 0)
     assert ask(generator, renew, m.Heard).announcement.label == (1, 0)
 
 
 def test_two_generators_of_one_name(begin: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second is refused while the first is heard of, whatever their numbers; once the first's process is gone, the next one has its leases."""
+    """The second is refused while the first is heard of, whatever their numbers; once the first's
+    process is gone, the next one has its leases.
+    """
     monkeypatch.setattr(sessions, "MARGIN_S", 0.0)
     run = begin()
     first, second, third, learner = run.peer(), run.peer(), run.peer(), run.peer()
@@ -354,17 +492,27 @@ def test_two_generators_of_one_name(begin: Any, monkeypatch: pytest.MonkeyPatch)
         first.send(m.Renew("generator-0", 50, [], {}, ""))
         ask(first, m.Watch(), m.Status)
     refused = ask(second, m.Want("generator-0", 60, 1, 9, None), m.Refused)
-    assert refused.exit_code == 2 and f"process {process.pid} on {socket.gethostname()}" in refused.reason and "--index" in refused.reason
+    assert (
+        refused.exit_code == 2
+        and f"process {process.pid} on {socket.gethostname()}" in refused.reason
+        and "--index" in refused.reason
+    )
     process.communicate(b"\n")
     third.send(greeting(run, 3, os.getpid()))  # as after a clock that was set back
     again = ask(third, m.Want("generator-0", 3, 1, 9, None), m.Tickets).tickets
-    assert {(t.ticket, t.kind) for t in again} == {(t.ticket, t.kind) for t in held}  # the leases were given back
-    late = m.Deliver("generator-0", 50, 1, answers(next(t for t in held if t.kind == "train")).samples)
-    assert ask(first, late, m.Acks).acks and run.service.sessions.token("generator-0") == 3  # what it had finished is taken
+    # the leases were given back
+    assert {(t.ticket, t.kind) for t in again} == {(t.ticket, t.kind) for t in held}
+    late = m.Deliver(
+        "generator-0", 50, 1, answers(next(t for t in held if t.kind == "train")).samples
+    )
+    # what it had finished is taken
+    assert ask(first, late, m.Acks).acks and run.service.sessions.token("generator-0") == 3
     assert "taken the name" in ask(first, m.Want("generator-0", 50, 2, 9, None), m.Refused).reason
 
 
-def handed_out(run: Run, generator: PeerSocket, learner: PeerSocket, numbers: tuple[int, ...]) -> list[m.Batch]:
+def handed_out(
+    run: Run, generator: PeerSocket, learner: PeerSocket, numbers: tuple[int, ...]
+) -> list[m.Batch]:
     """Batches `numbers`, written and handed to the learner of epoch 1."""
     batches, sequence = [], 0
     for n in numbers:
@@ -385,8 +533,12 @@ def handed_out(run: Run, generator: PeerSocket, learner: PeerSocket, numbers: tu
 
 @pytest.mark.parametrize("mode", ["memory", "process", "process, rows lost"])
 @pytest.mark.parametrize("killed", ["learner", "both"])
-def test_a_batch_whose_commit_was_lost_is_trained_when_a_checkpoint_lies_behind_it(begin: Any, mode: str, killed: str) -> None:
-    """The learner trains batches 0 and 1, writes the checkpoint of version 2, and is killed before the buffer has heard of either."""
+def test_a_batch_whose_commit_was_lost_is_trained_when_a_checkpoint_lies_behind_it(
+    begin: Any, mode: str, killed: str
+) -> None:
+    """The learner trains batches 0 and 1, writes the checkpoint of version 2, and is killed before
+    the buffer has heard of either.
+    """
     words = ("learner.steps=3", f"durability.mode='{mode.partition(',')[0]}'")
     run = begin(*words)
     generator, learner = run.peer(), run.peer()
@@ -398,14 +550,28 @@ def test_a_batch_whose_commit_was_lost_is_trained_when_a_checkpoint_lies_behind_
             (run.dir / "leased.json").unlink()
         run = begin(*words)
         learner = run.peer()
-    hello = msgspec.structs.replace(run.hello(2, 2, origin=1), next_ticket=batches[1].next_ticket, ledger=batches[1].ledger, parent=Label(1, 1))
+    hello = msgspec.structs.replace(
+        run.hello(2, 2, origin=1),
+        next_ticket=batches[1].next_ticket,
+        ledger=batches[1].ledger,
+        parent=Label(1, 1),
+    )
     ask(learner, hello, m.Welcome)
     rows = trained.read(run.dir / "trained.jsonl")
-    assert {n: (r.samples, r.tickets, r.ids) for n, r in rows.items()} == {b.number: (2, [[b.number] * 2], trained.digest(b.samples)) for b in batches}
+    assert {n: (r.samples, r.tickets, r.ids) for n, r in rows.items()} == {
+        b.number: (2, [[b.number] * 2], trained.digest(b.samples)) for b in batches
+    }
     summary = run.service.summary()
-    assert (summary["trajectories"], summary["tokens"], summary["steps"]) == (4, 8, 2) and summary["ledger"]["trained"] == 8
-    ask(learner, msgspec.structs.replace(run.hello(3, 1 if killed == "learner" else 2, origin=1)), m.Welcome)
-    assert len(trained.read(run.dir / "trained.jsonl")) == (1 if killed == "learner" else 2)  # and a roll-back takes it out again
+    assert (summary["trajectories"], summary["tokens"], summary["steps"]) == (4, 8, 2) and summary[
+        "ledger"
+    ]["trained"] == 8
+    ask(
+        learner,
+        msgspec.structs.replace(run.hello(3, 1 if killed == "learner" else 2, origin=1)),
+        m.Welcome,
+    )
+    # and a roll-back takes it out again
+    assert len(trained.read(run.dir / "trained.jsonl")) == (1 if killed == "learner" else 2)
 
 
 def test_a_process_of_another_machine_is_not_looked_up_here(begin: Any) -> None:
@@ -419,14 +585,16 @@ def test_a_process_of_another_machine_is_not_looked_up_here(begin: Any) -> None:
     assert run.service.sessions.token("generator-0") == 1
 
 
-# ---- what cannot be -------------------------------------------------------------------------------------------------
+# ---- what cannot be ------------------------------------------------------------------------------
 
 BAD_FRAMES = {
-    "empty": b"", "no message": b"\xc1\xc1", "another type": msgspec.msgpack.encode({"type": "trajectory"}),
+    "empty": b"",
+    "no message": b"\xc1\xc1",
+    "another type": msgspec.msgpack.encode({"type": "trajectory"}),
     "bad UTF-8": b"\x82\xa4type\xa5watch\xa4stop\xa3\xff\xfe\xfd",
     "nesting without end": b"\x81\xa1x" + b"\x91" * 100_000 + b"\xc0",
     "a size that no memory holds": b"\x82\xa4type\xa5watch\xa4stop\xdb\xff\xff\xff\xff",
-}  # fmt: skip
+}
 
 
 def test_a_frame_that_does_not_decode_costs_its_sender(begin: Any) -> None:
@@ -443,7 +611,9 @@ def bad(run: Run, train: m.Ticket, test: m.Ticket) -> dict[str, m.FromPeer]:
     """One message of each kind of nonsense, for a run at batch 0 with these tickets out."""
 
     def deliver(t: m.Ticket, **more: Any) -> m.Deliver:
-        return m.Deliver("generator-0", 1, 1, [msgspec.structs.replace(answers(t).samples[0], **more)])
+        return m.Deliver(
+            "generator-0", 1, 1, [msgspec.structs.replace(answers(t).samples[0], **more)]
+        )
 
     def renew(*progress: tuple[int, int, int], waiting: str = "", **stats: float) -> m.Renew:
         return m.Renew("generator-0", 1, list(progress), stats, waiting)
@@ -451,24 +621,44 @@ def bad(run: Run, train: m.Ticket, test: m.Ticket) -> dict[str, m.FromPeer]:
     def hello(**more: Any) -> m.LearnerHello:
         return msgspec.structs.replace(run.hello(2), **more)
 
-    label, line = Label(1, 1), {"tokens": 1.0, "samples": 1.0, "mean_length": 1.0, "mean_reward": 0.0}
+    label, line = (
+        Label(1, 1),
+        {"tokens": 1.0, "samples": 1.0, "mean_length": 1.0, "mean_reward": 0.0},
+    )
     return {
-        "sample past the group": deliver(train, sample=2), "sample below 0": deliver(train, sample=-1),
+        "sample past the group": deliver(train, sample=2),
+        "sample below 0": deliver(train, sample=-1),
         "ticket not granted": deliver(train, ticket=99),
-        "ticket below 0": deliver(train, ticket=-1), "attempt not granted": deliver(train, attempt=99),
+        "ticket below 0": deliver(train, ticket=-1),
+        "attempt not granted": deliver(train, attempt=99),
         "attempt of another": deliver(train, attempt=test.attempt),
-        "evaluation of another": deliver(test, ticket=test.ticket + 1), "evaluation's second sample": deliver(test, sample=1),
-        "progress below 0": renew((train.ticket, train.attempt, -1)), "progress without end": renew((train.ticket, train.attempt, 2**62)),
-        "stats not finite": renew(**{"generator/tokens": float("nan")}), "stats below 0": renew(tokens=-1.0), "wait not a number": renew(waiting="x|soon"),
-        "wait not finite": renew(waiting="x|inf"), "no name": m.Want("", 1, 1, 1, None), "a name like a screen": m.Want("\x1b[2J", 1, 1, 1, None),
-        "ask past the end": m.Ask(1, 2), "commit not composed": m.Commit(1, 0, label, "x", {}), "commit far ahead": m.Commit(1, 5, Label(1, 6), "x", {}),
-        "commit of another name": m.Commit(1, 0, Label(9, 1), "x", {}), "goodbye at 0": m.Goodbye(1, 2), "hello of another epoch": hello(label=Label(9, 0)),
-        "hello below 0": hello(label=Label(2, -1)), "limit below 0": hello(max_lag=-1.0), "limit not a number": hello(max_lag=float("nan")),
-        "ticket past all": hello(next_ticket=1 << 60), "trained below 0": hello(trained_above=[-1]), "ring of the future": hello(ring=[(Label(2, 0), "x")]),
-        "ledger of other lines": hello(ledger={"stolen": line}), "half a ledger": hello(ledger={"trained": {"tokens": 1.0}}),
+        "evaluation of another": deliver(test, ticket=test.ticket + 1),
+        "evaluation's second sample": deliver(test, sample=1),
+        "progress below 0": renew((train.ticket, train.attempt, -1)),
+        "progress without end": renew((train.ticket, train.attempt, 2**62)),
+        "stats not finite": renew(**{"generator/tokens": float("nan")}),
+        "stats below 0": renew(tokens=-1.0),
+        "wait not a number": renew(waiting="x|soon"),
+        "wait not finite": renew(waiting="x|inf"),
+        "no name": m.Want("", 1, 1, 1, None),
+        "a name like a screen": m.Want("\x1b[2J", 1, 1, 1, None),
+        "ask past the end": m.Ask(1, 2),
+        "commit not composed": m.Commit(1, 0, label, "x", {}),
+        "commit far ahead": m.Commit(1, 5, Label(1, 6), "x", {}),
+        "commit of another name": m.Commit(1, 0, Label(9, 1), "x", {}),
+        "goodbye at 0": m.Goodbye(1, 2),
+        "hello of another epoch": hello(label=Label(9, 0)),
+        "hello below 0": hello(label=Label(2, -1)),
+        "limit below 0": hello(max_lag=-1.0),
+        "limit not a number": hello(max_lag=float("nan")),
+        "ticket past all": hello(next_ticket=1 << 60),
+        "trained below 0": hello(trained_above=[-1]),
+        "ring of the future": hello(ring=[(Label(2, 0), "x")]),
+        "ledger of other lines": hello(ledger={"stolen": line}),
+        "half a ledger": hello(ledger={"trained": {"tokens": 1.0}}),
         "ledger not a number": hello(ledger={"trained": line | {"tokens": float("inf")}}),
         "ledger with odd lengths": hello(ledger={"trained": line | {"upto_x": 1.0}}),
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("mode", ["memory", "process"])
@@ -486,26 +676,47 @@ def test_what_cannot_be_is_refused_and_nothing_of_it_stays(begin: Any, mode: str
     for t in tickets:
         ask(generator, answers(t), m.Acks)
     assert len(ask(learner, m.Ask(1, 0), m.Batch).samples) == 2
-    assert "no/metric" in ask(stranger, m.Commit(1, 0, Label(1, 1), "x", {"no/metric": 1.0}), m.Refused).reason
+    assert (
+        "no/metric"
+        in ask(stranger, m.Commit(1, 0, Label(1, 1), "x", {"no/metric": 1.0}), m.Refused).reason
+    )
     assert ask(learner, m.Commit(1, 0, Label(1, 1), "d1", {}), m.Committed).number == 0
     if mode == "process":
         run.end()
-        assert state(open_store(run.config, run.dir, get_task(run.config.task))).plain["committed"] == 1  # the journal folds
+        # the journal folds
+        assert (
+            state(open_store(run.config, run.dir, get_task(run.config.task))).plain["committed"]
+            == 1
+        )
 
 
 def test_an_epoch_before_any_hello_is_nobodys(begin: Any) -> None:
     """A commit or goodbye of epoch 0, which is where the store begins."""
     run = begin()
     stranger = run.peer()
-    for message in (m.Ask(0, 0), m.Commit(0, 0, Label(0, 1), "x", {}), m.Goodbye(0, 0), m.Checkpointed(0, 5), m.Progress("learner", "", {})):
+    for message in (
+        m.Ask(0, 0),
+        m.Commit(0, 0, Label(0, 1), "x", {}),
+        m.Goodbye(0, 0),
+        m.Checkpointed(0, 5),
+        m.Progress("learner", "", {}),
+    ):
         stranger.send(message)
-    assert ask(stranger, m.Watch(), m.Status).committed == 0 and not run.service.asks and not run.service.learner
+    assert (
+        ask(stranger, m.Watch(), m.Status).committed == 0
+        and not run.service.asks
+        and not run.service.learner
+    )
     assert ask(run.peer(), run.hello(1), m.Welcome).epoch == 1
 
 
 @pytest.mark.parametrize("exported", [True, False])
-def test_a_buffer_folded_after_the_end_waits_for_the_learner_only_if_its_model_is_missing(begin: Any, exported: bool) -> None:
-    """With the model there, only generators are to be told, and the buffer ends; without, a learner comes again and says goodbye again."""
+def test_a_buffer_folded_after_the_end_waits_for_the_learner_only_if_its_model_is_missing(
+    begin: Any, exported: bool
+) -> None:
+    """With the model there, only generators are to be told, and the buffer ends; without, a learner
+    comes again and says goodbye again.
+    """
     run = begin("durability.mode='process'", "learner.steps=1")
     generator, learner = run.peer(), run.peer()
     ask(learner, run.hello(1), m.Welcome)
@@ -514,7 +725,8 @@ def test_a_buffer_folded_after_the_end_waits_for_the_learner_only_if_its_model_i
     ask(learner, m.Ask(1, 0), m.Batch)
     ask(learner, m.Commit(1, 0, Label(1, 1), "d1", {}), m.Committed)
     learner.send(m.Goodbye(1, 1))
-    ask(generator, answers(ask(generator, want(9), m.Tickets).tickets[0]), m.Acks)  # the last evaluation
+    # the last evaluation
+    ask(generator, answers(ask(generator, want(9), m.Tickets).tickets[0]), m.Acks)
     wait(learner, m.Finished)
     run.end()
     (run.dir / "weights_digest").write_text("d") if exported else None
@@ -528,16 +740,31 @@ def test_a_buffer_folded_after_the_end_waits_for_the_learner_only_if_its_model_i
     while not wait(generator, m.Tickets).finished:
         pass
     again.thread.join(20)
-    assert again.service.summary()["finished"] and again.service.summary()["heldout_end"] is not None
+    assert (
+        again.service.summary()["finished"] and again.service.summary()["heldout_end"] is not None
+    )
 
 
 def test_tokens_a_second_are_over_all_the_time_since_the_last_report(begin: Any) -> None:
-    """Steps may be faster than the generators' reports: 300 tokens in 3 s are 100 a second, however many steps lay between."""
+    """Steps may be faster than the generators' reports: 300 tokens in 3 s are 100 a second, however
+    many steps lay between.
+    """
     service = begin().service
     service.clock.began = 100.0
-    service.generators["g"] = {"stats": {"generator/tokens": 300.0, "generator/busy_s": 2.0, "generator/idle_s": 1.0}, "waiting": ""}
+    service.generators["g"] = {
+        "stats": {"generator/tokens": 300.0, "generator/busy_s": 2.0, "generator/idle_s": 1.0},
+        "waiting": "",
+    }
     first = service.generator_numbers(103.0)
-    assert first["throughput/generator_tokens_per_s"] == pytest.approx(100.0) and first["time/generator_idle_share"] == pytest.approx(1 / 3)
+    assert first["throughput/generator_tokens_per_s"] == pytest.approx(100.0) and first[
+        "time/generator_idle_share"
+    ] == pytest.approx(1 / 3)
     assert service.generator_numbers(104.0) == {} and service.generator_numbers(105.5) == {}
-    service.generators["g"]["stats"] = {"generator/tokens": 700.0, "generator/busy_s": 5.0, "generator/idle_s": 2.0}
-    assert service.generator_numbers(107.0)["throughput/generator_tokens_per_s"] == pytest.approx(100.0)
+    service.generators["g"]["stats"] = {
+        "generator/tokens": 700.0,
+        "generator/busy_s": 5.0,
+        "generator/idle_s": 2.0,
+    }
+    assert service.generator_numbers(107.0)["throughput/generator_tokens_per_s"] == pytest.approx(
+        100.0
+    )

@@ -1,4 +1,6 @@
-"""Which session holds a name: random lives of generators, clocks and late frames, against what really ran."""
+"""Which session holds a name: random lives of generators, clocks and late frames, against what
+really ran.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ SILENT_S = 20.0
 
 @dataclass
 class Life:
-    """A process: it speaks twice a second while it lives; frames of it may arrive late, all at once."""
+    """A process: it speaks twice a second while it lives; frames of it may arrive late, all at
+    once.
+    """
 
     token: int
     born: float
@@ -22,7 +26,9 @@ class Life:
 
 
 def play(seed: int) -> tuple[int, int]:
-    """One schedule of lives of one name; returns (takeovers, refusals).  A token is a clock's reading that may be set back."""
+    """One schedule of lives of one name; returns (takeovers, refusals).  A token is a clock's
+    reading that may be set back.
+    """
     r = random.Random(seed)
     s, now, holder = Sessions(SILENT_S), 0.0, None
     lives: list[Life] = []
@@ -33,26 +39,43 @@ def play(seed: int) -> tuple[int, int]:
         live = [x for x in lives if x.ends > now and not x.told]
         if len(live) < 2 and r.random() < (0.3 if not live else 0.03):
             lives.append(Life(next(tokens), now, now + r.choice((2.0, 10.0, 60.0))))
-        late = [x for x in lives if x.ends <= now] if r.random() < 0.05 else []  # the last frame of a dead one
+        # the last frame of a dead one
+        late = [x for x in lives if x.ends <= now] if r.random() < 0.05 else []
         for x in [y for y in live if now - y.spoke >= 0.5] + late[-1:]:
-            gone = r.random() < 0.7 and holder is not None and holder.ends <= now  # known on the same machine only
+            # known on the same machine only
+            gone = r.random() < 0.7 and holder is not None and holder.ends <= now
             before, x.spoke = holder, now
             said = s.speak("g", x.token, now, gone=gone)
             if said == "new":
                 takeovers += before is not None
-                alive = before is not None and before.ends > now and not before.told and now - before.spoke <= SILENT_S
+                alive = (
+                    before is not None
+                    and before.ends > now
+                    and not before.told
+                    and now - before.spoke <= SILENT_S
+                )
                 assert not alive or x is before, f"{x} took the name from {before}, which is alive"
                 holder = x
             elif said == "refused":
                 refusals += 1
-                assert before is not None and before.spoke > x.born, f"{x} is refused, and nobody else was heard of"
+                assert before is not None and before.spoke > x.born, (
+                    f"{x} is refused, and nobody else was heard of"
+                )
                 x.told = said
             elif said == "over":
                 assert x is not holder
                 x.told = said
-            assert (said in ("new", "holds")) == (x is holder) and s.token("g") == (holder.token if holder else None)
-        waiting = [x for x in lives if x.ends > now and not x.told and x is not holder and now - x.born > SILENT_S + 1]
-        assert not waiting or holder is None or holder.ends > now or now - holder.ends <= SILENT_S + 1, "a live one waits, and the holder is long dead"
+            assert (said in ("new", "holds")) == (x is holder) and s.token("g") == (
+                holder.token if holder else None
+            )
+        waiting = [
+            x
+            for x in lives
+            if x.ends > now and not x.told and x is not holder and now - x.born > SILENT_S + 1
+        ]
+        assert (
+            not waiting or holder is None or holder.ends > now or now - holder.ends <= SILENT_S + 1
+        ), "a live one waits, and the holder is long dead"
     return takeovers, refusals
 
 
@@ -73,7 +96,12 @@ def test_one_burst_of_late_frames_does_not_prove_a_life() -> None:
 
 def test_who_leaves_frees_the_name_at_once_and_for_good() -> None:
     s = Sessions(SILENT_S)
-    assert s.speak("g", 1, 0.0) == "new" and not s.leave("g", 2) and s.leave("g", 1) and s.token("g") is None
+    assert (
+        s.speak("g", 1, 0.0) == "new"
+        and not s.leave("g", 2)
+        and s.leave("g", 1)
+        and s.token("g") is None
+    )
     assert s.speak("g", 1, 0.1) == "over" and s.speak("g", 2, 0.2) == "new" and s.leave("nobody", 7)
 
 

@@ -1,4 +1,6 @@
-"""A run whose generator shares nothing with the others but a tcp address and keys, as on another machine."""
+"""A run whose generator shares nothing with the others but a tcp address and keys, as on another
+machine.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +20,30 @@ from asyncrl.errors import ConfigError
 from asyncrl.messages import Status
 from asyncrl.wires import BufferSocket, make_keys
 
-SMALL = ["learner.steps=3", "learner.groups=4", "learner.group_size=4", "evaluation.prompts=4", "evaluation.final_prompts=4", "evaluation.ood_prompts=0",
-         "learner.checkpoint_every=100", "weights.transport='tcp'", "wires.connect_s=60"]  # fmt: skip
+SMALL = [
+    "learner.steps=3",
+    "learner.groups=4",
+    "learner.group_size=4",
+    "evaluation.prompts=4",
+    "evaluation.final_prompts=4",
+    "evaluation.ood_prompts=0",
+    "learner.checkpoint_every=100",
+    "weights.transport='tcp'",
+    "wires.connect_s=60",
+]
 
 
 def asyncrl(*words: str) -> Ended:
-    return Ended(subprocess.run([sys.executable, "-m", "asyncrl.cli", *words], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=60))
+    return Ended(
+        subprocess.run(
+            [sys.executable, "-m", "asyncrl.cli", *words],
+            cwd=ROOT,
+            env=ENV,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+    )
 
 
 def free_address() -> str:
@@ -41,30 +61,59 @@ def other_machine(keys: Path, path: Path) -> Path:
     return path
 
 
-def test_a_generator_with_a_directory_of_its_own_joins_over_tcp_with_keys(tmp_path: Path, sort_model: Path) -> None:
+def test_a_generator_with_a_directory_of_its_own_joins_over_tcp_with_keys(
+    tmp_path: Path, sort_model: Path
+) -> None:
     made = asyncrl("keys", str(tmp_path / "keys"), "--json")
     assert made.code == 0, made.err
     copied = other_machine(tmp_path / "keys", tmp_path / "copied")
-    assert [Path(x).name for x in made.json["copy"]] == sorted(x.name for x in copied.iterdir())[::-1]
+    assert [Path(x).name for x in made.json["copy"]] == sorted(x.name for x in copied.iterdir())[
+        ::-1
+    ]
     address, weights = free_address(), free_address()
 
     def start(part: str, where: str, keys: Path) -> subprocess.Popen[str]:
-        sets = [*SMALL, f"model.path={str(sort_model)!r}", f"wires.address={address!r}", f"wires.weights_address={weights!r}", f"wires.curve_dir={str(keys)!r}"]
-        argv = [sys.executable, "-m", "asyncrl.cli", part, "configs/demo.toml", "--run-dir", str(tmp_path / where), *[x for s in sets for x in ("--set", s)]]
-        return subprocess.Popen(argv, cwd=ROOT, env=ENV, stderr=(tmp_path / f"{part}.log").open("w"), text=True)
+        sets = [
+            *SMALL,
+            f"model.path={str(sort_model)!r}",
+            f"wires.address={address!r}",
+            f"wires.weights_address={weights!r}",
+            f"wires.curve_dir={str(keys)!r}",
+        ]
+        argv = [
+            sys.executable,
+            "-m",
+            "asyncrl.cli",
+            part,
+            "configs/demo.toml",
+            "--run-dir",
+            str(tmp_path / where),
+            *[x for s in sets for x in ("--set", s)],
+        ]
+        return subprocess.Popen(
+            argv, cwd=ROOT, env=ENV, stderr=(tmp_path / f"{part}.log").open("w"), text=True
+        )
 
-    generator = start("generator", "there", copied)  # first: it waits for the buffer to say which run it is
-    parts = {"generator": generator} | {part: start(part, "here", tmp_path / "keys") for part in ("buffer", "learner")}
+    # first: it waits for the buffer to say which run it is
+    generator = start("generator", "there", copied)
+    parts = {"generator": generator} | {
+        part: start(part, "here", tmp_path / "keys") for part in ("buffer", "learner")
+    }
     try:
         codes = {name: p.wait(timeout=120) for name, p in parts.items()}
     finally:
         for p in parts.values():
             p.kill()
-    assert codes == dict.fromkeys(parts, 0), {name: (tmp_path / f"{name}.log").read_text()[-2000:] for name in parts}
+    assert codes == dict.fromkeys(parts, 0), {
+        name: (tmp_path / f"{name}.log").read_text()[-2000:] for name in parts
+    }
     assert rundir.run_id(tmp_path / "there") == rundir.run_id(tmp_path / "here")
     summary = json.loads((tmp_path / "here" / "buffer_summary.json").read_text())
     assert summary["finished"] and summary["steps"] == 3 and summary["trajectories"] == 3 * 16
-    assert not (tmp_path / "there" / "model").exists() and (tmp_path / "here" / "model" / "model.safetensors").exists()
+    assert (
+        not (tmp_path / "there" / "model").exists()
+        and (tmp_path / "here" / "model" / "model.safetensors").exists()
+    )
     for where in ("here", "there"):
         rundir.clean(tmp_path / where)
 
@@ -74,7 +123,8 @@ def test_only_keys_on_the_list_are_let_in(tmp_path: Path) -> None:
     make_keys(mine)
     make_keys(other)
     stranger = other_machine(other, tmp_path / "stranger")
-    (stranger / "server.key").write_bytes((mine / "server.key").read_bytes())  # knows whom to ask, is not on the list
+    # knows whom to ask, is not on the list
+    (stranger / "server.key").write_bytes((mine / "server.key").read_bytes())
     buffer, end = BufferSocket("tcp://127.0.0.1:*", str(mine)), threading.Event()
 
     def serve() -> None:
@@ -85,7 +135,9 @@ def test_only_keys_on_the_list_are_let_in(tmp_path: Path) -> None:
     thread = threading.Thread(target=serve)
     thread.start()
     try:
-        assert live.ask(buffer.address, str(other_machine(mine, tmp_path / "friend")), 5.0) is not None
+        assert (
+            live.ask(buffer.address, str(other_machine(mine, tmp_path / "friend")), 5.0) is not None
+        )
         assert live.ask(buffer.address, str(stranger), 1.0) is None
         assert live.ask(buffer.address, "", 1.0) is None
     finally:
@@ -94,21 +146,39 @@ def test_only_keys_on_the_list_are_let_in(tmp_path: Path) -> None:
         buffer.close()
 
 
-def test_keys_are_not_made_twice_and_missing_ones_are_named(tmp_path: Path, sort_model: Path) -> None:
+def test_keys_are_not_made_twice_and_missing_ones_are_named(
+    tmp_path: Path, sort_model: Path
+) -> None:
     make_keys(tmp_path / "keys")
     before = (tmp_path / "keys" / "server.key_secret").read_bytes()
     with pytest.raises(ConfigError, match="holds keys already"):
         make_keys(tmp_path / "keys")
     assert (tmp_path / "keys" / "server.key_secret").read_bytes() == before
     where = str(tmp_path / "empty")
-    sets = [f"wires.curve_dir={where!r}", f"model.path={str(sort_model)!r}", "wires.address='tcp://127.0.0.1:5999'"]
-    done = asyncrl("buffer", "configs/demo.toml", "--run-dir", str(tmp_path / "r"), *[x for s in sets for x in ("--set", s)])
+    sets = [
+        f"wires.curve_dir={where!r}",
+        f"model.path={str(sort_model)!r}",
+        "wires.address='tcp://127.0.0.1:5999'",
+    ]
+    done = asyncrl(
+        "buffer",
+        "configs/demo.toml",
+        "--run-dir",
+        str(tmp_path / "r"),
+        *[x for s in sets for x in ("--set", s)],
+    )
     refused(done, 2, "wires.curve_dir", "server.key_secret is missing", f"asyncrl keys {where}")
 
 
 def test_a_generator_that_finds_no_buffer_says_where_it_looked(tmp_path: Path) -> None:
     address, began = free_address(), time.monotonic()
     sets = [f"wires.address={address!r}", "wires.connect_s=1"]
-    done = asyncrl("generator", "configs/demo.toml", "--run-dir", str(tmp_path / "r"), *[x for s in sets for x in ("--set", s)])
+    done = asyncrl(
+        "generator",
+        "configs/demo.toml",
+        "--run-dir",
+        str(tmp_path / "r"),
+        *[x for s in sets for x in ("--set", s)],
+    )
     refused(done, 4, f"no buffer answers at {address}", "wires.connect_s")
     assert not (tmp_path / "r").exists() and time.monotonic() - began < 50

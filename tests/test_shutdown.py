@@ -1,4 +1,6 @@
-"""Whatever ends a run, nothing of it survives: no process, no socket, no shared memory.  And a run that stands still is ended by rule."""
+"""Whatever ends a run, nothing of it survives: no process, no socket, no shared memory.  And a run
+that stands still is ended by rule.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def of_run(run_dir: Path) -> dict[int, str]:
 def left(run_dir: Path) -> list[str]:
     """Sockets and shared memory of the run."""
     name = rundir.run_id(run_dir)
-    return [str(p) for base in ("/dev/shm", "/tmp") for p in Path(base).glob(f"asyncrl-*{name}*")] + [str(p) for p in Path("/tmp").glob(f"asyncrl-*/{name}*")]
+    return [
+        str(p) for base in ("/dev/shm", "/tmp") for p in Path(base).glob(f"asyncrl-*{name}*")
+    ] + [str(p) for p in Path("/tmp").glob(f"asyncrl-*/{name}*")]
 
 
 def gone(run_dir: Path, seconds: float = 30) -> None:
@@ -54,7 +58,9 @@ def under_way(tmp_path: Path, model: Path, *words: str) -> tuple[subprocess.Pope
     return process, run_dir
 
 
-@pytest.mark.parametrize(("how", "code"), [("SIGINT", 130), ("SIGTERM", 130), ("SIGINT twice", 130), ("SIGKILL", -9)])
+@pytest.mark.parametrize(
+    ("how", "code"), [("SIGINT", 130), ("SIGTERM", 130), ("SIGINT twice", 130), ("SIGKILL", -9)]
+)
 def test_nothing_survives_the_end(how: str, code: int, tmp_path: Path, sort_model: Path) -> None:
     process, run_dir = under_way(tmp_path, sort_model)
     name, _, twice = how.partition(" ")
@@ -71,23 +77,40 @@ def test_nothing_survives_the_end(how: str, code: int, tmp_path: Path, sort_mode
 
 
 def test_doctor_says_who_waits_for_whom_and_until_when(tmp_path: Path, sort_model: Path) -> None:
-    """A generator stands still: the learner waits for it by name; the deadline is a multiple of the run's own median."""
-    process, run_dir = under_way(tmp_path, sort_model, "watchdog.floor_s=40.0", "wires.lease_s=600.0")
+    """A generator stands still: the learner waits for it by name; the deadline is a multiple of the
+    run's own median.
+    """
+    process, run_dir = under_way(
+        tmp_path, sort_model, "watchdog.floor_s=40.0", "wires.lease_s=600.0"
+    )
     generator = children(process.pid)["generator"]
     os.kill(generator, signal.SIGSTOP)
     try:
 
         def doctor(*flags: str) -> str:
             argv = [sys.executable, "-m", "asyncrl.cli", "doctor", str(run_dir), *flags]
-            return subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=60, check=True).stdout
+            return subprocess.run(
+                argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=60, check=True
+            ).stdout
 
         def held_up() -> dict[str, Any] | None:
             seen: dict[str, Any] = json.loads(doctor("--json").splitlines()[-1])
-            return seen if any(w["who"] == "learner" and w["on"] == "generator-0" and w["seconds"] > 1 for w in seen["waits"]) else None
+            return (
+                seen
+                if any(
+                    w["who"] == "learner" and w["on"] == "generator-0" and w["seconds"] > 1
+                    for w in seen["waits"]
+                )
+                else None
+            )
 
         seen = wait_until(held_up, process, 30)
         assert seen["deadline_s"] >= 40.0
-        assert "learner waits" in (said := doctor()) and "generator-0: heard" in said and "a step is overdue after" in said
+        assert (
+            "learner waits" in (said := doctor())
+            and "generator-0: heard" in said
+            and "a step is overdue after" in said
+        )
     finally:
         os.kill(generator, signal.SIGCONT)
     os.kill(process.pid, signal.SIGINT)
@@ -96,9 +119,18 @@ def test_doctor_says_who_waits_for_whom_and_until_when(tmp_path: Path, sort_mode
 
 
 @pytest.mark.parametrize("victim", ["learner", "generator", "buffer"])
-def test_a_process_that_stands_still_is_ended_and_started_again(victim: str, tmp_path: Path, sort_model: Path) -> None:
+def test_a_process_that_stands_still_is_ended_and_started_again(
+    victim: str, tmp_path: Path, sort_model: Path
+) -> None:
     """SIGSTOP, as a hanging device or file system looks from outside."""
-    words = ("learner.steps=24", "learner.checkpoint_every=5", "watchdog.floor_s=4.0", "watchdog.multiple=5.0", "durability.mode='process'", "name='still'")
+    words = (
+        "learner.steps=24",
+        "learner.checkpoint_every=5",
+        "watchdog.floor_s=4.0",
+        "watchdog.multiple=5.0",
+        "durability.mode='process'",
+        "name='still'",
+    )
     process = start(tmp_path, sort_model, *words)
     run_dir = tmp_path / "runs" / "still"
     wait_until(lambda: steps_done(run_dir) >= 8, process)
@@ -107,19 +139,43 @@ def test_a_process_that_stands_still_is_ended_and_started_again(victim: str, tmp
     check_summary(summary, summary["lag"]["limit"])
     assert summary["steps"] == 24
     said = (tmp_path / "stderr").read_text()
-    assert "the run stands still: no commit and no evaluation answer for" in said and "holds it up and is ended" in said
+    assert (
+        "the run stands still: no commit and no evaluation answer for" in said
+        and "holds it up and is ended" in said
+    )
     assert f"{victim}" in said.split("holds it up")[0].rsplit(";", 1)[1], said
 
 
-def test_a_run_that_cannot_go_on_ends_and_says_who_was_waited_for(tmp_path: Path, sort_model: Path) -> None:
+def test_a_run_that_cannot_go_on_ends_and_says_who_was_waited_for(
+    tmp_path: Path, sort_model: Path
+) -> None:
     """No restarts left: exit code 3, the process, its deadline with the arithmetic, its log."""
-    process = start(tmp_path, sort_model, "learner.steps=400", "watchdog.floor_s=3.0", "watchdog.multiple=5.0", "watchdog.restarts=0", "name='still'")
+    process = start(
+        tmp_path,
+        sort_model,
+        "learner.steps=400",
+        "watchdog.floor_s=3.0",
+        "watchdog.multiple=5.0",
+        "watchdog.restarts=0",
+        "name='still'",
+    )
     run_dir = tmp_path / "runs" / "still"
     wait_until(lambda: steps_done(run_dir) >= 8, process)
     os.kill(children(process.pid)["generator"], signal.SIGSTOP)
     assert process.wait(timeout=60) == 3
     said = (tmp_path / "stderr").read_text()
-    assert "medians of" in said and "learner waits" in said and "generator-0.log" in said and "cannot be started again" in said
-    logs = {name: next((run_dir / "logs").glob(f"*/{name}.log")).read_text() for name in ("buffer", "learner")}
-    assert "learner has waited for generator-0 for" in logs["buffer"] and "learner has waited for the buffer at" in logs["learner"], logs
+    assert (
+        "medians of" in said
+        and "learner waits" in said
+        and "generator-0.log" in said
+        and "cannot be started again" in said
+    )
+    logs = {
+        name: next((run_dir / "logs").glob(f"*/{name}.log")).read_text()
+        for name in ("buffer", "learner")
+    }
+    assert (
+        "learner has waited for generator-0 for" in logs["buffer"]
+        and "learner has waited for the buffer at" in logs["learner"]
+    ), logs
     gone(run_dir)

@@ -1,4 +1,6 @@
-"""Runs that drift, collapse or overfit say so by name: rules over rows like those of real runs (docs/log.md), and over healthy ones."""
+"""Runs that drift, collapse or overfit say so by name: rules over rows like those of real runs
+(docs/log.md), and over healthy ones.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,26 @@ def config(*sets: str) -> signs.About:
 K1_LOSS = ("kl.loss.coefficient=0.3", "kl.loss.estimator=k1")
 K3_REWARD = ("kl.reward.coefficient=0.1", "kl.reward.estimator=k3")
 K3_LOSS = ("kl.loss.coefficient=0.1", "kl.loss.estimator=k3")
-HELD = [0.06 * (1 - math.exp(-n / 10)) for n in range(50)]  # KL to the reference under a term that works
+# KL to the reference under a term that works
+HELD = [0.06 * (1 - math.exp(-n / 10)) for n in range(50)]
 LOST = [0.008 * n for n in range(50)]  # and under one that does not: 0.39 at the end
 
 
 def rows(n: int = 50, **lists: list[float]) -> list[Row]:
     """n batches; a list is a metric by batch (`__` for `/`)."""
-    usual = {"reward/mean": 0.5, "reward/no_spread_share": 0.3, "reward/min": 0.0, "reward/max": 1.0, "answer/truncated_share": 0.1}
-    return [{"step": i, "t": float(i)} | usual | {k.replace("__", "/"): x[i] for k, x in lists.items() if i < len(x)} for i in range(n)]
+    usual = {
+        "reward/mean": 0.5,
+        "reward/no_spread_share": 0.3,
+        "reward/min": 0.0,
+        "reward/max": 1.0,
+        "answer/truncated_share": 0.1,
+    }
+    return [
+        {"step": i, "t": float(i)}
+        | usual
+        | {k.replace("__", "/"): x[i] for k, x in lists.items() if i < len(x)}
+        for i in range(n)
+    ]
 
 
 def evals(split: str, n: int, *points: tuple[int, float]) -> list[Row]:
@@ -42,7 +56,7 @@ def names(found: list[signs.Sign]) -> list[str]:
     return [s.name for s in found]
 
 
-# ---- growth ---------------------------------------------------------------------------------------------------------
+# ---- growth --------------------------------------------------------------------------------------
 
 
 def test_the_chance_of_an_order_is_that_of_counting_them_all() -> None:
@@ -57,7 +71,10 @@ def test_the_chance_of_an_order_is_that_of_counting_them_all() -> None:
         early = [y for y in values if y not in late]
         u = sum(x > y for x in late for y in early)
         assert signs.chance_above(late, early) == at_least[u] / len(picks)
-    assert signs.chance_above([5.0] * 4, [1.0] * 8) == 1 / math.comb(12, 4) and signs.chance_above([1.0] * 4, [1.0] * 8) == 1.0, "ties are no growth"
+    assert (
+        signs.chance_above([5.0] * 4, [1.0] * 8) == 1 / math.comb(12, 4)
+        and signs.chance_above([1.0] * 4, [1.0] * 8) == 1.0
+    ), "ties are no growth"
 
 
 def noise(seed: int, n: int, spread: float = 0.5, carry: float = 0.0) -> list[float]:
@@ -70,43 +87,92 @@ def noise(seed: int, n: int, spread: float = 0.5, carry: float = 0.0) -> list[fl
 
 
 @pytest.mark.parametrize(("spread", "carry", "most"), [(0.5, 0.0, 3), (1.5, 0.0, 3), (0.3, 0.5, 3)])
-def test_noise_without_trend_is_seldom_called_growing(spread: float, carry: float, most: int) -> None:
-    """1,000 series of 15 to 200 values; a look may be wrong once in 1,000, so 3 or fewer with a chance of 98 %."""
-    assert sum(signs.grown(noise(i, 15 + 37 * i % 186, spread, carry)) is not None for i in range(1000)) <= most
+def test_noise_without_trend_is_seldom_called_growing(
+    spread: float, carry: float, most: int
+) -> None:
+    """1,000 series of 15 to 200 values; a look may be wrong once in 1,000, so 3 or fewer with a
+    chance of 98 %.
+    """
+    assert (
+        sum(
+            signs.grown(noise(i, 15 + 37 * i % 186, spread, carry)) is not None for i in range(1000)
+        )
+        <= most
+    )
 
 
 def test_growth_is_found() -> None:
-    """Fivefold over the run in noise; or late, as before a collapse.  What does not double is no growth, and neither are spikes."""
+    """Fivefold over the run in noise; or late, as before a collapse.  What does not double is no
+    growth, and neither are spikes.
+    """
 
     def share(shape: Any) -> float:
-        return sum(signs.grown([x * shape(i / 199) for i, x in enumerate(noise(seed, 200, 0.3))]) is not None for seed in range(40)) / 40
+        return (
+            sum(
+                signs.grown([x * shape(i / 199) for i, x in enumerate(noise(seed, 200, 0.3))])
+                is not None
+                for seed in range(40)
+            )
+            / 40
+        )
 
-    assert share(lambda t: 1 + 4 * t) > 0.6 and share(lambda t: math.exp(3 * t)) > 0.9 and share(lambda t: 10.0 if t > 0.66 else 1.0) == 1
-    assert share(lambda t: 1 + 0.7 * t) == 0 and share(lambda t: 100.0 if t > 0.97 else 1.0) == 0 and share(lambda t: 5 - 4 * t) == 0
-    assert signs.grown([1.0] * 10 + [2.0] * 5) == (1.0, 2.0) and signs.grown([1.0] * 10 + [1.99] * 5) is None
-    assert signs.grown([float(i) for i in range(13)]) is None and signs.grown([float(i) for i in range(14)]) == (1.5, 11.5), "14 values are needed"
-    assert signs.grown([]) is None and signs.grown([1.0]) is None and signs.grown([1.0, 2.0]) is None
-    # 17 values: 5 late over 12 early; three pairs the wrong way round have a chance of 7 / 6188 = 0.0011, two one of 4 / 6188.
-    assert signs.grown([1.0] * 9 + [10.0] * 3 + [5.0] + [20.0] * 4) is None and signs.grown([1.0] * 10 + [10.0] * 2 + [5.0] + [20.0] * 4) == (1.0, 20.0)
-    long = [1.0] * 120 + [3.0, 1.0, 3.0] * 20  # stretches of ten: their medians are 3, though a third of the values is not
+    assert (
+        share(lambda t: 1 + 4 * t) > 0.6
+        and share(lambda t: math.exp(3 * t)) > 0.9
+        and share(lambda t: 10.0 if t > 0.66 else 1.0) == 1
+    )
+    assert (
+        share(lambda t: 1 + 0.7 * t) == 0
+        and share(lambda t: 100.0 if t > 0.97 else 1.0) == 0
+        and share(lambda t: 5 - 4 * t) == 0
+    )
+    assert (
+        signs.grown([1.0] * 10 + [2.0] * 5) == (1.0, 2.0)
+        and signs.grown([1.0] * 10 + [1.99] * 5) is None
+    )
+    assert signs.grown([float(i) for i in range(13)]) is None and signs.grown(
+        [float(i) for i in range(14)]
+    ) == (1.5, 11.5), "14 values are needed"
+    assert (
+        signs.grown([]) is None and signs.grown([1.0]) is None and signs.grown([1.0, 2.0]) is None
+    )
+    # 17 values: 5 late over 12 early; three pairs the wrong way round have a chance of 7 / 6188 =
+    # 0.0011, two one of 4 / 6188.
+    assert signs.grown([1.0] * 9 + [10.0] * 3 + [5.0] + [20.0] * 4) is None and signs.grown(
+        [1.0] * 10 + [10.0] * 2 + [5.0] + [20.0] * 4
+    ) == (1.0, 20.0)
+    # stretches of ten: their medians are 3, though a third of the values is not
+    long = [1.0] * 120 + [3.0, 1.0, 3.0] * 20
     assert signs.grown(long) == (1.0, 3.0)
 
 
 @pytest.mark.parametrize("name", ["mismatch__k3_at_lag_0", "split__mismatch_k3"])
 def test_a_growing_mismatch_is_said(name: str) -> None:
     (sign,) = signs.signs(rows(60, **{name: [1e-4 * math.exp(0.05 * i) for i in range(60)]}))
-    assert sign.name == "growing_mismatch" and name.replace("__", "/") in sign.said and "from 1.6e-04 to 1.2e-03" in sign.said
+    assert (
+        sign.name == "growing_mismatch"
+        and name.replace("__", "/") in sign.said
+        and "from 1.6e-04 to 1.2e-03" in sign.said
+    )
     assert "learner.lr" in sign.try_this and "exact" in sign.try_this
-    assert signs.signs(rows(60, **{name: [1e-9 * math.exp(0.05 * i) for i in range(60)]})) == [], "too small to matter"
+    assert signs.signs(rows(60, **{name: [1e-9 * math.exp(0.05 * i) for i in range(60)]})) == [], (
+        "too small to matter"
+    )
     assert signs.signs(rows(60, **{name: noise(3, 60)})) == []
     assert signs.signs(rows(60, **{name: [1e-6] * 40 + [9.9e-6] * 20})) == []
-    assert names(signs.signs(rows(60, **{name: [1e-6] * 40 + [1e-5] * 20}))) == ["growing_mismatch"], "harmless below 1e-5"
+    assert names(signs.signs(rows(60, **{name: [1e-6] * 40 + [1e-5] * 20}))) == [
+        "growing_mismatch"
+    ], "harmless below 1e-5"
 
 
 def test_both_measures_of_the_mismatch_are_looked_at() -> None:
     grows = [1e-4 * math.exp(0.05 * i) for i in range(60)]
-    assert names(signs.signs(rows(60, mismatch__k3_at_lag_0=noise(3, 60), split__mismatch_k3=grows))) == ["growing_mismatch"]
-    assert names(signs.signs(rows(60, mismatch__k3_at_lag_0=grows, split__mismatch_k3=grows))) == ["growing_mismatch"], "said once"
+    assert names(
+        signs.signs(rows(60, mismatch__k3_at_lag_0=noise(3, 60), split__mismatch_k3=grows))
+    ) == ["growing_mismatch"]
+    assert names(signs.signs(rows(60, mismatch__k3_at_lag_0=grows, split__mismatch_k3=grows))) == [
+        "growing_mismatch"
+    ], "said once"
     holes = [math.nan if i % 2 else x for i, x in enumerate(grows)]
     assert names(signs.signs(rows(60, mismatch__k3_at_lag_0=holes))) == ["growing_mismatch"]
 
@@ -114,108 +180,277 @@ def test_both_measures_of_the_mismatch_are_looked_at() -> None:
 def test_an_engine_that_differs() -> None:
     differs = [1e-4, 2e-3, 3e-3]
     (sign,) = signs.signs(rows(6, mismatch__k3_at_lag_0=differs), config())
-    assert sign.name == "engine_mismatch" and "by k3 = 2.0e-03" in sign.said and "above 0.001" in sign.said and "generator.dtype" in sign.try_this
-    assert signs.signs(rows(6, mismatch__k3_at_lag_0=[1e-3]), config()) == [] == signs.signs(rows(6), config())
-    assert signs.signs(rows(6, mismatch__k3_at_lag_0=[1e-13, 2e-3]), config()) == [], "one batch with few tokens says little"
+    assert (
+        sign.name == "engine_mismatch"
+        and "by k3 = 2.0e-03" in sign.said
+        and "above 0.001" in sign.said
+        and "generator.dtype" in sign.try_this
+    )
+    assert (
+        signs.signs(rows(6, mismatch__k3_at_lag_0=[1e-3]), config())
+        == []
+        == signs.signs(rows(6), config())
+    )
+    assert signs.signs(rows(6, mismatch__k3_at_lag_0=[1e-13, 2e-3]), config()) == [], (
+        "one batch with few tokens says little"
+    )
     late = rows(60, mismatch__k3_at_lag_0=[1e-5] * 41 + [0.01] * 11)
-    assert signs.engine_mismatch(late[:50], config()) is None and signs.engine_mismatch(late[:52], config()) is not None, "the last 20 count"
-    assert signs.signs(rows(6, mismatch__k3_at_lag_0=[0.05]), signs.About(config().config, 0.1)) == [], "a mixture of experts"
+    assert (
+        signs.engine_mismatch(late[:50], config()) is None
+        and signs.engine_mismatch(late[:52], config()) is not None
+    ), "the last 20 count"
+    assert (
+        signs.signs(rows(6, mismatch__k3_at_lag_0=[0.05]), signs.About(config().config, 0.1)) == []
+    ), "a mixture of experts"
 
 
 def test_answers_continued_on_older_keys_are_no_fault_of_the_engine() -> None:
-    (sign,) = signs.signs(rows(6, mismatch__k3_at_lag_0=[2e-3] * 6, by_age__mismatch_k3_0=[1e-13, 2e-13]), config())
-    assert sign.name == "engine_mismatch" and "but by 1.0e-13 where no older keys" in sign.said and "recompute_kv" in sign.try_this
-    (engine,) = signs.signs(rows(6, mismatch__k3_at_lag_0=[2e-3] * 6, by_age__mismatch_k3_0=[2e-3] * 6), config())
+    (sign,) = signs.signs(
+        rows(6, mismatch__k3_at_lag_0=[2e-3] * 6, by_age__mismatch_k3_0=[1e-13, 2e-13]), config()
+    )
+    assert (
+        sign.name == "engine_mismatch"
+        and "but by 1.0e-13 where no older keys" in sign.said
+        and "recompute_kv" in sign.try_this
+    )
+    (engine,) = signs.signs(
+        rows(6, mismatch__k3_at_lag_0=[2e-3] * 6, by_age__mismatch_k3_0=[2e-3] * 6), config()
+    )
     assert "older keys" not in engine.said and "generator.dtype" in engine.try_this
 
 
-# ---- the four of the KL terms ---------------------------------------------------------------------------------------
+# ---- the four of the KL terms --------------------------------------------------------------------
 
 
 def test_drift_under_k1_in_the_loss() -> None:
     lost = rows(kl__target_ref_k3=LOST)
     (sign,) = signs.signs(lost, config(*K1_LOSS))
-    assert sign.name == "kl_drift" and "rises from 0.19 to 0.33 nats a token" in sign.said and "k1 in the loss" in sign.said and "k3" in sign.try_this
-    assert signs.signs(rows(kl__target_ref_k3=HELD), config(*K1_LOSS)) == [], "the settings alone are no sign"
-    assert signs.signs(rows(kl__target_ref_k3=[x / 5 for x in LOST]), config(*K1_LOSS)) == [], "little"
-    assert signs.signs(rows(kl__target_ref_k3=[0.3] * 50), config(*K1_LOSS)) == [], "no longer rising"
-    for middle, late, said in ((0.08, 0.1, ["kl_drift"]), (0.07, 0.099, []), (0.16, 0.2, ["kl_drift"]), (0.1601, 0.2, [])):
-        assert names(signs.signs(rows(48, kl__target_ref_k3=[0.0] * 16 + [middle] * 16 + [late] * 16), config(*K1_LOSS))) == said, (middle, late)
-    assert signs.signs(rows(14, kl__target_ref_k3=[0.1 * x for x in range(14)]), config(*K1_LOSS)) == [], "too early"
-    assert names(signs.signs(rows(15, kl__target_ref_k3=[0.1 * x for x in range(15)]), config(*K1_LOSS))) == ["kl_drift"]
-    for other in (K3_LOSS, (), ("kl.loss.coefficient=0.0", *K1_LOSS[1:]), ("kl.reward.coefficient=0.3", "kl.reward.estimator=k1"),
-                  (*K1_LOSS, "kl.loss.off_policy=ratio"), (K1_LOSS[0], "kl.loss.estimator='k1+'")):  # fmt: skip
+    assert (
+        sign.name == "kl_drift"
+        and "rises from 0.19 to 0.33 nats a token" in sign.said
+        and "k1 in the loss" in sign.said
+        and "k3" in sign.try_this
+    )
+    assert signs.signs(rows(kl__target_ref_k3=HELD), config(*K1_LOSS)) == [], (
+        "the settings alone are no sign"
+    )
+    assert signs.signs(rows(kl__target_ref_k3=[x / 5 for x in LOST]), config(*K1_LOSS)) == [], (
+        "little"
+    )
+    assert signs.signs(rows(kl__target_ref_k3=[0.3] * 50), config(*K1_LOSS)) == [], (
+        "no longer rising"
+    )
+    for middle, late, said in (
+        (0.08, 0.1, ["kl_drift"]),
+        (0.07, 0.099, []),
+        (0.16, 0.2, ["kl_drift"]),
+        (0.1601, 0.2, []),
+    ):
+        assert (
+            names(
+                signs.signs(
+                    rows(48, kl__target_ref_k3=[0.0] * 16 + [middle] * 16 + [late] * 16),
+                    config(*K1_LOSS),
+                )
+            )
+            == said
+        ), (middle, late)
+    assert (
+        signs.signs(rows(14, kl__target_ref_k3=[0.1 * x for x in range(14)]), config(*K1_LOSS))
+        == []
+    ), "too early"
+    assert names(
+        signs.signs(rows(15, kl__target_ref_k3=[0.1 * x for x in range(15)]), config(*K1_LOSS))
+    ) == ["kl_drift"]
+    for other in (
+        K3_LOSS,
+        (),
+        ("kl.loss.coefficient=0.0", *K1_LOSS[1:]),
+        ("kl.reward.coefficient=0.3", "kl.reward.estimator=k1"),
+        (*K1_LOSS, "kl.loss.off_policy=ratio"),
+        (K1_LOSS[0], "kl.loss.estimator='k1+'"),
+    ):
         assert signs.signs(lost, config(*other)) == [], other
 
 
 def test_collapse_under_k3_in_the_reward() -> None:
-    gone = [*evals("heldout", 128, (0, 0.377), (10, 0.4), (20, 0.02)), *rows(20, kl__target_ref_k3=HELD)]
+    gone = [
+        *evals("heldout", 128, (0, 0.377), (10, 0.4), (20, 0.02)),
+        *rows(20, kl__target_ref_k3=HELD),
+    ]
     (sign,) = signs.signs(gone, config(*K3_REWARD))
-    assert sign.name == "kl_collapse" and "held-out accuracy fell to 0.020 from 0.400" in sign.said and "k3 in the reward" in sign.said
+    assert (
+        sign.name == "kl_collapse"
+        and "held-out accuracy fell to 0.020 from 0.400" in sign.said
+        and "k3 in the reward" in sign.said
+    )
     assert "k1" in sign.try_this and "checkpoint" in sign.try_this
     (drifts,) = signs.signs(rows(kl__target_ref_k3=LOST), config(*K3_REWARD))
     assert drifts.name == "kl_collapse" and "rises from 0.19 to 0.33 nats a token" in drifts.said
     half = [*evals("heldout", 128, (0, 0.4), (20, 0.2)), *rows(20)]
-    assert signs.signs(half, config(*K3_REWARD)) == [] == signs.signs(evals("heldout", 128, (0, 0.4)) + rows(20), config(*K3_REWARD))
+    assert (
+        signs.signs(half, config(*K3_REWARD))
+        == []
+        == signs.signs(evals("heldout", 128, (0, 0.4)) + rows(20), config(*K3_REWARD))
+    )
     back = [*evals("heldout", 128, (30, 0.6), (20, 0.02), (0, 0.4)), *rows(30)]
     assert signs.signs(back, config(*K3_REWARD)) == [], "in the order of steps"
-    for other in (K3_LOSS, (), ("kl.reward.coefficient=0.0", *K3_REWARD[1:]), (K3_REWARD[0], "kl.reward.estimator=k1")):
+    for other in (
+        K3_LOSS,
+        (),
+        ("kl.reward.coefficient=0.0", *K3_REWARD[1:]),
+        (K3_REWARD[0], "kl.reward.estimator=k1"),
+    ):
         assert signs.signs(gone, config(*other)) == [], other
-    assert names(signs.signs(gone, config(K3_REWARD[0], "kl.reward.estimator='k3+'"))) == ["kl_collapse"]
+    assert names(signs.signs(gone, config(K3_REWARD[0], "kl.reward.estimator='k3+'"))) == [
+        "kl_collapse"
+    ]
 
 
 def test_good_in_distribution_and_poor_out_of_distribution() -> None:
-    """`rlenarrow` without KL: 0.38 to 0.88 on what is trained, 0.35 to 0.07 on what is not; 3 sqrt(.35 .65 / 256 + .07 .93 / 256) = 0.102."""
-    near, far = evals("heldout", 512, (0, 0.38), (60, 0.88)), evals("ood", 256, (0, 0.35), (60, 0.07))
+    """`rlenarrow` without KL: 0.38 to 0.88 on what is trained, 0.35 to 0.07 on what is not; 3
+    sqrt(.35 .65 / 256 + .07 .93 / 256) = 0.102.
+    """
+    near, far = (
+        evals("heldout", 512, (0, 0.38), (60, 0.88)),
+        evals("ood", 256, (0, 0.35), (60, 0.07)),
+    )
     half = 3 * math.sqrt((0.35 * 0.65 + 0.07 * 0.93) / 256)
     (sign,) = signs.signs([*near, *far, *rows()])
-    assert sign.name == "out_of_distribution" and "held-out accuracy rose from 0.380 to 0.880" in sign.said
-    assert f"out-of-distribution accuracy fell from 0.350 to 0.070, more than chance (+-{half:.3f})" in sign.said and "kl.reward.coefficient" in sign.try_this
-    assert signs.signs([*near, *evals("ood", 256, (0, 0.35), (60, 0.35 - 0.11)), *rows()]) == [], "half = 0.116 there"
-    assert names(signs.signs([*near, *evals("ood", 256, (0, 0.35), (60, 0.35 - 0.13)), *rows()])) == ["out_of_distribution"]
+    assert (
+        sign.name == "out_of_distribution"
+        and "held-out accuracy rose from 0.380 to 0.880" in sign.said
+    )
+    assert (
+        f"out-of-distribution accuracy fell from 0.350 to 0.070, more than chance (+-{half:.3f})"
+        in sign.said
+        and "kl.reward.coefficient" in sign.try_this
+    )
+    assert signs.signs([*near, *evals("ood", 256, (0, 0.35), (60, 0.35 - 0.11)), *rows()]) == [], (
+        "half = 0.116 there"
+    )
+    assert names(
+        signs.signs([*near, *evals("ood", 256, (0, 0.35), (60, 0.35 - 0.13)), *rows()])
+    ) == ["out_of_distribution"]
     assert signs.signs([*near, *evals("ood", 256, (0, 0.07), (60, 0.35)), *rows()]) == []
-    assert signs.signs([*near, *far[:1], *rows()]) == [] == signs.signs([*near[:1], *far, *rows()]) == signs.signs([*near, *far])
+    assert (
+        signs.signs([*near, *far[:1], *rows()])
+        == []
+        == signs.signs([*near[:1], *far, *rows()])
+        == signs.signs([*near, *far])
+    )
     worse = evals("heldout", 512, (0, 0.38), (60, 0.2))
-    assert signs.signs([*worse, *far, *rows()]) == [], "a run that gets worse at everything is another matter"
+    assert signs.signs([*worse, *far, *rows()]) == [], (
+        "a run that gets worse at everything is another matter"
+    )
 
 
 def test_a_checker_that_is_fooled_shows_out_of_distribution() -> None:
-    """`rlehack` without KL: training reward 0.5 to 0.83, exact held-out 0.38 to 0.13, out of distribution 0.14 to 0.01."""
-    ends = [*evals("heldout", 512, (0, 0.38), (50, 0.13)), *evals("ood", 256, (0, 0.14), (50, 0.01))]
-    (sign,) = signs.signs([*ends, *rows(reward__mean=[0.5 + 0.33 * min(i, 40) / 40 for i in range(50)])])
-    assert "the training reward rose from 0.537 to 0.830 while out-of-distribution accuracy fell from 0.140 to 0.010" in sign.said
+    """`rlehack` without KL: training reward 0.5 to 0.83, exact held-out 0.38 to 0.13, out of
+    distribution 0.14 to 0.01.
+    """
+    ends = [
+        *evals("heldout", 512, (0, 0.38), (50, 0.13)),
+        *evals("ood", 256, (0, 0.14), (50, 0.01)),
+    ]
+    (sign,) = signs.signs(
+        [*ends, *rows(reward__mean=[0.5 + 0.33 * min(i, 40) / 40 for i in range(50)])]
+    )
+    assert (
+        "the training reward rose from 0.537 to 0.830 while out-of-distribution accuracy fell from "
+        "0.140 to 0.010" in sign.said
+    )
     assert signs.signs([*ends, *rows(reward__mean=[0.5] * 50)]) == []
 
 
 def test_a_coefficient_without_effect() -> None:
     moved, none = [0.05] * 50, [0.004] * 50
     (sign,) = signs.signs(rows(kl__target_ref_k3=moved, kl__gradient_share=none), config(*K3_LOSS))
-    assert sign.name == "kl_without_effect" and "0.4% of the policy term's" in sign.said and "a KL of 0.05 nats" in sign.said
+    assert (
+        sign.name == "kl_without_effect"
+        and "0.4% of the policy term's" in sign.said
+        and "a KL of 0.05 nats" in sign.said
+    )
     assert "kl.loss.coefficient = 0.1" in sign.try_this
-    assert signs.signs(rows(kl__target_ref_k3=moved, kl__gradient_share=[0.01] * 50), config(*K3_LOSS)) == []
-    assert signs.signs(rows(kl__target_ref_k3=[0.019] * 50, kl__gradient_share=none), config(*K3_LOSS)) == [], "nothing to hold"
+    assert (
+        signs.signs(rows(kl__target_ref_k3=moved, kl__gradient_share=[0.01] * 50), config(*K3_LOSS))
+        == []
+    )
+    assert (
+        signs.signs(rows(kl__target_ref_k3=[0.019] * 50, kl__gradient_share=none), config(*K3_LOSS))
+        == []
+    ), "nothing to hold"
     for share, kl, said in ((0.0099, 0.02, ["kl_without_effect"]), (0.01, 0.02, [])):
-        assert names(signs.signs(rows(kl__target_ref_k3=[kl] * 50, kl__gradient_share=[share] * 50), config(*K3_LOSS))) == said
-    assert names(signs.signs(rows(20, kl__target_ref_k3=moved, kl__gradient_share=none), config(*K3_LOSS))) == ["kl_without_effect"]
-    assert signs.signs(rows(19, kl__target_ref_k3=moved, kl__gradient_share=none), config(*K3_LOSS)) == [], "too early"
-    assert names(signs.signs(rows(kl__target_ref_k3=moved, kl__gradient_share=[0.5] * 30 + none[:20]), config(*K3_LOSS))) == ["kl_without_effect"]
-    assert signs.signs(rows(kl__target_ref_k3=moved, kl__gradient_share=none), config("kl.loss.coefficient=0.0")) == []
+        assert (
+            names(
+                signs.signs(
+                    rows(kl__target_ref_k3=[kl] * 50, kl__gradient_share=[share] * 50),
+                    config(*K3_LOSS),
+                )
+            )
+            == said
+        )
+    assert names(
+        signs.signs(rows(20, kl__target_ref_k3=moved, kl__gradient_share=none), config(*K3_LOSS))
+    ) == ["kl_without_effect"]
+    assert (
+        signs.signs(rows(19, kl__target_ref_k3=moved, kl__gradient_share=none), config(*K3_LOSS))
+        == []
+    ), "too early"
+    assert names(
+        signs.signs(
+            rows(kl__target_ref_k3=moved, kl__gradient_share=[0.5] * 30 + none[:20]),
+            config(*K3_LOSS),
+        )
+    ) == ["kl_without_effect"]
+    assert (
+        signs.signs(
+            rows(kl__target_ref_k3=moved, kl__gradient_share=none),
+            config("kl.loss.coefficient=0.0"),
+        )
+        == []
+    )
     both = (*K3_LOSS, "kl.reward.coefficient=0.2")
-    (sign,) = signs.signs(rows(kl__target_ref_k3=moved, kl__gradient_share=[0.5] * 50, kl__reward_gradient_share=none), config(*both))
-    assert "kl.reward.coefficient = 0.2" in sign.try_this and "(kl/reward_gradient_share)" in sign.said, "each term by its own share"
-    assert signs.signs(rows(kl__target_ref_k3=moved, kl__gradient_share=[0.5] * 50, kl__reward_gradient_share=none), config(*K3_LOSS)) == []
-    assert signs.signs(rows(kl__target_ref_k3=moved), config(*K3_LOSS)) == [] == signs.signs(rows(kl__gradient_share=none), config(*K3_LOSS))
+    (sign,) = signs.signs(
+        rows(
+            kl__target_ref_k3=moved, kl__gradient_share=[0.5] * 50, kl__reward_gradient_share=none
+        ),
+        config(*both),
+    )
+    assert (
+        "kl.reward.coefficient = 0.2" in sign.try_this and "(kl/reward_gradient_share)" in sign.said
+    ), "each term by its own share"
+    assert (
+        signs.signs(
+            rows(
+                kl__target_ref_k3=moved,
+                kl__gradient_share=[0.5] * 50,
+                kl__reward_gradient_share=none,
+            ),
+            config(*K3_LOSS),
+        )
+        == []
+    )
+    assert (
+        signs.signs(rows(kl__target_ref_k3=moved), config(*K3_LOSS))
+        == []
+        == signs.signs(rows(kl__gradient_share=none), config(*K3_LOSS))
+    )
 
 
-# ---- where they are said --------------------------------------------------------------------------------------------
+# ---- where they are said -------------------------------------------------------------------------
 
 
 def test_a_watcher_knows_the_settings(tmp_path: Path) -> None:
     told: list[str] = []
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows(kl__target_ref_k3=LOST)))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in rows(kl__target_ref_k3=LOST))
+    )
     runner.Watcher(tmp_path, told.append).look(50)
     assert told == []
-    watcher = runner.Watcher(tmp_path, told.append, runner.about(config_load.load("configs/demo.toml", K1_LOSS)))
+    watcher = runner.Watcher(
+        tmp_path, told.append, runner.about(config_load.load("configs/demo.toml", K1_LOSS))
+    )
     watcher.look(50)
     watcher.look(80)
     assert len(told) == 1 and told[0].startswith("note: KL to the reference rises")
@@ -224,13 +459,32 @@ def test_a_watcher_knows_the_settings(tmp_path: Path) -> None:
 def test_the_summary_keeps_them(tmp_path: Path) -> None:
     """And the accuracies at the start that a resumed buffer no longer knows."""
     ends = [*evals("heldout", 512, (0, 0.3), (50, 0.6)), *evals("ood", 256, (0, 0.2), (50, 0.3))]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in [*ends, *rows(kl__target_ref_k3=LOST)]))
-    left: Row = dict.fromkeys(("wall_s", "trajectories", "tokens", "heldout_end", "ood_end", "ledger", "ledger_lines", "lag_histogram", "trained_ids",
-                               "failures", "mismatch_k3_max"))  # fmt: skip
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in [*ends, *rows(kl__target_ref_k3=LOST)])
+    )
+    left: Row = dict.fromkeys(
+        (
+            "wall_s",
+            "trajectories",
+            "tokens",
+            "heldout_end",
+            "ood_end",
+            "ledger",
+            "ledger_lines",
+            "lag_histogram",
+            "trained_ids",
+            "failures",
+            "mismatch_k3_max",
+        )
+    )
     left |= {"steps": 50, "heldout_start": None, "ood_start": None, "lag": {}}
     (tmp_path / "buffer_summary.json").write_text(json.dumps(left))
     found = runner.summarise(config_load.load("configs/demo.toml", K1_LOSS), tmp_path)
-    assert [s["name"] for s in found["signs"]] == ["kl_drift"] and found["signs"][0]["said"].startswith("KL to the reference rises")
+    assert [s["name"] for s in found["signs"]] == ["kl_drift"] and found["signs"][0][
+        "said"
+    ].startswith("KL to the reference rises")
     assert (found["heldout_start"], found["ood_start"]) == (0.3, 0.2)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ends[3:]))
-    assert runner.summarise(config_load.load("configs/demo.toml"), tmp_path)["ood_start"] is None, "the end is not the start"
+    assert runner.summarise(config_load.load("configs/demo.toml"), tmp_path)["ood_start"] is None, (
+        "the end is not the start"
+    )

@@ -1,4 +1,6 @@
-"""What keeps processes small: no heavy import where none is needed, and memory that does not grow with the answers written."""
+"""What keeps processes small: no heavy import where none is needed, and memory that does not grow
+with the answers written.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,20 @@ from asyncrl.versions import Label
 
 def test_the_buffer_with_its_metrics_imports_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; import buffer.service; from asyncrl.metrics import MetricsWriter;"
-        "w = MetricsWriter(Path(sys.argv[1])); w.write(1, {'reward/mean': 0.5}, 1.0, {'lag/samples': [0.0, 1.0]}); w.close();"
+        "import sys; from pathlib import Path; import buffer.service; from asyncrl.metrics import "
+        "MetricsWriter;"
+        "w = MetricsWriter(Path(sys.argv[1])); w.write(1, {'reward/mean': 0.5}, 1.0, "
+        "{'lag/samples': [0.0, 1.0]}); w.close();"
         "print('torch' in sys.modules, 'transformers' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, env=ENV, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout.split() == ["False", "False"]
     assert list((tmp_path / "tensorboard").glob("events.*"))
 
@@ -36,7 +47,13 @@ def test_the_engine_stays_flat_over_many_short_answers(tmp_path: Path) -> None:
     def write(first: int, groups: int) -> None:
         for t in range(first, first + groups, 8):
             engine.load(weights, Label(1, t), f"d{t}")
-            engine.add([Request((g, s, 1), prompt, g, 1 + (g + s) % 8, 1.0, 1.0, 0, (1,), 0) for g in range(t, t + 8) for s in range(8)])
+            engine.add(
+                [
+                    Request((g, s, 1), prompt, g, 1 + (g + s) % 8, 1.0, 1.0, 0, (1,), 0)
+                    for g in range(t, t + 8)
+                    for s in range(8)
+                ]
+            )
             while engine.active:
                 engine.step()
 

@@ -1,4 +1,6 @@
-"""The log ratio in three parts: engine mismatch, staleness and update, measured with the weights that drew each token."""
+"""The log ratio in three parts: engine mismatch, staleness and update, measured with the weights
+that drew each token.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from asyncrl.algorithms import split
 from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError
 from asyncrl.messages import Batch, Span, Trajectory
-from asyncrl.models import build_model, flat_bytes, load_policy, load_weights, named_weights, write_flat
+from asyncrl.models import (
+    build_model,
+    flat_bytes,
+    load_policy,
+    load_weights,
+    named_weights,
+    write_flat,
+)
 from asyncrl.versions import Label
 from learner.batch import pack
 from learner.step import LearnerCore
@@ -34,27 +43,56 @@ def k3(x: float) -> float:
 
 
 def test_the_parts_by_hand() -> None:
-    """Three tokens: parts 0.1 0.2 0.3 | 0 0 0.5 | -0.4 0 0; lags 0, 3, 12; keys and values of one version, 2 and 9 older."""
+    """Three tokens: parts 0.1 0.2 0.3 | 0 0 0.5 | -0.4 0 0; lags 0, 3, 12; keys and values of one
+    version, 2 and 9 older.
+    """
     zero = torch.zeros(3, dtype=torch.float64)
     version = zero + vec(0.1, 0.0, -0.4)
     start = version + vec(0.2, 0.0, 0.0)
     target = start + vec(0.3, 0.5, 0.0)
-    m = split.metrics(split.Split(zero, version, start, target, torch.tensor([0, 3, 12]), torch.tensor([0, 2, 9])))
-    assert m["split/mismatch"] == pytest.approx(0.3 / 3) and m["split/staleness"] == pytest.approx(-0.2 / 3)
+    m = split.metrics(
+        split.Split(zero, version, start, target, torch.tensor([0, 3, 12]), torch.tensor([0, 2, 9]))
+    )
+    assert m["split/mismatch"] == pytest.approx(0.3 / 3) and m["split/staleness"] == pytest.approx(
+        -0.2 / 3
+    )
     assert m["split/update"] == pytest.approx(-0.8 / 3)
-    assert m["split/total"] == pytest.approx(m["split/mismatch"] + m["split/staleness"] + m["split/update"])
+    assert m["split/total"] == pytest.approx(
+        m["split/mismatch"] + m["split/staleness"] + m["split/update"]
+    )
     assert m["split/mismatch_k3"] == pytest.approx((k3(0.1) + k3(-0.4)) / 3)
-    assert m["split/staleness_k3"] == pytest.approx(k3(0.2) / 3) and m["split/update_k3"] == pytest.approx((k3(0.3) + k3(0.5)) / 3)
-    assert m["mismatch/k3_one_version"] == pytest.approx(k3(0.1)) and m["mismatch/max_one_version"] == pytest.approx(0.1)
-    assert m["by_lag/mismatch_0"] == pytest.approx(-0.1) and m["by_lag/mismatch_3to4"] == 0 and m["by_lag/mismatch_9plus"] == pytest.approx(0.4)
-    assert m["by_lag/staleness_0"] == pytest.approx(-0.2) and m["by_lag/staleness_k3_0"] == pytest.approx(k3(0.2))
+    assert m["split/staleness_k3"] == pytest.approx(k3(0.2) / 3) and m[
+        "split/update_k3"
+    ] == pytest.approx((k3(0.3) + k3(0.5)) / 3)
+    assert m["mismatch/k3_one_version"] == pytest.approx(k3(0.1)) and m[
+        "mismatch/max_one_version"
+    ] == pytest.approx(0.1)
+    assert (
+        m["by_lag/mismatch_0"] == pytest.approx(-0.1)
+        and m["by_lag/mismatch_3to4"] == 0
+        and m["by_lag/mismatch_9plus"] == pytest.approx(0.4)
+    )
+    assert m["by_lag/staleness_0"] == pytest.approx(-0.2) and m[
+        "by_lag/staleness_k3_0"
+    ] == pytest.approx(k3(0.2))
     assert m["by_lag/mismatch_k3_9plus"] == pytest.approx(k3(-0.4)) and "by_lag/mismatch_1" not in m
     assert m["by_age/mismatch_k3_0"] == pytest.approx(k3(0.1)) and m["by_age/mismatch_k3_2"] == 0
-    assert m["by_age/mismatch_k3_9plus"] == pytest.approx(k3(-0.4)) and "by_age/mismatch_k3_1" not in m
-    assert split.metrics(split.Split(*[zero[:0]] * 4, torch.tensor([], dtype=torch.long), torch.tensor([], dtype=torch.long))) == {}
+    assert (
+        m["by_age/mismatch_k3_9plus"] == pytest.approx(k3(-0.4)) and "by_age/mismatch_k3_1" not in m
+    )
+    assert (
+        split.metrics(
+            split.Split(
+                *[zero[:0]] * 4,
+                torch.tensor([], dtype=torch.long),
+                torch.tensor([], dtype=torch.long),
+            )
+        )
+        == {}
+    )
 
 
-# ---- on the learner --------------------------------------------------------------------------------------------------
+# ---- on the learner ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -85,10 +123,15 @@ class Ring:
         write_flat(self.model, memoryview(data))
         return bytes(data)
 
-    def logprobs(self, number: int, prompts: list[np.ndarray], answers: list[np.ndarray]) -> torch.Tensor:
+    def logprobs(
+        self, number: int, prompts: list[np.ndarray], answers: list[np.ndarray]
+    ) -> torch.Tensor:
         from asyncrl.models import manifest, read_flat
 
-        load_weights(self.model, read_flat(memoryview(bytearray(self.held[Label(1, number)])), manifest(self.model)))
+        load_weights(
+            self.model,
+            read_flat(memoryview(bytearray(self.held[Label(1, number)])), manifest(self.model)),
+        )
         with torch.no_grad():
             return self.model.logprobs(prompts, answers, torch.ones(len(prompts))).logprobs
 
@@ -98,7 +141,9 @@ class Ring:
 
 
 def batch(ring: Ring, number: int = 2, noise: float = NOISE) -> Batch:
-    """Answers of 8 tokens, four by version 0 and four by version 1 or 2; behaviour is their own forward with `noise` added on every token."""
+    """Answers of 8 tokens, four by version 0 and four by version 1 or 2; behaviour is their own
+    forward with `noise` added on every token.
+    """
     r = np.random.default_rng(0)
     prompts = [r.integers(3, 11, 3).astype(np.int32) for _ in range(GROUPS)]
     answers = [r.integers(3, 11, LENGTH).astype(np.int32) for _ in range(GROUPS * SIZE)]
@@ -108,22 +153,56 @@ def batch(ring: Ring, number: int = 2, noise: float = NOISE) -> Batch:
     for i, answer in enumerate(answers):
         second = 1 + i % 2
         mu = torch.cat([by_version[0][i, :4], by_version[second][i, 4:]]) + noise
-        spans = [Span(Label(1, 0), "", 0, 4, Label(1, 0)), Span(Label(1, second), "", 4, 8, Label(1, 0))]
-        samples.append(Trajectory(i // SIZE, i % SIZE, 0, whose[i].tobytes(), answer.tobytes(), mu.numpy().astype("<f4").tobytes(), bytes([1] * LENGTH),
-                                  spans, float(r.random()), {}, "stop", 1.0))  # fmt: skip
+        spans = [
+            Span(Label(1, 0), "", 0, 4, Label(1, 0)),
+            Span(Label(1, second), "", 4, 8, Label(1, 0)),
+        ]
+        samples.append(
+            Trajectory(
+                i // SIZE,
+                i % SIZE,
+                0,
+                whose[i].tobytes(),
+                answer.tobytes(),
+                mu.numpy().astype("<f4").tobytes(),
+                bytes([1] * LENGTH),
+                spans,
+                float(r.random()),
+                {},
+                "stop",
+                1.0,
+            )
+        )
         runs.append([(0, 4, 2), (4, 8, 2 - second)])
     return Batch(1, number, samples, [2] * len(samples), [0] * len(samples), runs, {}, GROUPS, {})
 
 
 def core(model_dir: Path, ring: Ring, **sections: Any) -> LearnerCore:
-    learner = {"optimizer": "sgd", "lr": 0.1, "steps": 100, "groups": GROUPS, "group_size": SIZE} | sections.pop("learner", {})
-    record = {"split_every": 2, "split_samples": 100, "reference_kl_every": 0} | sections.pop("record", {})
-    raw = {"model": {"path": str(model_dir), "device": "cpu"}, "task": {"name": "sort"}, "learner": learner, "record": record,
-           "correction": {"proximal": "behavior"}, "loss": {"surrogate": "ppo"}, **sections}  # fmt: skip
+    learner = {
+        "optimizer": "sgd",
+        "lr": 0.1,
+        "steps": 100,
+        "groups": GROUPS,
+        "group_size": SIZE,
+    } | sections.pop("learner", {})
+    record = {"split_every": 2, "split_samples": 100, "reference_kl_every": 0} | sections.pop(
+        "record", {}
+    )
+    raw = {
+        "model": {"path": str(model_dir), "device": "cpu"},
+        "task": {"name": "sort"},
+        "learner": learner,
+        "record": record,
+        "correction": {"proximal": "behavior"},
+        "loss": {"surrogate": "ppo"},
+        **sections,
+    }
     c = LearnerCore(msgspec.convert(raw, Config), model_dir)
     from asyncrl.models import manifest, read_flat
 
-    load_weights(c.model, read_flat(memoryview(bytearray(ring.held[Label(1, 2)])), manifest(c.model)))
+    load_weights(
+        c.model, read_flat(memoryview(bytearray(ring.held[Label(1, 2)])), manifest(c.model))
+    )
     c.measure.weights_of = ring
     return c
 
@@ -137,54 +216,89 @@ def by_hand(ring: Ring, b: Batch) -> tuple[torch.Tensor, ...]:
 
 
 def test_the_split_is_what_the_versions_own_weights_say(model_dir: Path) -> None:
-    """The noise is the mismatch, at every lag; the rest is staleness, 0 where the start drew the token; a single update is no update yet."""
+    """The noise is the mismatch, at every lag; the rest is staleness, 0 where the start drew the
+    token; a single update is no update yet.
+    """
     ring = Ring(model_dir)
     b = batch(ring)
     mu, version, start = by_hand(ring, b)
     m = core(model_dir, ring).train(b)
-    assert m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5) and m["split/mismatch_k3"] == pytest.approx(k3(-NOISE), abs=1e-5)
+    assert m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5) and m[
+        "split/mismatch_k3"
+    ] == pytest.approx(k3(-NOISE), abs=1e-5)
     x = (start - version).double()
     assert m["split/staleness"] == pytest.approx(float(-x.mean()), abs=1e-5)
-    assert m["split/staleness_k3"] == pytest.approx(float((x.exp() - 1 - x).mean()), abs=1e-5) and m["split/staleness_k3"] > 0.01
+    assert (
+        m["split/staleness_k3"] == pytest.approx(float((x.exp() - 1 - x).mean()), abs=1e-5)
+        and m["split/staleness_k3"] > 0.01
+    )
     assert m["split/update"] == 0 and m["split/coverage"] == 1
     assert m["split/total"] == pytest.approx(float((mu - start).mean()), abs=1e-5)
-    assert m["by_lag/staleness_0"] == 0 and m["by_lag/staleness_k3_1"] > 0.01 and m["by_lag/mismatch_2"] == pytest.approx(NOISE, abs=1e-5)
-    assert "mismatch/k3_at_lag_0" not in m, "the start's own tokens here were drawn on keys and values of version 0"
-    assert m["by_age/mismatch_k3_0"] == pytest.approx(k3(-NOISE), abs=1e-5) and "by_age/mismatch_k3_1" in m and "by_age/mismatch_k3_2" in m
-    assert set(ring.asked) == {Label(1, 0), Label(1, 1)}, "the start's own version needs no second forward"
+    assert (
+        m["by_lag/staleness_0"] == 0
+        and m["by_lag/staleness_k3_1"] > 0.01
+        and m["by_lag/mismatch_2"] == pytest.approx(NOISE, abs=1e-5)
+    )
+    assert "mismatch/k3_at_lag_0" not in m, (
+        "the start's own tokens here were drawn on keys and values of version 0"
+    )
+    assert (
+        m["by_age/mismatch_k3_0"] == pytest.approx(k3(-NOISE), abs=1e-5)
+        and "by_age/mismatch_k3_1" in m
+        and "by_age/mismatch_k3_2" in m
+    )
+    assert set(ring.asked) == {Label(1, 0), Label(1, 1)}, (
+        "the start's own version needs no second forward"
+    )
 
 
 def test_equal_weights_are_those_of_all_keys_and_values_too(model_dir: Path) -> None:
-    """Half of the answers end under the start itself; it is the engine's mismatch alone only where the start computed all they attended to."""
+    """Half of the answers end under the start itself; it is the engine's mismatch alone only where
+    the start computed all they attended to.
+    """
     ring = Ring(model_dir)
     b = batch(ring)
     for i, sample in enumerate(b.samples):
         if i % 4 == 1:
             sample.spans = [sample.spans[0], Span(Label(1, 2), "", 4, 8, Label(1, 2))]
     m = core(model_dir, ring).train(b)
-    assert m["mismatch/k3_at_lag_0"] == pytest.approx(k3(-NOISE), abs=1e-5) and m["mismatch/max_at_lag_0"] == pytest.approx(NOISE, abs=1e-4)
+    assert m["mismatch/k3_at_lag_0"] == pytest.approx(k3(-NOISE), abs=1e-5) and m[
+        "mismatch/max_at_lag_0"
+    ] == pytest.approx(NOISE, abs=1e-4)
     other = batch(ring)
-    for i, sample in enumerate(other.samples):  # as much again off, on older keys and values: not counted
+    # as much again off, on older keys and values: not counted
+    for i, sample in enumerate(other.samples):
         if i % 4 == 3:
             mu = np.frombuffer(sample.behavior_logprobs, "<f4").copy()
             mu[4:] += NOISE
             sample.behavior_logprobs = mu.tobytes()
         elif i % 4 == 1:
             sample.spans = [sample.spans[0], Span(Label(1, 2), "", 4, 8, Label(1, 2))]
-    assert core(model_dir, ring).train(other)["mismatch/k3_at_lag_0"] == pytest.approx(m["mismatch/k3_at_lag_0"], abs=1e-6)
+    assert core(model_dir, ring).train(other)["mismatch/k3_at_lag_0"] == pytest.approx(
+        m["mismatch/k3_at_lag_0"], abs=1e-6
+    )
 
 
 def test_an_update_is_the_last_pass_against_the_start(model_dir: Path) -> None:
     ring = Ring(model_dir)
     b = batch(ring)
     _, _, start = by_hand(ring, b)
-    once, twice = core(model_dir, ring, learner={"lr": 1.0}), core(model_dir, ring, learner={"epochs": 2, "lr": 1.0})
+    once, twice = (
+        core(model_dir, ring, learner={"lr": 1.0}),
+        core(model_dir, ring, learner={"epochs": 2, "lr": 1.0}),
+    )
     once.train(b)
     packed = pack(b)
-    target = once._forward(once.model, packed, range(GROUPS * SIZE))  # where the second pass of `twice` stands
+    # where the second pass of `twice` stands
+    target = once._forward(once.model, packed, range(GROUPS * SIZE))
     m = twice.train(b)
-    assert m["split/update"] == pytest.approx(float((start - target).mean()), abs=1e-6) and m["split/update_k3"] > 1e-6
-    assert m["split/total"] == pytest.approx(m["split/mismatch"] + m["split/staleness"] + m["split/update"], abs=1e-6)
+    assert (
+        m["split/update"] == pytest.approx(float((start - target).mean()), abs=1e-6)
+        and m["split/update_k3"] > 1e-6
+    )
+    assert m["split/total"] == pytest.approx(
+        m["split/mismatch"] + m["split/staleness"] + m["split/update"], abs=1e-6
+    )
 
 
 def test_measuring_changes_nothing_and_happens_when_it_is_due(model_dir: Path) -> None:
@@ -205,7 +319,11 @@ def test_versions_that_the_ring_no_longer_holds_are_left_out_and_said(model_dir:
     c = core(model_dir, ring)
     del ring.held[Label(1, 0)]
     m = c.train(b)
-    assert m["split/coverage"] == 0.5 and m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5) and "by_lag/mismatch_2" not in m
+    assert (
+        m["split/coverage"] == 0.5
+        and m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5)
+        and "by_lag/mismatch_2" not in m
+    )
 
 
 def test_a_few_answers_are_drawn_by_seed_and_batch(model_dir: Path) -> None:
@@ -223,34 +341,48 @@ def test_a_few_answers_are_drawn_by_seed_and_batch(model_dir: Path) -> None:
 
 
 def test_several_minibatches_split_the_first_ones_answers(model_dir: Path) -> None:
-    """Only their forward was the learner's start: the noise is still all of the mismatch, whatever later steps moved."""
+    """Only their forward was the learner's start: the noise is still all of the mismatch, whatever
+    later steps moved.
+    """
     ring = Ring(model_dir)
     m = core(model_dir, ring, learner={"minibatches": 3, "lr": 3.0}).train(batch(ring))
-    assert m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5) and m["by_lag/staleness_0"] == 0 and m["split/update"] == 0
+    assert (
+        m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5)
+        and m["by_lag/staleness_0"] == 0
+        and m["split/update"] == 0
+    )
 
 
 def test_exact_ends_a_run_whose_engine_differs_at_a_lag(model_dir: Path) -> None:
-    """No token is at lag 0 here: only the split can see it, and only where one version computed all of a token."""
+    """No token is at lag 0 here: only the split can see it, and only where one version computed all
+    of a token.
+    """
     ring = Ring(model_dir)
     b = batch(ring)
     b = msgspec.structs.replace(b, token_lags=[[(0, 8, 2)]] * len(b.samples))
     for sample in b.samples:
         sample.spans = [Span(Label(1, 0), "", 0, 8, Label(1, 0))]
     c = core(model_dir, ring, exact=True)
-    with pytest.raises(AsyncrlError, match=r"exact: engine and learner differ by .* under the same weights in batch 2"):
+    with pytest.raises(
+        AsyncrlError,
+        match=r"exact: engine and learner differ by .* under the same weights in batch 2",
+    ):
         c.train(b)
     assert core(model_dir, ring, exact="try").train(b)["mismatch/max_one_version"] > 0.1
     mixed = core(model_dir, ring, exact=True)
     for sample in b.samples:
-        sample.spans = [Span(Label(1, 0), "", 0, 8, Label(0, -1))]  # older keys and values: no engine could be exact
+        # older keys and values: no engine could be exact
+        sample.spans = [Span(Label(1, 0), "", 0, 8, Label(0, -1))]
     assert "mismatch/max_one_version" not in mixed.train(b)
 
 
-# ---- reference -------------------------------------------------------------------------------------------------------
+# ---- reference -----------------------------------------------------------------------------------
 
 
 def test_kl_to_the_reference_is_measured_where_no_term_is_on(model_dir: Path) -> None:
-    """x = log pi_theta - log pi_ref on the batch's tokens, the reference the initial model; a KL term's own measure takes its place."""
+    """x = log pi_theta - log pi_ref on the batch's tokens, the reference the initial model; a KL
+    term's own measure takes its place.
+    """
     ring = Ring(model_dir)
     b = batch(ring)
     c = core(model_dir, ring, record={"split_every": 0, "reference_kl_every": 2})
@@ -258,10 +390,19 @@ def test_kl_to_the_reference_is_measured_where_no_term_is_on(model_dir: Path) ->
     packed = pack(b)
     initial = load_policy(model_dir, device="cpu")
     with torch.no_grad():
-        ref = initial.logprobs(packed.prompts, packed.responses, torch.ones(len(packed.prompts))).logprobs
+        ref = initial.logprobs(
+            packed.prompts, packed.responses, torch.ones(len(packed.prompts))
+        ).logprobs
     x = (start - ref).double()
     m = c.train(b)
     assert m["kl/target_ref_k1"] == pytest.approx(float(x.mean()), abs=1e-5)
-    assert m["kl/target_ref_k3"] == pytest.approx(float(((-x).exp() - 1 + x).mean()), rel=1e-4) and m["kl/target_ref_k3"] > 1e-3
-    assert m["kl/ref_target"] == pytest.approx(float((-x * (-x).exp() - (-x).exp() + 1).mean()), rel=1e-4)
-    assert "kl/target_ref_k1" not in c.train(batch(ring, 3)) and "kl/target_ref_k1" in c.train(batch(ring, 4))
+    assert (
+        m["kl/target_ref_k3"] == pytest.approx(float(((-x).exp() - 1 + x).mean()), rel=1e-4)
+        and m["kl/target_ref_k3"] > 1e-3
+    )
+    assert m["kl/ref_target"] == pytest.approx(
+        float((-x * (-x).exp() - (-x).exp() + 1).mean()), rel=1e-4
+    )
+    assert "kl/target_ref_k1" not in c.train(batch(ring, 3)) and "kl/target_ref_k1" in c.train(
+        batch(ring, 4)
+    )

@@ -1,4 +1,6 @@
-"""The staleness bound and the ledger over random schedules of the real store and admission; each condition is needed."""
+"""The staleness bound and the ledger over random schedules of the real store and admission; each
+condition is needed.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ CHUNK = 250
 
 
 def chunk(first: int) -> Counter[str]:
-    """Runs CHUNK schedules; returns tokens by ledger line, summed, and how often the limit was reached."""
+    """Runs CHUNK schedules; returns tokens by ledger line, summed, and how often the limit was
+    reached.
+    """
     seen: Counter[str] = Counter()
     for seed in range(first, first + CHUNK):
         world = World(seed)
@@ -33,7 +37,14 @@ def test_no_token_past_the_limit_no_deadlock_and_a_ledger_that_sums() -> None:
     with multiprocessing.get_context("fork").Pool(min(2, os.cpu_count() or 1)) as pool:
         seen = sum(pool.imap_unordered(chunk, range(0, SCHEDULES, CHUNK)), Counter())
     # the schedules do what they are for: each fault leaves its line, and the bound is tight
-    for line in ("trained", "filtered", "duplicate", "orphaned", "lost_with_process", "at the limit"):
+    for line in (
+        "trained",
+        "filtered",
+        "duplicate",
+        "orphaned",
+        "lost_with_process",
+        "at the limit",
+    ):
         assert seen[line] > 1000, seen
 
 
@@ -54,14 +65,23 @@ def test_free_running_ends_and_sums() -> None:
         World(seed, limits=(float("inf"),), order="freshest" if seed % 3 == 0 else "auto").run()
 
 
-ORDERS = [{"on_exceed": "pace", "order": "auto"}, {"on_exceed": "drop"}, {"on_exceed": "mask"}, {"on_exceed": "mask", "order": "freshest"}]
+ORDERS = [
+    {"on_exceed": "pace", "order": "auto"},
+    {"on_exceed": "drop"},
+    {"on_exceed": "mask"},
+    {"on_exceed": "mask", "order": "freshest"},
+]
 
 
-def test_a_run_resumed_at_another_limit_or_in_another_order_keeps_the_bound_and_never_stands_still() -> None:
-    """What another order, or no limit, has composed stays composed, and comes first: places count it."""
+def test_a_run_resumed_at_another_limit_or_order_keeps_the_bound_and_never_stands_still() -> None:
+    """What another order, or no limit, has composed stays composed, and comes first: places count
+    it.
+    """
     for seed in range(600):
         try:
-            World(seed, limits=(float("inf"), 2, 1, 0), variants=ORDERS[:1] if seed % 2 else ORDERS).run()
+            World(
+                seed, limits=(float("inf"), 2, 1, 0), variants=ORDERS[:1] if seed % 2 else ORDERS
+            ).run()
         except Exception as e:
             raise AssertionError(f"seed {seed}: {e}") from e
 
@@ -70,14 +90,17 @@ def test_a_run_resumed_at_another_limit_or_in_another_order_keeps_the_bound_and_
     ("off", "what"),
     [
         ("ticket_order", "versions late"),  # completion order overtakes
-        ("count_leased", "versions late"),  # a ticket goes out during a lease, and trains a version too late
+        # a ticket goes out during a lease, and trains a version too late
+        ("count_leased", "versions late"),
         ("min_version", "versions late"),  # a new ticket is written by old weights
         ("reissue_paced", "versions late"),  # after a roll-back, a group far back starts too early
         ("filter_leaves", "nothing moves"),  # a filtered group keeps its place for good
     ],
 )
 def test_each_condition_is_needed(off: str, what: str) -> None:
-    """With one condition switched off, the same schedules break the bound (or the run stands still)."""
+    """With one condition switched off, the same schedules break the bound (or the run stands
+    still).
+    """
     for seed in range(3000):
         try:
             World(seed, frozenset([off])).run()

@@ -9,7 +9,16 @@ import torch
 
 from asyncrl.algorithms import advantages
 from asyncrl.errors import AsyncrlError, BadMessage
-from asyncrl.messages import EVAL_BASE, LearnerHello, Prompt, Sampling, Span, Ticket, Trajectory, WeightsSource
+from asyncrl.messages import (
+    EVAL_BASE,
+    LearnerHello,
+    Prompt,
+    Sampling,
+    Span,
+    Ticket,
+    Trajectory,
+    WeightsSource,
+)
 from asyncrl.versions import Label
 from buffer.evaluation import Evaluations
 from buffer.groups import Settings
@@ -21,27 +30,83 @@ def prompt(i: int) -> Prompt:
     return Prompt(i, f"p{i}")
 
 
-def make(k: float = 1, batch: int = 1, group: int = 1, steps: int = 9, evaluations: Evaluations | None = None, **more: Any) -> Store:
+def make(
+    k: float = 1,
+    batch: int = 1,
+    group: int = 1,
+    steps: int = 9,
+    evaluations: Evaluations | None = None,
+    **more: Any,
+) -> Store:
     """A store that a learner at version 0 of epoch 1 has said hello to."""
     store = Store(Settings(batch, group, steps, Sampling(), **more), prompt, evaluations)
     assert hello(store, 1, 0, k=k)
     return store
 
 
-def hello(store: Store, epoch: int, number: int, *, k: float = 1, origin: int = 0, digest: str = "", next_ticket: int = 0, **more: Any) -> bool:
+def hello(
+    store: Store,
+    epoch: int,
+    number: int,
+    *,
+    k: float = 1,
+    origin: int = 0,
+    digest: str = "",
+    next_ticket: int = 0,
+    **more: Any,
+) -> bool:
     parent = Label(origin, number - 1) if number and origin else None
     label = Label(epoch, number)
     source = WeightsSource(epoch, "here", "", "")
-    return store.hello(LearnerHello(1, "run", epoch, label, parent, digest or f"d{number}", next_ticket, origin, k, source, [], **more))
+    return store.hello(
+        LearnerHello(
+            1,
+            "run",
+            epoch,
+            label,
+            parent,
+            digest or f"d{number}",
+            next_ticket,
+            origin,
+            k,
+            source,
+            [],
+            **more,
+        )
+    )
 
 
-def sample(t: Ticket, s: int = 0, *versions: tuple[Label, int], reward: float = 1.0, length: int = 4, failed: str = "", digest: str = "") -> Trajectory:
-    """An answer to ticket t; `versions` are (label, tokens) runs, by default all tokens by the ticket's minimum version."""
+def sample(
+    t: Ticket,
+    s: int = 0,
+    *versions: tuple[Label, int],
+    reward: float = 1.0,
+    length: int = 4,
+    failed: str = "",
+    digest: str = "",
+) -> Trajectory:
+    """An answer to ticket t; `versions` are (label, tokens) runs, by default all tokens by the
+    ticket's minimum version.
+    """
     spans, at = [], 0
     for label, n in versions or ((t.exact_version or t.min_version, length),):
         spans.append(Span(label, digest, at, at + n, label))
         at += n
-    return Trajectory(t.ticket, s, t.attempt, b"", b"\0" * 4 * at, b"\0" * 4 * at, b"\1" * at, spans, reward, {}, "stop", 1.0, failed=failed)
+    return Trajectory(
+        t.ticket,
+        s,
+        t.attempt,
+        b"",
+        b"\0" * 4 * at,
+        b"\0" * 4 * at,
+        b"\1" * at,
+        spans,
+        reward,
+        {},
+        "stop",
+        1.0,
+        failed=failed,
+    )
 
 
 def write(store: Store, t: Ticket, **more: Any) -> list[str]:
@@ -85,7 +150,8 @@ def test_a_commit_frees_room_and_a_lease_does_not() -> None:
 
 def test_free_slots_bound_what_is_granted() -> None:
     store = make(3, 2, 4)
-    assert [len(t.samples) for t in store.grant("g", 1, 5, 0.0)] == [4, 4]  # whole groups: the first that reaches five
+    # whole groups: the first that reaches five
+    assert [len(t.samples) for t in store.grant("g", 1, 5, 0.0)] == [4, 4]
     assert len(store.grant("g", 1, 1, 0.0)) == 1
 
 
@@ -136,7 +202,8 @@ def test_a_leased_batch_comes_again_the_same_and_late_asks_are_ignored() -> None
     assert store.commit(0, Label(1, 1), "d1") is False
     store.ask(1, 1)
     write(store, store.grant("g", 1, 9, 0.0)[0])
-    assert store.ask(1, 2)[0] and store.commit(2, Label(1, 3), "d3") is None  # the commit before it is on its way
+    # the commit before it is on its way
+    assert store.ask(1, 2)[0] and store.commit(2, Label(1, 3), "d3") is None
 
 
 def test_unknown_weights_are_refused_with_both_names() -> None:
@@ -153,7 +220,8 @@ def test_lag_is_the_oldest_token_and_splits_at_delivery() -> None:
     a, b, c = store.grant("g", 1, 9, 0.0)
     write(store, a)
     train(store, 0)
-    store.deliver(sample(b, 0, (Label(1, 0), 2), (Label(1, 1), 3)), 0.0)  # delivered at 1: one version in flight
+    # delivered at 1: one version in flight
+    store.deliver(sample(b, 0, (Label(1, 0), 2), (Label(1, 1), 3)), 0.0)
     train(store, 1)
     write(store, c)  # all by version 0, delivered at 2
     groups, _ = store.ask(1, 2)
@@ -175,21 +243,35 @@ def test_a_group_without_spread_leaves_and_frees_its_place() -> None:
     assert write(store, t) == ["accepted", "accepted"]
     (t,) = store.grant("g", 1, 2, 0.0)
     assert t.ticket == 1 and not store.grant("g", 1, 2, 0.0)
-    assert store.ledger()["filtered"] == {"tokens": 8, "samples": 2, "mean_length": 4.0, "mean_reward": 1.0, "upto_4": 8}
+    assert store.ledger()["filtered"] == {
+        "tokens": 8,
+        "samples": 2,
+        "mean_length": 4.0,
+        "mean_reward": 1.0,
+        "upto_4": 8,
+    }
     store.deliver(sample(t, 0, reward=0.0), 0.0)
     store.deliver(sample(t, 1, reward=1.0), 0.0)
     assert [g.ticket for g in store.ask(1, 0)[0]] == [1]
 
 
-@pytest.mark.parametrize(("other", "what"), [(0.7 * (1 + 5e-7), "filtered"), (0.7 * (1 + 2e-6), "left_over")])
-def test_rewards_apart_by_rounding_alone_are_no_spread_for_the_filter_as_for_the_learner(other: float, what: str) -> None:
+@pytest.mark.parametrize(
+    ("other", "what"), [(0.7 * (1 + 5e-7), "filtered"), (0.7 * (1 + 2e-6), "left_over")]
+)
+def test_rewards_apart_by_rounding_alone_are_no_spread_for_the_filter_as_for_the_learner(
+    other: float, what: str
+) -> None:
     store = make(0, 1, 2, filter_no_spread=True)
     (t,) = store.grant("g", 1, 2, 0.0)
     store.deliver(sample(t, 0, reward=0.7), 0.0)
     store.deliver(sample(t, 1, reward=other), 0.0)
     assert {name for name, line in store.ledger().items() if line["tokens"]} == {what}
     both = torch.tensor([0.7, other], dtype=torch.float64)
-    assert bool(advantages.no_spread(both, torch.zeros(2, dtype=torch.long)).all()) == (what == "filtered") and EQUAL == advantages.EQUAL
+    assert (
+        bool(advantages.no_spread(both, torch.zeros(2, dtype=torch.long)).all())
+        == (what == "filtered")
+        and EQUAL == advantages.EQUAL
+    )
 
 
 def test_a_group_in_a_composed_batch_is_never_filtered() -> None:
@@ -200,7 +282,8 @@ def test_a_group_in_a_composed_batch_is_never_filtered() -> None:
         store.deliver(sample(t, 1, reward=1.0), 0.0)
     train(store, 0)
     assert store.ask(1, 1)[0] and hello(store, 2, 1, k=0, origin=1, digest="d1")
-    assert store.ask(2, 1)[0] == []  # version 0 wrote ticket 1, the limit is 0 now: both samples are orphans
+    # version 0 wrote ticket 1, the limit is 0 now: both samples are orphans
+    assert store.ask(2, 1)[0] == []
     (t,) = store.grant("g", 2, 2, 0.0)
     assert write(store, t) == ["accepted", "accepted"]  # without spread this time
     assert [g.ticket for g in store.ask(2, 1)[0]] == [1]
@@ -212,11 +295,13 @@ def test_a_resumed_learner_gets_its_batches_again_and_orphans_are_written_anew()
         for t in store.grant("g", 1, 9, 0.0):
             store.deliver(sample(t, 0, (Label(1, n), 4)), 0.0)
         train(store, n)
-    # batches 0, 1, 2 hold tickets 0, 1, 2, written by versions 0, 0, 1; ticket 3 by version 2.  Resume at 1, k = 0.
+    # batches 0, 1, 2 hold tickets 0, 1, 2, written by versions 0, 0, 1; ticket 3 by version 2.
+    # Resume at 1, k = 0.
     assert hello(store, 2, 1, k=0, origin=1, digest="d1")
     assert store.committed == 1 and store.policy == Label(2, 1)
     groups, why = store.ask(2, 1)
-    assert not groups and "to be granted again" in why  # ticket 1 is one version old; the limit is 0 now
+    # ticket 1 is one version old; the limit is 0 now
+    assert not groups and "to be granted again" in why
     (t,) = store.grant("g", 2, 9, 0.0)
     assert (t.ticket, t.min_version) == (1, Label(2, 1))
     write(store, t)
@@ -226,7 +311,11 @@ def test_a_resumed_learner_gets_its_batches_again_and_orphans_are_written_anew()
     assert (t.ticket, t.min_version) == (2, Label(2, 2))
     write(store, t)
     train(store, 2)
-    assert [store.ledger()[line]["tokens"] for line in ("trained", "orphaned", "left_over")] == [12, 8, 4] and total(store) == 24
+    assert [store.ledger()[line]["tokens"] for line in ("trained", "orphaned", "left_over")] == [
+        12,
+        8,
+        4,
+    ] and total(store) == 24
 
 
 def test_lag_across_a_branch_counts_both_sides() -> None:
@@ -239,10 +328,12 @@ def test_lag_across_a_branch_counts_both_sides() -> None:
     store.deliver(sample(late), 0.0)  # by (1, 2)
     assert hello(store, 2, 1, k=4, origin=1, digest="d1")
     groups, _ = store.ask(2, 1)
-    assert store.batch(groups, 2, 1).lags == [0]  # ticket 1, written by (1, 1), which is the policy resumed from
+    # ticket 1, written by (1, 1), which is the policy resumed from
+    assert store.batch(groups, 2, 1).lags == [0]
     assert store.commit(1, Label(2, 2), "another update")
     groups, _ = store.ask(2, 2)
-    assert store.batch(groups, 2, 2).lags == [2]  # one version back on the dead branch, one forward on ours
+    # one version back on the dead branch, one forward on ours
+    assert store.batch(groups, 2, 2).lags == [2]
 
 
 def test_old_learners_and_those_behind_what_is_retired_are_fenced() -> None:
@@ -252,7 +343,8 @@ def test_old_learners_and_those_behind_what_is_retired_are_fenced() -> None:
         train(store, n)
     store.checkpointed(2)
     assert not hello(store, 2, 1, origin=1)  # version 1 is retired
-    assert not hello(store, 2, 2, origin=0)  # epoch 1 has asked since: it was not resumed from its directory
+    # epoch 1 has asked since: it was not resumed from its directory
+    assert not hello(store, 2, 2, origin=0)
     assert hello(store, 2, 2, origin=1) and hello(store, 2, 2, origin=1)
     assert not hello(store, 1, 2, origin=1)
 
@@ -267,8 +359,12 @@ def test_storage_is_freed_behind_the_oldest_checkpoint() -> None:
     assert len(store.retained) == 3
     store.checkpointed(2)
     assert len(store.retained) == 1 and store.base == 2 and total(store) == before == 12
-    assert store.deliver(sample(t), 0.0) == "accepted" and total(store) == before  # a late copy of what a kept batch holds
-    assert store.deliver(Trajectory(0, 0, 1, b"", b"", b"", b"", [], 0.0, {}, "stop", 1.0), 0.0) == "trained"
+    # a late copy of what a kept batch holds
+    assert store.deliver(sample(t), 0.0) == "accepted" and total(store) == before
+    assert (
+        store.deliver(Trajectory(0, 0, 1, b"", b"", b"", b"", [], 0.0, {}, "stop", 1.0), 0.0)
+        == "trained"
+    )
 
 
 def test_a_new_memory_buffer_takes_cursor_and_totals_from_the_learner() -> None:
@@ -280,7 +376,15 @@ def test_a_new_memory_buffer_takes_cursor_and_totals_from_the_learner() -> None:
         batch = store.batch(groups, 1, n)
         store.commit(n, Label(1, n + 1), f"d{n + 1}")
     fresh = Store(Settings(1, 1, 9, Sampling()), prompt)
-    assert hello(fresh, 2, 2, origin=1, next_ticket=batch.next_ticket, ledger=batch.ledger, trained_above=batch.trained_above)
+    assert hello(
+        fresh,
+        2,
+        2,
+        origin=1,
+        next_ticket=batch.next_ticket,
+        ledger=batch.ledger,
+        trained_above=batch.trained_above,
+    )
     assert [t.ticket for t in fresh.grant("g", 1, 9, 0.0)] == [2, 3]
     assert fresh.ledger()["trained"]["tokens"] == 8
 
@@ -307,7 +411,9 @@ def test_a_lease_lasts_while_its_answers_are_judged() -> None:
     (again,) = store.grant("b", 1, 1, 11.5)
     assert again.ticket == 1
     store.renew("a", 1, [], 12.0, [(1, silent.attempt)])
-    assert store.alive[1].lease is not None and store.alive[1].lease.expires == 21.5, "the old attempt holds no lease any more"
+    assert store.alive[1].lease is not None and store.alive[1].lease.expires == 21.5, (
+        "the old attempt holds no lease any more"
+    )
     assert [store.deliver(sample(judged, i), 18.0) for i in range(2)] == ["accepted", "accepted"]
     assert store.expire(19.1) == 0 and store.ledger()["lost_with_process"]["tokens"] == 8
 
@@ -316,11 +422,19 @@ def test_a_generator_that_judges_does_not_renew_what_it_should_write() -> None:
     store = make(3, 2, 1, lease_s=10.0)
     judged, unbegun = store.grant("a", 1, 2, 0.0)
     store.renew("a", 1, [(1, unbegun.attempt, 0)], 9.0, [(0, judged.attempt)])  # a hung engine
-    assert store.expire(11.0) == 1 and store.alive[0].lease is not None and store.alive[1].lease is None
+    assert (
+        store.expire(11.0) == 1
+        and store.alive[0].lease is not None
+        and store.alive[1].lease is None
+    )
 
 
 def test_an_evaluation_lasts_while_it_is_judged() -> None:
-    store = Store(Settings(1, 1, 5, Sampling(), lease_s=10.0), prompt, Evaluations(0, 1, 1, 0, prompt=lambda s, i: prompt(i)))
+    store = Store(
+        Settings(1, 1, 5, Sampling(), lease_s=10.0),
+        prompt,
+        Evaluations(0, 1, 1, 0, prompt=lambda s, i: prompt(i)),
+    )
     assert hello(store, 1, 0)
     (t,) = store.grant("g", 1, 1, 0.0)
     store.renew("g", 1, [], 9.0, [(t.ticket, t.attempt)])
@@ -341,16 +455,26 @@ def test_tokens_of_an_attempt_that_never_delivers_are_lost_and_counted_once() ->
     store.renew("a", 1, [(0, t.attempt, 5)], 9.0)  # it is slow, not dead
     assert store.ledger()["lost_with_process"]["tokens"] == 5
     assert store.deliver(sample(t, length=6), 9.0) == "duplicate"
-    assert store.ledger()["lost_with_process"]["tokens"] == 0 and store.ledger()["duplicate"]["tokens"] == 6 and total(store) == 10
+    assert (
+        store.ledger()["lost_with_process"]["tokens"] == 0
+        and store.ledger()["duplicate"]["tokens"] == 6
+        and total(store) == 10
+    )
 
 
 def test_failed_samples_are_written_again_within_the_budget_of_their_kind() -> None:
-    """Half of 4 samples may fail by their data, a quarter by the machinery; a batch begins both counts anew."""
-    for kind, allowed, key in (("data: nan", 2, "error_budget"), ("machinery: died", 1, "machinery_budget")):
+    """Half of 4 samples may fail by their data, a quarter by the machinery; a batch begins both
+    counts anew.
+    """
+    for kind, allowed, key in (
+        ("data: nan", 2, "error_budget"),
+        ("machinery: died", 1, "machinery_budget"),
+    ):
         store = make(0, 1, 4, error_budget=0.5, machinery_budget=0.25)
         other = "machinery: died" if kind.startswith("data") else "data: nan"
         (t,) = store.grant("g", 1, 9, 0.0)
-        assert store.deliver(sample(t, 0, failed=other), 0.0) == "failed"  # the other kind leaves this one's budget whole
+        # the other kind leaves this one's budget whole
+        assert store.deliver(sample(t, 0, failed=other), 0.0) == "failed"
         for s in (1, 2, 3):
             store.deliver(sample(t, s), 0.0)
         (t,) = store.grant("g", 1, 9, 0.0)
@@ -360,16 +484,21 @@ def test_failed_samples_are_written_again_within_the_budget_of_their_kind() -> N
         (t,) = store.grant("g", 1, 9, 0.0)
         for s in range(allowed):
             assert store.deliver(sample(t, s, failed=kind), 0.0) == "failed"
-        with pytest.raises(AsyncrlError, match=rf"{allowed + 1} samples failed .*reward.{key} allows .* of 4.*{kind}"):
+        with pytest.raises(
+            AsyncrlError,
+            match=rf"{allowed + 1} samples failed .*reward.{key} allows .* of 4.*{kind}",
+        ):
             store.deliver(sample(t, allowed, failed=kind), 0.0)
         assert store.failures == {kind.partition(":")[0]: allowed + 1, other.partition(":")[0]: 1}
 
 
-# ---- on_exceed: drop, mask, downweight, inf -------------------------------------------------------------------------
+# ---- on_exceed: drop, mask, downweight, inf ------------------------------------------------------
 
 
 def stale(on_exceed: str, k: float = 0, **more: Any) -> tuple[Store, list[Ticket]]:
-    """A store at version 2 whose tickets 0 and 1 were granted at version 0 and are still out; k is the limit now."""
+    """A store at version 2 whose tickets 0 and 1 were granted at version 0 and are still out; k is
+    the limit now.
+    """
     store = make(9, 1, 1, 9, on_exceed=on_exceed, **more)
     tickets = store.grant("g", 1, 4, 0.0)
     for n in (2, 3):
@@ -389,9 +518,14 @@ def test_drop_sends_a_stale_group_again_and_abandons_it_the_third_time() -> None
             (again,) = store.grant("g", 1, 1, 0.0)
             assert again.ticket == 0
             attempts.append(again.attempt)
-            store.deliver(sample(again, 0, (Label(1, 0), 4)), 0.0)  # still too old, as an answer that is always late
+            # still too old, as an answer that is always late
+            store.deliver(sample(again, 0, (Label(1, 0), 4)), 0.0)
     assert 0 not in store.alive and attempts == sorted(set(attempts))
-    assert store.ledger()["dropped_stale"]["tokens"] == 8 and store.ledger()["abandoned"]["tokens"] == 4 and store.ledger()["abandoned"]["upto_4"] == 4
+    assert (
+        store.ledger()["dropped_stale"]["tokens"] == 8
+        and store.ledger()["abandoned"]["tokens"] == 4
+        and store.ledger()["abandoned"]["upto_4"] == 4
+    )
 
 
 def test_drop_trains_what_is_fresh_enough_in_completion_order() -> None:
@@ -409,14 +543,19 @@ def test_mask_leaves_only_tokens_past_the_limit_out() -> None:
     assert batch.lags == [2] and batch.token_lags == [[(0, 3, 2), (3, 5, 1), (5, 6, 0)]]
     before = store.ledger()["trained"]["tokens"]
     assert store.commit(2, Label(1, 3), "d3")
-    assert store.ledger()["trained"]["tokens"] == before + 3 and store.ledger()["masked_stale"]["tokens"] == 3
+    assert (
+        store.ledger()["trained"]["tokens"] == before + 3
+        and store.ledger()["masked_stale"]["tokens"] == 3
+    )
 
 
 def test_downweight_trains_everything() -> None:
     store, (a, _) = stale("downweight")
     write(store, a)
     train(store, 2)
-    assert store.ledger()["trained"]["tokens"] == 12 and store.ledger()["masked_stale"]["tokens"] == 0
+    assert (
+        store.ledger()["trained"]["tokens"] == 12 and store.ledger()["masked_stale"]["tokens"] == 0
+    )
 
 
 def test_without_a_limit_bytes_bound_what_is_alive() -> None:
@@ -434,7 +573,7 @@ def test_without_a_limit_bytes_bound_what_is_alive() -> None:
     assert store.stored_bytes == 0 and store.grant("g", 1, 1, 0.0)
 
 
-# ---- injection ------------------------------------------------------------------------------------------------------
+# ---- injection -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("inject", [0, 1, 2, [0.5, 0.0, 0.5]])
@@ -469,7 +608,9 @@ def test_an_abandoned_group_leaves_its_place_to_another_and_the_injected_lag_sta
                 if first:
                     late.append(t)
                 else:
-                    store.deliver(sample(t, 0, failed="data: no" if t.ticket in failing else ""), 0.0)
+                    store.deliver(
+                        sample(t, 0, failed="data: no" if t.ticket in failing else ""), 0.0
+                    )
         groups, why = store.ask(1, n)
         assert groups, why
         batch = store.batch(groups, 1, n)
@@ -478,11 +619,15 @@ def test_an_abandoned_group_leaves_its_place_to_another_and_the_injected_lag_sta
         store.commit(n, Label(1, n + 1), f"d{n + 1}")
     assert set(seen) == {2} and store.ledger()["failed"]["samples"] == 9
     assert not failing & set(trained) and len(set(trained)) == 20
-    assert hello(store, 2, 8, k=2, origin=1, digest="d8")  # rolled back: the batches are the same, in the same order
-    assert [[g.ticket for g in store.ask(2, n)[0]] or store.comps[n] for n in (8, 9)] == [trained[16:18], trained[18:20]]
+    # rolled back: the batches are the same, in the same order
+    assert hello(store, 2, 8, k=2, origin=1, digest="d8")
+    assert [[g.ticket for g in store.ask(2, n)[0]] or store.comps[n] for n in (8, 9)] == [
+        trained[16:18],
+        trained[18:20],
+    ]
 
 
-# ---- a limit or an order that changes --------------------------------------------------------------------------------
+# ---- a limit or an order that changes ------------------------------------------------------------
 
 
 def test_a_resume_at_a_finite_limit_writes_the_orphans_of_what_was_composed_without_one() -> None:
@@ -504,7 +649,7 @@ def test_a_resume_at_a_finite_limit_writes_the_orphans_of_what_was_composed_with
     assert store.committed == 6
 
 
-def test_a_fresh_buffer_that_followed_an_older_checkpoint_trains_nothing_twice_after_a_newer_one() -> None:
+def test_a_fresh_buffer_that_followed_an_older_checkpoint_trains_nothing_twice() -> None:
     first = make(1)
     batch = []
     for n in range(3):
@@ -512,7 +657,14 @@ def test_a_fresh_buffer_that_followed_an_older_checkpoint_trains_nothing_twice_a
         batch.append(first.batch(first.ask(1, n)[0], 1, n))
         first.commit(n, Label(1, n + 1), f"d{n + 1}")
     fresh = Store(Settings(1, 1, 9, Sampling()), prompt)
-    at = {n: {"next_ticket": batch[n - 1].next_ticket, "ledger": batch[n - 1].ledger, "trained_above": batch[n - 1].trained_above} for n in (1, 3)}
+    at = {
+        n: {
+            "next_ticket": batch[n - 1].next_ticket,
+            "ledger": batch[n - 1].ledger,
+            "trained_above": batch[n - 1].trained_above,
+        }
+        for n in (1, 3)
+    }
     assert hello(fresh, 2, 1, origin=1, **at[1])
     old = fresh.grant("g", 1, 9, 0.0)
     assert [t.ticket for t in old] == [1, 2]
@@ -521,12 +673,21 @@ def test_a_fresh_buffer_that_followed_an_older_checkpoint_trains_nothing_twice_a
     assert hello(fresh, 3, 3, origin=1, **at[3])
     assert [t.ticket for t in fresh.grant("g", 2, 9, 0.0)] == [3, 4]
     lines = fresh.ledger()
-    assert {n: x["tokens"] for n, x in lines.items() if x["tokens"]} == {"trained": 12, "orphaned": 4, "lost_with_process": 3}
-    assert fresh.deliver(sample(old[1], length=5), 0.0) == "duplicate" and fresh.ledger()["lost_with_process"]["tokens"] == 0
+    assert {n: x["tokens"] for n, x in lines.items() if x["tokens"]} == {
+        "trained": 12,
+        "orphaned": 4,
+        "lost_with_process": 3,
+    }
+    assert (
+        fresh.deliver(sample(old[1], length=5), 0.0) == "duplicate"
+        and fresh.ledger()["lost_with_process"]["tokens"] == 0
+    )
 
 
 def test_a_masked_batch_that_is_asked_for_again_stays_as_it_was_handed_out() -> None:
-    """After a roll-back the distance to the dead branch may shrink with a commit: what was masked stays masked, as the learner trained it."""
+    """After a roll-back the distance to the dead branch may shrink with a commit: what was masked
+    stays masked, as the learner trained it.
+    """
     store = make(9, 1, 1, 9, on_exceed="mask")
     tickets = store.grant("g", 1, 4, 0.0)
     write(store, tickets[0])
@@ -551,20 +712,28 @@ def test_what_no_step_used_has_lines_of_its_own_and_a_roll_back_takes_them_back(
     for n in range(2):
         write(store, store.grant("g", 1, 2, 0.0)[0], length=6)
         assert store.ask(1, n)[0]
-    assert store.commit(0, Label(1, 1), "d1", [(6, 0), (0, 2)])  # sample 0 in no optimizer step, two tokens of sample 1 rejected in all
+    # sample 0 in no optimizer step, two tokens of sample 1 rejected in all
+    assert store.commit(0, Label(1, 1), "d1", [(6, 0), (0, 2)])
     assert store.commit(1, Label(1, 2), "d2", [])
 
     def lines() -> dict[str, tuple[float, float]]:
         return {n: (x["tokens"], x["samples"]) for n, x in store.ledger().items() if x["tokens"]}
 
-    assert lines() == {"trained": (4 + 12, 3), "skipped": (6, 1), "rejected": (2, 1)} and total(store) == 24
+    assert (
+        lines() == {"trained": (4 + 12, 3), "skipped": (6, 1), "rejected": (2, 1)}
+        and total(store) == 24
+    )
     assert store.ledger()["skipped"]["upto_8"] == 6
     assert hello(store, 2, 0, k=2, origin=1)
     assert lines() == {"left_over": (24, 4)}
-    assert store.ask(2, 0)[0] and store.commit(0, Label(2, 1), "other", [(0, 0), (99, 99)])  # more than it has: all of it
+    # more than it has: all of it
+    assert store.ask(2, 0)[0] and store.commit(0, Label(2, 1), "other", [(0, 0), (99, 99)])
     assert lines() == {"trained": (6, 1), "skipped": (6, 1), "left_over": (12, 2)}
     store.checkpointed(1)
-    assert lines() == {"trained": (6, 1), "skipped": (6, 1), "left_over": (12, 2)} and total(store) == 24
+    assert (
+        lines() == {"trained": (6, 1), "skipped": (6, 1), "left_over": (12, 2)}
+        and total(store) == 24
+    )
     assert store.ask(2, 1)[0]
     for wrong in ([(1, 0)], [(0, 0), (-1, 0)], [(0, 0)] * 3):
         with pytest.raises(BadMessage, match="unused tokens of"):
@@ -576,10 +745,12 @@ def test_masked_tokens_are_masked_before_they_are_skipped() -> None:
     store, (a, _) = stale("mask", k=1)
     store.deliver(sample(a, 0, (Label(1, 0), 3), (Label(1, 1), 2), (Label(1, 2), 1)), 0.0)
     assert store.ask(1, 2)[0] and store.commit(2, Label(1, 3), "d3", [(6, 0)])
-    assert store.ledger()["masked_stale"]["tokens"] == 3 and store.ledger()["skipped"]["tokens"] == 3
+    assert (
+        store.ledger()["masked_stale"]["tokens"] == 3 and store.ledger()["skipped"]["tokens"] == 3
+    )
 
 
-# ---- evaluation -----------------------------------------------------------------------------------------------------
+# ---- evaluation ----------------------------------------------------------------------------------
 
 
 def judged(store: Store, t: Ticket, reward: float) -> str:
@@ -587,7 +758,11 @@ def judged(store: Store, t: Ticket, reward: float) -> str:
 
 
 def test_evaluations_start_with_the_run_every_n_versions_and_at_its_end() -> None:
-    store = make(0, steps=3, evaluations=Evaluations(2, 2, 3, 1, 0.7, lambda split, i: Prompt(i, split, split=split)))
+    store = make(
+        0,
+        steps=3,
+        evaluations=Evaluations(2, 2, 3, 1, 0.7, lambda split, i: Prompt(i, split, split=split)),
+    )
     seen: dict[int, list[str]] = {}
     for n in range(4):
         while tickets := store.grant("g", 1, 1, 0.0):
@@ -595,15 +770,28 @@ def test_evaluations_start_with_the_run_every_n_versions_and_at_its_end() -> Non
             if t.kind == "train":
                 write(store, t)
             else:
-                assert t.exact_version == Label(1, n) and t.ticket >= EVAL_BASE and t.sampling.temperature == 0.7
+                assert (
+                    t.exact_version == Label(1, n)
+                    and t.ticket >= EVAL_BASE
+                    and t.sampling.temperature == 0.7
+                )
                 seen.setdefault(n, []).append(t.prompt.split)
                 assert judged(store, t, float(t.prompt.id)) == "evaluated"
         if n < 3:
             train(store, n)
-    assert {n: sorted(x) for n, x in seen.items()} == {0: ["heldout"] * 3 + ["ood"], 2: ["heldout"] * 2, 3: ["heldout"] * 3 + ["ood"]}
-    assert store.evaluations.results["heldout", 0] == {"eval/heldout": 1.0, "eval/heldout_n": 3, "eval/heldout_length": 4.0}
+    assert {n: sorted(x) for n, x in seen.items()} == {
+        0: ["heldout"] * 3 + ["ood"],
+        2: ["heldout"] * 2,
+        3: ["heldout"] * 3 + ["ood"],
+    }
+    assert store.evaluations.results["heldout", 0] == {
+        "eval/heldout": 1.0,
+        "eval/heldout_n": 3,
+        "eval/heldout_length": 4.0,
+    }
     assert store.evaluations.results["ood", 3]["eval/ood_n"] == 1 and not store.evaluations.pending
-    assert store.ledger()["trained"]["tokens"] == 12 == total(store)  # evaluation has no line in the training ledger
+    # evaluation has no line in the training ledger
+    assert store.ledger()["trained"]["tokens"] == 12 == total(store)
 
 
 def started(evaluations: Evaluations, number: int, steps: int) -> dict[str, int]:
@@ -616,15 +804,26 @@ def started(evaluations: Evaluations, number: int, steps: int) -> dict[str, int]
 def test_out_of_distribution_prompts_have_versions_of_their_own() -> None:
     e = Evaluations(4, 2, 5, 3, 1.0, lambda split, i: Prompt(i, split), ood_every=3)
     assert [started(e, n, 7) for n in range(8)] == [
-        {"heldout": 5, "ood": 3}, {}, {}, {"ood": 2}, {"heldout": 2}, {}, {"ood": 2}, {"heldout": 5, "ood": 3},
-    ]  # fmt: skip
+        {"heldout": 5, "ood": 3},
+        {},
+        {},
+        {"ood": 2},
+        {"heldout": 2},
+        {},
+        {"ood": 2},
+        {"heldout": 5, "ood": 3},
+    ]
     few = Evaluations(4, 9, 9, 3, 1.0, lambda split, i: Prompt(i, split), ood_every=4)
     assert started(few, 4, 7) == {"heldout": 9, "ood": 3}, "never more than there are"
-    assert started(Evaluations(1, 2, 5, 0, 1.0, lambda split, i: Prompt(i, split), ood_every=1), 1, 7) == {"heldout": 2}
+    assert started(
+        Evaluations(1, 2, 5, 0, 1.0, lambda split, i: Prompt(i, split), ood_every=1), 1, 7
+    ) == {"heldout": 2}
 
 
 def test_lost_and_failed_evaluation_tickets_go_out_again() -> None:
-    store = make(0, lease_s=1.0, evaluations=Evaluations(0, 1, 1, 0, 1.0, lambda split, i: Prompt(i, split)))
+    store = make(
+        0, lease_s=1.0, evaluations=Evaluations(0, 1, 1, 0, 1.0, lambda split, i: Prompt(i, split))
+    )
     (t, *_) = store.grant("g", 1, 1, 0.0)
     assert store.expire(2.0) == 1 and store.keep() == [Label(1, 0)]
     (again, *_) = store.grant("g", 1, 1, 2.0)
@@ -633,11 +832,16 @@ def test_lost_and_failed_evaluation_tickets_go_out_again() -> None:
     for _ in range(3):
         assert store.deliver(sample(again, 0, failed="data: no"), 0.0) == "evaluated"
         again = next(iter(store.grant("g", 1, 1, 2.0)), again)
-    assert not store.evaluations.pending and store.evaluations.results["heldout", 0]["eval/heldout_n"] == 0
+    assert (
+        not store.evaluations.pending
+        and store.evaluations.results["heldout", 0]["eval/heldout_n"] == 0
+    )
 
 
 def test_evaluations_of_a_dead_branch_are_made_again() -> None:
-    store = make(0, steps=6, evaluations=Evaluations(1, 1, 1, 0, 1.0, lambda split, i: Prompt(i, split)))
+    store = make(
+        0, steps=6, evaluations=Evaluations(1, 1, 1, 0, 1.0, lambda split, i: Prompt(i, split))
+    )
 
     def advance(to: int) -> list[int]:
         judged_at = []
@@ -658,4 +862,5 @@ def test_evaluations_of_a_dead_branch_are_made_again() -> None:
     assert sorted(n for _, n in store.evaluations.results) == [0, 1, 2]
     assert advance(5) == [3, 4, 5]
     store.checkpointed(4)
-    assert sorted(n for _, n in store.evaluations.results) == [0, 4, 5]  # no learner begins behind 4 any more
+    # no learner begins behind 4 any more
+    assert sorted(n for _, n in store.evaluations.results) == [0, 4, 5]

@@ -1,4 +1,6 @@
-"""The store's rules that a run rarely meets: renewals, strays, resumed rings, rollbacks, orders, bounds of memory."""
+"""The store's rules that a run rarely meets: renewals, strays, resumed rings, rollbacks, orders,
+bounds of memory.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,18 @@ def evaluations(every: int = 2) -> Evaluations:
     return Evaluations(every, 2, 2, prompt=lambda split, i: prompt(i))
 
 
-# ---- grants ------------------------------------------------------------------------------------------------------------
+# ---- grants --------------------------------------------------------------------------------------
 
 
 def test_an_evaluation_costs_one_slot_and_comes_first() -> None:
     store = make(1, 4, 2, evaluations=evaluations())
     tickets = store.grant("g", 7, 5, 0.0)
-    assert [t.ticket >= EVAL_BASE for t in tickets] == [True, True, False, False]  # 1 + 1 + 2 + 2: the last goes over the free slots
+    # 1 + 1 + 2 + 2: the last goes over the free slots
+    assert [t.ticket >= EVAL_BASE for t in tickets] == [True, True, False, False]
     assert [t.attempt for t in tickets] == [1, 2, 3, 4] and store.attempts == 4
-    assert [t.ticket for t in tickets[2:]] == [0, 1] and all(t.samples == [0, 1] for t in tickets[2:])
+    assert [t.ticket for t in tickets[2:]] == [0, 1] and all(
+        t.samples == [0, 1] for t in tickets[2:]
+    )
     assert [store.alive[n].lease.session for n in (0, 1)] == [7, 7]  # type: ignore[union-attr]
     assert store.grant("g", 7, 0, 0.0) == []
 
@@ -39,7 +44,12 @@ def test_nothing_is_granted_after_the_end_or_before_a_learner() -> None:
     assert store.grant("g", 1, 9, 0.0) == [] and store.announcement() is None
     assert hello(store, 1, 0)
     announced = store.announcement()
-    assert announced is not None and announced.label == Label(1, 0) and announced.digest == "d0" and announced.source.epoch == 1
+    assert (
+        announced is not None
+        and announced.label == Label(1, 0)
+        and announced.digest == "d0"
+        and announced.source.epoch == 1
+    )
     store.finish()
     assert store.grant("g", 1, 9, 0.0) == [] and store.finished
 
@@ -49,10 +59,17 @@ def test_a_ticket_carries_its_version_and_the_settings() -> None:
     (t,) = store.grant("g", 1, 2, 0.0)
     assert t == Ticket(0, 1, "train", prompt(0), [0, 1], Sampling(), Label(1, 0), None, 11)
     lease = store.alive[0].lease
-    assert lease is not None and (lease.attempt, lease.producer, lease.session, lease.expires, lease.todo, lease.granted) == (1, "g", 1, 20.0, {0, 1}, (1, 0))
+    assert lease is not None and (
+        lease.attempt,
+        lease.producer,
+        lease.session,
+        lease.expires,
+        lease.todo,
+        lease.granted,
+    ) == (1, "g", 1, 20.0, {0, 1}, (1, 0))
 
 
-# ---- renewals ----------------------------------------------------------------------------------------------------------
+# ---- renewals ------------------------------------------------------------------------------------
 
 
 def expires(store: Store, ticket: int) -> float:
@@ -67,12 +84,18 @@ def test_a_lease_is_renewed_by_new_tokens_and_with_it_those_that_wait_for_a_row(
     store.renew("g", 1, [(a.ticket, a.attempt, 0), (b.ticket, b.attempt, 0)], 5.0)
     assert expires(store, 0) == expires(store, 1) == 20  # nothing moved: nothing is renewed
     store.renew("g", 1, [(a.ticket, a.attempt, 3), (b.ticket, b.attempt, 0)], 6.0)
-    assert expires(store, 0) == expires(store, 1) == 26 and expires(store, 2) == 20  # the third was not spoken of
+    # the third was not spoken of
+    assert expires(store, 0) == expires(store, 1) == 26 and expires(store, 2) == 20
     store.renew("g", 1, [(a.ticket, a.attempt, 3), (b.ticket, b.attempt, 0)], 7.0)
     assert expires(store, 0) == expires(store, 1) == 26  # the same count is no progress
     store.renew("g", 1, [(c.ticket, c.attempt, 1)], 8.0)
     assert expires(store, 0) == 26 and expires(store, 2) == 28
-    assert store.expire(26.0) == 0 and store.expire(26.5) == 2 and store.alive[0].lease is None and store.alive[2].lease is not None
+    assert (
+        store.expire(26.0) == 0
+        and store.expire(26.5) == 2
+        and store.alive[0].lease is None
+        and store.alive[2].lease is not None
+    )
 
 
 def test_an_attempt_that_is_over_renews_nobodys_lease_but_its_tokens_count() -> None:
@@ -94,7 +117,8 @@ def test_an_evaluation_at_work_is_renewed_and_counts_as_movement() -> None:
     assert expires(store, 0) == 20
     store.renew("g", 1, [(e.ticket, e.attempt, 2), (a.ticket, a.attempt, 0)], 6.0)
     assert expires(store, 0) == 26
-    assert store.expire(25.5) == 1  # the other evaluation alone: 5 + 20 is over for none, 0 + 20 for it
+    # the other evaluation alone: 5 + 20 is over for none, 0 + 20 for it
+    assert store.expire(25.5) == 1
     again = store.grant("g", 1, 1, 26.0)
     assert [t.ticket for t in again] == [f.ticket] and again[0].attempt > a.attempt
 
@@ -110,11 +134,13 @@ def test_a_new_session_ends_the_leases_of_its_own_name_alone() -> None:
     assert [t.ticket >= EVAL_BASE for t in store.grant("g", 2, 3, 0.0)] == [True, True, False]
 
 
-# ---- late copies -------------------------------------------------------------------------------------------------------
+# ---- late copies ---------------------------------------------------------------------------------
 
 
 def test_a_stray_attempt_of_a_gone_group_is_lost_once_and_found_again() -> None:
-    """It had reported 3 tokens; it reports 5, then delivers 4, then a copy comes: lost 3, 5, 1, and the copy is a duplicate once."""
+    """It had reported 3 tokens; it reports 5, then delivers 4, then a copy comes: lost 3, 5, 1, and
+    the copy is a duplicate once.
+    """
     store = make(1, 1, 1)
     (a,) = store.grant("g", 1, 1, 0.0)
     store.renew("g", 1, [(0, a.attempt, 3)], 1.0)
@@ -129,9 +155,18 @@ def test_a_stray_attempt_of_a_gone_group_is_lost_once_and_found_again() -> None:
     assert store.ledger()["lost_with_process"]["tokens"] == 5
     assert store.deliver(sample(a, 0), 32.0) == "duplicate"
     line = store.ledger()["duplicate"]
-    assert store.ledger()["lost_with_process"]["tokens"] == 1 and (line["tokens"], line["samples"], line["mean_length"], line["mean_reward"]) == (4, 1, 4, 1)
-    assert store.deliver(sample(a, 0), 33.0) == "duplicate" and store.ledger()["duplicate"]["tokens"] == 4
-    assert store.deliver(sample(b, 0), 33.0) == "trained"  # a late copy hears what became of the sample
+    assert store.ledger()["lost_with_process"]["tokens"] == 1 and (
+        line["tokens"],
+        line["samples"],
+        line["mean_length"],
+        line["mean_reward"],
+    ) == (4, 1, 4, 1)
+    assert (
+        store.deliver(sample(a, 0), 33.0) == "duplicate"
+        and store.ledger()["duplicate"]["tokens"] == 4
+    )
+    # a late copy hears what became of the sample
+    assert store.deliver(sample(b, 0), 33.0) == "trained"
 
 
 def test_a_second_answer_for_a_sample_is_a_duplicate_and_a_copy_hears_the_same() -> None:
@@ -139,10 +174,20 @@ def test_a_second_answer_for_a_sample_is_a_duplicate_and_a_copy_hears_the_same()
     (a,) = store.grant("g", 1, 2, 0.0)
     store.expire(30.0)
     (b,) = store.grant("h", 1, 2, 30.0)
-    assert store.deliver(sample(a, 0), 31.0) == "accepted" and store.deliver(sample(b, 0, reward=3.0), 31.0) == "duplicate"
-    assert store.deliver(sample(a, 0), 32.0) == "accepted" and store.deliver(sample(b, 0), 32.0) == "duplicate"
+    assert (
+        store.deliver(sample(a, 0), 31.0) == "accepted"
+        and store.deliver(sample(b, 0, reward=3.0), 31.0) == "duplicate"
+    )
+    assert (
+        store.deliver(sample(a, 0), 32.0) == "accepted"
+        and store.deliver(sample(b, 0), 32.0) == "duplicate"
+    )
     lines = store.ledger()
-    assert (lines["duplicate"]["tokens"], lines["duplicate"]["mean_reward"], lines["left_over"]["tokens"]) == (4, 3.0, 4)
+    assert (
+        lines["duplicate"]["tokens"],
+        lines["duplicate"]["mean_reward"],
+        lines["left_over"]["tokens"],
+    ) == (4, 3.0, 4)
     lease = store.alive[0].lease
     assert lease is not None and lease.todo == {1}
 
@@ -157,11 +202,16 @@ def test_what_is_remembered_of_gone_groups_is_bounded(monkeypatch: pytest.Monkey
         write(store, t)
         train(store, n)
         store.checkpointed(n + 1)
-    assert list(store.gone) == [(n, 0, tickets[n].attempt) for n in (3, 4, 5)] and list(store.strays) == [(n, tickets[n].attempt) for n in (4, 5)]
-    assert store.deliver(sample(tickets[5], 0), 1.0) == "trained" and store.deliver(sample(tickets[0], 0), 1.0) == "duplicate"
+    assert list(store.gone) == [(n, 0, tickets[n].attempt) for n in (3, 4, 5)] and list(
+        store.strays
+    ) == [(n, tickets[n].attempt) for n in (4, 5)]
+    assert (
+        store.deliver(sample(tickets[5], 0), 1.0) == "trained"
+        and store.deliver(sample(tickets[0], 0), 1.0) == "duplicate"
+    )
 
 
-# ---- failures ----------------------------------------------------------------------------------------------------------
+# ---- failures ------------------------------------------------------------------------------------
 
 
 def test_the_third_failure_abandons_a_group_that_nobody_composed() -> None:
@@ -174,8 +224,15 @@ def test_the_third_failure_abandons_a_group_that_nobody_composed() -> None:
         assert store.deliver(sample(t, 0, failed="data: no"), 0.0) == "failed"
         assert (0 in store.alive) == (n < 3)
     lines = store.ledger()
-    assert (lines["failed"]["tokens"], lines["failed"]["samples"], lines["failed"]["mean_reward"]) == (12, 3, 0)
-    assert (lines["abandoned"]["tokens"], lines["abandoned"]["mean_reward"]) == (4, 0.5) and store.stored_bytes == 0
+    assert (
+        lines["failed"]["tokens"],
+        lines["failed"]["samples"],
+        lines["failed"]["mean_reward"],
+    ) == (12, 3, 0)
+    assert (lines["abandoned"]["tokens"], lines["abandoned"]["mean_reward"]) == (
+        4,
+        0.5,
+    ) and store.stored_bytes == 0
     assert store.failures == {"data": 3} and store.deliver(sample(t, 1), 0.0) == "duplicate"
     assert store.grant("g", 1, 1, 0.0)[0].ticket == 1
 
@@ -184,24 +241,42 @@ def test_a_budget_is_used_up_one_past_it_and_filled_again_by_a_commit() -> None:
     store = make(1, 1, 2, error_budget=0.5, machinery_budget=1.0)  # of two samples: one, and two
     (t,) = store.grant("g", 1, 2, 0.0)
     assert store.deliver(sample(t, 0, failed="data: x"), 0.0) == "failed"
-    said = r"^2 samples failed since the last batch, more than reward.error_budget allows \(0.5 of 2\); the last one: ticket 0, data: y"
+    said = r"^2 samples failed since the last batch, more than reward.error_budget "
+    said += r"allows \(0.5 of 2\); the last one: ticket 0, data: y"
     with pytest.raises(AsyncrlError, match=said):
         store.deliver(sample(t, 1, failed="data: y"), 0.0)
-    assert store.failed_samples == 2 and store.failed_machinery == 0 and store.failures == {"data": 2}
+    assert (
+        store.failed_samples == 2 and store.failed_machinery == 0 and store.failures == {"data": 2}
+    )
 
 
-# ---- a learner that comes back ---------------------------------------------------------------------------------------------
+# ---- a learner that comes back -------------------------------------------------------------------
 
 
-def resumed(store: Store, epoch: int, number: int, ring: list[tuple[Label, str]], origin: int = 1, **more: Any) -> bool:
+def resumed(
+    store: Store,
+    epoch: int,
+    number: int,
+    ring: list[tuple[Label, str]],
+    origin: int = 1,
+    **more: Any,
+) -> bool:
     label = Label(epoch, number)
     parent = Label(origin, number - 1) if number else None
-    digest, k, source = more.pop("digest", f"d{number}"), more.pop("k", 2), WeightsSource(epoch, "h", "", "")
-    return store.hello(LearnerHello(1, "run", epoch, label, parent, digest, 0, origin, k, source, ring, **more))
+    digest, k, source = (
+        more.pop("digest", f"d{number}"),
+        more.pop("k", 2),
+        WeightsSource(epoch, "h", "", ""),
+    )
+    return store.hello(
+        LearnerHello(1, "run", epoch, label, parent, digest, 0, origin, k, source, ring, **more)
+    )
 
 
 def test_a_ring_of_a_resumed_learner_names_the_same_policies() -> None:
-    """Weights held for injection are those of the life before where the digest says so; others are branches of their own."""
+    """Weights held for injection are those of the life before where the digest says so; others are
+    branches of their own.
+    """
     store = make(4, 1, 1)
     for n, t in enumerate(store.grant("g", 1, 4, 0.0)):
         write(store, t)
@@ -209,17 +284,27 @@ def test_a_ring_of_a_resumed_learner_names_the_same_policies() -> None:
     assert resumed(store, 2, 3, [(Label(2, 1), "d1"), (Label(2, 2), "else")], k=7)
     tree = store.tree
     assert tree.lag(Label(2, 1), Label(1, 1), 1) == 0 and tree.digest(Label(2, 1)) == "d1"
-    assert tree.digest(Label(2, 2)) == "else" and tree.lag(Label(2, 2), Label(2, 1), 1) == 1  # a child of the version before it
+    # a child of the version before it
+    assert tree.digest(Label(2, 2)) == "else" and tree.lag(Label(2, 2), Label(2, 1), 1) == 1
     assert tree.lag(Label(2, 2), Label(1, 2), 2) == 2
     assert tree.lag(Label(2, 3), Label(1, 3), 3) == 0  # its parent is the one that the hello names
-    assert (store.epoch, store.max_lag, store.committed, store.policy) == (2, 7, 3, Label(2, 3)) and store.source is not None and store.source.epoch == 2
-    assert resumed(store, 2, 3, []) and not resumed(store, 1, 3, [])  # the same again; an older one is fenced
+    assert (
+        (store.epoch, store.max_lag, store.committed, store.policy) == (2, 7, 3, Label(2, 3))
+        and store.source is not None
+        and store.source.epoch == 2
+    )
+    # the same again; an older one is fenced
+    assert resumed(store, 2, 3, []) and not resumed(store, 1, 3, [])
 
 
 def test_a_hello_whose_parent_nobody_knows_hangs_on_its_own_ring() -> None:
     store = Store(Settings(1, 1, 9, Sampling()), prompt)
     assert resumed(store, 2, 3, [(Label(2, 1), "r1"), (Label(2, 2), "r2")], digest="r3")
-    assert [store.tree.lag(Label(2, n), Label(2, 3), 3) for n in (1, 2, 3)] == [2, 1, 0] and store.base == store.committed == 3
+    assert [store.tree.lag(Label(2, n), Label(2, 3), 3) for n in (1, 2, 3)] == [
+        2,
+        1,
+        0,
+    ] and store.base == store.committed == 3
 
 
 def test_a_rollback_gives_the_same_batches_and_ends_the_leases() -> None:
@@ -228,12 +313,22 @@ def test_a_rollback_gives_the_same_batches_and_ends_the_leases() -> None:
     for n in range(3):
         write(store, tickets[n])
         train(store, n)
-    assert sorted(store.retained) == [0, 1, 2] and list(store.alive) == [3, 4] and store.alive[3].lease is not None
+    assert (
+        sorted(store.retained) == [0, 1, 2]
+        and list(store.alive) == [3, 4]
+        and store.alive[3].lease is not None
+    )
     assert resumed(store, 2, 1, [])
-    assert list(store.alive) == [1, 2, 3, 4] and sorted(store.retained) == [0] and store.committed == 1 and store.alive[3].lease is None
+    assert (
+        list(store.alive) == [1, 2, 3, 4]
+        and sorted(store.retained) == [0]
+        and store.committed == 1
+        and store.alive[3].lease is None
+    )
     groups, _ = store.ask(2, 1)
     assert [g.ticket for g in groups] == [1] and store.active == 2
-    assert not resumed(store, 3, 1, [], origin=1)  # it has not seen what the learner of epoch 2 was given
+    # it has not seen what the learner of epoch 2 was given
+    assert not resumed(store, 3, 1, [], origin=1)
     assert store.ask(2, 0) == ([], "late copy") and store.commit(0, Label(2, 1), "x") is False
 
 
@@ -248,7 +343,7 @@ def test_evaluations_start_over_with_a_resumed_learner() -> None:
     assert store.deliver(sample(first[1], 0, (Label(1, 0), 4)), 0.0) == "duplicate"
 
 
-# ---- batches -----------------------------------------------------------------------------------------------------------
+# ---- batches -------------------------------------------------------------------------------------
 
 
 def test_an_ask_says_what_it_waits_for() -> None:
@@ -275,7 +370,9 @@ def test_an_ask_says_what_it_waits_for() -> None:
 
 
 def test_the_freshest_answers_train_first() -> None:
-    """Two versions on, the groups of version 0 are two behind, one has a token of version 1; completion decides among equals."""
+    """Two versions on, the groups of version 0 are two behind, one has a token of version 1;
+    completion decides among equals.
+    """
     store = make(9, 1, 1, 9, on_exceed="mask", order="freshest")
     t = store.grant("g", 1, 5, 0.0)
     for n in (0, 1):
@@ -308,9 +405,16 @@ def test_a_batch_says_what_it_holds_and_what_a_new_buffer_must_know() -> None:
     groups, _ = store.ask(1, 1)
     batch = store.batch(groups, 1, 1)
     assert (batch.epoch, batch.number, [s.ticket for s in batch.samples]) == (1, 1, [2, 5])
-    assert batch.lags == [1, 1] and batch.token_lags == [[(0, 3, 1), (3, 4, 0)], [(0, 4, 1)]] and batch.in_flight == [1, 1]
+    assert (
+        batch.lags == [1, 1]
+        and batch.token_lags == [[(0, 3, 1), (3, 4, 0)], [(0, 4, 1)]]
+        and batch.in_flight == [1, 1]
+    )
     assert batch.next_ticket == 1 and batch.trained_above == [2, 3, 5]
-    assert batch.ledger["trained"]["tokens"] == 16 and batch.ledger["trained"]["mean_reward"] == (1 + 1 + 2 + 1) / 4
+    assert (
+        batch.ledger["trained"]["tokens"] == 16
+        and batch.ledger["trained"]["mean_reward"] == (1 + 1 + 2 + 1) / 4
+    )
 
 
 def test_masked_and_faded_tokens_are_what_is_past_the_limit() -> None:
@@ -321,17 +425,21 @@ def test_masked_and_faded_tokens_are_what_is_past_the_limit() -> None:
             write(store, t[n])
             train(store, n - 1)
         store.max_lag = 1 if how == "downweight" else 2
-        store.deliver(sample(t[0], 0, (Label(1, 0), 3), (Label(1, 1), 2), (Label(1, 2), 1)), 0.0)  # lags 3, 2, 1
+        # lags 3, 2, 1
+        store.deliver(sample(t[0], 0, (Label(1, 0), 3), (Label(1, 1), 2), (Label(1, 2), 1)), 0.0)
         (g,) = store.ask(1, 3)[0]
         (s,) = g.stored()
         assert (s.masked, pytest.approx(s.faded)) == want
         assert store.commit(3, Label(1, 4), "d4")
         lines = store.ledger()
-        assert lines["trained"]["tokens"] == 12 + 6 - want[0] and lines["masked_stale"]["tokens"] == want[0]
+        assert (
+            lines["trained"]["tokens"] == 12 + 6 - want[0]
+            and lines["masked_stale"]["tokens"] == want[0]
+        )
         assert lines["trained"].get("faded_upto_8", 0.0) == pytest.approx(want[1])
 
 
-# ---- memory and the ring -------------------------------------------------------------------------------------------------
+# ---- memory and the ring -------------------------------------------------------------------------
 
 
 def test_versions_that_tickets_may_name_are_kept() -> None:
@@ -365,7 +473,11 @@ def test_bytes_are_counted_while_a_sample_is_stored() -> None:
     assert store.stored_bytes == 0 and store.base == 1
     store.deliver(sample(b, 0), 0.0)
     store.leave(store.alive[1], "filtered")
-    assert store.stored_bytes == 0 and store.ledger()["filtered"]["tokens"] == 4 and 1 not in store.alive
+    assert (
+        store.stored_bytes == 0
+        and store.ledger()["filtered"]["tokens"] == 4
+        and 1 not in store.alive
+    )
 
 
 def test_bytes_of_what_is_dropped_or_orphaned_are_free_again() -> None:
@@ -377,7 +489,8 @@ def test_bytes_of_what_is_dropped_or_orphaned_are_free_again() -> None:
         store.deliver(sample(t[i], 0, length=8), 0.0)
     assert store.stored_bytes == 44 + 88 + 88
     store.max_lag = 0
-    assert store.ask(1, 1)[0] == [] and store.stored_bytes == 44  # both are of version 0, at number 1
+    # both are of version 0, at number 1
+    assert store.ask(1, 1)[0] == [] and store.stored_bytes == 44
     paced = make(2, 1, 1, 9)
     t = paced.grant("g", 1, 3, 0.0)
     for n in (0, 1):
@@ -386,7 +499,10 @@ def test_bytes_of_what_is_dropped_or_orphaned_are_free_again() -> None:
     paced.deliver(sample(t[2], 0, length=8), 0.0)  # of version 0 of the first life
     assert paced.stored_bytes == 44 + 44 + 88
     assert resumed(paced, 2, 2, [], k=1)
-    assert paced.ask(2, 2) == ([], "ticket 2: 1 samples to be granted again") and paced.stored_bytes == 88
+    assert (
+        paced.ask(2, 2) == ([], "ticket 2: 1 samples to be granted again")
+        and paced.stored_bytes == 88
+    )
     assert paced.ledger()["orphaned"]["tokens"] == 8
 
 
@@ -399,13 +515,23 @@ def test_the_ledger_of_a_checkpoint_calls_lost_what_it_would_lose() -> None:
     store.renew("g", 1, [(c.ticket, c.attempt, 3)], 1.0)
     assert store.ledger()["left_over"]["tokens"] == 7 and store.ledger()["trained"]["tokens"] == 4
     kept = store.checkpoint_ledger({0, 1})
-    assert (kept["trained"]["tokens"], kept["lost_with_process"]["tokens"], kept["left_over"]["tokens"]) == (8, 3, 0)
+    assert (
+        kept["trained"]["tokens"],
+        kept["lost_with_process"]["tokens"],
+        kept["left_over"]["tokens"],
+    ) == (8, 3, 0)
     kept = store.checkpoint_ledger({0})
-    assert (kept["trained"]["tokens"], kept["lost_with_process"]["tokens"], kept["left_over"]["tokens"]) == (4, 7, 0)
+    assert (
+        kept["trained"]["tokens"],
+        kept["lost_with_process"]["tokens"],
+        kept["left_over"]["tokens"],
+    ) == (4, 7, 0)
 
 
 def test_tokens_past_the_limit_are_counted_wherever_they_stand() -> None:
-    """A fresh token before three old ones, which a prompt continued on older weights never makes but a file may hold."""
+    """A fresh token before three old ones, which a prompt continued on older weights never makes
+    but a file may hold.
+    """
     store = make(9, 1, 1, 9, on_exceed="mask")
     t = store.grant("g", 1, 3, 0.0)
     for n in (1, 2):
@@ -427,12 +553,17 @@ def test_a_sample_past_the_limit_in_its_own_epoch_is_a_bug_and_is_called_one() -
     store.max_lag = 1
     with pytest.raises(ProtocolError) as e:
         store.ask(1, 2)
-    assert str(e.value) == ("ticket 2, sample 0 would train 2 versions late in batch 2, past the limit 1: a bug of ours; "
-                            "keep the run directory and report it")  # fmt: skip
+    assert str(e.value) == (
+        "ticket 2, sample 0 would train 2 versions late in batch 2, past the limit 1: a bug of "
+        "ours; "
+        "keep the run directory and report it"
+    )
 
 
 def test_a_learner_that_is_further_on_than_the_buffer_has_trained_what_lies_here() -> None:
-    """Two batches are committed and one is composed; the learner comes with number 5, next ticket 3 and ticket 4 trained above it."""
+    """Two batches are committed and one is composed; the learner comes with number 5, next ticket 3
+    and ticket 4 trained above it.
+    """
     store = make(9, 1, 1, 9)
     t = store.grant("g", 1, 6, 0.0)
     for n in (0, 1):
@@ -441,19 +572,44 @@ def test_a_learner_that_is_further_on_than_the_buffer_has_trained_what_lies_here
     for n in (2, 3, 4):
         write(store, t[n])
     label, source = Label(2, 5), WeightsSource(2, "h", "", "")
-    totals = {"trained": {"tokens": 100.0, "samples": 10.0, "mean_length": 10.0, "mean_reward": 0.5}}
-    assert store.hello(LearnerHello(1, "run", 2, label, None, "d5", 3, 1, 9, source, [], ledger=totals, trained_above=[4, 7]))
-    assert (store.base, store.committed, store.comps, store.composed, store.retained) == (5, 5, [], set(), {})
-    assert list(store.alive) == [3, 5] and store.cursor == 6 and store.skip == {7} and store.stored_bytes == 44
+    totals = {
+        "trained": {"tokens": 100.0, "samples": 10.0, "mean_length": 10.0, "mean_reward": 0.5}
+    }
+    assert store.hello(
+        LearnerHello(
+            1, "run", 2, label, None, "d5", 3, 1, 9, source, [], ledger=totals, trained_above=[4, 7]
+        )
+    )
+    assert (store.base, store.committed, store.comps, store.composed, store.retained) == (
+        5,
+        5,
+        [],
+        set(),
+        {},
+    )
+    assert (
+        list(store.alive) == [3, 5]
+        and store.cursor == 6
+        and store.skip == {7}
+        and store.stored_bytes == 44
+    )
     lines = store.ledger()
-    assert lines["trained"]["tokens"] == 100 + 8 and lines["orphaned"]["tokens"] == 8 and lines["left_over"]["tokens"] == 4
+    assert (
+        lines["trained"]["tokens"] == 100 + 8
+        and lines["orphaned"]["tokens"] == 8
+        and lines["left_over"]["tokens"] == 4
+    )
     assert store.deliver(sample(t[1], 0), 1.0) == "trained"
     got = store.grant("g", 1, 3, 1.0)
     assert [x.ticket for x in got] == [5, 6, 8] and store.skip == set()
 
 
-def test_versions_far_behind_are_forgotten_unless_something_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two behind the oldest checkpoint are kept; further back only what a stored answer was written by and what a ticket that is out was granted at."""
+def test_versions_far_behind_are_forgotten_unless_something_names_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two behind the oldest checkpoint are kept; further back only what a stored answer was written
+    by and what a ticket that is out was granted at.
+    """
     monkeypatch.setattr(store_module, "VERSIONS", 2)
     store = make(math.inf, 1, 2, 99)
     for n in range(12):
@@ -471,4 +627,7 @@ def test_versions_far_behind_are_forgotten_unless_something_names_them(monkeypat
     labels = store.tree.labels()
     assert labels[:2] == [Label(1, 1), Label(1, 4)] and labels[-1] == Label(1, 12)
     assert all(x.number >= 12 - 2 * 2 - 1 for x in labels[2:]) and len(labels) <= 2 * 2 + 2
-    assert store.tree.lag(Label(1, 1), Label(1, 12), 12) == 11 and store.tree.lag(Label(1, 4), Label(1, 12), 12) == 8
+    assert (
+        store.tree.lag(Label(1, 1), Label(1, 12), 12) == 11
+        and store.tree.lag(Label(1, 4), Label(1, 12), 12) == 8
+    )

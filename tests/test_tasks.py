@@ -1,4 +1,6 @@
-"""Tasks: right answers by hand, splits that share no problem, streams that repeat, files that name their bad line."""
+"""Tasks: right answers by hand, splits that share no problem, streams that repeat, files that name
+their bad line.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,16 @@ def test_right_answers_by_hand(name: str, problem: str, answer: str) -> None:
     prompt = Prompt(0, problem + "=", answer)
     assert task.reward(prompt, answer) == 1.0
     head, mark, result = answer.rpartition("#")
-    for wrong in ("", head, answer + "0", answer[1:] if name == "rle" else head + mark + result[:-1] + "?", answer[:-1] + "?"):
+    for wrong in (
+        "",
+        head,
+        answer + "0",
+        answer[1:] if name == "rle" else head + mark + result[:-1] + "?",
+        answer[:-1] + "?",
+    ):
         assert task.reward(prompt, wrong) == 0.0, wrong
-    scratch = task.reward(prompt, "0" + answer)  # only the result counts where there is a scratchpad
+    # only the result counts where there is a scratchpad
+    scratch = task.reward(prompt, "0" + answer)
     assert scratch == (1.0 if name in ("sort", "grid", "cancel") else 0.0)
 
 
@@ -63,7 +72,9 @@ def test_splits_share_no_problem(name: str) -> None:
     task = TASKS[name]()
     heldout, ood = ({task.canonical(p.text) for p in fixed(name, s)} for s in ("heldout", "ood"))
     assert len(heldout) == len(ood) == FIXED  # none twice
-    train = {task.canonical(task.prompt("train", i, seed).text) for seed in (0, 1) for i in range(4000)}
+    train = {
+        task.canonical(task.prompt("train", i, seed).text) for seed in (0, 1) for i in range(4000)
+    }
     shown = {task.canonical(prompt) for prompt, _ in task.demonstrations(4000, 0)}
     assert not heldout & ood and not (train | shown) & (heldout | ood)
 
@@ -72,8 +83,11 @@ def test_splits_share_no_problem(name: str) -> None:
 def test_streams_are_functions_of_seed_and_index(name: str) -> None:
     task, again = get_task(TaskConfig(name=name)), get_task(TaskConfig(name=name))
     order = [5, 0, 10**12, 5]
-    assert [task.prompt("train", i, 3) for i in order] == [again.prompt("train", i, 3) for i in order]
-    assert len({task.prompt("train", i, s).text for i in range(20) for s in range(2)}) > 30  # 40 draws, few collide
+    assert [task.prompt("train", i, 3) for i in order] == [
+        again.prompt("train", i, 3) for i in order
+    ]
+    # 40 draws, few collide
+    assert len({task.prompt("train", i, s).text for i in range(20) for s in range(2)}) > 30
     assert task.prompt("heldout", 7, 1) == task.prompt("heldout", 7 + FIXED, 2)
     assert task.size("train") is None
 
@@ -81,7 +95,11 @@ def test_streams_are_functions_of_seed_and_index(name: str) -> None:
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_right_answers_are_paid_and_demonstrations_are_spoiled(name: str) -> None:
     task = TASKS[name]()
-    prompts = [*fixed(name, "heldout")[:200], *fixed(name, "ood")[:200], *(task.prompt("train", i, 0) for i in range(200))]
+    prompts = [
+        *fixed(name, "heldout")[:200],
+        *fixed(name, "ood")[:200],
+        *(task.prompt("train", i, 0) for i in range(200)),
+    ]
     for p in prompts:
         value = task.reward(p, p.answer)
         assert (value["reward"] if isinstance(value, dict) else value) == 1.0
@@ -89,7 +107,8 @@ def test_right_answers_are_paid_and_demonstrations_are_spoiled(name: str) -> Non
     pairs = task.demonstrations(2000, 0)
     assert pairs == TASKS[name]().demonstrations(2000, 0) != task.demonstrations(2000, 1)
     right = sum(answer == task.solve(prompt[:-1]) for prompt, answer in pairs) / len(pairs)
-    assert 0.27 < right < 0.65  # sort 0.31, the others 0.45, each with a few lucky guesses and slips
+    # sort 0.31, the others 0.45, each with a few lucky guesses and slips
+    assert 0.27 < right < 0.65
     assert all(set(answer) <= set(task.symbols) for _, answer in pairs)
 
 
@@ -99,7 +118,9 @@ def test_runs_grow_where_the_distribution_says_so() -> None:
 
     assert runs([TASKS["rlenarrow"]().prompt("train", i, 0) for i in range(500)]) == {"1", "2"}
     assert runs(fixed("rlenarrow", "ood")) == {"4", "5", "6"}
-    assert runs([Prompt(0, p) for p, _ in TASKS["rlenarrow"]().demonstrations(500, 0)]) == set("123456")
+    assert runs([Prompt(0, p) for p, _ in TASKS["rlenarrow"]().demonstrations(500, 0)]) == set(
+        "123456"
+    )
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=str)
@@ -107,25 +128,45 @@ def test_right_answers_fit_the_configs_limits(path: Path) -> None:
     c = load(path)
     for split in ("heldout", "ood"):
         for p in fixed(c.task.name, split):
-            assert len(p.answer) + 1 <= c.generator.max_new_tokens  # one token a character, and the end
+            # one token a character, and the end
+            assert len(p.answer) + 1 <= c.generator.max_new_tokens
             assert len(p.text) + c.generator.max_new_tokens <= c.generator.context
 
 
-# ---- files of one's own --------------------------------------------------------------------------------------------
+# ---- files of one's own --------------------------------------------------------------------------
 
 
 def write(path: Path, *rows: object) -> str:
-    path.write_text("".join((r if isinstance(r, str) else json.dumps(r, ensure_ascii=False)) + "\n" for r in rows))
+    path.write_text(
+        "".join(
+            (r if isinstance(r, str) else json.dumps(r, ensure_ascii=False)) + "\n" for r in rows
+        )
+    )
     return str(path)
 
 
 def test_rows_become_prompts(tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "2+2?"}]
-    rows = [{"prompt": "1+1=", "answer": 2, "level": "easy", "tests": [1, 2]}, {"messages": turns, "answer": "4"}, "", {"prompt": "line\u2028break"}]
-    task = FileTask(write(tmp_path / "p.jsonl", *rows), write(tmp_path / "h.jsonl", {"prompt": "x"}))
+    rows = [
+        {"prompt": "1+1=", "answer": 2, "level": "easy", "tests": [1, 2]},
+        {"messages": turns, "answer": "4"},
+        "",
+        {"prompt": "line\u2028break"},
+    ]
+    task = FileTask(
+        write(tmp_path / "p.jsonl", *rows), write(tmp_path / "h.jsonl", {"prompt": "x"})
+    )
     first, second, third = task.sets["train"]
-    assert (first.text, first.answer, first.meta) == ("1+1=", "2", {"level": "easy", "tests": "[1, 2]"})
-    assert (second.text, second.messages, second.answer) == ("2+2?", turns, "4") and third.text == "line\u2028break"
+    assert (first.text, first.answer, first.meta) == (
+        "1+1=",
+        "2",
+        {"level": "easy", "tests": "[1, 2]"},
+    )
+    assert (second.text, second.messages, second.answer) == (
+        "2+2?",
+        turns,
+        "4",
+    ) and third.text == "line\u2028break"
     assert task.reward(second, " 4\n") == 1.0 and task.reward(second, "5") == 0.0
 
 
@@ -144,27 +185,41 @@ BAD = [
 @pytest.mark.parametrize(("line", "said"), BAD)
 def test_a_malformed_line_is_named(line: object, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=said):
-        get_task(TaskConfig(name="file", prompts=write(tmp_path / "p.jsonl", {"prompt": "a"}, line, {"prompt": "c"})))
+        get_task(
+            TaskConfig(
+                name="file",
+                prompts=write(tmp_path / "p.jsonl", {"prompt": "a"}, line, {"prompt": "c"}),
+            )
+        )
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "latin.jsonl").write_bytes(b'{"prompt": "caf\xe9"}\n')
     one = write(tmp_path / "one.jsonl", {"prompt": "a"}, {"prompt": " a "})
     for prompts, heldout, said in [
-        ("", "", "task.prompts"), ("absent.jsonl", "", "absent.jsonl is no file"), (str(tmp_path / "latin.jsonl"), "", "jsonl:1: not UTF-8"),
+        ("", "", "task.prompts"),
+        ("absent.jsonl", "", "absent.jsonl is no file"),
+        (str(tmp_path / "latin.jsonl"), "", "jsonl:1: not UTF-8"),
         (write(tmp_path / "empty.jsonl"), "", "no prompts"),
-        (one, "", "give task.heldout"), (one, one, "nothing is left"),
-    ]:  # fmt: skip
+        (one, "", "give task.heldout"),
+        (one, one, "nothing is left"),
+    ]:
         with pytest.raises(ConfigError, match=said):
             FileTask(prompts, heldout)
 
 
 def test_parquet_reads_like_jsonl(tmp_path: Path) -> None:
     pa, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    rows = [{"prompt": "1+1=", "answer": "2", "level": "a"}, {"prompt": "1+2=", "answer": "3", "level": "b"}]
+    rows = [
+        {"prompt": "1+1=", "answer": "2", "level": "a"},
+        {"prompt": "1+2=", "answer": "3", "level": "b"},
+    ]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "p.parquet")
     heldout = write(tmp_path / "h.jsonl", {"prompt": "x"})
-    assert FileTask(str(tmp_path / "p.parquet"), heldout).sets == FileTask(write(tmp_path / "p.jsonl", *rows), heldout).sets
+    assert (
+        FileTask(str(tmp_path / "p.parquet"), heldout).sets
+        == FileTask(write(tmp_path / "p.jsonl", *rows), heldout).sets
+    )
     pq.write_table(pa.Table.from_pylist([{"question": "1"}]), tmp_path / "bad.parquet")
     with pytest.raises(ConfigError, match="row 1: needs"):
         FileTask(str(tmp_path / "bad.parquet"))
@@ -175,10 +230,17 @@ def test_parquet_reads_like_jsonl(tmp_path: Path) -> None:
 
 def test_a_files_splits_share_no_problem_and_training_cycles(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i % 30}+1="} for i in range(60)]  # each problem twice
-    task = FileTask(write(tmp_path / "p.jsonl", *rows), ood=write(tmp_path / "o.jsonl", {"prompt": "3+1="}, {"prompt": "new"}))
+    task = FileTask(
+        write(tmp_path / "p.jsonl", *rows),
+        ood=write(tmp_path / "o.jsonl", {"prompt": "3+1="}, {"prompt": "new"}),
+    )
     texts = {s: {canonical(p) for p in task.sets[s]} for s in task.sets}
-    assert not texts["train"] & (texts["heldout"] | texts["ood"]) and not texts["heldout"] & texts["ood"]
-    assert task.overlap == 2 and len(texts["train"]) == 27 and len(texts["heldout"]) == 2  # 30 less one in ood; a tenth of 29 held out
+    assert (
+        not texts["train"] & (texts["heldout"] | texts["ood"])
+        and not texts["heldout"] & texts["ood"]
+    )
+    # 30 less one in ood; a tenth of 29 held out
+    assert task.overlap == 2 and len(texts["train"]) == 27 and len(texts["heldout"]) == 2
     assert {p.split for p in task.sets["heldout"]} == {"heldout"}
     n = len(task.sets["train"])
     turns = [[task.prompt("train", i, 5).id for i in range(t * n, (t + 1) * n)] for t in range(2)]

@@ -1,8 +1,7 @@
 """Each built-in task learns, by its own config with fewer steps: warm start, then RL.
 
-In one process, by turns, through the store, engine, schedule and learner of a run; `sort` is the demo's task, and `gain` in
-test_run.py asserts its gain in a run of three processes.
-"""
+In one process, by turns, through the store, engine, schedule and learner of a run; `sort` is the
+demo's task, and `gain` in test_run.py asserts its gain in a run of three processes."""
 
 from __future__ import annotations
 
@@ -16,15 +15,30 @@ from asyncrl.compare import runner
 from asyncrl.tasks.warm_start import warm_start
 
 PROMPTS = 512
-SAME_START = {"rle": [("decoupled", 25, 0.15)]}  # other configs of the task: from the same warm start
-# Config, RL steps, least gain in held-out accuracy.  One answer a prompt: the standard error of a difference is at most 0.031.
-CASES = [("cancel", 70, 0.08), ("dedup", 50, 0.10), ("grid", 50, 0.10), ("rle", 60, 0.08), ("rlehack", 80, 0.06), ("rlenarrow", 40, 0.10)]
+# other configs of the task: from the same warm start
+SAME_START = {"rle": [("decoupled", 25, 0.15)]}
+# Config, RL steps, least gain in held-out accuracy.  One answer a prompt: the standard error of a
+# difference is at most 0.031.
+CASES = [
+    ("cancel", 70, 0.08),
+    ("dedup", 50, 0.10),
+    ("grid", 50, 0.10),
+    ("rle", 60, 0.08),
+    ("rlehack", 80, 0.06),
+    ("rlenarrow", 40, 0.10),
+]
 
 
 def short(directory: Path, steps: int) -> list[str]:
-    return [f"model.path={str(directory / 'model')!r}", f"runs={str(directory / 'runs')!r}", f"learner.steps={steps}",
-            f"evaluation.final_prompts={PROMPTS}", f"evaluation.prompts={PROMPTS}", f"evaluation.every={steps}",
-            "evaluation.ood_prompts=128"]  # fmt: skip
+    return [
+        f"model.path={str(directory / 'model')!r}",
+        f"runs={str(directory / 'runs')!r}",
+        f"learner.steps={steps}",
+        f"evaluation.final_prompts={PROMPTS}",
+        f"evaluation.prompts={PROMPTS}",
+        f"evaluation.every={steps}",
+        "evaluation.ood_prompts=128",
+    ]
 
 
 @pytest.mark.parametrize(("name", "steps", "least"), CASES)
@@ -36,14 +50,18 @@ def test_task_learns(name: str, steps: int, least: float, tmp_path: Path) -> Non
         found = runner.one(config, config.seed)
         assert found["steps"] == n
         accuracies = found["accuracy"][1]
-        assert accuracies[-1] - accuracies[0] >= gain, f"{which}: held-out {accuracies[0]:.3f} -> {accuracies[-1]:.3f}"
+        assert accuracies[-1] - accuracies[0] >= gain, (
+            f"{which}: held-out {accuracies[0]:.3f} -> {accuracies[-1]:.3f}"
+        )
         assert max(int(lag) for lag in found["lag_histogram"]) <= config.staleness.max_lag
         if which == "decoupled":
             as_meant(found["curve"])
 
 
 def as_meant(curve: list[dict[str, float]]) -> None:
-    """Decoupled PPO: several updates, a clip on target / start that acts, and weights start / behaviour that are not all 1."""
+    """Decoupled PPO: several updates, a clip on target / start that acts, and weights start /
+    behaviour that are not all 1.
+    """
     assert all(r["optim/steps"] == 4 for r in curve)
     assert sum(r["clip/share"] > 0 for r in curve) > len(curve) / 2
     late = [r for r in curve if r["lag/mean"] > 0]

@@ -1,4 +1,6 @@
-"""Rewards per token, from the reward function to the gradient: through the learner's own step, and in a run with a file of prompts."""
+"""Rewards per token, from the reward function to the gradient: through the learner's own step, and
+in a run with a file of prompts.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rewarded(*, every: int = 1) -> Batch:
-    """1 on the first token where it is below 8, 1/2 on the last one; only every `every`-th answer has rewards per token."""
+    """1 on the first token where it is below 8, 1/2 on the last one; only every `every`-th answer
+    has rewards per token.
+    """
     b = batch()
     for i, s in enumerate(b.samples):
         if i % every == 0:
@@ -58,14 +62,22 @@ def to_go(b: Batch) -> np.ndarray:
     """Sum of each answer's rewards from every token on; its one reward where it has no others."""
     out = []
     for s in b.samples:
-        given = np.frombuffer(s.token_rewards, "<f4") if s.token_rewards else np.eye(s.length, dtype="<f4")[-1] * s.reward
+        given = (
+            np.frombuffer(s.token_rewards, "<f4")
+            if s.token_rewards
+            else np.eye(s.length, dtype="<f4")[-1] * s.reward
+        )
         out.append(given[::-1].cumsum()[::-1])
     return np.concatenate(out)
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_they_reach_the_gradient(model_dir: Path, every: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """gae with V = 0 and lambda 1: the rewards to go; reinforce_pp: these, whitened; grpo: the normalised steps to go."""
+def test_they_reach_the_gradient(
+    model_dir: Path, every: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gae with V = 0 and lambda 1: the rewards to go; reinforce_pp: these, whitened; grpo: the
+    normalised steps to go.
+    """
     b = rewarded(every=every)
     wanted = to_go(b)
     gae = core(model_dir, advantage={"name": "gae", "lam": 1.0}, value={"init": "zeros"})
@@ -73,7 +85,9 @@ def test_they_reach_the_gradient(model_dir: Path, every: int, monkeypatch: pytes
         s.finish = "stop"
     assert np.allclose(advantages_of(gae, b, monkeypatch), wanted, atol=1e-6)
     pp = core(model_dir, advantage={"name": "reinforce_pp"})
-    assert np.allclose(advantages_of(pp, b, monkeypatch), (wanted - wanted.mean()) / wanted.std(ddof=1), atol=1e-5)
+    assert np.allclose(
+        advantages_of(pp, b, monkeypatch), (wanted - wanted.mean()) / wanted.std(ddof=1), atol=1e-5
+    )
     steps = [(i // 4, at, r) for i, s in enumerate(b.samples) for at, r in by_step(s)]
     values: dict[int, list[float]] = {}
     for group, _, r in steps:
@@ -104,13 +118,21 @@ def weights(c: LearnerCore) -> torch.Tensor:
     return torch.cat([p.detach().flatten().clone() for p in c.model.hf.parameters()])
 
 
-def test_where_they_cannot_be_used_it_is_said_once(model_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    c, plain = core(model_dir, advantage={"name": "rloo"}), core(model_dir, advantage={"name": "rloo"})
+def test_where_they_cannot_be_used_it_is_said_once(
+    model_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    c, plain = (
+        core(model_dir, advantage={"name": "rloo"}),
+        core(model_dir, advantage={"name": "rloo"}),
+    )
     for n in range(2):
         b = rewarded()
         c.train(Batch(1, n, b.samples, [0] * 16, [0] * 16, b.token_lags, {}, 4, {}))
     said = capsys.readouterr().err
-    assert said.count("advantage.name = rloo takes one reward an answer") == 1 and "reinforce_pp, gae, grpo take them" in said
+    assert (
+        said.count("advantage.name = rloo takes one reward an answer") == 1
+        and "reinforce_pp, gae, grpo take them" in said
+    )
     plain.train(batch())
     plain.train(Batch(1, 1, batch().samples, [0] * 16, [0] * 16, batch().token_lags, {}, 4, {}))
     assert torch.equal(weights(c), weights(plain))
@@ -124,16 +146,24 @@ def test_a_greedy_baseline_brings_its_length_and_its_end() -> None:
     of = {s.ticket: s for s in b.samples if s.sample == 0}
     mine = [of[s.ticket] for s in b.samples if s.sample]
     assert packed.loss.greedy_truncated is not None and packed.loss.greedy_lengths is not None
-    assert packed.loss.greedy_truncated.tolist() == [s.finish == "length" for s in mine] and any(packed.loss.greedy_truncated)
+    assert packed.loss.greedy_truncated.tolist() == [s.finish == "length" for s in mine] and any(
+        packed.loss.greedy_truncated
+    )
     assert packed.loss.greedy_lengths.tolist() == [s.length for s in mine]
-    assert pack(b).loss.token_rewards is None and pack(b).loss.steps is None and pack(b).loss.greedy is None
+    assert (
+        pack(b).loss.token_rewards is None
+        and pack(b).loss.steps is None
+        and pack(b).loss.greedy is None
+    )
 
 
-# ---- a function of one's own ---------------------------------------------------------------------------------------------
+# ---- a function of one's own ---------------------------------------------------------------------
 
 
 def first_of_two(prompt: Prompt, text: str, tokens: list[int]) -> dict[str, Any]:
-    """1 for the first token, nothing said of the others, and the answer's own reward is its length."""
+    """1 for the first token, nothing said of the others, and the answer's own reward is its
+    length.
+    """
     return {"reward": float(len(tokens)), "token_rewards": [1.0, *[None] * (len(tokens) - 1)]}
 
 
@@ -150,9 +180,15 @@ def test_a_function_with_a_parameter_for_them_is_given_the_token_ids() -> None:
     assert call(lambda prompt, text: len(text), p, "ab", [5, 6, 7]) == (2.0, {}, None)
 
 
-def test_in_a_run_with_prompts_and_a_reward_of_ones_own(model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The buffer, the engine and the learner's step in one process: every step is an answer's first token, so only that one is trained."""
-    (tmp_path / "prompts.jsonl").write_text("".join(f'{{"prompt": "{n}:{n + 1}=", "answer": "{n}"}}\n' for n in range(9)))
+def test_in_a_run_with_prompts_and_a_reward_of_ones_own(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffer, the engine and the learner's step in one process: every step is an answer's first
+    token, so only that one is trained.
+    """
+    (tmp_path / "prompts.jsonl").write_text(
+        "".join(f'{{"prompt": "{n}:{n + 1}=", "answer": "{n}"}}\n' for n in range(9))
+    )
     seen: list[tuple[Batch, step_loss.Prepared]] = []
     prepare, train = step_loss.prepare, LearnerCore.train
 
@@ -166,10 +202,25 @@ def test_in_a_run_with_prompts_and_a_reward_of_ones_own(model_dir: Path, tmp_pat
 
     monkeypatch.setattr(step_loss, "prepare", prepared)
     monkeypatch.setattr(LearnerCore, "train", trained)
-    sets = (f"model.path='{model_dir}'", f"task.prompts='{tmp_path / 'prompts.jsonl'}'", "reward.function='test_token_rewards:digit'", "reward.workers=0",
-            "advantage.name=grpo", "learner.steps=2", "learner.groups=2", "learner.group_size=4", "generator.slots=8", "generator.max_new_tokens=6",
-            "evaluation.every=0", "evaluation.prompts=1", "evaluation.final_prompts=1", "evaluation.ood_prompts=0", "staleness.max_lag=0",
-            "task.name=file", "reward.deadline_s=10.0")  # fmt: skip
+    sets = (
+        f"model.path='{model_dir}'",
+        f"task.prompts='{tmp_path / 'prompts.jsonl'}'",
+        "reward.function='test_token_rewards:digit'",
+        "reward.workers=0",
+        "advantage.name=grpo",
+        "learner.steps=2",
+        "learner.groups=2",
+        "learner.group_size=4",
+        "generator.slots=8",
+        "generator.max_new_tokens=6",
+        "evaluation.every=0",
+        "evaluation.prompts=1",
+        "evaluation.final_prompts=1",
+        "evaluation.ood_prompts=0",
+        "staleness.max_lag=0",
+        "task.name=file",
+        "reward.deadline_s=10.0",
+    )
     found = runner.one(config_load.load("configs/demo.toml", sets), 3)
     assert "failed" not in found and len(seen) == 2
     for b, prep in seen:
@@ -177,9 +228,14 @@ def test_in_a_run_with_prompts_and_a_reward_of_ones_own(model_dir: Path, tmp_pat
         assert all(len(s.token_rewards) == 4 * s.length for s in b.samples)
         at = 0
         for i, s in enumerate(b.samples):
-            group = np.array([r for r, t in zip(firsts, b.samples, strict=True) if t.ticket == s.ticket])
+            group = np.array(
+                [r for r, t in zip(firsts, b.samples, strict=True) if t.ticket == s.ticket]
+            )
             wanted = (firsts[i] - group.mean()) / (group.std(ddof=1) + 1e-4)
-            assert float(prep.advantage[at]) == pytest.approx(wanted, abs=1e-4) and not prep.advantage[at + 1 : at + s.length].any()
+            assert (
+                float(prep.advantage[at]) == pytest.approx(wanted, abs=1e-4)
+                and not prep.advantage[at + 1 : at + s.length].any()
+            )
             at += s.length
     assert any(float(prep.advantage.abs().max()) > 0.1 for _, prep in seen)
 

@@ -1,4 +1,6 @@
-"""A run's files of rows after a power cut or on a full disk: read past what is torn, never half-written, one clear line."""
+"""A run's files of rows after a power cut or on a full disk: read past what is torn, never
+half-written, one clear line.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from asyncrl.versions import Label
 from buffer import journal, trained
 from buffer.service import open_store
 
-BATCHES = [{"batch": n, "samples": 4, "ids": f"x{n}", "lags": {"0": 3, "1": n}, "tickets": [[n, n]]} for n in range(4)]
+BATCHES = [
+    {"batch": n, "samples": 4, "ids": f"x{n}", "lags": {"0": 3, "1": n}, "tickets": [[n, n]]}
+    for n in range(4)
+]
 
 
 def test_trained_batches_cut_at_any_byte_are_read_and_gone_on_with(tmp_path: Path) -> None:
@@ -37,7 +42,10 @@ def test_trained_batches_cut_at_any_byte_are_read_and_gone_on_with(tmp_path: Pat
 
 
 def test_metrics_cut_at_any_byte_are_read_and_gone_on_with(tmp_path: Path) -> None:
-    lines = [json.dumps({"step": n, "t": 1.0 + n, "reward/mean": 0.5, "lag/samples": {"0": 3}}) for n in range(3)]
+    lines = [
+        json.dumps({"step": n, "t": 1.0 + n, "reward/mean": 0.5, "lag/samples": {"0": 3}})
+        for n in range(3)
+    ]
     path, text = tmp_path / "metrics.jsonl", "\n".join(lines) + "\n"
     for cut in range(len(text) + 1):
         path.write_text(text[:cut])
@@ -49,10 +57,31 @@ def test_metrics_cut_at_any_byte_are_read_and_gone_on_with(tmp_path: Path) -> No
         assert [r["step"] for r in metrics.read(tmp_path)] == [*range(known), 3]
 
 
-@pytest.mark.parametrize("damage", [b'{"batch": 1, "sam', b"\0" * 300, b"\xff\xfe{}", b"[1, 2]", b'"text"', b"[" * 100_000, b'{"batch": 1}', b'{"from": "x"}'])
-def test_a_damaged_line_in_the_middle_is_left_out_and_said_once(damage: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b'{"batch": 1, "sam',
+        b"\0" * 300,
+        b"\xff\xfe{}",
+        b"[1, 2]",
+        b'"text"',
+        b"[" * 100_000,
+        b'{"batch": 1}',
+        b'{"from": "x"}',
+    ],
+)
+def test_a_damaged_line_in_the_middle_is_left_out_and_said_once(
+    damage: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "trained.jsonl"
-    path.write_bytes(json.dumps(BATCHES[0]).encode() + b"\n" + damage + b"\n" + json.dumps(BATCHES[2]).encode() + b"\n")
+    path.write_bytes(
+        json.dumps(BATCHES[0]).encode()
+        + b"\n"
+        + damage
+        + b"\n"
+        + json.dumps(BATCHES[2]).encode()
+        + b"\n"
+    )
     assert [*trained.read(path)] == [0, 2]
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and str(path) in said and "left out" in said
@@ -63,7 +92,14 @@ def test_a_damaged_line_in_the_middle_is_left_out_and_said_once(damage: bytes, t
 
 def test_a_report_is_written_past_torn_samples_and_metrics(gain: Any, tmp_path: Path) -> None:
     source = Path(gain.json["run_dir"])
-    for name in ("summary.json", "metrics.jsonl", "samples.jsonl", "config.toml", "command", "commit"):
+    for name in (
+        "summary.json",
+        "metrics.jsonl",
+        "samples.jsonl",
+        "config.toml",
+        "command",
+        "commit",
+    ):
         (tmp_path / name).write_bytes((source / name).read_bytes())
     for name in ("metrics.jsonl", "samples.jsonl"):
         with (tmp_path / name).open("ab") as f:
@@ -71,7 +107,7 @@ def test_a_report_is_written_past_torn_samples_and_metrics(gain: Any, tmp_path: 
     assert report.write(tmp_path).stat().st_size > 1000
 
 
-# ---- after a resume --------------------------------------------------------------------------------------------------
+# ---- after a resume ------------------------------------------------------------------------------
 
 
 def test_the_later_row_of_a_step_wins_and_a_dead_branch_goes(tmp_path: Path) -> None:
@@ -82,17 +118,36 @@ def test_the_later_row_of_a_step_wins_and_a_dead_branch_goes(tmp_path: Path) -> 
         return {"step": step, "t": x, f"eval/{split}": x, f"eval/{split}_n": 8}
 
     lives = [
-        [judged(0, 0.1), train(0, 0.2), train(1, 0.3), judged(2, 0.4), train(2, 0.5), judged(2, 0.55, "ood"), train(3, 0.6), judged(4, 0.7)],
-        [train(2, 1.1), judged(0, 1.2)],  # from the checkpoint of version 2: batches 2 and 3, and the evaluation at 4, are of another history
+        [
+            judged(0, 0.1),
+            train(0, 0.2),
+            train(1, 0.3),
+            judged(2, 0.4),
+            train(2, 0.5),
+            judged(2, 0.55, "ood"),
+            train(3, 0.6),
+            judged(4, 0.7),
+        ],
+        # from the checkpoint of version 2: batches 2 and 3, and the evaluation at 4, are of another
+        # history
+        [train(2, 1.1), judged(0, 1.2)],
         [train(2, 2.1), train(3, 2.2)],
     ]
     with (tmp_path / "metrics.jsonl").open("w") as f:
         f.writelines(json.dumps(r) + "\n" for life in lives for r in life)
     rows = metrics.read(tmp_path)
-    assert [(r["step"], r["t"]) for r in rows] == [(0, 0.2), (1, 0.3), (2, 0.4), (2, 0.55), (0, 1.2), (2, 2.1), (3, 2.2)]
+    assert [(r["step"], r["t"]) for r in rows] == [
+        (0, 0.2),
+        (1, 0.3),
+        (2, 0.4),
+        (2, 0.55),
+        (0, 1.2),
+        (2, 2.1),
+        (3, 2.2),
+    ]
 
 
-# ---- a full disk -----------------------------------------------------------------------------------------------------
+# ---- a full disk ---------------------------------------------------------------------------------
 
 
 class Disk:
@@ -112,12 +167,17 @@ class Disk:
         return n
 
 
-def test_a_row_is_appended_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_row_is_appended_whole_or_not_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk, path = Disk(monkeypatch), tmp_path / "metrics.jsonl"
     file = jsonl.Appender(path)
     file.write({"step": 1})
     disk.room = 5
-    with pytest.raises(AsyncrlError, match=rf"{path} cannot be written: No space left on device; free some space .* --resume"):
+    with pytest.raises(
+        AsyncrlError,
+        match=rf"{path} cannot be written: No space left on device; free some space .* --resume",
+    ):
         file.write({"step": 2})
     assert path.read_text() == '{"step": 1}\n'
     disk.room = 1 << 40
@@ -126,16 +186,21 @@ def test_a_row_is_appended_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("room", [0, 1, 30, 500])
-def test_a_new_segment_that_finds_no_room_leaves_the_old_one_whole(room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_segment_that_finds_no_room_leaves_the_old_one_whole(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from test_store import hello
 
     disk, store = Disk(monkeypatch), recorded(tmp_path)
     assert hello(store, 1, 0)
     store.settle()
     before = state(store)
-    store.journal.segment_bytes = store.journal.first = 0  # full: the next pass begins a new segment
+    # full: the next pass begins a new segment
+    store.journal.segment_bytes = store.journal.first = 0
     disk.room = room
-    with pytest.raises(AsyncrlError, match=r"journal|0000000\d\.part cannot be written: No space left") as error:
+    with pytest.raises(
+        AsyncrlError, match=r"journal|0000000\d\.part cannot be written: No space left"
+    ) as error:
         store.settle()
     assert error.value.exit_code == 1 and not list(tmp_path.glob("*.part"))
     disk.room = 1 << 40
@@ -144,7 +209,9 @@ def test_a_new_segment_that_finds_no_room_leaves_the_old_one_whole(room: int, tm
 
 
 @pytest.mark.parametrize("room", [0, 7, 60])
-def test_records_that_find_no_room_are_a_torn_tail_and_nothing_comes_behind_it(room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_that_find_no_room_are_a_torn_tail_and_nothing_comes_behind_it(
+    room: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = Disk(monkeypatch)
     log = journal.Journal(tmp_path, sync=False)
     log.rotate(b"snapshot")
@@ -154,7 +221,8 @@ def test_records_that_find_no_room_are_a_torn_tail_and_nothing_comes_behind_it(r
     log.append(b"b" * 40)
     with pytest.raises(AsyncrlError, match="No space left"):
         log.write()
-    disk.room = 1 << 40  # room again: what was lost was never promised, and what comes behind a tear could not be read
+    # room again: what was lost was never promised, and what comes behind a tear could not be read
+    disk.room = 1 << 40
     log.append(b"c" * 40)
     for again in (log.write, lambda: log.rotate(b"x")):
         with pytest.raises(AsyncrlError, match="No space left"):
@@ -164,7 +232,9 @@ def test_records_that_find_no_room_are_a_torn_tail_and_nothing_comes_behind_it(r
 
 
 @pytest.mark.parametrize("mode", ["memory", "process"])
-def test_a_full_disk_ends_a_run_in_one_line_and_the_next_life_goes_on(mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_a_run_in_one_line_and_the_next_life_goes_on(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     disk = Disk(monkeypatch)
     run = Run(tmp_path, f"durability.mode='{mode}'")
     generator, learner = run.peer(), run.peer()
@@ -176,7 +246,9 @@ def test_a_full_disk_ends_a_run_in_one_line_and_the_next_life_goes_on(mode: str,
     disk.room = 10
     learner.send(m.Commit(1, 0, Label(1, 1), "d1", {"reward/mean": 0.5}))
     run.thread.join(20)
-    assert isinstance(run.error, AsyncrlError) and "cannot be written: No space left on device; free some space" in str(run.error)
+    assert isinstance(
+        run.error, AsyncrlError
+    ) and "cannot be written: No space left on device; free some space" in str(run.error)
     wrong = run.service.close()
     assert "No space left" in wrong or mode == "memory"
     disk.room = 1 << 40
@@ -187,12 +259,14 @@ def test_a_full_disk_ends_a_run_in_one_line_and_the_next_life_goes_on(mode: str,
         p.close()
     if mode == "process":
         store = open_store(run.config, run.dir, get_task(run.config.task))
-        assert store.committed in (0, 1) and len(store.comps) == 1  # the commit was never answered: it may be there or not
+        # the commit was never answered: it may be there or not
+        assert store.committed in (0, 1) and len(store.comps) == 1
 
 
 def test_a_timeline_without_room_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / "trace").mkdir()
-    (tmp_path / "trace" / "learner.jsonl").symlink_to("/dev/full")  # every byte that reaches it: no space left on device
+    # every byte that reaches it: no space left on device
+    (tmp_path / "trace" / "learner.jsonl").symlink_to("/dev/full")
     tracer = Tracer(tmp_path, "learner")
     for _ in range(5000):  # more than its file keeps back
         tracer.add("train", 1.0, 2.0)
@@ -206,7 +280,9 @@ def test_a_timeline_without_room_ends_nothing(tmp_path: Path) -> None:
     assert not merge(tmp_path).exists()
 
 
-def test_tensorboard_without_room_drops_its_events_and_waits_for_nobody(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tensorboard_without_room_drops_its_events_and_waits_for_nobody(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     writer = metrics.MetricsWriter(tmp_path)
     guarded = writer.board.file_writer.event_writer._ev_writer
 
@@ -218,4 +294,9 @@ def test_tensorboard_without_room_drops_its_events_and_waits_for_nobody(tmp_path
         writer.write(n, {"reward/mean": 0.5})
     writer.close()
     assert len(metrics.read(tmp_path)) == 100
-    assert capsys.readouterr().err.count("tensorboard cannot be written any more: No space left on device") == 1
+    assert (
+        capsys.readouterr().err.count(
+            "tensorboard cannot be written any more: No space left on device"
+        )
+        == 1
+    )

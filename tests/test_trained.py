@@ -1,4 +1,6 @@
-"""What was trained, summed: the same totals and the same digest, however much of it is only sums; copies of a run keep to themselves."""
+"""What was trained, summed: the same totals and the same digest, however much of it is only sums;
+copies of a run keep to themselves.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,23 @@ from buffer.trained import Trained
 
 def batch(number: int, r: random.Random) -> Batch:
     label = Label(1, 0)
-    samples = [Trajectory(number, s, 1, b"", b"\0" * 16, b"", b"", [Span(label, "", 0, 4, label)], 0.0, {}, "stop", 1.0) for s in range(2)]
+    samples = [
+        Trajectory(
+            number,
+            s,
+            1,
+            b"",
+            b"\0" * 16,
+            b"",
+            b"",
+            [Span(label, "", 0, 4, label)],
+            0.0,
+            {},
+            "stop",
+            1.0,
+        )
+        for s in range(2)
+    ]
     lags = [[(0, 2, r.randint(0, 2)), (2, 4, r.randint(0, 2))] for _ in samples]
     return Batch(1, number, samples, [0, 0], [0, 0], lags, {}, number + 1, {})
 
@@ -35,9 +53,17 @@ def test_sums_of_old_batches_say_what_their_rows_said(tmp_path: Path) -> None:
                 t.add(b, 1.0)
             summed.settle(n - 5)
             assert len(summed.rows) <= 6 and len(summed.lent) <= 1
-            assert (plain.samples(), plain.lags(), plain.ids()) == (summed.samples(), summed.lags(), summed.ids())
+            assert (plain.samples(), plain.lags(), plain.ids()) == (
+                summed.samples(),
+                summed.lags(),
+                summed.ids(),
+            )
     again = Trained(tmp_path / "summed.jsonl")
-    assert (again.samples(), again.lags(), again.ids()) == (plain.samples(), plain.lags(), plain.ids())
+    assert (again.samples(), again.lags(), again.ids()) == (
+        plain.samples(),
+        plain.lags(),
+        plain.ids(),
+    )
 
 
 def test_a_copy_of_a_run_directory_has_a_socket_and_weights_of_its_own(tmp_path: Path) -> None:
@@ -46,7 +72,9 @@ def test_a_copy_of_a_run_directory_has_a_socket_and_weights_of_its_own(tmp_path:
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     a, b = tmp_path / "run", tmp_path / "copy"
     assert rundir.run_id(a) == rundir.run_id(b)
-    assert rundir.buffer_address(config, a) != rundir.buffer_address(config, b) and rundir.shm_dir(a) != rundir.shm_dir(b)
+    assert rundir.buffer_address(config, a) != rundir.buffer_address(config, b) and rundir.shm_dir(
+        a
+    ) != rundir.shm_dir(b)
     a.rename(tmp_path / "moved")
     assert rundir.shm_dir(tmp_path / "moved") != rundir.shm_dir(b)
     for path in (tmp_path / "moved", b):

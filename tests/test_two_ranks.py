@@ -1,4 +1,6 @@
-"""Two ranks in one process, each a learner in a thread of its own: the same step as one, however unevenly the samples are dealt."""
+"""Two ranks in one process, each a learner in a thread of its own: the same step as one, however
+unevenly the samples are dealt.
+"""
 
 from __future__ import annotations
 
@@ -32,11 +34,15 @@ class Meeting:
 
 
 class Rank(TorchBackend):
-    """Gradients summed over the ranks before the step; rank 0 gets the first `first` samples of a step, rank 1 the rest."""
+    """Gradients summed over the ranks before the step; rank 0 gets the first `first` samples of a
+    step, rank 1 the rest.
+    """
 
     ranks = 2
 
-    def __init__(self, c: LearnerCore, rank: int, meeting: Meeting, first: int, stops_first: bool) -> None:
+    def __init__(
+        self, c: LearnerCore, rank: int, meeting: Meeting, first: int, stops_first: bool
+    ) -> None:
         super().__init__(c.config, c.model)
         self.rank, self.meeting, self.first, self.stops_first = rank, meeting, first, stops_first
         self.passes = 0
@@ -57,7 +63,9 @@ class Rank(TorchBackend):
     def backward(self, loss: torch.Tensor, *, last: bool) -> None:
         self.passes += 1
         super().backward(loss, last=last)
-        assert last == (len(set(self.gather((self.passes, last)))) == 1 and last), "ranks make their passes side by side"
+        assert last == (len(set(self.gather((self.passes, last)))) == 1 and last), (
+            "ranks make their passes side by side"
+        )
 
     def step(self, rate: float, loss: torch.Tensor) -> float | None:
         for p in self.model.hf.parameters():
@@ -66,7 +74,9 @@ class Rank(TorchBackend):
         return super().step(rate, loss)
 
 
-def trained(model_dir: Path, first: int, batches: int, stops_first: bool, how: dict[str, Any]) -> list[tuple[torch.Tensor, list[dict[str, float]], int]]:
+def trained(
+    model_dir: Path, first: int, batches: int, stops_first: bool, how: dict[str, Any]
+) -> list[tuple[torch.Tensor, list[dict[str, float]], int]]:
     """(weights, metrics of each batch, passes) of both ranks."""
     meeting, found, errors = Meeting(), [None, None], []  # type: ignore[var-annotated]
 
@@ -90,10 +100,15 @@ def trained(model_dir: Path, first: int, batches: int, stops_first: bool, how: d
     return found  # type: ignore[return-value]
 
 
-MEASURED = ("kl/target_ref", "kl/ref_target")  # by rank 0 alone, on the samples of its own passes, where no term needs the reference
+# by rank 0 alone, on the samples of its own passes, where no term needs the reference
+MEASURED = ("kl/target_ref", "kl/ref_target")
 HOW: list[dict[str, Any]] = [
     {"learner": {"micro_batch_tokens": 40}},
-    {"learner": {"micro_batch_tokens": 40, "minibatches": 2}, "stop": {"kl_max": 1e9}, "kl": {"loss": {"coefficient": 0.1}}},
+    {
+        "learner": {"micro_batch_tokens": 40, "minibatches": 2},
+        "stop": {"kl_max": 1e9},
+        "kl": {"loss": {"coefficient": 0.1}},
+    },
     {"learner": {"epochs": 3, "lr": 1.0}, "stop": {"kl_max": 1e-6}},
     {"loss": {"surrogate": "reshape"}, "correction": {"proximal": "behavior"}},
 ]
@@ -102,7 +117,9 @@ HOW: list[dict[str, Any]] = [
 @pytest.mark.parametrize("stops_first", [False, True])
 @pytest.mark.parametrize("first", [5, 0])
 @pytest.mark.parametrize("how", HOW, ids=str)
-def test_two_ranks_make_the_step_of_one(model_dir: Path, how: dict[str, Any], first: int, stops_first: bool) -> None:
+def test_two_ranks_make_the_step_of_one(
+    model_dir: Path, how: dict[str, Any], first: int, stops_first: bool
+) -> None:
     """A rank may be dealt nothing (first = 0): it makes passes of no weight beside the other."""
     alone = core(model_dir, **how)
     alone.backend.stops_first = stops_first
@@ -112,7 +129,10 @@ def test_two_ranks_make_the_step_of_one(model_dir: Path, how: dict[str, Any], fi
     for one, two in zip(rows, mine, strict=True):
         said = {k for k in one if not k.startswith(MEASURED)}
         assert {k for k in two if not k.startswith(MEASURED)} == said
-        wrong = {k: (two[k], one[k]) for k in said if two[k] != pytest.approx(one[k], rel=2e-3, abs=2e-5)}
+        wrong = {
+            k: (two[k], one[k]) for k in said if two[k] != pytest.approx(one[k], rel=2e-3, abs=2e-5)
+        }
         assert not wrong
-    for one, two in zip(mine, theirs, strict=True):  # the other rank knows what rank 0 says, but for what only rank 0 measures
+    # the other rank knows what rank 0 says, but for what only rank 0 measures
+    for one, two in zip(mine, theirs, strict=True):
         assert two.items() <= one.items()

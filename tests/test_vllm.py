@@ -1,4 +1,6 @@
-"""vLLM as the generator's engine: logprobs against transformers before and after swaps, spans, the probe, a whole run."""
+"""vLLM as the generator's engine: logprobs against transformers before and after swaps, spans, the
+probe, a whole run.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,15 @@ CASES = {
 
 def test_answers_end_at_any_of_several_tokens(tmp_path: Path) -> None:
     model = chat_model(tmp_path, **SHAPE)
-    e = VllmEngine(str(tmp_path), slots=8, context=64, in_flight="recompute_kv", dtype="float32", published="float32", device="cpu")
+    e = VllmEngine(
+        str(tmp_path),
+        slots=8,
+        context=64,
+        in_flight="recompute_kv",
+        dtype="float32",
+        published="float32",
+        device="cpu",
+    )
     e.load(flat(model), Label(1, 1), "d", models.probe_logprobs(model).tobytes())
     stops = stop_tokens(load_tokenizer(tmp_path), chat_config(tmp_path))
     e.add([replace(request(t, 0, [4, 5, 13], 12), stop=stops) for t in range(64)])
@@ -64,15 +74,29 @@ class Case:
 
     def __init__(self, path: Path, name: str) -> None:
         family, tied, dtype, self.in_flight, self.bound = CASES[name]
-        self.old = models.build_model(path / "old", "abcdefgh", family=family, tied=tied, seed=3, **SHAPE)
-        self.new = models.build_model(path / "new", "abcdefgh", family=family, tied=tied, seed=4, **SHAPE)
-        self.engine = VllmEngine(str(path / "old"), slots=8, context=64, in_flight=self.in_flight, dtype=dtype, published="float32", device="cpu")
+        self.old = models.build_model(
+            path / "old", "abcdefgh", family=family, tied=tied, seed=3, **SHAPE
+        )
+        self.new = models.build_model(
+            path / "new", "abcdefgh", family=family, tied=tied, seed=4, **SHAPE
+        )
+        self.engine = VllmEngine(
+            str(path / "old"),
+            slots=8,
+            context=64,
+            in_flight=self.in_flight,
+            dtype=dtype,
+            published="float32",
+            device="cpu",
+        )
         self.at = 0
         self.load(self.old)
 
     def load(self, model: models.PolicyModel) -> Label:
         self.at += 1
-        self.engine.load(flat(model), Label(1, self.at), f"d{self.at}", models.probe_logprobs(model).tobytes())
+        self.engine.load(
+            flat(model), Label(1, self.at), f"d{self.at}", models.probe_logprobs(model).tobytes()
+        )
         return Label(1, self.at)
 
     @property
@@ -85,57 +109,81 @@ class Case:
             answers += self.engine.step(n)
         return {a.key: a for a in answers}
 
-    def worst(self, model: models.PolicyModel, a: Answer, r: Request, part: slice = slice(None)) -> float:
+    def worst(
+        self, model: models.PolicyModel, a: Answer, r: Request, part: slice = slice(None)
+    ) -> float:
         return float((torch.from_numpy(a.logprobs) - expected(model, a, r))[part].abs().max())
 
 
 @pytest.fixture(scope="module", params=list(CASES))
-def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Case]:
+def case(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Case]:
     made = Case(tmp_path_factory.mktemp(request.param), request.param)
     yield made
     made.engine.close()
 
 
 def test_logprobs_before_and_after_a_swap(case: Case) -> None:
-    """Those of what was sampled from, at any temperature, top-p and top-k; every answer ends at its stop token or its limit."""
-    cuts = CUTS if case.bound < 1e-3 else CUTS[:2]  # rounding in bf16 moves tokens across the edge of a cut
+    """Those of what was sampled from, at any temperature, top-p and top-k; every answer ends at its
+    stop token or its limit.
+    """
+    # rounding in bf16 moves tokens across the edge of a cut
+    cuts = CUTS if case.bound < 1e-3 else CUTS[:2]
     for model in (case.old, case.new, case.old):
         label = case.load(model)
-        requests = [request(t, s, [3 + t % 8] * (1 + t), 5 + (3 * t + s) % 16, **cuts[t % len(cuts)]) for t in range(10) for s in range(2)]
+        requests = [
+            request(t, s, [3 + t % 8] * (1 + t), 5 + (3 * t + s) % 16, **cuts[t % len(cuts)])
+            for t in range(10)
+            for s in range(2)
+        ]
         case.engine.add(requests)
         answers = case.finish()
         assert answers.keys() == {r.key for r in requests}
         for r in requests:
             a = answers[r.key]
-            assert 0 < len(a.tokens) == len(a.logprobs) <= r.max_new_tokens and (a.prompt == r.prompt).all()
+            assert (
+                0 < len(a.tokens) == len(a.logprobs) <= r.max_new_tokens
+                and (a.prompt == r.prompt).all()
+            )
             assert (a.finish == "stop") == (a.tokens[-1] == 1) and 1 not in a.tokens[:-1]
-            assert [(s.label, s.start, s.end, s.kv) for s in a.spans] == [(label, 0, len(a.tokens), label)]
+            assert [(s.label, s.start, s.end, s.kv) for s in a.spans] == [
+                (label, 0, len(a.tokens), label)
+            ]
             assert case.worst(model, a, r) < case.bound
         assert {a.finish for a in answers.values()} == {"stop", "length"}
 
 
 def test_swap_in_mid_answer(case: Case) -> None:
-    """recompute_kv: each token follows from the weights that its span names; keep_kv: the new weights attend to old keys."""
+    """recompute_kv: each token follows from the weights that its span names; keep_kv: the new
+    weights attend to old keys.
+    """
     first = case.load(case.old)
     requests = [request(t, 0, [3, 4, 3 + t], 20) for t in range(8)]
     case.engine.add(requests)
     early = case.engine.step(6)
     assert all(n == 6 for n in case.engine.progress().values())
     second = case.load(case.new)
-    case.engine.add([request(50, 0, [3, 4, 3], 6)])  # the same prompt, after the swap: it must not see the old keys
+    # the same prompt, after the swap: it must not see the old keys
+    case.engine.add([request(50, 0, [3, 4, 3], 6)])
     answers = {a.key: a for a in early} | case.finish()
     two = [a for a in answers.values() if len(a.spans) == 2]
     assert len(two) >= 3
     far = 0.0
     for a in two:
-        assert [(s.label, s.digest, s.start, s.end) for s in a.spans] == [(first, f"d{first.number}", 0, 6), (second, f"d{second.number}", 6, len(a.tokens))]
+        assert [(s.label, s.digest, s.start, s.end) for s in a.spans] == [
+            (first, f"d{first.number}", 0, 6),
+            (second, f"d{second.number}", 6, len(a.tokens)),
+        ]
         assert a.spans[1].kv == (second if case.in_flight == "recompute_kv" else first)
         r = request(*a.key[:2], [0])
         assert case.worst(case.old, a, r, slice(0, 6)) < case.bound
         far = max(far, case.worst(case.new, a, r, slice(6, None)))
     assert far > 1e-2 if case.in_flight == "keep_kv" else far < case.bound
     late = answers[50, 0, 1]
-    assert [s.label for s in late.spans] == [second] and case.worst(case.new, late, request(50, 0, [0])) < case.bound
+    assert [s.label for s in late.spans] == [second] and case.worst(
+        case.new, late, request(50, 0, [0])
+    ) < case.bound
 
 
 def test_what_is_drawn_follows_the_seed_and_not_the_neighbours(case: Case) -> None:
@@ -147,17 +195,33 @@ def test_what_is_drawn_follows_the_seed_and_not_the_neighbours(case: Case) -> No
         drawn.append(case.finish())
     assert len({tuple(a.tokens) for a in drawn[0].values()}) > 4
     if case.bound < 1e-3:
-        assert all(a.tokens.tolist() == drawn[0][k].tokens.tolist() for d in drawn[1:] for k, a in d.items())
+        assert all(
+            a.tokens.tolist() == drawn[0][k].tokens.tolist()
+            for d in drawn[1:]
+            for k, a in d.items()
+        )
 
 
 def test_numbers_drawn_ahead_are_each_generators_own(case: Case) -> None:
-    """Whatever the order in which rows draw, and for how long; a bounded number of generators is remembered."""
+    """Whatever the order in which rows draw, and for how long; a bounded number of generators is
+    remembered.
+    """
     inner = case.engine.llm.collective_rpc("asyncrl_sampler") and case.worker.model_runner.sampler
     assert isinstance(inner.topk_topp_sampler.forward, SeededSampler)
     plain = lambda *_: None  # noqa: E731
-    alone = [[s.draw(g) for _ in range(100)] for n in range(3) for s, g in [(SeededSampler(plain, 9), torch.Generator().manual_seed(n))]]
-    together, generators = SeededSampler(plain, 3), [torch.Generator().manual_seed(n) for n in range(3)]
-    assert [list(x) for x in zip(*[[together.draw(g) for g in generators] for _ in range(100)], strict=True)] == alone
+    alone = [
+        [s.draw(g) for _ in range(100)]
+        for n in range(3)
+        for s, g in [(SeededSampler(plain, 9), torch.Generator().manual_seed(n))]
+    ]
+    together, generators = (
+        SeededSampler(plain, 3),
+        [torch.Generator().manual_seed(n) for n in range(3)],
+    )
+    assert [
+        list(x)
+        for x in zip(*[[together.draw(g) for g in generators] for _ in range(100)], strict=True)
+    ] == alone
     for n in range(50):
         together.draw(torch.Generator().manual_seed(n))
     assert len(together.ahead) == 3 and len({x for a in alone for x in a}) == 300
@@ -169,13 +233,20 @@ def test_abort_and_what_does_not_fit(case: Case) -> None:
     done = {a.key for a in case.engine.step(3)}
     left = {(t, 0, 1) for t in range(3)} - done
     tokens = case.engine.abort(left)
-    assert tokens.keys() == left and set(tokens.values()) <= {3} and case.engine.active == 0 and case.engine.progress() == {}
+    assert (
+        tokens.keys() == left
+        and set(tokens.values()) <= {3}
+        and case.engine.active == 0
+        and case.engine.progress() == {}
+    )
     with pytest.raises(ConfigError, match=r"generator\.context"):
         case.engine.add([request(9, 0, [3] * 60, 20)])
 
 
 def test_a_swap_that_did_not_take_stops_the_run(case: Case) -> None:
-    """The probe: published weights that the engine does not compute with end in an error before any answer leaves."""
+    """The probe: published weights that the engine does not compute with end in an error before any
+    answer leaves.
+    """
     before = case.engine.probes
     case.load(case.old)
     case.engine.add([request(0, 0, [3, 4], 20)])
@@ -185,7 +256,9 @@ def test_a_swap_that_did_not_take_stops_the_run(case: Case) -> None:
     case.engine.llm.collective_rpc = lambda *a, **k: None  # the reload is lost
     try:
         case.load(case.new)
-        with pytest.raises(ProtocolError, match=r"probe are .* nats off those that the learner published"):
+        with pytest.raises(
+            ProtocolError, match=r"probe are .* nats off those that the learner published"
+        ):
             case.engine.step(20)
     finally:
         case.engine.llm.collective_rpc = true
@@ -196,7 +269,9 @@ def test_a_swap_that_did_not_take_stops_the_run(case: Case) -> None:
 
 
 def test_without_a_published_probe_the_generator_computes_it(case: Case) -> None:
-    """A version from before a resume; and a published probe of other weights is found out like weights that were not loaded."""
+    """A version from before a resume; and a published probe of other weights is found out like
+    weights that were not loaded.
+    """
     assert case.engine.reference is None
     before = case.engine.probes
     case.engine.load(flat(case.old), Label(1, 900), "d")
@@ -225,20 +300,30 @@ def test_every_way_of_loading_gives_the_same(case: Case, monkeypatch: pytest.Mon
             answers = case.finish()
             assert max(case.worst(model, answers[r.key], r) for r in requests) < case.bound, way
             layer = next(p.layer for p in direct.parts if p.product)
-            assert ("Direct" in layer.cpu_linear.__qualname__) == (way == PLAIN and case.engine.dtype == torch.float32)
+            assert ("Direct" in layer.cpu_linear.__qualname__) == (
+                way == PLAIN and case.engine.dtype == torch.float32
+            )
     assert case.worker.asyncrl_direct is direct
 
 
 def test_what_cannot_be_written_directly_is_known(case: Case) -> None:
-    """A layer without a published weight, a weight without a layer, another shape, and values that vLLM's own loading made differ."""
+    """A layer without a published weight, a weight without a layer, another shape, and values that
+    vLLM's own loading made differ.
+    """
     runner, weights = case.worker.model_runner, flat(case.old)
     model, dtype = runner.get_model(), case.engine.dtype
     case.load(case.old)
     Direct(model, weights, dtype).same(weights)
-    assert fused(weights, ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"]) is not None
+    assert (
+        fused(weights, ["model.layers.0.mlp.gate_proj.weight", "model.layers.0.mlp.up_proj.weight"])
+        is not None
+    )
     up = "model.layers.1.mlp.up_proj.weight"
-    for planted, said in (({k: v for k, v in weights.items() if k != up}, up), (weights | {"more": weights[up]}, "no layer of vLLM's takes more"),
-                          (weights | {"model.norm.weight": weights["model.norm.weight"][:-1]}, "another shape")):  # fmt: skip
+    for planted, said in (
+        ({k: v for k, v in weights.items() if k != up}, up),
+        (weights | {"more": weights[up]}, "no layer of vLLM's takes more"),
+        (weights | {"model.norm.weight": weights["model.norm.weight"][:-1]}, "another shape"),
+    ):
         with pytest.raises(Unknown, match=said):
             Direct(model, planted, dtype)
     for name in ("model.norm.weight", up, "model.embed_tokens.weight"):
@@ -246,8 +331,12 @@ def test_what_cannot_be_written_directly_is_known(case: Case) -> None:
             Direct(model, weights, dtype).same(weights | {name: weights[name] * 1.5})
 
 
-def test_without_repacking_a_tied_head_is_stale_and_the_probe_says_so(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trap that `repack` is for, on vLLM's own reload: should vLLM mend it one day, this test tells that `repack` can go."""
+def test_without_repacking_a_tied_head_is_stale_and_the_probe_says_so(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trap that `repack` is for, on vLLM's own reload: should vLLM mend it one day, this test
+    tells that `repack` can go.
+    """
     tied, direct = case.old.hf.config.tie_word_embeddings, case.worker.asyncrl_direct
     case.worker.asyncrl_direct = "told to"
     case.load(case.old)
@@ -274,15 +363,20 @@ def test_the_reference_holds_no_copy_of_the_weights(tmp_path: Path) -> None:
     got = reference.logprobs(dict(models.named_weights(model)))
     ids = torch.tensor([models.probe_ids(model.hf.config)])
     with torch.no_grad():
-        want = torch.log_softmax(model.hf(input_ids=ids).logits[0, :-1], -1).gather(1, ids[0, 1:, None])[:, 0]
+        want = torch.log_softmax(model.hf(input_ids=ids).logits[0, :-1], -1).gather(
+            1, ids[0, 1:, None]
+        )[:, 0]
     assert np.allclose(got, want.numpy(), atol=1e-6)
-    assert np.allclose(models.probe_logprobs(model), want.numpy(), atol=1e-6)  # the packed forward's, as the learner publishes them
+    # the packed forward's, as the learner publishes them
+    assert np.allclose(models.probe_logprobs(model), want.numpy(), atol=1e-6)
     assert sum(p.numel() for p in reference.model.hf.parameters()) == 0
 
 
 def test_a_head_that_vllm_has_no_kernel_for(tmp_path: Path) -> None:
     models.build_model(tmp_path, "abcdefgh", hidden=32, heads=4)
-    config = config_load.load("configs/vllm.toml", [f"model.path={str(tmp_path)!r}", "model.device='cpu'"])
+    config = config_load.load(
+        "configs/vllm.toml", [f"model.path={str(tmp_path)!r}", "model.device='cpu'"]
+    )
     with pytest.raises(ConfigError, match=r"8 dimensions a head.*32, 64.*embedded"):
         make_engine(config)
     with pytest.raises(ConfigError, match=r"generator\.temperature: 0\.001; vLLM raises"):
@@ -292,37 +386,81 @@ def test_a_head_that_vllm_has_no_kernel_for(tmp_path: Path) -> None:
 
 
 def test_the_learner_agrees_and_swaps_come_in_mid_answer(tmp_path: Path) -> None:
-    """A random model, whose answers are long: some span versions, and the learner finds vLLM's logprobs on tokens of its own version."""
+    """A random model, whose answers are long: some span versions, and the learner finds vLLM's
+    logprobs on tokens of its own version.
+    """
     models.build_model(tmp_path / "m", TASKS["sort"].symbols, seed=0, **SHAPE)
-    sets = [f"model.path={str(tmp_path / 'm')!r}", "model.warm_start=false", f"runs={str(tmp_path / 'runs')!r}", "name='v'", "learner.steps=6",
-            "learner.groups=8", "learner.group_size=4", "correction.proximal='recompute'", "loss.surrogate='decoupled_ppo'", "record.samples_every=1",
-            "record.samples=0", "evaluation.final_prompts=16", "evaluation.prompts=16", "evaluation.ood_prompts=0", "evaluation.every=0"]  # fmt: skip
-    argv = [sys.executable, "-m", "asyncrl.cli", "run", "configs/vllm.toml", "--json", *[x for s in sets for x in ("--set", s)]]
+    sets = [
+        f"model.path={str(tmp_path / 'm')!r}",
+        "model.warm_start=false",
+        f"runs={str(tmp_path / 'runs')!r}",
+        "name='v'",
+        "learner.steps=6",
+        "learner.groups=8",
+        "learner.group_size=4",
+        "correction.proximal='recompute'",
+        "loss.surrogate='decoupled_ppo'",
+        "record.samples_every=1",
+        "record.samples=0",
+        "evaluation.final_prompts=16",
+        "evaluation.prompts=16",
+        "evaluation.ood_prompts=0",
+        "evaluation.every=0",
+    ]
+    argv = [
+        sys.executable,
+        "-m",
+        "asyncrl.cli",
+        "run",
+        "configs/vllm.toml",
+        "--json",
+        *[x for s in sets for x in ("--set", s)],
+    ]
     done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads(done.stdout.strip().splitlines()[-1])
     assert summary["steps"] == 6 and summary["mismatch_k3_max"] < 1e-8
-    rows = [json.loads(x) for x in (Path(summary["run_dir"]) / "samples.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(x) for x in (Path(summary["run_dir"]) / "samples.jsonl").read_text().splitlines()
+    ]
     assert max(len(r["versions"]) for r in rows) > 1
 
 
 def test_the_requirement_files_hold_what_the_project_asks_for() -> None:
-    """`make env` installs from them with --no-deps: what is not in them is missing; what breaks the CPU torch must not be in them."""
+    """`make env` installs from them with --no-deps: what is not in them is missing; what breaks the
+    CPU torch must not be in them.
+    """
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for target in ("cpu", "gpu"):
         lines = (ROOT / "requirements" / f"{target}.txt").read_text().split()
         pinned = {name.lower(): v for name, _, v in (x.partition("==") for x in lines)}
         extras = project["optional-dependencies"]
-        for wanted in map(Requirement, [*project["dependencies"], *extras["dev"], *extras[f"engines-{target}"]]):
-            assert wanted.name.lower() in pinned, f"{wanted} is not in requirements/{target}.txt: make requirements"
-            assert wanted.specifier.contains(pinned[wanted.name.lower()]), f"{wanted} against requirements/{target}.txt: make requirements"
+        for wanted in map(
+            Requirement, [*project["dependencies"], *extras["dev"], *extras[f"engines-{target}"]]
+        ):
+            assert wanted.name.lower() in pinned, (
+                f"{wanted} is not in requirements/{target}.txt: make requirements"
+            )
+            assert wanted.specifier.contains(pinned[wanted.name.lower()]), (
+                f"{wanted} against requirements/{target}.txt: make requirements"
+            )
         assert not set(engines.VISION) & pinned.keys()
 
 
 def test_engines_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "asyncrl.cli", "engines", "--json"], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-m", "asyncrl.cli", "engines", "--json"],
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = {r["name"]: r for r in json.loads(done.stdout.strip().splitlines()[-1])["engines"]}
     assert rows.keys() == {"embedded", "vllm", "torch", "deepspeed"}
     assert all(r["works"] and not r["why"] for r in rows.values())
-    assert rows["vllm"]["version"] == engines.VLLM and rows["vllm"]["setting"] == 'generator.engine = "vllm"'
+    assert (
+        rows["vllm"]["version"] == engines.VLLM
+        and rows["vllm"]["setting"] == 'generator.engine = "vllm"'
+    )

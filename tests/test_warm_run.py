@@ -1,4 +1,6 @@
-"""A run in one warm process: the same data whatever the lag, the lag that the limit allows, the same bits again."""
+"""A run in one warm process: the same data whatever the lag, the lag that the limit allows, the
+same bits again.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,18 @@ from asyncrl.compare import runner
 from asyncrl.models import build_model
 
 # An untrained model is never right: the entropy term is what moves its weights.
-SMALL = ("learner.steps=4", "learner.groups=4", "learner.group_size=4", "generator.slots=16", "generator.max_new_tokens=12", "evaluation.every=2",
-         "evaluation.prompts=8", "evaluation.final_prompts=8", "evaluation.ood_prompts=0", "loss.entropy=0.1")  # fmt: skip
+SMALL = (
+    "learner.steps=4",
+    "learner.groups=4",
+    "learner.group_size=4",
+    "generator.slots=16",
+    "generator.max_new_tokens=12",
+    "evaluation.every=2",
+    "evaluation.prompts=8",
+    "evaluation.final_prompts=8",
+    "evaluation.ood_prompts=0",
+    "loss.entropy=0.1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -25,12 +37,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_arms_see_the_same_data_at_their_own_lag_and_repeat_bitwise(model: Path) -> None:
     def run(*sets: str) -> dict[str, object]:
-        return runner.one(config_load.load("configs/demo.toml", [f"model.path='{model}'", *SMALL, *sets]), 3)
+        return runner.one(
+            config_load.load("configs/demo.toml", [f"model.path='{model}'", *SMALL, *sets]), 3
+        )
 
-    sync, natural, late = run("staleness.max_lag=0"), run("staleness.max_lag=2"), run("staleness.max_lag=8", "staleness.inject=8")
+    sync, natural, late = (
+        run("staleness.max_lag=0"),
+        run("staleness.max_lag=2"),
+        run("staleness.max_lag=8", "staleness.inject=8"),
+    )
     assert set(sync["lag_histogram"]) == {"0"}  # type: ignore[call-overload]
-    assert set(natural["lag_histogram"]) == {"0", "1", "2"}, "the engine goes on as far as the limit lets it"  # type: ignore[call-overload]
-    assert set(late["lag_histogram"]) == {"0", "1", "2", "3"}, "lag 8 of 4 batches: as old as there is"  # type: ignore[call-overload]
+    assert set(natural["lag_histogram"]) == {"0", "1", "2"}, (
+        "the engine goes on as far as the limit lets it"
+    )  # type: ignore[call-overload]
+    assert set(late["lag_histogram"]) == {"0", "1", "2", "3"}, (
+        "lag 8 of 4 batches: as old as there is"
+    )  # type: ignore[call-overload]
     assert sync["trained_ids"] == natural["trained_ids"] == late["trained_ids"]
     again = run("staleness.max_lag=2")
     assert again["weights_digest"] == natural["weights_digest"] != sync["weights_digest"]
@@ -50,13 +72,27 @@ def test_what_each_rule_at_the_limit_takes_by_answer_length(sort_model: Path) ->
             f"staleness.on_exceed={rule}",
             "staleness.max_lag=1",
         ]
-        return runner.one(config_load.load("configs/demo.toml", [*sets, f"staleness.on_exceed={rule}"]), 3)
+        return runner.one(
+            config_load.load("configs/demo.toml", [*sets, f"staleness.on_exceed={rule}"]), 3
+        )
 
     pace, drop, mask, fade = (run(x) for x in ("pace", "drop", "mask", "downweight"))
-    assert pace["ledger_lines"]["trained"]["tokens"] == sum(x["tokens"] for x in pace["ledger_lines"].values()), "pacing loses nothing"
-    assert max(map(int, pace["lag_histogram"])) <= 1 and max(map(int, drop["lag_histogram"])) <= 1 and max(map(int, mask["lag_histogram"])) <= 1
+    assert pace["ledger_lines"]["trained"]["tokens"] == sum(
+        x["tokens"] for x in pace["ledger_lines"].values()
+    ), "pacing loses nothing"
+    assert (
+        max(map(int, pace["lag_histogram"])) <= 1
+        and max(map(int, drop["lag_histogram"])) <= 1
+        and max(map(int, mask["lag_histogram"])) <= 1
+    )
     gone = drop["ledger_lines"]["dropped_stale"]
-    assert gone["tokens"] > 0 and sum(x for k, x in gone.items() if k.startswith("upto_")) == gone["tokens"]
+    assert (
+        gone["tokens"] > 0
+        and sum(x for k, x in gone.items() if k.startswith("upto_")) == gone["tokens"]
+    )
     assert mask["ledger_lines"]["masked_stale"]["tokens"] > 0
     assert sum(mask["lag_histogram"].values()) == mask["ledger_lines"]["trained"]["tokens"]
-    assert sum(x for k, x in fade["ledger_lines"]["trained"].items() if k.startswith("faded_")) > 0 and "2" in fade["lag_histogram"]
+    assert (
+        sum(x for k, x in fade["ledger_lines"]["trained"].items() if k.startswith("faded_")) > 0
+        and "2" in fade["lag_histogram"]
+    )

@@ -1,4 +1,6 @@
-"""Weights through groups of two, Gloo between real processes: the path that NCCL takes between GPUs."""
+"""Weights through groups of two, Gloo between real processes: the path that NCCL takes between
+GPUs.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,8 @@ from asyncrl.weight_pairs import PairClient, PairServer, mark
 SIZE, DEADLINE_S = 1 << 20, 3.0
 ROWS: weight_ring.Rows = [("w", "uint8", [SIZE], 0, SIZE)]
 
-# Generators, forked from one process that has imported everything: "fetch NUMBER DIGEST", or ask for NUMBER and then "stall" or "die".
+# Generators, forked from one process that has imported everything: "fetch NUMBER DIGEST", or ask
+# for NUMBER and then "stall" or "die".
 GENERATORS = """
 import os, signal, sys, time
 import msgspec, torch, xxhash
@@ -59,7 +62,7 @@ for n, pair in enumerate(sys.argv[1:]):
         os._exit(0)
 for _ in sys.argv[1:]:
     os.wait()
-"""
+"""  # noqa: E501
 
 
 class Generator:
@@ -71,7 +74,9 @@ class Generator:
         self.orders, self.answers = os.fdopen(mine_out, "w"), os.fdopen(mine_in)
 
     def order(self, what: str, source: Any, number: int, digest: str = "") -> None:
-        print(what, msgspec.json.encode(source).decode(), number, digest, file=self.orders, flush=True)
+        print(
+            what, msgspec.json.encode(source).decode(), number, digest, file=self.orders, flush=True
+        )
 
     def answer(self) -> str:
         assert select.select([self.answers], [], [], 60)[0], "no answer"
@@ -103,8 +108,12 @@ def fill(value: int) -> Callable[[memoryview], None]:
     return write
 
 
-def test_each_generator_has_a_pair_of_its_own_and_none_holds_up_the_others(tmp_path: Path, generators: list[Generator]) -> None:
-    """One is killed between the answer and the bytes, one stands still there: the learner publishes on, the third and a fourth receive."""
+def test_each_generator_has_a_pair_of_its_own_and_none_holds_up_the_others(
+    tmp_path: Path, generators: list[Generator]
+) -> None:
+    """One is killed between the answer and the bytes, one stands still there: the learner publishes
+    on, the third and a fourth receive.
+    """
     from asyncrl.messages import WeightsSource
 
     ring = weight_ring.Ring(tmp_path / "ring", SIZE, 2, ROWS, 1)
@@ -122,11 +131,15 @@ def test_each_generator_has_a_pair_of_its_own_and_none_holds_up_the_others(tmp_p
             assert still.answer() == "asked" and killed.answer() == "asked"
         for g in [good, late] if n > 2 else [good]:
             g.order("fetch", source, n, digests[-1] if n % 2 else "")
-            assert g.answer() == f"{digests[n]} {xxhash.xxh3_64_hexdigest(bytes([n]) * SIZE)} probe{n}"
+            assert (
+                g.answer() == f"{digests[n]} {xxhash.xxh3_64_hexdigest(bytes([n]) * SIZE)} probe{n}"
+            )
     good.order("fetch", source, 0, digests[0])
     assert good.answer() == "none"  # two slots: it has gone
     end = time.monotonic() + 20
-    while (alive := {t.name for t in threading.enumerate() if t.name.startswith("weight-pair-")}) != {"weight-pair-1", "weight-pair-4"}:
+    while (
+        alive := {t.name for t in threading.enumerate() if t.name.startswith("weight-pair-")}
+    ) != {"weight-pair-1", "weight-pair-4"}:
         assert time.monotonic() < end, f"the threads of lost generators still wait: {alive}"
         time.sleep(0.05)
     assert server.bytes_sent == (6 + 3) * SIZE
@@ -134,7 +147,9 @@ def test_each_generator_has_a_pair_of_its_own_and_none_holds_up_the_others(tmp_p
     ring.close()
 
 
-def test_a_learner_that_ends_is_told_to_the_generator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_learner_that_ends_is_told_to_the_generator(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ring = weight_ring.Ring(tmp_path / "ring", SIZE, 2, ROWS, 1)
     digest = ring.write(Label(1, 0), fill(3))
     server = PairServer(tmp_path / "ring", "gloo", ROWS, DEADLINE_S)
@@ -165,19 +180,36 @@ def test_the_mark_changes_with_every_bit_and_place() -> None:
     assert len(seen) == 21 and mark(swapped.view(torch.uint8)) not in seen
 
 
-def test_in_a_run_with_kills_the_weights_come_out_as_through_shared_memory(forked: Any, tmp_path: Path) -> None:
+def test_in_a_run_with_kills_the_weights_come_out_as_through_shared_memory(
+    forked: Any, tmp_path: Path
+) -> None:
     sets = ("exact=true", "staleness.max_lag=1", "staleness.inject=1", "generators=2")
     plain = forked(tmp_path / "plain", *sets)
-    pairs = forked(tmp_path / "pairs", *sets, "weights.transport='gloo'", die={"generator-0": 6, "learner": 3})
-    assert sorted(pairs["deaths"]) == ["generator-0", "learner"] and pairs["digest"] == plain["digest"]
+    pairs = forked(
+        tmp_path / "pairs", *sets, "weights.transport='gloo'", die={"generator-0": 6, "learner": 3}
+    )
+    assert (
+        sorted(pairs["deaths"]) == ["generator-0", "learner"] and pairs["digest"] == plain["digest"]
+    )
 
 
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
         (["weights.transport='nccl'"], "nccl connects two GPUs"),
-        (["weights.transport='nccl'", "model.device='cuda'", "learner.gpus=[1]", "generator.gpus=[0, 1]"], "nccl does not connect GPU 1 with itself"),
-        (["weights.transport='gloo'", "wires.weights_address='tcp://127.0.0.1:0'"], "weights_address: weights.transport = gloo takes a free port"),
+        (
+            [
+                "weights.transport='nccl'",
+                "model.device='cuda'",
+                "learner.gpus=[1]",
+                "generator.gpus=[0, 1]",
+            ],
+            "nccl does not connect GPU 1 with itself",
+        ),
+        (
+            ["weights.transport='gloo'", "wires.weights_address='tcp://127.0.0.1:0'"],
+            "weights_address: weights.transport = gloo takes a free port",
+        ),
     ],
 )
 def test_what_cannot_work_is_refused(sets: list[str], said: str) -> None:

@@ -39,8 +39,12 @@ def test_a_version_comes_out_as_it_went_in(tmp_path: Path) -> None:
     r = ring(tmp_path, 3)
     digests = {Label(1, n): r.write(Label(1, n), fill(n)) for n in range(5)}
     reader, into = RingReader(tmp_path / "ring", "a"), bytearray(SIZE)
-    assert reader.labels() == {Label(1, n): digests[Label(1, n)] for n in (2, 3, 4)}  # the three newest
-    assert reader.read(Label(1, 3), digests[Label(1, 3)], memoryview(into)) and into == bytes([3]) * SIZE
+    # the three newest
+    assert reader.labels() == {Label(1, n): digests[Label(1, n)] for n in (2, 3, 4)}
+    assert (
+        reader.read(Label(1, 3), digests[Label(1, 3)], memoryview(into))
+        and into == bytes([3]) * SIZE
+    )
     assert not reader.read(Label(1, 0), digests[Label(1, 0)], memoryview(into))
     assert not reader.read(Label(1, 3), digests[Label(1, 4)], memoryview(into))
     reader.close()
@@ -114,7 +118,8 @@ class Stops:
     def pack_into(self, *words):
         plain.pack_into(*words)
         self.beats = self.beats + 1 if words[2] >= 0 else 0
-        if self.beats == 5:  # the first is the pin's own, then one a piece: half of the bytes are copied
+        # The first is the pin's own, then one a piece: half of the bytes are copied.
+        if self.beats == 5:
             os.kill(os.getpid(), signal.SIGSTOP)
 
 weight_ring._PIN, weight_ring.COPY = Stops(), 1 << 17
@@ -125,8 +130,12 @@ while not pathlib.Path(sys.argv[2]).exists():
 """
 
 
-def test_a_stopped_reader_never_sees_a_torn_copy_nor_blocks_the_writer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The reader stands still whenever it has copied half; every other time its slot is overwritten meanwhile, as its pin is too old."""
+def test_a_stopped_reader_never_sees_a_torn_copy_nor_blocks_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reader stands still whenever it has copied half; every other time its slot is overwritten
+    meanwhile, as its pin is too old.
+    """
     r, end = ring(tmp_path, 2, wait_s=30), tmp_path / "end"
     r.write(Label(1, 0), fill(0))
     argv = [sys.executable, "-c", READER, str(tmp_path / "ring"), str(end)]
@@ -162,17 +171,25 @@ def test_chunks_over_tcp_without_shared_memory(tmp_path: Path) -> None:
     try:
         assert client.manifest() == ROWS
         before, into = client.bytes_received, bytearray(SIZE)
-        assert client.fetch(Label(1, 0), digest, memoryview(into)) == digest and into == bytes([7]) * SIZE
+        assert (
+            client.fetch(Label(1, 0), digest, memoryview(into)) == digest
+            and into == bytes([7]) * SIZE
+        )
         assert client.bytes_received - before == SIZE
         assert client.fetch(Label(1, 5), "", memoryview(into)) == ""
-        assert client.fetch(Label(1, 0), "", memoryview(into)) == digest  # the connection is still in step
+        # the connection is still in step
+        assert client.fetch(Label(1, 0), "", memoryview(into)) == digest
     finally:
         client.close()
         server.close()
 
 
-def test_a_ring_whose_directory_was_removed_is_made_anew_with_all_that_it_held(tmp_path: Path) -> None:
-    """Who mapped the old files finds that nothing new comes there, and opens the new ones; who begins finds the newest version."""
+def test_a_ring_whose_directory_was_removed_is_made_anew_with_all_that_it_held(
+    tmp_path: Path,
+) -> None:
+    """Who mapped the old files finds that nothing new comes there, and opens the new ones; who
+    begins finds the newest version.
+    """
     import socket
     from shutil import rmtree
 
@@ -199,7 +216,9 @@ def test_a_ring_whose_directory_was_removed_is_made_anew_with_all_that_it_held(t
         reader = before if name == "before" else WeightsReceiver(config, name)
         for n in (2, 1):
             got = reader.pull(source, Label(1, n), digests[n])
-            assert got is not None and got[1] == digests[n] and got[2] == (b"\x01" if n == 1 else b"")
+            assert (
+                got is not None and got[1] == digests[n] and got[2] == (b"\x01" if n == 1 else b"")
+            )
         reader.close()
     r.close()
 

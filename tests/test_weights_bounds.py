@@ -1,4 +1,6 @@
-"""Correction by its edges: every bound, band, veto and threshold on both of its sides, and what lies behind the mask.  float64."""
+"""Correction by its edges: every bound, band, veto and threshold on both of its sides, and what
+lies behind the mask.  float64.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,16 @@ def yes(*x: int) -> torch.Tensor:
 
 def section(**keys: Any) -> Any:
     """A `correction` with no more than the five keys that weights cannot do without."""
-    return SimpleNamespace(**{"level": "token", "bound": "none", "lo": None, "hi": None, "self_normalize": False, **keys})
+    return SimpleNamespace(
+        **{
+            "level": "token",
+            "bound": "none",
+            "lo": None,
+            "hi": None,
+            "self_normalize": False,
+            **keys,
+        }
+    )
 
 
 def choices(struct: Any, key: str) -> set[str]:
@@ -38,32 +49,57 @@ def choices(struct: Any, key: str) -> set[str]:
 
 
 NAMED = [
-    (weights.LEVELS, cf.Correction, "level"), (weights.BOUNDS, cf.Correction, "bound"), (weights.STATISTICS, cf.Correction, "reject"),
-    (weights.OVER, cf.Correction, "reject_over"), (weights.VETOES, cf.Correction, "veto"), (surrogates.NAMES, cf.Loss, "surrogate"),
-    (reduce.REDUCTIONS, cf.Loss, "reduction"), (reshape.MODES, cf.Reshape, "mode"), (reshape.FORMS, cf.Reshape, "form"),
-    (reshape.BUDGETS, cf.Reshape, "budget"), (kl.OFF_POLICY, cf.KLLoss, "off_policy"), (advantages.NAMES, cf.Advantage, "name"),
-    *[([x for n in kl.ESTIMATORS for x in (n, n + "+")], part, "estimator") for part in (cf.KLLoss, cf.KLReward)],
-]  # fmt: skip
+    (weights.LEVELS, cf.Correction, "level"),
+    (weights.BOUNDS, cf.Correction, "bound"),
+    (weights.STATISTICS, cf.Correction, "reject"),
+    (weights.OVER, cf.Correction, "reject_over"),
+    (weights.VETOES, cf.Correction, "veto"),
+    (surrogates.NAMES, cf.Loss, "surrogate"),
+    (reduce.REDUCTIONS, cf.Loss, "reduction"),
+    (reshape.MODES, cf.Reshape, "mode"),
+    (reshape.FORMS, cf.Reshape, "form"),
+    (reshape.BUDGETS, cf.Reshape, "budget"),
+    (kl.OFF_POLICY, cf.KLLoss, "off_policy"),
+    (advantages.NAMES, cf.Advantage, "name"),
+    *[
+        ([x for n in kl.ESTIMATORS for x in (n, n + "+")], part, "estimator")
+        for part in (cf.KLLoss, cf.KLReward)
+    ],
+]
 
 
-@pytest.mark.parametrize(("names", "struct", "key"), NAMED, ids=[f"{s.__name__}.{k}" for _, s, k in NAMED])
-def test_the_words_an_error_offers_are_those_the_configuration_takes(names: Any, struct: Any, key: str) -> None:
+@pytest.mark.parametrize(
+    ("names", "struct", "key"), NAMED, ids=[f"{s.__name__}.{k}" for _, s, k in NAMED]
+)
+def test_the_words_an_error_offers_are_those_the_configuration_takes(
+    names: Any, struct: Any, key: str
+) -> None:
     assert set(names) == choices(struct, key) and len(names) == len(set(names))
 
 
-# ---- weights and bounds ------------------------------------------------------------------------------------------------
+# ---- weights and bounds --------------------------------------------------------------------------
 
 
 def test_levels_look_at_the_mask_alone_and_clamp_what_they_exponentiate() -> None:
-    """Answers of log-ratios (0.5, 0.1, masked 9) and (-30); the product of the second is cut at e^-20, e^20 the other way."""
+    """Answers of log-ratios (0.5, 0.1, masked 9) and (-30); the product of the second is cut at
+    e^-20, e^20 the other way.
+    """
     x, m, seq = vec(0.5, 0.1, 9.0, -30.0), yes(1, 1, 0, 1), torch.tensor([0, 0, 0, 1])
     cut = math.exp(-20)
-    assert weights.weights(x, m, seq, 2, "token").tolist() == pytest.approx([math.exp(0.5), math.exp(0.1), 1, cut])
-    assert weights.weights(x, m, seq, 2, "sequence").tolist() == pytest.approx([math.exp(0.6)] * 3 + [cut])
-    assert weights.weights(x, m, seq, 2, "geometric").tolist() == pytest.approx([math.exp(0.3)] * 3 + [cut])
+    assert weights.weights(x, m, seq, 2, "token").tolist() == pytest.approx(
+        [math.exp(0.5), math.exp(0.1), 1, cut]
+    )
+    assert weights.weights(x, m, seq, 2, "sequence").tolist() == pytest.approx(
+        [math.exp(0.6)] * 3 + [cut]
+    )
+    assert weights.weights(x, m, seq, 2, "geometric").tolist() == pytest.approx(
+        [math.exp(0.3)] * 3 + [cut]
+    )
     assert weights.weights(x, m, seq, 2, "none").tolist() == [1, 1, 1, 1]
     for level in ("token", "sequence", "geometric"):
-        assert float(weights.weights(vec(30), yes(1), torch.tensor([0]), 1, level)) == pytest.approx(math.exp(20))
+        assert float(
+            weights.weights(vec(30), yes(1), torch.tensor([0]), 1, level)
+        ) == pytest.approx(math.exp(20))
     learned = vec(0.5).requires_grad_(True)
     assert not weights.weights(learned, yes(1), torch.tensor([0]), 1, "token").requires_grad
 
@@ -76,19 +112,34 @@ def test_bounds_hold_at_their_edges() -> None:
     assert weights.bounded(w, "none", 0.5, 2.0).tolist() == w.tolist()
 
 
-@pytest.mark.parametrize(("level", "lo", "hi"), [("token", 0.5, 2), ("sequence", 0.5, 2), ("geometric", 0.99, 1.01), ("none", 0, INF)])
+@pytest.mark.parametrize(
+    ("level", "lo", "hi"),
+    [("token", 0.5, 2), ("sequence", 0.5, 2), ("geometric", 0.99, 1.01), ("none", 0, INF)],
+)
 def test_absent_bounds_are_the_levels_own(level: str, lo: float, hi: float) -> None:
     """One answer of one token, so that every level's weight is the ratio itself (none: 1)."""
     one, seq = yes(1), torch.tensor([0])
 
     def weight(ratio: float, **keys: Any) -> float:
-        return float(weights.correct(vec(ratio).log(), vec(-1), one, seq, 1, section(level=level, bound="clip", **keys)).weight)
+        return float(
+            weights.correct(
+                vec(ratio).log(), vec(-1), one, seq, 1, section(level=level, bound="clip", **keys)
+            ).weight
+        )
 
     if level == "none":
         assert weight(0.001) == weight(1000) == 1
         return
-    assert weight(0.001) == pytest.approx(lo) and weight(1000) == pytest.approx(hi) and weight(1.0) == pytest.approx(1.0)
-    assert weight(0.001, lo=0.25) == pytest.approx(0.25) and weight(1000, hi=5.0) == pytest.approx(5) and weight(0.001, lo=0.0) == pytest.approx(0.001)
+    assert (
+        weight(0.001) == pytest.approx(lo)
+        and weight(1000) == pytest.approx(hi)
+        and weight(1.0) == pytest.approx(1.0)
+    )
+    assert (
+        weight(0.001, lo=0.25) == pytest.approx(0.25)
+        and weight(1000, hi=5.0) == pytest.approx(5)
+        and weight(0.001, lo=0.0) == pytest.approx(0.001)
+    )
 
 
 def test_the_mean_weight_is_over_what_the_level_counts() -> None:
@@ -97,7 +148,10 @@ def test_the_mean_weight_is_over_what_the_level_counts() -> None:
     assert float(weights.mean_weight(w, m, seq, 3, "token")) == pytest.approx(4.5 / 3)
     for level in ("sequence", "geometric", "none"):
         assert float(weights.mean_weight(w, m, seq, 3, level)) == pytest.approx((2 + 0.5) / 2)
-    assert float(weights.mean_weight(w * 0, m, seq, 3, "token")) == 1 and float(weights.mean_weight(w, m & False, seq, 3, "sequence")) == 1
+    assert (
+        float(weights.mean_weight(w * 0, m, seq, 3, "token")) == 1
+        and float(weights.mean_weight(w, m & False, seq, 3, "sequence")) == 1
+    )
 
 
 def test_self_normalised_weights_of_what_is_kept_have_mean_one() -> None:
@@ -109,46 +163,77 @@ def test_self_normalised_weights_of_what_is_kept_have_mean_one() -> None:
     raw = torch.where(keep, x.exp(), 0.0)
     assert torch.allclose(got.weight[:3], (raw / (raw.sum() / 3))[:3]) and float(got.weight[4]) == 0
     assert float(got.weight[keep].mean()) == pytest.approx(1)
-    again = weights.correct(x[:2], x[:2], m[:2], seq[:2], 3, c, weights.Statistics(mean=torch.tensor(4.0, dtype=D)))
+    again = weights.correct(
+        x[:2], x[:2], m[:2], seq[:2], 3, c, weights.Statistics(mean=torch.tensor(4.0, dtype=D))
+    )
     assert torch.allclose(again.weight, x[:2].exp() / 4)  # a part of a batch takes the batch's mean
 
 
 def test_effective_sample_size_is_over_the_mask() -> None:
     w = vec(1, 1, 2, 50)
     assert float(weights.effective_sample_size(w, yes(1, 1, 1, 0))) == pytest.approx(16 / 18)
-    assert float(weights.effective_sample_size(w, yes(0, 0, 0, 0))) == 1 and float(weights.effective_sample_size(w[:0])) == 1
+    assert (
+        float(weights.effective_sample_size(w, yes(0, 0, 0, 0))) == 1
+        and float(weights.effective_sample_size(w[:0])) == 1
+    )
     assert float(weights.effective_sample_size(vec(3, 3))) == pytest.approx(1)
 
 
-# ---- rejection, veto, M2PO ---------------------------------------------------------------------------------------------
+# ---- rejection, veto, M2PO -----------------------------------------------------------------------
 
 
 def test_statistics_of_a_token_and_of_its_answer() -> None:
     """An answer of log-ratios (0.4, -0.2, masked 5) and one of (1.0)."""
     x, m, seq = vec(0.4, -0.2, 5.0, 1.0), yes(1, 1, 0, 1), torch.tensor([0, 0, 0, 1])
-    forms = {"ratio": lambda t: t, "k1": lambda t: -t, "k2": lambda t: t * t / 2, "k3": lambda t: math.exp(t) - 1 - t}
+    forms = {
+        "ratio": lambda t: t,
+        "k1": lambda t: -t,
+        "k2": lambda t: t * t / 2,
+        "k3": lambda t: math.exp(t) - 1 - t,
+    }
     for name, f in forms.items():
         a, b, one = f(0.4), f(-0.2), f(1.0)
         g = math.exp if name == "ratio" else (lambda v: v)
-        assert weights.statistic(name, "token", x, m, seq, 2).tolist() == pytest.approx([g(a), g(b), g(0.0), g(one)])
+        assert weights.statistic(name, "token", x, m, seq, 2).tolist() == pytest.approx(
+            [g(a), g(b), g(0.0), g(one)]
+        )
         for over, value in (("sum", a + b), ("mean", (a + b) / 2), ("max", max(a, b))):
-            assert weights.statistic(name, over, x, m, seq, 2).tolist() == pytest.approx([g(value)] * 3 + [g(one)]), (name, over)
+            assert weights.statistic(name, over, x, m, seq, 2).tolist() == pytest.approx(
+                [g(value)] * 3 + [g(one)]
+            ), (name, over)
     far = vec(30.0, -30.0)
-    assert weights.statistic("ratio", "token", far, yes(1, 1), torch.tensor([0, 1]), 2).tolist() == pytest.approx([math.exp(20), math.exp(-20)])
+    assert weights.statistic(
+        "ratio", "token", far, yes(1, 1), torch.tensor([0, 1]), 2
+    ).tolist() == pytest.approx([math.exp(20), math.exp(-20)])
 
 
-@pytest.mark.parametrize(("over", "lo", "hi"), [("token", 0.5, 2), ("sum", 0.5, 2), ("mean", 0.99, 1.01), ("max", 0, 2)])
+@pytest.mark.parametrize(
+    ("over", "lo", "hi"), [("token", 0.5, 2), ("sum", 0.5, 2), ("mean", 0.99, 1.01), ("max", 0, 2)]
+)
 def test_the_ratios_band_by_what_it_is_taken_over(over: str, lo: float, hi: float) -> None:
     def stays(ratio: float, **keys: Any) -> bool:
         x = vec(ratio).log()
-        return bool(weights.correct(x, x, yes(1), torch.tensor([0]), 1, section(reject="ratio", reject_over=over, **keys)).kept)
+        return bool(
+            weights.correct(
+                x,
+                x,
+                yes(1),
+                torch.tensor([0]),
+                1,
+                section(reject="ratio", reject_over=over, **keys),
+            ).kept
+        )
 
     assert stays(hi * 0.999) and not stays(hi * 1.001) and stays(1.0)
     if lo:
         assert stays(lo * 1.001) and not stays(lo * 0.999)
     else:
         assert stays(1e-8)
-    assert not stays(1.0, reject_lo=1.1) and not stays(1.0, reject_hi=0.9) and stays(3.0, reject_hi=3.1)
+    assert (
+        not stays(1.0, reject_lo=1.1)
+        and not stays(1.0, reject_hi=0.9)
+        and stays(3.0, reject_hi=3.1)
+    )
 
 
 def test_bands_hold_at_their_edges_and_k_has_no_lower_one() -> None:
@@ -158,9 +243,16 @@ def test_bands_hold_at_their_edges_and_k_has_no_lower_one() -> None:
     assert weights.kept("k1", "token", None, 0.25, x, one, seq, 3).tolist() == [False, True, True]
     assert weights.kept("k1", "token", 0.0, 0.25, x, one, seq, 3).tolist() == [False, True, False]
     assert weights.kept("k1", "token", -0.5, 0.5, x, one, seq, 3).tolist() == [True, True, True]
-    assert weights.kept("none", "token", None, None, x * 100, one, seq, 3).tolist() == [True, True, True]
+    assert weights.kept("none", "token", None, None, x * 100, one, seq, 3).tolist() == [
+        True,
+        True,
+        True,
+    ]
     for name in ("k1", "k2", "k3"):
-        with pytest.raises(ConfigError, match=f"correction.reject_hi: reject = {name} has no default bound; give one"):
+        with pytest.raises(
+            ConfigError,
+            match=f"correction.reject_hi: reject = {name} has no default bound; give one",
+        ):
             weights.kept(name, "token", 0.1, None, x, one, seq, 3)
 
 
@@ -169,80 +261,155 @@ def test_a_veto_takes_the_answer_at_its_threshold_and_looks_behind_no_mask() -> 
     ok, none = vec(-1, -1, -1, -1), vec(0, 0, 0, 0)
     for kind, limit in (("probability", 1e-6), ("ratio", 1e-4)):
         for value, goes in ((limit * 1.01, False), (limit * 0.99, True)):
-            low = torch.tensor([math.log(value), -1, -1, -50], dtype=D)  # the last is behind the mask
+            # the last is behind the mask
+            low = torch.tensor([math.log(value), -1, -1, -50], dtype=D)
             rho, prox = (none, low) if kind == "probability" else (low, ok)
-            assert weights.vetoed(kind, None, rho, prox, m, seq, 2).tolist() == [goes, goes, False, False]
+            assert weights.vetoed(kind, None, rho, prox, m, seq, 2).tolist() == [
+                goes,
+                goes,
+                False,
+                False,
+            ]
             other = weights.vetoed(kind, 0.5, rho, prox, m, seq, 2).tolist()
             assert other[:2] == [True, True]
     assert weights.vetoed("none", None, ok * 99, ok * 99, m, seq, 2).tolist() == [False] * 4
     x = vec(-20, 0.1, 0.2, 0.3)
     got = weights.correct(x, ok, yes(1, 1, 1, 1), seq, 2, section(veto="ratio"))
-    assert got.vetoed.tolist() == [True, True, False, False] and got.kept.tolist() == [False, False, True, True]
+    assert got.vetoed.tolist() == [True, True, False, False] and got.kept.tolist() == [
+        False,
+        False,
+        True,
+        True,
+    ]
     assert got.weight.tolist() == pytest.approx([0, 0, math.exp(0.2), math.exp(0.3)])
-    assert weights.correct(x, ok, yes(1, 1, 1, 1), seq, 2, section(veto="ratio", veto_below=1e-10)).kept.all()
+    assert weights.correct(
+        x, ok, yes(1, 1, 1, 1), seq, 2, section(veto="ratio", veto_below=1e-10)
+    ).kept.all()
 
 
 def test_m2po_keeps_the_largest_set_whose_second_moment_fits() -> None:
-    """Against the definition: drop from the largest on until the mean square of the rest is at most the limit; ties go together."""
+    """Against the definition: drop from the largest on until the mean square of the rest is at most
+    the limit; ties go together.
+    """
     g = torch.Generator().manual_seed(3)
     for _ in range(30):
         x = torch.randn(12, generator=g, dtype=D) * 0.4
         x[4] = -x[7]  # equal sizes
         m = torch.rand(12, generator=g) < 0.8
         sizes = sorted(x[m].abs().tolist())
-        keep = max((k for k in range(len(sizes) + 1) if k == 0 or sum(s * s for s in sizes[:k]) / k <= 0.04), default=0)
+        keep = max(
+            (
+                k
+                for k in range(len(sizes) + 1)
+                if k == 0 or sum(s * s for s in sizes[:k]) / k <= 0.04
+            ),
+            default=0,
+        )
         limit = float(weights.m2_threshold(x, m, 0.04))
         if keep == len(sizes):
             assert limit == INF
         else:
             assert limit == sizes[keep]
-    assert float(weights.m2_threshold(vec(0.2, 0.2), yes(1, 1), 0.2**2)) == INF  # at the limit itself nothing goes
-    assert float(weights.m2_threshold(vec(), yes(), 0.04)) == INF and float(weights.m2_threshold(vec(9), yes(0), 0.04)) == INF
-    assert float(weights.m2_threshold(vec(0.19, 0.21), yes(1, 1))) == pytest.approx(0.21)  # 0.04: the paper's
+    # at the limit itself nothing goes
+    assert float(weights.m2_threshold(vec(0.2, 0.2), yes(1, 1), 0.2**2)) == INF
+    assert (
+        float(weights.m2_threshold(vec(), yes(), 0.04)) == INF
+        and float(weights.m2_threshold(vec(9), yes(0), 0.04)) == INF
+    )
+    # 0.04: the paper's
+    assert float(weights.m2_threshold(vec(0.19, 0.21), yes(1, 1))) == pytest.approx(0.21)
 
 
 def test_m2po_cuts_tokens_and_needs_the_whole_batch() -> None:
     x, seq = vec(0.1, -0.2, 0.3, -0.6), torch.tensor([0, 0, 1, 1])
     c = section(m2=0.04, level="none")
-    assert weights.needs_statistics(c) and weights.needs_statistics(section(self_normalize=True)) and not weights.needs_statistics(section())
+    assert (
+        weights.needs_statistics(c)
+        and weights.needs_statistics(section(self_normalize=True))
+        and not weights.needs_statistics(section())
+    )
     got = weights.correct(x, x, yes(1, 1, 1, 1), seq, 2, c)
     assert got.weight.tolist() == [1, 1, 0, 0] and got.kept.all()  # the token at the threshold goes
-    part = weights.correct(x[:2], x[:2], yes(1, 1), seq[:2], 2, c, weights.Statistics(m2=torch.tensor(0.15, dtype=D)))
+    part = weights.correct(
+        x[:2], x[:2], yes(1, 1), seq[:2], 2, c, weights.Statistics(m2=torch.tensor(0.15, dtype=D))
+    )
     assert part.weight.tolist() == [1, 0]
 
 
-# ---- one's own function ------------------------------------------------------------------------------------------------
+# ---- one's own function --------------------------------------------------------------------------
 
 
-def as_given(log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int, correction: Any) -> torch.Tensor:
+def as_given(
+    log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int, correction: Any
+) -> torch.Tensor:
     return log_rho
 
 
 def test_a_function_is_given_what_it_may_exponentiate_and_its_weights_are_not_bounded() -> None:
     x, one, seq = vec(30, -30, 0.5).requires_grad_(True), yes(1, 1, 1), torch.tensor([0, 1, 2])
-    got = weights.correct(x, x.detach(), one, seq, 3, section(function="test_weights_bounds:as_given", bound="mask", lo=0.1, hi=0.2))
+    got = weights.correct(
+        x,
+        x.detach(),
+        one,
+        seq,
+        3,
+        section(function="test_weights_bounds:as_given", bound="mask", lo=0.1, hi=0.2),
+    )
     assert got.weight.tolist() == [20, -20, 0.5] and not got.weight.requires_grad and got.kept.all()
 
 
 def test_a_function_that_cannot_be_had_says_which_half_is_missing() -> None:
-    with pytest.raises(ConfigError, match=r"correction.function = no_such_module_here:f: cannot import no_such_module_here: No module named"):
+    with pytest.raises(
+        ConfigError,
+        match=r"correction.function = no_such_module_here:f: "
+        r"cannot import no_such_module_here: No module named",
+    ):
         weights.load_function("no_such_module_here:f")
-    with pytest.raises(ConfigError, match=r"correction.function = math:nothing: math has no function 'nothing'; write module:name"):
+    with pytest.raises(
+        ConfigError,
+        match=r"correction.function = math:nothing: "
+        r"math has no function 'nothing'; write module:name",
+    ):
         weights.load_function("math:nothing")
     with pytest.raises(ConfigError, match="math has no function 'pi'"):
         weights.load_function("math:pi")
     assert weights.load_function("math:sqrt") is math.sqrt
 
 
-@pytest.mark.parametrize(("call", "said"), [
-    (lambda: weights.weights(vec(0), yes(1), torch.tensor([0]), 1, "word"), "correction.level = word: choose one of none, token, sequence, geometric"),
-    (lambda: weights.bounded(vec(0), "cut", 0, 1), "correction.bound = cut: choose one of none, truncate, clip, mask"),
-    (lambda: weights.statistic("k4", "token", vec(0), yes(1), torch.tensor([0]), 1), "correction.reject = k4: choose one of none, ratio, k1, k2, k3"),
-    (lambda: weights.statistic("k1", "min", vec(0), yes(1), torch.tensor([0]), 1), "correction.reject_over = min: choose one of token, sum, mean, max"),
-    (lambda: weights.vetoed("all", None, vec(0), vec(0), yes(1), torch.tensor([0]), 1), "correction.veto = all: choose one of none, probability, ratio"),
-    (lambda: reduce.factors(yes(1), torch.tensor([0]), 1, "mean"), "loss.reduction = mean: choose one of token-mean, seq-mean-token-sum, "),
-    (lambda: kl.estimate("k4", vec(0)), "kl.loss.estimator, kl.reward.estimator = k4: choose one of k1, k2, k3, abs, low_var_kl, k1+, "),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda: weights.weights(vec(0), yes(1), torch.tensor([0]), 1, "word"),
+            "correction.level = word: choose one of none, token, sequence, geometric",
+        ),
+        (
+            lambda: weights.bounded(vec(0), "cut", 0, 1),
+            "correction.bound = cut: choose one of none, truncate, clip, mask",
+        ),
+        (
+            lambda: weights.statistic("k4", "token", vec(0), yes(1), torch.tensor([0]), 1),
+            "correction.reject = k4: choose one of none, ratio, k1, k2, k3",
+        ),
+        (
+            lambda: weights.statistic("k1", "min", vec(0), yes(1), torch.tensor([0]), 1),
+            "correction.reject_over = min: choose one of token, sum, mean, max",
+        ),
+        (
+            lambda: weights.vetoed("all", None, vec(0), vec(0), yes(1), torch.tensor([0]), 1),
+            "correction.veto = all: choose one of none, probability, ratio",
+        ),
+        (
+            lambda: reduce.factors(yes(1), torch.tensor([0]), 1, "mean"),
+            "loss.reduction = mean: choose one of token-mean, seq-mean-token-sum, ",
+        ),
+        (
+            lambda: kl.estimate("k4", vec(0)),
+            "kl.loss.estimator, kl.reward.estimator = k4: choose one of k1, k2, k3, abs, "
+            "low_var_kl, k1+, ",
+        ),
+    ],
+)
 def test_an_unknown_word_names_its_key_and_the_known_ones(call: Any, said: str) -> None:
     with pytest.raises(ConfigError) as e:
         call()

@@ -1,4 +1,6 @@
-"""Models that would train with exit code 0 and learn nothing right: refused before the start, saying what differs; and what ends an answer."""
+"""Models that would train with exit code 0 and learn nothing right: refused before the start,
+saying what differs; and what ends an answer.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ SYMBOLS = "0123456789=:,#"
 
 
 def config(path: Path, *sets: str) -> Config:
-    return config_load.load(ROOT / "configs" / "demo.toml", [f"model.path={str(path)!r}", "model.warm_start=false", *sets])
+    return config_load.load(
+        ROOT / "configs" / "demo.toml",
+        [f"model.path={str(path)!r}", "model.warm_start=false", *sets],
+    )
 
 
 def weights(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
@@ -70,21 +75,71 @@ def no_end(path: Path) -> None:
 
 
 WRONG: list[tuple[str, Callable[[Path], Any], list[str], str]] = [
-    ("lacks a layer", without_layer, [], "lack 11 of the parameters that its config.json asks for, which would be drawn at random: model.layers.1."),
-    ("NaN", spoiled(float("nan"), torch.float32), [], "model.norm.weight in {path}/model.safetensors has NaN or infinities"),
-    ("infinite in bfloat16", spoiled(float("-inf"), torch.bfloat16), [], "model.norm.weight in {path}/model.safetensors has NaN or infinities"),
-    ("masked LM", lambda p: edit(p, "config.json", architectures=["BertForMaskedLM"]), [], "is a BertForMaskedLM (config.json), not a causal LM"),
-    ("two stacks", lambda p: edit(p, "config.json", is_encoder_decoder=True), [], "is an encoder and a decoder (config.json), not a causal LM"),
-    ("tokenizer too large", more_tokens, [], "tokens up to number 18, the model's vocabulary ends at 16 (vocab_size)"),
-    ("context too long", lambda p: None, ["generator.context=300"], "generator.context: 300 tokens; the model in {path} has 256 positions"),
-    ("no end", no_end, [], "no token ends an answer: neither the tokenizer nor generation_config.json"),
-    ("stop of many tokens", lambda p: None, ['generator.stop=["#1"]'], "generator.stop: '#1' is 2 tokens"),
+    (
+        "lacks a layer",
+        without_layer,
+        [],
+        "lack 11 of the parameters that its config.json asks for, which would be drawn at random: "
+        "model.layers.1.",
+    ),
+    (
+        "NaN",
+        spoiled(float("nan"), torch.float32),
+        [],
+        "model.norm.weight in {path}/model.safetensors has NaN or infinities",
+    ),
+    (
+        "infinite in bfloat16",
+        spoiled(float("-inf"), torch.bfloat16),
+        [],
+        "model.norm.weight in {path}/model.safetensors has NaN or infinities",
+    ),
+    (
+        "masked LM",
+        lambda p: edit(p, "config.json", architectures=["BertForMaskedLM"]),
+        [],
+        "is a BertForMaskedLM (config.json), not a causal LM",
+    ),
+    (
+        "two stacks",
+        lambda p: edit(p, "config.json", is_encoder_decoder=True),
+        [],
+        "is an encoder and a decoder (config.json), not a causal LM",
+    ),
+    (
+        "tokenizer too large",
+        more_tokens,
+        [],
+        "tokens up to number 18, the model's vocabulary ends at 16 (vocab_size)",
+    ),
+    (
+        "context too long",
+        lambda p: None,
+        ["generator.context=300"],
+        "generator.context: 300 tokens; the model in {path} has 256 positions",
+    ),
+    (
+        "no end",
+        no_end,
+        [],
+        "no token ends an answer: neither the tokenizer nor generation_config.json",
+    ),
+    (
+        "stop of many tokens",
+        lambda p: None,
+        ['generator.stop=["#1"]'],
+        "generator.stop: '#1' is 2 tokens",
+    ),
     ("no JSON", lambda p: (p / "config.json").write_text("{"), [], "config.json cannot be read"),
-]  # fmt: skip
+]
 
 
-@pytest.mark.parametrize(("spoil", "sets", "said"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG])
-def test_refused_before_the_start(spoil: Callable[[Path], Any], sets: list[str], said: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("spoil", "sets", "said"), [w[1:] for w in WRONG], ids=[w[0] for w in WRONG]
+)
+def test_refused_before_the_start(
+    spoil: Callable[[Path], Any], sets: list[str], said: str, tmp_path: Path
+) -> None:
     path = tmp_path / "m"
     models.build_model(path, SYMBOLS, hidden=32)
     preflight(config(path))
@@ -98,7 +153,9 @@ def test_a_reference_is_looked_at_too(tmp_path: Path) -> None:
     models.build_model(tmp_path / "m", SYMBOLS, hidden=32)
     models.build_model(tmp_path / "r", SYMBOLS + "xyz", hidden=32)
     reference = f"model.reference={str(tmp_path / 'r')!r}"
-    with pytest.raises(ConfigError, match=r"model.reference: .* has a vocabulary of 20, model.path of 17"):
+    with pytest.raises(
+        ConfigError, match=r"model.reference: .* has a vocabulary of 20, model.path of 17"
+    ):
         preflight(config(tmp_path / "m", reference))
     models.build_model(tmp_path / "r", SYMBOLS, hidden=32)
     preflight(config(tmp_path / "m", reference))
@@ -108,10 +165,19 @@ def test_a_reference_is_looked_at_too(tmp_path: Path) -> None:
 
 
 def bert(path: Path) -> None:
-    """An encoder whose directory calls it a language model, as transformers also lets it be loaded."""
+    """An encoder whose directory calls it a language model, as transformers also lets it be
+    loaded.
+    """
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
-    shape = transformers.BertConfig(vocab_size=len(tokenizer), hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64,
-                                    max_position_embeddings=128, eos_token_id=1)  # fmt: skip
+    shape = transformers.BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=128,
+        eos_token_id=1,
+    )
     torch.manual_seed(0)
     transformers.BertLMHeadModel(shape).save_pretrained(path)
 
@@ -119,14 +185,18 @@ def bert(path: Path) -> None:
 def test_an_encoder_under_another_name(tmp_path: Path) -> None:
     models.build_model(tmp_path, SYMBOLS, hidden=32)
     bert(tmp_path)
-    with pytest.raises(ConfigError, match="is no causal LM: what it says of a token depends on those after it"):
+    with pytest.raises(
+        ConfigError, match="is no causal LM: what it says of a token depends on those after it"
+    ):
         preflight(config(tmp_path))
 
 
 def test_a_layer_that_another_architecture_lacks(tmp_path: Path) -> None:
     path = directory(tmp_path, "gemma2", SYMBOLS)
     without_layer(path)
-    with pytest.raises(ConfigError, match=r"model.path: the weights in .* lack 11 of the parameters"):
+    with pytest.raises(
+        ConfigError, match=r"model.path: the weights in .* lack 11 of the parameters"
+    ):
         preflight(config(path))
     with pytest.raises(ConfigError, match=r"lack 11 of the parameters"):
         models.load_policy(path)  # also where nobody looked before
@@ -155,11 +225,16 @@ def test_what_ends_an_answer(tmp_path: Path) -> None:
     preflight(config(no_eos, 'generator.stop=["#"]'))
 
 
-TEMPLATE = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}{% if add_generation_prompt %}:{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}:{% endif %}"
+)
 
 
 def chat_model(path: Path, **shape: int) -> models.PolicyModel:
-    """A chat model: `<eos>` ends a turn of the template, and generation_config.json names two more tokens that end an answer."""
+    """A chat model: `<eos>` ends a turn of the template, and generation_config.json names two more
+    tokens that end an answer.
+    """
     model = models.build_model(path, SYMBOLS, family="llama", **shape)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     tokenizer.chat_template = TEMPLATE
@@ -168,32 +243,49 @@ def chat_model(path: Path, **shape: int) -> models.PolicyModel:
     return model
 
 
-def test_the_generator_stops_there_and_shows_the_text_without(make: Callable[..., Generator]) -> None:  # noqa: F811
+def test_the_generator_stops_there_and_shows_the_text_without(
+    make: Callable[..., Generator],  # noqa: F811
+) -> None:
     g = make('generator.stop=["#"]')
     g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1, samples=1)))  # type: ignore[attr-defined]
     one_pass(g)
     ((key, r),) = g.engine.rows.items()  # type: ignore[attr-defined]
     assert r.stop == (1, 16)
     span = m.Span(Label(1, 0), "d", 0, 3, Label(1, 0))
-    g.finished(Answer(key, r.prompt, np.array([4, 5, 16], np.int32), np.zeros(3, np.float32), [span], "stop"))
+    g.finished(
+        Answer(
+            key, r.prompt, np.array([4, 5, 16], np.int32), np.zeros(3, np.float32), [span], "stop"
+        )
+    )
     assert g.judged[key][2] == "12"
 
 
 def check_ends(answers: dict[Any, Any], stops: tuple[int, ...], most: int) -> None:
-    """Every answer goes to its first stop token, which is in it, and no further; each of the tokens ended some."""
+    """Every answer goes to its first stop token, which is in it, and no further; each of the tokens
+    ended some.
+    """
     last = [int(a.tokens[-1]) for a in answers.values() if a.finish == "stop"]
     assert set(last) == set(stops)
     for a in answers.values():
         inside = [i for i, t in enumerate(a.tokens) if int(t) in stops]
-        assert inside == ([len(a.tokens) - 1] if a.finish == "stop" else []) and (a.finish == "stop" or len(a.tokens) == most)
+        assert inside == ([len(a.tokens) - 1] if a.finish == "stop" else []) and (
+            a.finish == "stop" or len(a.tokens) == most
+        )
 
 
 def test_a_chat_template_with_several_end_tokens(tmp_path: Path) -> None:
-    """The embedded engine; an untrained model draws each of 17 tokens about as often: 64 answers of 12 tokens meet all three ends."""
+    """The embedded engine; an untrained model draws each of 17 tokens about as often: 64 answers of
+    12 tokens meet all three ends.
+    """
     model = chat_model(tmp_path, hidden=32)
     c = config(tmp_path)
     tokenizer = load_tokenizer(tmp_path)
-    prompt = tokenizer.apply_chat_template([{"role": "user", "content": "12="}], add_generation_prompt=True, tokenize=True, return_dict=False)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "12="}],
+        add_generation_prompt=True,
+        tokenize=True,
+        return_dict=False,
+    )
     assert prompt == [4, 5, 13, 1, 14], "the template's own end of a turn is in the prompt"
     stops = stop_tokens(tokenizer, c)
     engine = EmbeddedEngine(model, slots=64, context=32, max_new_tokens=12)

@@ -1,4 +1,6 @@
-"""Samples of weights that are not what their label says, planted into real runs: refused with both names, and nothing of them is trained on."""
+"""Samples of weights that are not what their label says, planted into real runs: refused with both
+names, and nothing of them is trained on.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,20 @@ WRONG = "feedfacefeedface"
 
 
 def plant(run_dir: Path, label: Label) -> str:
-    """Speak to the run's buffer as a generator that runs other weights; returns the reason it is refused for."""
+    """Speak to the run's buffer as a generator that runs other weights; returns the reason it is
+    refused for.
+    """
     socket = PeerSocket(rundir.buffer_address(load(run_dir / "config.toml"), run_dir), "")
     try:
-        socket.send(GeneratorHello(PROTOCOL, rundir.run_id(run_dir), "generator-7", 1, 8, "elsewhere", os.getpid()))
+        socket.send(
+            GeneratorHello(
+                PROTOCOL, rundir.run_id(run_dir), "generator-7", 1, 8, "elsewhere", os.getpid()
+            )
+        )
         span = Span(label, WRONG, 0, 3, label)
-        planted = Trajectory(0, 0, 1, b"", b"\0" * 12, b"\0" * 12, b"\1" * 3, [span], 1.0, {}, "stop", 1.0)
+        planted = Trajectory(
+            0, 0, 1, b"", b"\0" * 12, b"\0" * 12, b"\1" * 3, [span], 1.0, {}, "stop", 1.0
+        )
         socket.send(Deliver("generator-7", 1, 1, [planted]))
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
@@ -37,21 +47,44 @@ def plant(run_dir: Path, label: Label) -> str:
         socket.close()
 
 
-@pytest.mark.parametrize("label", [Label(1, 1), Label(1, 999)], ids=["another digest", "a version nobody announced"])
-def test_weights_that_are_not_the_learners_are_refused_with_both_names(label: Label, tmp_path: Path, sort_model: Path) -> None:
-    words = ("learner.steps=60", "learner.groups=4", "learner.group_size=4", "evaluation.every=0", "record.samples_every=1", "record.samples=0", "name='w'")
+@pytest.mark.parametrize(
+    "label", [Label(1, 1), Label(1, 999)], ids=["another digest", "a version nobody announced"]
+)
+def test_weights_that_are_not_the_learners_are_refused_with_both_names(
+    label: Label, tmp_path: Path, sort_model: Path
+) -> None:
+    words = (
+        "learner.steps=60",
+        "learner.groups=4",
+        "learner.group_size=4",
+        "evaluation.every=0",
+        "record.samples_every=1",
+        "record.samples=0",
+        "name='w'",
+    )
     process = start(tmp_path, sort_model, *words)
     run_dir = tmp_path / "runs" / "w"
     wait_until(lambda: steps_done(run_dir) >= 4, process)
     reason = plant(run_dir, label)
     summary = finish(process, tmp_path)
-    assert summary["steps"] == 60 and summary["trajectories"] == 60 * 16  # one stranger's frame costs the run nothing
+    # one stranger's frame costs the run nothing
+    assert summary["steps"] == 60 and summary["trajectories"] == 60 * 16
     assert str(label) in reason and WRONG in reason
     rows = [json.loads(x) for x in (run_dir / "samples.jsonl").read_text().splitlines()]
     assert len(rows) == 60 * 16 and WRONG not in {d for r in rows for d in r["digests"]}
     if label.number == 1:
-        digests = {d for r in rows for (name, _, _), d in zip(r["versions"], r["digests"], strict=True) if name == str(label)}
-        assert len(digests) == 1 and f"{WRONG} at the generator and {digests.pop()} at the learner" in reason
+        digests = {
+            d
+            for r in rows
+            for (name, _, _), d in zip(r["versions"], r["digests"], strict=True)
+            if name == str(label)
+        }
+        assert (
+            len(digests) == 1
+            and f"{WRONG} at the generator and {digests.pop()} at the learner" in reason
+        )
     else:
         assert "no learner has announced them; known are up to 1." in reason
-    assert (run_dir / "logs").is_dir() and any("refused a Deliver" in p.read_text() for p in (run_dir / "logs").rglob("buffer*.log"))
+    assert (run_dir / "logs").is_dir() and any(
+        "refused a Deliver" in p.read_text() for p in (run_dir / "logs").rglob("buffer*.log")
+    )

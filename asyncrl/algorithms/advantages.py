@@ -1,4 +1,5 @@
-"""Rewards to advantages.  rewards [B] float, groups [B] int64 (samples of one prompt share a number); these return [B].
+"""Rewards to advantages.  rewards [B] float, groups [B] int64 (samples of one prompt share a
+number); these return [B].
 
 The token-level ones (reinforce_pp, gae, k_step, process_grpo) take and return [N], packed.
 """
@@ -11,9 +12,13 @@ from asyncrl.algorithms.ratios import Rows, discounted_suffix, seq_max, seq_sum
 from asyncrl.errors import ConfigError
 
 NAMES = ("reinforce", "rloo", "grpo", "dr_grpo", "reinforce_pp", "opo", "gpg", "remax", "gae")
-PER_TOKEN = ("reinforce_pp", "gae", "grpo")  # those that take rewards per token, where the reward function gives them
-TOKEN_LEVEL = ("reinforce_pp", "gae")  # a KL term in the reward is charged token by token; elsewhere to the whole answer
-EQUAL = 1e-6  # numbers that differ by less than this share of the larger one are equal: what rounding to float32 leaves of equal rewards
+# those that take rewards per token, where the reward function gives them
+PER_TOKEN = ("reinforce_pp", "gae", "grpo")
+# a KL term in the reward is charged token by token; elsewhere to the whole answer
+TOKEN_LEVEL = ("reinforce_pp", "gae")
+# numbers that differ by less than this share of the larger one are equal: what rounding to float32
+# leaves of equal rewards
+EQUAL = 1e-6
 
 
 def _sum(x: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -31,18 +36,22 @@ def group_mean(x: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 
 
 def no_spread(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """Bool [B]: samples of groups whose rewards are all equal (to EQUAL of the largest), which teach nothing."""
-    every, n = torch.ones_like(groups, dtype=torch.bool), int(groups.max()) + 1
-    most, least = seq_max(rewards, every, groups, n), -seq_max(-rewards, every, groups, n)
+    """Bool [B]: samples of groups whose rewards are all equal (to EQUAL of the largest), which
+    teach nothing.
+    """
+    every = torch.ones_like(groups, dtype=torch.bool)
+    n = int(groups.max()) + 1
+    most = seq_max(rewards, every, groups, n)
+    least = -seq_max(-rewards, every, groups, n)
     return (most - least <= EQUAL * most.abs())[groups]
 
 
 def centred(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """r_i minus its group's mean; exactly 0 where the group's rewards are equal.
 
-    The mean of equal rewards is often not the reward itself in floating point (0.7 three times): what is left of it would be blown
-    up to full size by a standard deviation as small, or by Adam, whatever the advantage.
-    """
+    The mean of equal rewards is often not the reward itself in floating point (0.7 three times):
+    what is left of it would be blown up to full size by a standard deviation as small, or by Adam,
+    whatever the advantage."""
     return torch.where(no_spread(rewards, groups), 0.0, rewards - group_mean(rewards, groups))
 
 
@@ -52,21 +61,32 @@ def _less(rewards: torch.Tensor, baseline: torch.Tensor) -> torch.Tensor:
 
 
 def rloo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """r_i minus the mean of the other G-1 (Ahmadian et al. 2024, arXiv 2402.14740).  Raises ConfigError for a group of one."""
+    """r_i minus the mean of the other G-1 (Ahmadian et al. 2024, arXiv 2402.14740).  Raises
+    ConfigError for a group of one.
+    """
     n = _counts(groups)
     if int(n.min()) < 2:
-        raise ConfigError("advantage.name = rloo needs at least two samples of each prompt: raise learner.group_size")
+        raise ConfigError(
+            "advantage.name = rloo needs at least two samples of each prompt: raise "
+            "learner.group_size"
+        )
     return centred(rewards, groups) * n / (n - 1)
 
 
-def grpo(rewards: torch.Tensor, groups: torch.Tensor, *, ddof: int = 1, eps: float = 1e-4) -> torch.Tensor:
-    """(r_i - mean) / (std + eps) (DeepSeekMath, arXiv 2402.03300); 0 where the group's rewards are equal, with eps = 0 too.
+def grpo(
+    rewards: torch.Tensor, groups: torch.Tensor, *, ddof: int = 1, eps: float = 1e-4
+) -> torch.Tensor:
+    """(r_i - mean) / (std + eps) (DeepSeekMath, arXiv 2402.03300); 0 where the group's rewards are
+    equal, with eps = 0 too.
 
     Raises ConfigError for ddof = 1 and a group of one.
     """
     n = _counts(groups)
     if int(n.min()) <= ddof:
-        raise ConfigError(f"advantage.name = grpo with ddof = {ddof} needs more than {ddof} samples of each prompt: raise learner.group_size")
+        raise ConfigError(
+            f"advantage.name = grpo with ddof = {ddof} needs more than {ddof} samples of each "
+            "prompt: raise learner.group_size"
+        )
     apart = centred(rewards, groups)
     var = group_mean(apart.square(), groups) * n / (n - ddof)
     return torch.where(apart == 0, 0.0, apart / (var.sqrt() + eps))
@@ -83,19 +103,25 @@ def reinforce(rewards: torch.Tensor, baseline: float) -> torch.Tensor:
 
 
 def opo(rewards: torch.Tensor, groups: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-    """r_i minus the length-weighted mean of the group's rewards; lengths [B] in tokens (Hao et al. 2025, arXiv 2505.23585)."""
+    """r_i minus the length-weighted mean of the group's rewards; lengths [B] in tokens (Hao et al.
+    2025, arXiv 2505.23585).
+    """
     t = lengths.to(rewards.dtype)
     apart = rewards - _sum(t * rewards, groups) / _sum(t, groups).clamp(min=1)
     return torch.where(no_spread(rewards, groups), 0.0, apart)
 
 
 def remax(rewards: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
-    """r_i minus the reward [B] of a greedy answer to the same prompt (Li et al. 2023, arXiv 2310.10505)."""
+    """r_i minus the reward [B] of a greedy answer to the same prompt (Li et al. 2023, arXiv
+    2310.10505).
+    """
     return _less(rewards, greedy)
 
 
 def gpg(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
-    """(r_i - mean) B / B', B' the samples of groups with any spread (GPG, Chu et al. 2025, arXiv 2504.02546)."""
+    """(r_i - mean) B / B', B' the samples of groups with any spread (GPG, Chu et al. 2025, arXiv
+    2504.02546).
+    """
     live = (~no_spread(rewards, groups)).sum().clamp(min=1)
     return dr_grpo(rewards, groups) * len(rewards) / live
 
@@ -103,60 +129,105 @@ def gpg(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 def on_last_token(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
     """x [B] on each sample's last token of the mask, 0 elsewhere: [N]."""
     place = torch.arange(len(seq), device=seq.device)
-    last = torch.full((len(x),), -1, device=seq.device).scatter_reduce_(0, seq, torch.where(mask, place, -1), "amax")
+    last = torch.full((len(x),), -1, device=seq.device).scatter_reduce_(
+        0, seq, torch.where(mask, place, -1), "amax"
+    )
     return torch.where(last[seq] == place, x[seq], 0.0)
 
 
-def reinforce_pp(token_rewards: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, *, gamma: float = 1.0) -> torch.Tensor:
-    """Discounted return-to-go [N], whitened over the batch's tokens in the mask (REINFORCE++, Hu 2025, arXiv 2501.03262).
+def reinforce_pp(
+    token_rewards: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, *, gamma: float = 1.0
+) -> torch.Tensor:
+    """Discounted return-to-go [N], whitened over the batch's tokens in the mask (REINFORCE++, Hu
+    2025, arXiv 2501.03262).
 
-    Its group-baseline variant subtracts the group's mean reward before (`advantage.group_baseline`).
-    """
+    Its group-baseline variant subtracts the group's mean reward before
+    (`advantage.group_baseline`)."""
     returns = _skipping(token_rewards, mask, seq, gamma)
     return masked_whiten(returns, mask)
 
 
-def _skipping(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, discount: float) -> torch.Tensor:
-    """Suffix sums over the tokens of the mask only: others add nothing and take no discount; 0 there."""
+def _skipping(
+    x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, discount: float
+) -> torch.Tensor:
+    """Suffix sums over the tokens of the mask only: others add nothing and take no discount; 0
+    there.
+    """
     d = torch.where(mask, discount, 1.0).to(x.dtype)
-    # S_t = x_t + discount S_{t'} with t' the next token in the mask: a skipped token hands S on undiscounted.
+    # S_t = x_t + discount S_{t'} with t' the next token in the mask: a skipped token hands S on
+    # undiscounted.
     return torch.where(mask, discounted_suffix(torch.where(mask, x, 0.0), seq, d), 0.0)
 
 
-def _next_value(values: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, bootstrap: torch.Tensor) -> torch.Tensor:
+def _next_value(
+    values: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, bootstrap: torch.Tensor
+) -> torch.Tensor:
     """V at the next token of the mask; after the last one, bootstrap [B]."""
     rows = Rows(seq)
-    v, m = rows.matrix(torch.where(mask, values, 0.0)), rows.matrix(mask)
-    first = seq[torch.cat([seq.new_ones(1, dtype=torch.bool), seq[1:] != seq[:-1]])] if len(seq) else seq
-    carry, out = bootstrap.to(v.dtype)[first], torch.empty_like(v)
+    v = rows.matrix(torch.where(mask, values, 0.0))
+    m = rows.matrix(mask)
+    first = (
+        seq[torch.cat([seq.new_ones(1, dtype=torch.bool), seq[1:] != seq[:-1]])]
+        if len(seq)
+        else seq
+    )
+    carry = bootstrap.to(v.dtype)[first]
+    out = torch.empty_like(v)
     for t in range(v.shape[1] - 1, -1, -1):
         out[:, t] = carry
         carry = torch.where(m[:, t], v[:, t], carry)
     return rows.packed(out)
 
 
-def td_residual(token_rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, bootstrap: torch.Tensor,
-                gamma: float = 1.0) -> torch.Tensor:  # fmt: skip
-    """delta_t = r_t + gamma V_{t+1} - V_t over the tokens of the mask, 0 elsewhere: [N].  bootstrap [B]: V after the last token,
-    0 where the answer ended by itself."""
+def td_residual(
+    token_rewards: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    seq: torch.Tensor,
+    bootstrap: torch.Tensor,
+    gamma: float = 1.0,
+) -> torch.Tensor:
+    """delta_t = r_t + gamma V_{t+1} - V_t over the tokens of the mask, 0 elsewhere: [N].  bootstrap
+    [B]: V after the last token, 0 where the answer ended by itself."""
     after = _next_value(values, mask, seq, bootstrap)
     return torch.where(mask, token_rewards + gamma * after - values, 0.0)
 
 
-def gae(token_rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, bootstrap: torch.Tensor, *,
-        gamma: float = 1.0, lam: float = 0.95) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """(advantages, returns) [N]: A_t = sum_l (gamma lam)^l delta_{t+l}, returns = A + V (Schulman et al. 2015, arXiv 1506.02438).
+def gae(
+    token_rewards: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    seq: torch.Tensor,
+    bootstrap: torch.Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(advantages, returns) [N]: A_t = sum_l (gamma lam)^l delta_{t+l}, returns = A + V (Schulman
+    et al. 2015, arXiv 1506.02438).
 
-    token_rewards, values [N]; bootstrap [B] is 0 at EOS and V at truncation.  Tokens outside the mask are skipped, as if absent.
-    lam = 1: return minus value; lam = 0: the TD residual.
-    """
-    adv = _skipping(td_residual(token_rewards, values, mask, seq, bootstrap, gamma), mask, seq, gamma * lam)
+    token_rewards, values [N]; bootstrap [B] is 0 at EOS and V at truncation.  Tokens outside the
+    mask are skipped, as if absent. lam = 1: return minus value; lam = 0: the TD residual."""
+    adv = _skipping(
+        td_residual(token_rewards, values, mask, seq, bootstrap, gamma), mask, seq, gamma * lam
+    )
     return adv, torch.where(mask, adv + values, 0.0)
 
 
-def k_step(token_rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, bootstrap: torch.Tensor, *,
-           k: int, gamma: float = 1.0, lam: float = 1.0) -> torch.Tensor:  # fmt: skip
-    """gae cut after k terms: sum_{l<k} (gamma lam)^l delta_{t+l} (Mnih et al. 2016, arXiv 1602.01783); k >= 1."""
+def k_step(
+    token_rewards: torch.Tensor,
+    values: torch.Tensor,
+    mask: torch.Tensor,
+    seq: torch.Tensor,
+    bootstrap: torch.Tensor,
+    *,
+    k: int,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+) -> torch.Tensor:
+    """gae cut after k terms: sum_{l<k} (gamma lam)^l delta_{t+l} (Mnih et al. 2016, arXiv
+    1602.01783); k >= 1.
+    """
     rows = Rows(seq[mask])
     out = torch.zeros_like(values)
     if not len(seq[mask]):
@@ -169,39 +240,57 @@ def k_step(token_rewards: torch.Tensor, values: torch.Tensor, mask: torch.Tensor
     return out
 
 
-def process_grpo(token_rewards: torch.Tensor, step: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, groups: torch.Tensor, *, ddof: int = 1,
-                 eps: float = 1e-4) -> torch.Tensor:  # fmt: skip
+def process_grpo(
+    token_rewards: torch.Tensor,
+    step: torch.Tensor,
+    mask: torch.Tensor,
+    seq: torch.Tensor,
+    groups: torch.Tensor,
+    *,
+    ddof: int = 1,
+    eps: float = 1e-4,
+) -> torch.Tensor:
     """The process-supervised form of grpo (DeepSeekMath, section 4.1.3): [N].
 
-    step bool [N]: the tokens that end a step (a reward of 0 is a step's reward too; see `steps`).  Each is normalised by mean and std
-    over all steps of its group, and a token's advantage is the sum of the normalised rewards from it on.  With one step an answer, on
-    its last token, this is `grpo`.
-    """
+    step bool [N]: the tokens that end a step (a reward of 0 is a step's reward too; see `steps`).
+    Each is normalised by mean and std over all steps of its group, and a token's advantage is the
+    sum of the normalised rewards from it on.  With one step an answer, on its last token, this is
+    `grpo`."""
     step = step & mask
     out = torch.zeros_like(token_rewards)
     if bool(step.any()):
         group = groups[seq][step]
-        r, n = token_rewards[step], _counts(group)
+        r = token_rewards[step]
+        n = _counts(group)
         apart = centred(r, group)
         std = (_sum(apart.square(), group) / (n - ddof)).sqrt()
         out[step] = torch.where(apart == 0, 0.0, apart / (std + eps))
     return _skipping(out, mask, seq, 1.0)
 
 
-def steps(token_rewards: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
-    """Bool [N]: where a step of process supervision ends, if nobody says it: tokens whose reward is not 0, and each answer's last."""
+def steps(
+    token_rewards: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
+) -> torch.Tensor:
+    """Bool [N]: where a step of process supervision ends, if nobody says it: tokens whose reward is
+    not 0, and each answer's last.
+    """
     last = on_last_token(torch.ones(n, dtype=token_rewards.dtype, device=seq.device), mask, seq) > 0
     return mask & ((token_rewards != 0) | last)
 
 
 def _moved(x: torch.Tensor, at: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
-    """x [N] added up at the places `at` int64 [N]; what would leave its own answer, or the batch (-1), is dropped."""
+    """x [N] added up at the places `at` int64 [N]; what would leave its own answer, or the batch
+    (-1), is dropped.
+    """
     padded = torch.cat([seq, seq.new_full((1,), -1)])
-    return torch.zeros_like(x).index_add_(0, at.clamp(min=0), torch.where(padded[at] == seq, x, 0.0))
+    return torch.zeros_like(x).index_add_(
+        0, at.clamp(min=0), torch.where(padded[at] == seq, x, 0.0)
+    )
 
 
 def on_trained(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
-    """x [N] of tokens outside the mask counts for the last token of the mask before them, which led there: [N].
+    """x [N] of tokens outside the mask counts for the last token of the mask before them, which led
+    there: [N].
 
     What an answer gets before its first token of the mask is owed to none of them and dropped.
     """
@@ -210,16 +299,21 @@ def on_trained(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.
 
 
 def by_step(x: torch.Tensor, step: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
-    """x [N] summed over each step, on the token that ends it (step bool [N]); what follows an answer's last step is that one's: [N]."""
-    place, n = torch.arange(len(seq), device=seq.device), len(seq)
-    ends = torch.where(step, place, n).flip(0).cummin(0).values.flip(0)  # the next end, at or after each token
+    """x [N] summed over each step, on the token that ends it (step bool [N]); what follows an
+    answer's last step is that one's: [N].
+    """
+    place = torch.arange(len(seq), device=seq.device)
+    n = len(seq)
+    # the next end, at or after each token
+    ends = torch.where(step, place, n).flip(0).cummin(0).values.flip(0)
     before = torch.where(step, place, -1).cummax(0).values  # the last end, at or before it
     inside = torch.cat([seq, seq.new_full((1,), -1)])[ends] == seq
     return _moved(x, torch.where(inside, ends, before), seq)
 
 
 def whiten(x: torch.Tensor, eps: float = 1e-8, over: torch.Tensor | None = None) -> torch.Tensor:
-    """Mean 0, standard deviation 1 over the batch (ddof 1); a single value, and values that are all equal, become 0.
+    """Mean 0, standard deviation 1 over the batch (ddof 1); a single value, and values that are all
+    equal, become 0.
 
     over: the values whose mean and deviation are taken, when they are not x itself.
     """
@@ -242,11 +336,19 @@ def masked_whiten(x: torch.Tensor, mask: torch.Tensor, eps: float = 1e-8) -> tor
 
 
 def to_unit(x: torch.Tensor, over: torch.Tensor | None = None) -> torch.Tensor:
-    """Rewards scaled to [0, 1] over the batch; all equal: 0.  over: the values that become 0 to 1, when they are not x itself."""
+    """Rewards scaled to [0, 1] over the batch; all equal: 0.  over: the values that become 0 to 1,
+    when they are not x itself.
+    """
     over = x if over is None else over
-    return torch.where(_flat(over), 0.0, (x - over.min()) / (over.max() - over.min())) if len(over) else x
+    return (
+        torch.where(_flat(over), 0.0, (x - over.min()) / (over.max() - over.min()))
+        if len(over)
+        else x
+    )
 
 
 def overlong_penalty(lengths: torch.Tensor, limit: int, ramp: int) -> torch.Tensor:
-    """A linear ramp [B] from 0 at `limit - ramp` tokens to 1 at `limit` (soft overlong punishment of DAPO, arXiv 2503.14476)."""
+    """A linear ramp [B] from 0 at `limit - ramp` tokens to 1 at `limit` (soft overlong punishment
+    of DAPO, arXiv 2503.14476).
+    """
     return ((lengths - (limit - ramp)) / max(ramp, 1)).clamp(0.0, 1.0)

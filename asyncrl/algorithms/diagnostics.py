@@ -1,7 +1,8 @@
-"""Sums over tokens and samples, by lag bucket, and the metrics they make.  Sums of micro-batches add up; `max/` takes the larger.
+"""Sums over tokens and samples, by lag bucket, and the metrics they make.  Sums of micro-batches
+add up; `max/` takes the larger.
 
-Each micro-batch makes one matrix [statistics, 1 + buckets]: column 0 is all valid tokens, then one column a lag bucket.
-"""
+Each micro-batch makes one matrix [statistics, 1 + buckets]: column 0 is all valid tokens, then one
+column a lag bucket."""
 
 from __future__ import annotations
 
@@ -16,23 +17,68 @@ from asyncrl.algorithms.surrogates import DUAL, HIGH, LOW
 
 BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 10**9))
 BUCKET_NAMES = ("0", "1", "2", "3to4", "5to8", "9plus")
-# of every valid token; then, from "known" on, of those whose log-probability at the learner's start is known (b behaviour, s start, t target)
-TOKENS = ("n", "w", "w2", "bt_k1", "bt_k3", "nll_mu", "nll", "entropy", "low", "high", "dual",
-          "rejected", "vetoed", "masked", "ref_k1", "ref_k3", "ref_forward", "ref_nll", "t", "t2",
-          "known", "rho", "rho2", "bs_k1", "bs_k3", "st_k1", "st_k3", "nll_start")  # fmt: skip
+# of every valid token; then, from "known" on, of those whose log-probability at the learner's start
+# is known (b behaviour, s start, t target)
+TOKENS = (
+    "n",
+    "w",
+    "w2",
+    "bt_k1",
+    "bt_k3",
+    "nll_mu",
+    "nll",
+    "entropy",
+    "low",
+    "high",
+    "dual",
+    "rejected",
+    "vetoed",
+    "masked",
+    "ref_k1",
+    "ref_k3",
+    "ref_forward",
+    "ref_nll",
+    "t",
+    "t2",
+    "known",
+    "rho",
+    "rho2",
+    "bs_k1",
+    "bs_k3",
+    "st_k1",
+    "st_k3",
+    "nll_start",
+)
 OF_START = TOKENS[TOKENS.index("known") :]
-SAMPLES = ("n", "nll_mu", "nll", "w", "w2", "rejected", "rejected_length", "rejected_reward", "vetoed", "vetoed_length",
-           "vetoed_reward", "masked", "masked_length", "masked_reward", "known", "nll_start")  # fmt: skip
+SAMPLES = (
+    "n",
+    "nll_mu",
+    "nll",
+    "w",
+    "w2",
+    "rejected",
+    "rejected_length",
+    "rejected_reward",
+    "vetoed",
+    "vetoed_length",
+    "vetoed_reward",
+    "masked",
+    "masked_length",
+    "masked_reward",
+    "known",
+    "nll_start",
+)
 EDGES = 0.01 * 1.15 ** torch.arange(48)  # |log rho| histogram: from 0.01 to about 7
 
 
 @dataclass
 class View:
-    """What is looked at, [n] tokens of whole samples, detached.  valid bool [n]; reference, entropy may be None.
+    """What is looked at, [n] tokens of whole samples, detached.  valid bool [n]; reference, entropy
+    may be None.
 
-    start: the learner's policy as the batch began, where `known` bool [n] (None: everywhere); elsewhere it is not looked at.
-    age: versions between the weights that drew a token and the oldest of its keys and values (None: one version computed all).
-    """
+    start: the learner's policy as the batch began, where `known` bool [n] (None: everywhere);
+    elsewhere it is not looked at. age: versions between the weights that drew a token and the
+    oldest of its keys and values (None: one version computed all)."""
 
     seq: torch.Tensor
     lag: torch.Tensor
@@ -52,31 +98,72 @@ class View:
 
 
 def sums(v: View) -> dict[str, torch.Tensor]:
-    """`tokens` [TOKENS, 1 + buckets], `samples` [SAMPLES], `ratios` [bins], `at_lag_0` (count and k3 of what the start's own weights
-    computed whole), `max/ratio`, `max/at_lag_0`: all float64, on the tokens' device."""
-    a, b, t = log_ratio(v.start, v.behavior), log_ratio(v.target, v.start), log_ratio(v.target, v.behavior)
-    zero, rho = torch.zeros_like(a), a.exp()
+    """`tokens` [TOKENS, 1 + buckets], `samples` [SAMPLES], `ratios` [bins], `at_lag_0` (count and
+    k3 of what the start's own weights computed whole), `max/ratio`, `max/at_lag_0`: all float64, on
+    the tokens' device."""
+    a = log_ratio(v.start, v.behavior)
+    b = log_ratio(v.target, v.start)
+    t = log_ratio(v.target, v.behavior)
+    zero = torch.zeros_like(a)
+    rho = a.exp()
     known = v.valid if v.known is None else v.valid & v.known
     same = known & (v.lag == 0) if v.age is None else known & (v.lag == 0) & (v.age == 0)
     x = zero if v.reference is None else log_ratio(v.target, v.reference)
     masked = v.kept & (v.weight == 0)
     columns = {
-        "n": torch.ones_like(a), "w": v.weight, "w2": v.weight.square(), "bt_k1": -t, "bt_k3": kl.k3(-t), "nll_mu": -v.behavior, "nll": -v.target,
-        "entropy": zero if v.entropy is None else v.entropy, "low": v.clipped == LOW, "high": v.clipped == HIGH, "dual": v.clipped == DUAL,
-        "rejected": ~v.kept & ~v.vetoed, "vetoed": v.vetoed, "masked": masked, "ref_k1": x, "ref_k3": kl.k3(x), "ref_forward": kl.forward_k3(x),
-        "ref_nll": zero if v.reference is None else -v.reference, "t": t.exp(), "t2": (2 * t).exp(),
-        "known": torch.ones_like(a), "rho": rho, "rho2": rho.square(), "bs_k1": -a, "bs_k3": kl.k3(-a), "st_k1": -b, "st_k3": kl.k3(-b),
+        "n": torch.ones_like(a),
+        "w": v.weight,
+        "w2": v.weight.square(),
+        "bt_k1": -t,
+        "bt_k3": kl.k3(-t),
+        "nll_mu": -v.behavior,
+        "nll": -v.target,
+        "entropy": zero if v.entropy is None else v.entropy,
+        "low": v.clipped == LOW,
+        "high": v.clipped == HIGH,
+        "dual": v.clipped == DUAL,
+        "rejected": ~v.kept & ~v.vetoed,
+        "vetoed": v.vetoed,
+        "masked": masked,
+        "ref_k1": x,
+        "ref_k3": kl.k3(x),
+        "ref_forward": kl.forward_k3(x),
+        "ref_nll": zero if v.reference is None else -v.reference,
+        "t": t.exp(),
+        "t2": (2 * t).exp(),
+        "known": torch.ones_like(a),
+        "rho": rho,
+        "rho2": rho.square(),
+        "bs_k1": -a,
+        "bs_k3": kl.k3(-a),
+        "st_k1": -b,
+        "st_k3": kl.k3(-b),
         "nll_start": -v.start,
-    }  # fmt: skip
-    table = torch.stack([torch.where(known if name in OF_START else v.valid, columns[name].double(), 0.0) for name in TOKENS])
-    inside = torch.stack([v.valid] + [v.valid & (v.lag >= lo) & (v.lag <= hi) for lo, hi in BUCKETS], 1).double()
+    }
+    table = torch.stack(
+        [
+            torch.where(known if name in OF_START else v.valid, columns[name].double(), 0.0)
+            for name in TOKENS
+        ]
+    )
+    inside = torch.stack(
+        [v.valid] + [v.valid & (v.lag >= lo) & (v.lag <= hi) for lo, hi in BUCKETS], 1
+    ).double()
     bins = torch.bucketize(a.abs().double(), EDGES.to(a.device, torch.float64))
     out = {
-        "tokens": table @ inside, "samples": _samples(v), "max/ratio": torch.where(known, rho, 0.0).amax().double() if len(a) else a.sum().double(),
-        "max/at_lag_0": torch.where(same, a.abs(), 0.0).amax().double() if len(a) else a.sum().double(),
-        "at_lag_0": torch.stack([same.double().sum(), torch.where(same, kl.k3(-a).double(), 0.0).sum()]),
-        "ratios": torch.zeros(len(EDGES) + 1, dtype=torch.float64, device=a.device).index_add_(0, bins, known.double()),
-    }  # fmt: skip
+        "tokens": table @ inside,
+        "samples": _samples(v),
+        "max/ratio": torch.where(known, rho, 0.0).amax().double() if len(a) else a.sum().double(),
+        "max/at_lag_0": torch.where(same, a.abs(), 0.0).amax().double()
+        if len(a)
+        else a.sum().double(),
+        "at_lag_0": torch.stack(
+            [same.double().sum(), torch.where(same, kl.k3(-a).double(), 0.0).sum()]
+        ),
+        "ratios": torch.zeros(len(EDGES) + 1, dtype=torch.float64, device=a.device).index_add_(
+            0, bins, known.double()
+        ),
+    }
     return out
 
 
@@ -88,19 +175,33 @@ def _samples(v: View) -> torch.Tensor:
         return seq_sum(torch.where(v.valid, x.double(), 0.0), v.seq, n)
 
     length = per(torch.ones_like(v.target))
-    some, size = (length > 0).double(), length.clamp(min=1)
+    some = (length > 0).double()
+    size = length.clamp(min=1)
     gone = (per(~v.kept) == length).double() * some
-    w, vetoed, masked = per(v.weight) / size, (per(v.vetoed) > 0).double(), per(v.kept & (v.weight == 0))
+    w = per(v.weight) / size
+    vetoed = (per(v.vetoed) > 0).double()
+    masked = per(v.kept & (v.weight == 0))
     rewards = v.rewards.double()
     seen = torch.ones_like(v.valid) if v.known is None else v.known
     known = (per(seen) == length).double() * some  # a pass covers whole answers
     rows = {
-        "n": some, "nll_mu": per(-v.behavior) / size, "nll": per(-v.target) / size, "w": w * some,
-        "w2": w.square() * some, "rejected": gone, "rejected_length": gone * length, "rejected_reward": gone * rewards,
-        "vetoed": vetoed, "vetoed_length": vetoed * length, "vetoed_reward": vetoed * rewards,
-        "masked": masked, "masked_length": masked * length, "masked_reward": masked * rewards,
-        "known": known, "nll_start": known * per(torch.where(seen, -v.start, 0.0)) / size,
-    }  # fmt: skip
+        "n": some,
+        "nll_mu": per(-v.behavior) / size,
+        "nll": per(-v.target) / size,
+        "w": w * some,
+        "w2": w.square() * some,
+        "rejected": gone,
+        "rejected_length": gone * length,
+        "rejected_reward": gone * rewards,
+        "vetoed": vetoed,
+        "vetoed_length": vetoed * length,
+        "vetoed_reward": vetoed * rewards,
+        "masked": masked,
+        "masked_length": masked * length,
+        "masked_reward": masked * rewards,
+        "known": known,
+        "nll_start": known * per(torch.where(seen, -v.start, 0.0)) / size,
+    }
     return torch.stack([rows[name].sum() for name in SAMPLES])
 
 
@@ -110,7 +211,9 @@ def add(total: dict[str, torch.Tensor], more: dict[str, torch.Tensor]) -> None:
         if name not in total:
             total[name] = x
         else:
-            total[name] = torch.maximum(total[name], x) if name.startswith("max/") else total[name] + x
+            total[name] = (
+                torch.maximum(total[name], x) if name.startswith("max/") else total[name] + x
+            )
 
 
 def to_host(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
@@ -118,7 +221,8 @@ def to_host(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
     if not tensors:
         return {}
     flat = torch.cat([x.detach().double().reshape(-1) for x in tensors.values()]).tolist()
-    out, at = {}, 0
+    out = {}
+    at = 0
     for name, x in tensors.items():
         out[name] = flat[at : at + x.numel()]
         at += x.numel()
@@ -132,12 +236,20 @@ def metrics(total: dict[str, torch.Tensor]) -> dict[str, float]:
         return {}
     width = 1 + len(BUCKETS)
     table = {name: host["tokens"][i * width : (i + 1) * width] for i, name in enumerate(TOKENS)}
-    out = _of_tokens({name: row[0] for name, row in table.items()}) | _of_samples(dict(zip(SAMPLES, host["samples"], strict=True)))
+    out = _of_tokens({name: row[0] for name, row in table.items()}) | _of_samples(
+        dict(zip(SAMPLES, host["samples"], strict=True))
+    )
     if table["known"][0] > 0:
-        quantiles = {f"is/log_ratio_{name}": _quantile(host["ratios"], q) for name, q in (("p50", 0.5), ("p99", 0.99))}
+        quantiles = {
+            f"is/log_ratio_{name}": _quantile(host["ratios"], q)
+            for name, q in (("p50", 0.5), ("p99", 0.99))
+        }
         out |= {"is/ratio_max": host["max/ratio"][0]} | quantiles
     if host["at_lag_0"][0] > 0:
-        out |= {"mismatch/k3_at_lag_0": host["at_lag_0"][1] / host["at_lag_0"][0], "mismatch/max_at_lag_0": host["max/at_lag_0"][0]}
+        out |= {
+            "mismatch/k3_at_lag_0": host["at_lag_0"][1] / host["at_lag_0"][0],
+            "mismatch/max_at_lag_0": host["max/at_lag_0"][0],
+        }
     for i, bucket in enumerate(BUCKET_NAMES, 1):
         if table["n"][i] > 0:
             out |= _of_bucket({name: row[i] for name, row in table.items()}, bucket)
@@ -157,19 +269,36 @@ def _of_tokens(s: dict[str, float]) -> dict[str, float]:
     n = max(s["n"], 1.0)
     m = {name: x / n for name, x in s.items()}
     out = {
-        "is/mean_weight": m["w"], "is/weight_ess": _ess(s["w"], s["w2"], n), "is/target_ess": _ess(s["t"], s["t2"], n),
+        "is/mean_weight": m["w"],
+        "is/weight_ess": _ess(s["w"], s["w2"], n),
+        "is/target_ess": _ess(s["t"], s["t2"], n),
         "is/zero_share": m["masked"] + m["rejected"] + m["vetoed"],
-        "is/rejected_share": m["rejected"], "is/vetoed_share": m["vetoed"], "is/masked_share": m["masked"],
-        "kl/behavior_target_k1": m["bt_k1"], "kl/behavior_target_k3": m["bt_k3"], "clip/low": m["low"], "clip/high": m["high"], "clip/dual": m["dual"],
-        "clip/share": m["low"] + m["high"] + m["dual"], "policy/behavior_nll": m["nll_mu"], "perplexity/behavior": _exp(m["nll_mu"]),
+        "is/rejected_share": m["rejected"],
+        "is/vetoed_share": m["vetoed"],
+        "is/masked_share": m["masked"],
+        "kl/behavior_target_k1": m["bt_k1"],
+        "kl/behavior_target_k3": m["bt_k3"],
+        "clip/low": m["low"],
+        "clip/high": m["high"],
+        "clip/dual": m["dual"],
+        "clip/share": m["low"] + m["high"] + m["dual"],
+        "policy/behavior_nll": m["nll_mu"],
+        "perplexity/behavior": _exp(m["nll_mu"]),
         "perplexity/target": _exp(m["nll"]),
-    }  # fmt: skip
+    }
     if s["known"]:
-        out |= _of_start({name: s[name] / s["known"] for name in OF_START}) | {"is/ess": _ess(s["rho"], s["rho2"], s["known"])}
+        out |= _of_start({name: s[name] / s["known"] for name in OF_START}) | {
+            "is/ess": _ess(s["rho"], s["rho2"], s["known"])
+        }
     if s["entropy"]:
         out["policy/entropy"] = m["entropy"]
     if s["ref_nll"]:
-        out |= {"kl/target_ref_k1": m["ref_k1"], "kl/target_ref_k3": m["ref_k3"], "kl/ref_target": m["ref_forward"], "perplexity/reference": _exp(m["ref_nll"])}
+        out |= {
+            "kl/target_ref_k1": m["ref_k1"],
+            "kl/target_ref_k3": m["ref_k3"],
+            "kl/ref_target": m["ref_forward"],
+            "perplexity/reference": _exp(m["ref_nll"]),
+        }
     return out
 
 
@@ -187,7 +316,10 @@ def _of_start(m: dict[str, float]) -> dict[str, float]:
 
 def _of_samples(s: dict[str, float]) -> dict[str, float]:
     n = max(s["n"], 1.0)
-    out = {f"perplexity_by_answer/{who}": _exp(s[key] / n) for who, key in (("behavior", "nll_mu"), ("target", "nll"))}
+    out = {
+        f"perplexity_by_answer/{who}": _exp(s[key] / n)
+        for who, key in (("behavior", "nll_mu"), ("target", "nll"))
+    }
     if s["known"]:
         out["perplexity_by_answer/start"] = _exp(s["nll_start"] / s["known"])
     out |= {"is/ess_by_answer": _ess(s["w"], s["w2"], n), "is/rejected_answers": s["rejected"] / n}
@@ -201,23 +333,38 @@ def _of_samples(s: dict[str, float]) -> dict[str, float]:
 def _of_bucket(s: dict[str, float], bucket: str) -> dict[str, float]:
     n = s["n"]
     out = {
-        "target_k3": s["bt_k3"] / n, "weight": s["w"] / n, "tokens": n,
-        "clip": (s["low"] + s["high"] + s["dual"]) / n, "zero": (s["masked"] + s["rejected"] + s["vetoed"]) / n,
-    }  # fmt: skip
+        "target_k3": s["bt_k3"] / n,
+        "weight": s["w"] / n,
+        "tokens": n,
+        "clip": (s["low"] + s["high"] + s["dual"]) / n,
+        "zero": (s["masked"] + s["rejected"] + s["vetoed"]) / n,
+    }
     if s["entropy"]:
         out["entropy"] = s["entropy"] / n
     if known := s["known"]:
-        out |= {"k1": s["bs_k1"] / known, "k3": s["bs_k3"] / known, "update": s["st_k1"] / known, "ess": _ess(s["rho"], s["rho2"], known)}
+        out |= {
+            "k1": s["bs_k1"] / known,
+            "k3": s["bs_k3"] / known,
+            "update": s["st_k1"] / known,
+            "ess": _ess(s["rho"], s["rho2"], known),
+        }
     return {f"by_lag/{name}_{bucket}": x for name, x in out.items()}
 
 
 def _of_reshape(s: list[float]) -> dict[str, float]:
-    """From the sums that step_loss makes: n, gamma, w, w^gamma, w^gamma A and its square, gamma and count away, and back."""
+    """From the sums that step_loss makes: n, gamma, w, w^gamma, w^gamma A and its square, gamma and
+    count away, and back.
+    """
     n = max(s[0], 1.0)
     return {
-        "reshape/gamma": s[1] / n, "reshape/ratio": s[2] / n, "reshape/used_ratio": s[3] / n, "reshape/objective_mean": s[4] / n,
-        "reshape/objective_var": s[5] / n - (s[4] / n) ** 2, "reshape/gamma_away": s[6] / max(s[7], 1.0), "reshape/gamma_back": s[8] / max(s[9], 1.0),
-    }  # fmt: skip
+        "reshape/gamma": s[1] / n,
+        "reshape/ratio": s[2] / n,
+        "reshape/used_ratio": s[3] / n,
+        "reshape/objective_mean": s[4] / n,
+        "reshape/objective_var": s[5] / n - (s[4] / n) ** 2,
+        "reshape/gamma_away": s[6] / max(s[7], 1.0),
+        "reshape/gamma_back": s[8] / max(s[9], 1.0),
+    }
 
 
 def _exp(x: float) -> float:
@@ -226,7 +373,8 @@ def _exp(x: float) -> float:
 
 def _quantile(counts: list[float], q: float) -> float:
     """Upper edge of the bin that holds the quantile, 0 for none."""
-    goal, seen = q * sum(counts), 0.0
+    goal = q * sum(counts)
+    seen = 0.0
     for i, count in enumerate(counts):
         seen += count
         if count and seen >= goal:

@@ -1,53 +1,132 @@
-"""Names of the metrics that the mathematics emits: name -> (unit, meaning).  Plain data, imports nothing."""
+"""Names of the metrics that the mathematics emits: name -> (unit, meaning).  Plain data, imports
+nothing.
+"""
 
 from __future__ import annotations
 
 METRIC_NAMES: dict[str, tuple[str, str]] = {
     "reward/min": ("reward", "smallest reward of the batch"),
     "reward/max": ("reward", "largest reward of the batch"),
-    "reward/used_mean": ("reward", "mean reward as the advantage takes it, after truncation, scaling and KL: what baseline = ema follows"),
-    "reward/greedy": ("reward", "mean reward of the groups' greedy answers, remax's baseline; they are in no other metric of the loss"),
+    "reward/used_mean": (
+        "reward",
+        "mean reward as the advantage takes it, after truncation, scaling and KL: what baseline = "
+        "ema follows",
+    ),
+    "reward/greedy": (
+        "reward",
+        "mean reward of the groups' greedy answers, remax's baseline; they are in no other metric "
+        "of the loss",
+    ),
     "adv/mean": ("-", "mean advantage over valid tokens"),
     "adv/abs_max": ("-", "largest |advantage| of a valid token"),
-    "answer/masked_share": ("share", "response tokens outside the loss: loss mask, staleness.on_exceed = mask, truncated answers"),
-    "is/chi2": ("-", "mean of the squared start/behaviour ratio, minus 1; start: the learner as the batch begins, whatever the loss divides by"),
+    "answer/masked_share": (
+        "share",
+        "response tokens outside the loss: loss mask, "
+        "staleness.on_exceed = mask, truncated answers",
+    ),
+    "is/chi2": (
+        "-",
+        "mean of the squared start/behaviour ratio, minus 1; start: the learner as the batch "
+        "begins, whatever the loss divides by",
+    ),
     "is/weight_ess": ("share", "effective sample size of the weights that the loss uses"),
-    "is/target_ess": ("share", "effective sample size of the raw ratios target/behaviour, whatever weights the loss uses"),
+    "is/target_ess": (
+        "share",
+        "effective sample size of the raw ratios target/behaviour, whatever weights the loss uses",
+    ),
     "is/ess_by_answer": ("share", "effective sample size of the answers' mean weights"),
-    "is/log_ratio_p50": ("nats", "median of |log start/behaviour| of a token (upper edge of its bin; bins grow by 15 %)"),
-    "is/log_ratio_p99": ("nats", "99th percentile of |log start/behaviour| of a token (upper edge of its bin)"),
+    "is/log_ratio_p50": (
+        "nats",
+        "median of |log start/behaviour| of a token (upper edge of its bin; bins grow by 15 %)",
+    ),
+    "is/log_ratio_p99": (
+        "nats",
+        "99th percentile of |log start/behaviour| of a token (upper edge of its bin)",
+    ),
     "is/rejected_share": ("share", "valid tokens dropped by correction.reject"),
     "is/vetoed_share": ("share", "valid tokens dropped by correction.veto"),
     "is/masked_share": ("share", "valid tokens whose weight the bound or M2PO set to 0"),
     "is/rejected_answers": ("share", "answers that lost all their tokens to rejection or veto"),
     "is/rejected_length": ("tokens", "mean length of those answers"),
     "is/rejected_reward": ("reward", "mean reward of those answers"),
-    "is/vetoed_answers": ("share", "answers dropped by correction.veto; they are among the rejected ones"),
+    "is/vetoed_answers": (
+        "share",
+        "answers dropped by correction.veto; they are among the rejected ones",
+    ),
     "is/vetoed_length": ("tokens", "mean length of those answers"),
     "is/vetoed_reward": ("reward", "mean reward of those answers"),
-    "is/masked_length": ("tokens", "mean length of the answers that the tokens of is/masked_share belong to"),
-    "is/masked_reward": ("reward", "mean reward of the answers that the tokens of is/masked_share belong to"),
-    "kl/start_target_k1": ("nats/token", "k1 estimate of KL(start || target): the mean of log pi_start - log pi_theta over the batch's updates"),
+    "is/masked_length": (
+        "tokens",
+        "mean length of the answers that the tokens of is/masked_share belong to",
+    ),
+    "is/masked_reward": (
+        "reward",
+        "mean reward of the answers that the tokens of is/masked_share belong to",
+    ),
+    "kl/start_target_k1": (
+        "nats/token",
+        "k1 estimate of KL(start || target): the mean of log pi_start - log pi_theta over the "
+        "batch's updates",
+    ),
     "kl/behavior_target_k1": ("nats/token", "k1 estimate of KL(behaviour || target)"),
-    "kl/ref_target": ("nats/token", "forward KL(reference || target) on the samples: mean of r log r - r + 1, r = reference/target"),
+    "kl/ref_target": (
+        "nats/token",
+        "forward KL(reference || target) on the samples: mean of r log r - r + 1, r = "
+        "reference/target",
+    ),
     "kl/loss_beta": ("-", "coefficient of KL in the loss"),
-    "kl/answer": ("nats/answer", "with KL in the reward: k1 estimate of KL(start || reference) over whole answers, which kl.reward.controller steers"),
-    "kl/gradient_share": ("-", "KL in the loss: norm of its gradient over the policy term's, both with respect to the logprobs"),
-    "kl/reward_gradient_share": ("-", "KL in the reward: norm of what it changes of the advantages over that of the advantages without it"),
+    "kl/answer": (
+        "nats/answer",
+        "with KL in the reward: k1 estimate of KL(start || reference) over whole answers, which "
+        "kl.reward.controller steers",
+    ),
+    "kl/gradient_share": (
+        "-",
+        "KL in the loss: norm of its gradient over the policy term's, both with respect to the "
+        "logprobs",
+    ),
+    "kl/reward_gradient_share": (
+        "-",
+        "KL in the reward: norm of what it changes of the advantages over that of the advantages "
+        "without it",
+    ),
     "clip/low": ("share", "tokens cut at the lower bound"),
     "clip/high": ("share", "tokens cut at the upper bound"),
     "clip/dual": ("share", "tokens cut by the dual clip"),
-    "loss/entropy": ("-", "entropy bonus, before its coefficient, summed over the batch's optimizer steps"),
-    "loss/value": ("-", "value loss, before its coefficient, summed over the batch's optimizer steps"),
-    "loss/kl_penalty": ("-", "reshape.kl_penalty's term, before its coefficient, summed over the batch's optimizer steps"),
-    "value/explained_variance": ("-", "1 - var(return - value) / var(return) at the start of the batch"),
+    "loss/entropy": (
+        "-",
+        "entropy bonus, before its coefficient, summed over the batch's optimizer steps",
+    ),
+    "loss/value": (
+        "-",
+        "value loss, before its coefficient, summed over the batch's optimizer steps",
+    ),
+    "loss/kl_penalty": (
+        "-",
+        "reshape.kl_penalty's term, before its coefficient, "
+        "summed over the batch's optimizer steps",
+    ),
+    "value/explained_variance": (
+        "-",
+        "1 - var(return - value) / var(return) at the start of the batch",
+    ),
     "value/mean": ("reward", "mean value of the batch's tokens at its start"),
-    "value/grad_norm": ("-", "gradient norm of the value head (and of a trunk of its own), mean over the batch's optimizer steps"),
+    "value/grad_norm": (
+        "-",
+        "gradient norm of the value head (and of a trunk of its own), mean over the batch's "
+        "optimizer steps",
+    ),
     "perplexity/behavior": ("-", "exp of the mean -log mu over tokens"),
-    "perplexity/start": ("-", "exp of the mean -log pi_start over tokens: the learner as the batch begins"),
+    "perplexity/start": (
+        "-",
+        "exp of the mean -log pi_start over tokens: the learner as the batch begins",
+    ),
     "perplexity/target": ("-", "exp of the mean -log pi_theta over tokens"),
     "perplexity/reference": ("-", "exp of the mean -log pi_ref over tokens"),
-    "perplexity_by_answer/behavior": ("-", "exp of the mean over answers of each one's mean -log mu"),
+    "perplexity_by_answer/behavior": (
+        "-",
+        "exp of the mean over answers of each one's mean -log mu",
+    ),
     "perplexity_by_answer/start": ("-", "the same for the learner as the batch begins"),
     "perplexity_by_answer/target": ("-", "the same for pi_theta"),
     "reshape/gamma": ("-", "mean gamma over valid tokens, all optimizer steps"),
@@ -60,14 +139,21 @@ METRIC_NAMES: dict[str, tuple[str, str]] = {
     "reshape/used_ratio": ("-", "mean w^gamma"),
     "reshape/objective_mean": ("-", "mean of w^gamma A"),
     "reshape/objective_var": ("-", "variance of w^gamma A"),
-    "optim/lr_scale": ("share", "learning-rate scale of the last optimizer step (stop.action = slow)"),
+    "optim/lr_scale": (
+        "share",
+        "learning-rate scale of the last optimizer step (stop.action = slow)",
+    ),
     "optim/stop_ess": ("share", "ESS of pi_theta / mu before the last optimizer step"),
 }
 BY_LAG = {
-    "k1": ("nats/token", "kl/behavior_start_k1"), "update": ("nats/token", "kl/start_target_k1"),
-    "target_k3": ("nats/token", "kl/behavior_target_k3"), "ess": ("share", "is/ess"),
-    "clip": ("share", "clip/share"), "zero": ("share", "is/zero_share"), "entropy": ("nats/token", "policy/entropy"),
-}  # fmt: skip
+    "k1": ("nats/token", "kl/behavior_start_k1"),
+    "update": ("nats/token", "kl/start_target_k1"),
+    "target_k3": ("nats/token", "kl/behavior_target_k3"),
+    "ess": ("share", "is/ess"),
+    "clip": ("share", "clip/share"),
+    "zero": ("share", "is/zero_share"),
+    "entropy": ("nats/token", "policy/entropy"),
+}
 for _kind, (_unit, _of) in BY_LAG.items():
     for _bucket in ("0", "1", "2", "3to4", "5to8", "9plus"):
         METRIC_NAMES[f"by_lag/{_kind}_{_bucket}"] = (_unit, f"{_of} of tokens at lag {_bucket}")

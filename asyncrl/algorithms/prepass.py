@@ -1,4 +1,6 @@
-"""The pre-pass over a whole batch: which tokens are in the loss, and their advantages.  No gradient; see step_loss for the whole."""
+"""The pre-pass over a whole batch: which tokens are in the loss, and their advantages.  No
+gradient; see step_loss for the whole.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,23 @@ from asyncrl.errors import ConfigError
 
 @dataclass
 class LossBatch:
-    """seq, token_lag int64 [N]; behavior fp32 [N]; mask bool [N]; rewards fp32 [B]; groups int64 [B]; truncated bool [B].
+    """seq, token_lag int64 [N]; behavior fp32 [N]; mask bool [N]; rewards fp32 [B]; groups int64
+    [B]; truncated bool [B].
 
-    Optional: start, anchor, reference, token_rewards, values [N]; bootstrap [B]: V after the last token of a truncated answer;
-    greedy [B]: reward of a greedy answer to the same prompt, greedy_truncated bool and greedy_lengths int64 [B] of that answer.
-    token_rewards: an answer without any has its reward on its last token; steps bool [N]: where a step of process supervision ends,
-    absent: see `advantages.steps`; reward_reference [N]: of KL in the reward, where it has another reference than `reference`, which is
-    the loss's and the metrics'.  All logprobs at the sample's own temperature.
+    Optional: start, anchor, reference, token_rewards, values [N]; bootstrap [B]: V after the last
+    token of a truncated answer; greedy [B]: reward of a greedy answer to the same prompt,
+    greedy_truncated bool and greedy_lengths int64 [B] of that answer. token_rewards: an answer
+    without any has its reward on its last token; steps bool [N]: where a step of process
+    supervision ends, absent: see `advantages.steps`; reward_reference [N]: of KL in the reward,
+    where it has another reference than `reference`, which is the loss's and the metrics'.  All
+    logprobs at the sample's own temperature.
 
-    age int64 [N]: versions between the weights that drew a token and the oldest that computed any of the keys and values it attended to.
+    age int64 [N]: versions between the weights that drew a token and the oldest that computed any
+    of the keys and values it attended to.
 
-    start: the learner's policy as the batch begins, which is what is measured against.  anchor: pi_prox, what the loss divides by; it
-    is the start (correction.proximal = recompute), mu (behavior) or between the two (interpolate).
-    """
+    start: the learner's policy as the batch begins, which is what is measured against.  anchor:
+    pi_prox, what the loss divides by; it is the start (correction.proximal = recompute), mu
+    (behavior) or between the two (interpolate)."""
 
     seq: torch.Tensor
     behavior: torch.Tensor
@@ -51,12 +57,16 @@ class LossBatch:
 
 
 def section(config: Any, key: str, /, **defaults: Any) -> Any:
-    """config.key, or a stand-in with the defaults; keys that the section lacks are filled in too."""
+    """config.key, or a stand-in with the defaults; keys that the section lacks are filled in
+    too.
+    """
     found = getattr(config, key, None)
     missing = {k: v for k, v in defaults.items() if not hasattr(found, k)}
     if found is not None and not missing:
         return found
-    return SimpleNamespace(**missing, **{k: getattr(found, k) for k in defaults if k not in missing})
+    return SimpleNamespace(
+        **missing, **{k: getattr(found, k) for k in defaults if k not in missing}
+    )
 
 
 def kept(batch: LossBatch, config: Any) -> torch.Tensor:
@@ -70,20 +80,27 @@ def kept(batch: LossBatch, config: Any) -> torch.Tensor:
 
 
 def fade(batch: LossBatch, config: Any) -> torch.Tensor:
-    """Factor [N]: half for each `half_life` versions above max_lag, under staleness.on_exceed = downweight."""
+    """Factor [N]: half for each `half_life` versions above max_lag, under staleness.on_exceed =
+    downweight.
+    """
     factor = torch.ones_like(batch.behavior)
     if config.staleness.on_exceed == "downweight":
-        factor = torch.pow(0.5, (batch.token_lag - config.staleness.max_lag).clamp(min=0).to(factor.dtype) / config.staleness.half_life)
+        factor = torch.pow(
+            0.5,
+            (batch.token_lag - config.staleness.max_lag).clamp(min=0).to(factor.dtype)
+            / config.staleness.half_life,
+        )
     return factor
 
 
 @dataclass
 class Shaped:
-    """Rewards as the advantage takes them: after what befalls answers that were cut, and scaling; before KL.
+    """Rewards as the advantage takes them: after what befalls answers that were cut, and scaling;
+    before KL.
 
-    answers [B]; greedy [B]: of the greedy answers, shaped the same; tokens [N]: per token, on trained tokens, where the batch has
-    them and the advantage takes them: with `answers - totals` on each answer's last token they add up to `answers`.
-    """
+    answers [B]; greedy [B]: of the greedy answers, shaped the same; tokens [N]: per token, on
+    trained tokens, where the batch has them and the advantage takes them: with `answers - totals`
+    on each answer's last token they add up to `answers`."""
 
     answers: torch.Tensor
     greedy: torch.Tensor | None
@@ -91,21 +108,27 @@ class Shaped:
     totals: torch.Tensor | None = None
 
 
-def _cut(rewards: torch.Tensor, truncated: torch.Tensor, lengths: torch.Tensor, config: Any) -> torch.Tensor:
+def _cut(
+    rewards: torch.Tensor, truncated: torch.Tensor, lengths: torch.Tensor, config: Any
+) -> torch.Tensor:
     """Rewards [B] after `advantage.truncated`: truncated bool [B], lengths int64 [B] in tokens."""
     a = section(config, "advantage", truncated="keep", truncation_penalty=0.0, truncation_ramp=1)
     penalty = float(a.truncation_penalty)
     if a.truncated == "penalty":
         return rewards - penalty * truncated
     if a.truncated == "soft":
-        return rewards - penalty * advantages.overlong_penalty(lengths, config.generator.max_new_tokens, a.truncation_ramp)
+        return rewards - penalty * advantages.overlong_penalty(
+            lengths, config.generator.max_new_tokens, a.truncation_ramp
+        )
     if a.truncated in ("zero", "fixed"):
         return torch.where(truncated, -penalty if a.truncated == "fixed" else 0.0, rewards)
     return rewards
 
 
 def shaped(batch: LossBatch, valid: torch.Tensor, config: Any) -> Shaped:
-    """The batch's rewards after `advantage.truncated` and `advantage.rewards`.  A baseline that is a reward is treated as one."""
+    """The batch's rewards after `advantage.truncated` and `advantage.rewards`.  A baseline that is
+    a reward is treated as one.
+    """
     a = section(config, "advantage", name="", truncated="keep", rewards="raw")
     n = len(batch.rewards)
     given = batch.token_rewards if a.name in advantages.PER_TOKEN else None
@@ -127,46 +150,69 @@ def shaped(batch: LossBatch, valid: torch.Tensor, config: Any) -> Shaped:
         factor = (one - zero).expand(n)
         if a.truncated in ("zero", "fixed"):  # in the place of all that a cut answer was given
             factor = torch.where(batch.truncated, 0.0, factor)
-        out.tokens, out.totals = advantages.on_trained(factor[batch.seq] * given, valid, batch.seq), factor * earned
+        out.tokens = advantages.on_trained(factor[batch.seq] * given, valid, batch.seq)
+        out.totals = factor * earned
     return out
 
 
-def _kl_in_reward(batch: LossBatch, valid: torch.Tensor, config: Any, beta: float) -> torch.Tensor | None:
+def _kl_in_reward(
+    batch: LossBatch, valid: torch.Tensor, config: Any, beta: float
+) -> torch.Tensor | None:
     """beta * sg[k] per token [N], 0 outside `valid`; None without such a term."""
     if beta <= 0:
         return None
-    return beta * torch.where(valid, kl.estimate(config.kl.reward.estimator, _to_reference(batch, config)), 0.0)
+    return beta * torch.where(
+        valid, kl.estimate(config.kl.reward.estimator, _to_reference(batch, config)), 0.0
+    )
 
 
 def _to_reference(batch: LossBatch, config: Any) -> torch.Tensor:
-    """log pi / pi_ref [N] for KL in the reward: pi is the learner's start, never mu unless kl.reward.at = behavior asks for it."""
-    by = batch.behavior if section(config.kl, "reward", at="start").at == "behavior" else batch.start
+    """log pi / pi_ref [N] for KL in the reward: pi is the learner's start, never mu unless
+    kl.reward.at = behavior asks for it.
+    """
+    by = (
+        batch.behavior if section(config.kl, "reward", at="start").at == "behavior" else batch.start
+    )
     ref = batch.reference if batch.reward_reference is None else batch.reward_reference
     if by is None or ref is None:
-        raise ConfigError("kl.reward.coefficient: the batch carries no logprobs of the learner's start, or none of the reference")
+        raise ConfigError(
+            "kl.reward.coefficient: the batch carries no logprobs of the learner's start, or none "
+            "of the reference"
+        )
     return ratios.difference(by, ref)
 
 
 def _kl_of_answers(batch: LossBatch, valid: torch.Tensor, config: Any) -> torch.Tensor:
-    """k1 estimate of KL(start || reference) in nats an answer: mean over answers with a token in the loss of the sum over its tokens."""
+    """k1 estimate of KL(start || reference) in nats an answer: mean over answers with a token in
+    the loss of the sum over its tokens.
+    """
     x = torch.where(valid, _to_reference(batch, config), 0.0)
     some = ratios.seq_sum(valid.to(x.dtype), batch.seq, len(batch.rewards)) > 0
     return x.sum() / some.sum().clamp(min=1)
 
 
-def advantage(batch: LossBatch, valid: torch.Tensor, config: Any, baseline: float,
-                beta: float) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:  # fmt: skip
+def advantage(
+    batch: LossBatch, valid: torch.Tensor, config: Any, baseline: float, beta: float
+) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
     """(advantage [N], returns [N] or None, numbers for the metrics)."""
-    rewards, charge = shaped(batch, valid, config), _kl_in_reward(batch, valid, config, beta)
+    rewards = shaped(batch, valid, config)
+    charge = _kl_in_reward(batch, valid, config, beta)
     adv, returns = _charged(batch, valid, rewards, charge, config, baseline)
-    used = rewards.answers if charge is None else rewards.answers - ratios.seq_sum(charge, batch.seq, len(batch.rewards))
+    used = (
+        rewards.answers
+        if charge is None
+        else rewards.answers - ratios.seq_sum(charge, batch.seq, len(batch.rewards))
+    )
     numbers = {
-        "reward/mean": batch.rewards.mean(), "reward/std": _std(batch.rewards),
-        "reward/min": batch.rewards.amin(), "reward/max": batch.rewards.amax(), "reward/used_mean": used.mean(),
+        "reward/mean": batch.rewards.mean(),
+        "reward/std": _std(batch.rewards),
+        "reward/min": batch.rewards.amin(),
+        "reward/max": batch.rewards.amax(),
+        "reward/used_mean": used.mean(),
         "advantage/std": _std(ratios.seq_mean(adv, batch.mask, batch.seq, len(batch.rewards))),
         "reward/no_spread_share": advantages.no_spread(batch.rewards, batch.groups).float().mean(),
         "answer/truncated_share": batch.truncated.float().mean(),
-    }  # fmt: skip
+    }
     if charge is not None and config.loss.surrogate != "sft":
         plain = _charged(batch, valid, rewards, None, config, baseline)[0]
         norm, own = (torch.where(valid, x, 0.0).norm() for x in (plain, adv - plain))
@@ -176,13 +222,21 @@ def advantage(batch: LossBatch, valid: torch.Tensor, config: Any, baseline: floa
     if batch.greedy is not None:
         numbers["reward/greedy"] = batch.greedy.mean()
     if returns is not None and batch.values is not None:
-        numbers["value/explained_variance"] = values.explained_variance(batch.values, returns, valid)
+        numbers["value/explained_variance"] = values.explained_variance(
+            batch.values, returns, valid
+        )
         numbers["value/mean"] = ratios.masked_mean(batch.values, valid)
     return torch.where(valid, adv, 0.0), returns, numbers
 
 
-def _charged(batch: LossBatch, valid: torch.Tensor, rewards: Shaped, charge: torch.Tensor | None, config: Any,
-             baseline: float) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+def _charged(
+    batch: LossBatch,
+    valid: torch.Tensor,
+    rewards: Shaped,
+    charge: torch.Tensor | None,
+    config: Any,
+    baseline: float,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(advantage [N], returns [N] or None) of the rewards less the KL charge [N]."""
     a = config.advantage
     if config.loss.surrogate == "sft":
@@ -200,7 +254,9 @@ def _std(x: torch.Tensor) -> torch.Tensor:
     return x.std() if len(x) > 1 else x.new_zeros(())
 
 
-def _by_answer(rewards: torch.Tensor, greedy: torch.Tensor | None, batch: LossBatch, a: Any, baseline: float) -> torch.Tensor:
+def _by_answer(
+    rewards: torch.Tensor, greedy: torch.Tensor | None, batch: LossBatch, a: Any, baseline: float
+) -> torch.Tensor:
     """One advantage an answer: [B].  greedy [B], baseline: shaped as the rewards are."""
     if a.name == "rloo":
         return advantages.rloo(rewards, batch.groups)
@@ -209,12 +265,19 @@ def _by_answer(rewards: torch.Tensor, greedy: torch.Tensor | None, batch: LossBa
     if a.name == "dr_grpo":
         return advantages.dr_grpo(rewards, batch.groups)
     if a.name == "opo":
-        return advantages.opo(rewards, batch.groups, ratios.seq_sum(batch.mask.to(rewards.dtype), batch.seq, len(rewards)))
+        return advantages.opo(
+            rewards,
+            batch.groups,
+            ratios.seq_sum(batch.mask.to(rewards.dtype), batch.seq, len(rewards)),
+        )
     if a.name == "gpg":
         return advantages.gpg(rewards, batch.groups)
     if a.name == "remax":
         if greedy is None:
-            raise ConfigError("advantage.name = remax needs the reward of a greedy answer to each prompt (LossBatch.greedy)")
+            raise ConfigError(
+                "advantage.name = remax needs the reward of a greedy answer to each prompt "
+                "(LossBatch.greedy)"
+            )
         return advantages.remax(rewards, greedy)
     if a.name != "reinforce":
         raise ratios.unknown("advantage.name", a.name, advantages.NAMES)
@@ -225,37 +288,72 @@ def _by_answer(rewards: torch.Tensor, greedy: torch.Tensor | None, batch: LossBa
     return advantages.reinforce(rewards, baseline if a.baseline == "ema" else 0.0)
 
 
-def _token_level(batch: LossBatch, valid: torch.Tensor, rewards: Shaped, charge: torch.Tensor | None,
-                 config: Any) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+def _token_level(
+    batch: LossBatch, valid: torch.Tensor, rewards: Shaped, charge: torch.Tensor | None, config: Any
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """reinforce_pp, gae and process-supervised grpo: (advantage [N], returns [N] or None)."""
-    a = section(config, "advantage", name="", gamma=1.0, lam=0.95, k_step=0, group_baseline=False, whiten=False, ddof=1, eps=1e-4)
-    answers, n = rewards.answers, len(batch.rewards)
+    a = section(
+        config,
+        "advantage",
+        name="",
+        gamma=1.0,
+        lam=0.95,
+        k_step=0,
+        group_baseline=False,
+        whiten=False,
+        ddof=1,
+        eps=1e-4,
+    )
+    answers = rewards.answers
+    n = len(batch.rewards)
     if a.name == "reinforce_pp" and a.group_baseline:
         answers = advantages.dr_grpo(answers, batch.groups)
     if rewards.tokens is None:
         per_token = advantages.on_last_token(answers, valid, batch.seq)
     else:
         assert rewards.totals is not None
-        per_token = rewards.tokens + advantages.on_last_token(answers - rewards.totals, valid, batch.seq)
+        per_token = rewards.tokens + advantages.on_last_token(
+            answers - rewards.totals, valid, batch.seq
+        )
     if charge is not None:
         per_token = per_token - charge
     if a.name == "grpo":
         step = _steps(batch, valid, n)
-        return advantages.process_grpo(advantages.by_step(per_token, step, batch.seq), step, valid, batch.seq, batch.groups, ddof=a.ddof, eps=a.eps), None
+        return advantages.process_grpo(
+            advantages.by_step(per_token, step, batch.seq),
+            step,
+            valid,
+            batch.seq,
+            batch.groups,
+            ddof=a.ddof,
+            eps=a.eps,
+        ), None
     if a.name == "reinforce_pp":
         return advantages.reinforce_pp(per_token, valid, batch.seq, gamma=a.gamma), None
     if batch.values is None:
         raise ConfigError("advantage.name = gae needs values (LossBatch.values): a value head")
-    end = answers.new_zeros(n) if batch.bootstrap is None else torch.where(batch.truncated, batch.bootstrap, 0.0)
-    adv, returns = advantages.gae(per_token, batch.values, valid, batch.seq, end, gamma=a.gamma, lam=a.lam)
+    end = (
+        answers.new_zeros(n)
+        if batch.bootstrap is None
+        else torch.where(batch.truncated, batch.bootstrap, 0.0)
+    )
+    adv, returns = advantages.gae(
+        per_token, batch.values, valid, batch.seq, end, gamma=a.gamma, lam=a.lam
+    )
     if a.k_step > 0:
-        adv = advantages.k_step(per_token, batch.values, valid, batch.seq, end, k=a.k_step, gamma=a.gamma, lam=a.lam)
+        adv = advantages.k_step(
+            per_token, batch.values, valid, batch.seq, end, k=a.k_step, gamma=a.gamma, lam=a.lam
+        )
     return advantages.masked_whiten(adv, valid) if a.whiten else adv, returns
 
 
 def _steps(batch: LossBatch, valid: torch.Tensor, n: int) -> torch.Tensor:
-    """Bool [N]: the trained tokens that end a step, by what the reward function rewarded: no KL charge makes one."""
+    """Bool [N]: the trained tokens that end a step, by what the reward function rewarded: no KL
+    charge makes one.
+    """
     assert batch.token_rewards is not None
     if batch.steps is None:
-        return advantages.steps(advantages.on_trained(batch.token_rewards, valid, batch.seq), valid, batch.seq, n)
+        return advantages.steps(
+            advantages.on_trained(batch.token_rewards, valid, batch.seq), valid, batch.seq, n
+        )
     return advantages.on_trained(batch.steps.to(batch.rewards.dtype), valid, batch.seq) > 0

@@ -1,8 +1,9 @@
-"""Log-ratios and sums over samples.  Packed: tensors [N] over tokens, seq int64 [N] the sample of each, n samples.
+"""Log-ratios and sums over samples.  Packed: tensors [N] over tokens, seq int64 [N] the sample of
+each, n samples.
 
-A log-ratio is clamped to [-20, 20] where it is exponentiated: a token's own, and for a whole answer the sum (or mean) of its tokens'
-log-ratios, not each of them before: the product of ratios is what it is, and one token beyond the clamp would make it another.
-"""
+A log-ratio is clamped to [-20, 20] where it is exponentiated: a token's own, and for a whole answer
+the sum (or mean) of its tokens' log-ratios, not each of them before: the product of ratios is what
+it is, and one token beyond the clamp would make it another."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ import torch
 from asyncrl.errors import ConfigError
 
 CLAMP = 20.0
-FAR = 1000.0  # what an infinite log-ratio counts as: beyond every clamp, and sums of them are numbers still
+# what an infinite log-ratio counts as: beyond every clamp, and sums of them are numbers still
+FAR = 1000.0
 
 
 def unknown(key: str, name: object, valid: Iterable[str]) -> ConfigError:
@@ -22,13 +24,19 @@ def unknown(key: str, name: object, valid: Iterable[str]) -> ConfigError:
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """a - b with its gradient, not clamped.  Both -inf, or not a number: 0; infinite: +-FAR; these without gradient."""
+    """a - b with its gradient, not clamped.  Both -inf, or not a number: 0; infinite: +-FAR; these
+    without gradient.
+    """
     x = a - b
-    return torch.where(x.isfinite(), x, torch.nan_to_num(x.detach(), nan=0.0, posinf=FAR, neginf=-FAR))
+    return torch.where(
+        x.isfinite(), x, torch.nan_to_num(x.detach(), nan=0.0, posinf=FAR, neginf=-FAR)
+    )
 
 
 def log_ratio(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """clamp(a - b, -20, 20); where both are -inf the ratio is 1, and what is not a number counts as 0."""
+    """clamp(a - b, -20, 20); where both are -inf the ratio is 1, and what is not a number counts as
+    0.
+    """
     return difference(a, b).clamp(-CLAMP, CLAMP)
 
 
@@ -39,7 +47,9 @@ def seq_sum(x: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
 
 def seq_mean(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
     """Mean of x over each sample's tokens in the mask: [n]; 0 where there is none."""
-    return seq_sum(torch.where(mask, x, 0.0), seq, n) / seq_sum(mask.to(x.dtype), seq, n).clamp(min=1)
+    return seq_sum(torch.where(mask, x, 0.0), seq, n) / seq_sum(mask.to(x.dtype), seq, n).clamp(
+        min=1
+    )
 
 
 def seq_max(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
@@ -54,7 +64,9 @@ def masked_mean(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 class Rows:
-    """Packed tokens as a matrix [rows, width], one row a sample, and back.  Reads one number from the device."""
+    """Packed tokens as a matrix [rows, width], one row a sample, and back.  Reads one number from
+    the device.
+    """
 
     def __init__(self, seq: torch.Tensor) -> None:
         new = torch.ones_like(seq, dtype=torch.bool)
@@ -62,7 +74,11 @@ class Rows:
         self.row = new.cumsum(0) - 1
         place = torch.arange(len(seq), device=seq.device)
         self.column = place - place[new][self.row]
-        self.shape = tuple((torch.stack([self.row.amax(), self.column.amax()]) + 1).tolist()) if len(seq) else (0, 0)
+        self.shape = (
+            tuple((torch.stack([self.row.amax(), self.column.amax()]) + 1).tolist())
+            if len(seq)
+            else (0, 0)
+        )
 
     def matrix(self, x: torch.Tensor) -> torch.Tensor:
         """[rows, width], 0 beyond a sample's end."""
@@ -79,12 +95,15 @@ def running_sum(x: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
     return rows.packed(rows.matrix(x).cumsum(1))
 
 
-def discounted_suffix(x: torch.Tensor, seq: torch.Tensor, discount: float | torch.Tensor) -> torch.Tensor:
+def discounted_suffix(
+    x: torch.Tensor, seq: torch.Tensor, discount: float | torch.Tensor
+) -> torch.Tensor:
     """S_t = x_t + discount_t S_{t+1} within each sample: [N].  discount: a number, or [N]."""
     if not len(x):
         return x
     rows = Rows(seq)
-    m, d = rows.matrix(x), rows.matrix(torch.as_tensor(discount, dtype=x.dtype, device=x.device).expand_as(x))
+    m = rows.matrix(x)
+    d = rows.matrix(torch.as_tensor(discount, dtype=x.dtype, device=x.device).expand_as(x))
     out = torch.empty_like(m)
     carry = torch.zeros_like(m[:, 0])
     for t in range(m.shape[1] - 1, -1, -1):

@@ -1,11 +1,13 @@
-"""The log ratio of the target to the behaviour policy in three parts that add up exactly, token by token.
+"""The log ratio of the target to the behaviour policy in three parts that add up exactly, token by
+token.
 
-    log pi_theta - log mu = (log pi_v - log mu) + (log pi_start - log pi_v) + (log pi_theta - log pi_start)
+    log pi_theta - log mu = (log pi_v - log mu) + (log pi_start - log pi_v) + (log pi_theta - log
+    pi_start)
                             engine mismatch       staleness                   update
 
-v is the version that drew the token, pi_v the learner's own forward with that version's weights: what engine and learner compute
-differently for the same weights stands in the first part, and what the weights have moved since in the second.
-"""
+v is the version that drew the token, pi_v the learner's own forward with that version's weights:
+what engine and learner compute differently for the same weights stands in the first part, and what
+the weights have moved since in the second."""
 
 from __future__ import annotations
 
@@ -24,9 +26,8 @@ PARTS = ("mismatch", "staleness", "update")
 class Split:
     """[n] tokens: logprobs under mu, pi_v, the learner's start and the target; int64 lag and age.
 
-    age: versions between the weights that drew a token and the oldest ones that computed any of the keys and values it attended to; 0:
-    one version computed all of it.
-    """
+    age: versions between the weights that drew a token and the oldest ones that computed any of the
+    keys and values it attended to; 0: one version computed all of it."""
 
     behavior: torch.Tensor
     version: torch.Tensor
@@ -37,12 +38,17 @@ class Split:
 
     def parts(self) -> dict[str, torch.Tensor]:
         """Each part's log ratio [n]."""
-        pairs = ((self.version, self.behavior), (self.start, self.version), (self.target, self.start))
+        pairs = (
+            (self.version, self.behavior),
+            (self.start, self.version),
+            (self.target, self.start),
+        )
         return {name: a - b for name, (a, b) in zip(PARTS, pairs, strict=True)}
 
 
 def metrics(split: Split) -> dict[str, float]:
-    """Means over the tokens: `split/PART` of minus the log ratio (k1: they add up to split/total), `split/PART_k3`, and by lag and age.
+    """Means over the tokens: `split/PART` of minus the log ratio (k1: they add up to split/total),
+    `split/PART_k3`, and by lag and age.
 
     Empty without tokens.
     """

@@ -7,21 +7,24 @@ from dataclasses import dataclass, field
 import torch
 
 
-def kl_statistic(log_r: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weighted sum, weight) over the mask of r - 1 - log r, r = exp(lp - anchor): their quotient estimates KL(anchor || theta).
+def kl_statistic(
+    log_r: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weighted sum, weight) over the mask of r - 1 - log r, r = exp(lp - anchor): their quotient
+    estimates KL(anchor || theta).
 
-    weight [N]: the truncated prox / behaviour ratio where the samples are mu's and the anchor is pi_prox, else 1.
-    """
+    weight [N]: the truncated prox / behaviour ratio where the samples are mu's and the anchor is
+    pi_prox, else 1."""
     k = torch.expm1(log_r) - log_r
     return torch.where(mask, weight * k, 0.0).sum(), torch.where(mask, weight, 0.0).sum()
 
 
 def share(kl: float, budget: float, step_kl: float | None = None) -> float:
-    """g in [0, 1]: how much of one full step still fits into the KL budget; exactly 0 at the budget.
+    """g in [0, 1]: how much of one full step still fits into the KL budget; exactly 0 at the
+    budget.
 
-    To second order sqrt(KL) adds like a distance: g = clip((sqrt(budget) - sqrt(K)) / sqrt(dK1), 0, 1) with dK1 the KL that one
-    full step adds; before it is known, 1 - sqrt(K / budget).
-    """
+    To second order sqrt(KL) adds like a distance: g = clip((sqrt(budget) - sqrt(K)) / sqrt(dK1), 0,
+    1) with dK1 the KL that one full step adds; before it is known, 1 - sqrt(K / budget)."""
     left = max(budget, 0.0) ** 0.5 - max(kl, 0.0) ** 0.5
     full = budget**0.5 if step_kl is None else max(step_kl, 1e-12) ** 0.5
     return float(min(1.0, max(0.0, left / max(full, 1e-12))))
@@ -40,7 +43,8 @@ class Budget:
 
     limit: float
     step_kl: float | None = None
-    _last: tuple[float, float] | None = field(default=None, repr=False)  # sqrt(K) before the first step, and its g
+    # sqrt(K) before the first step, and its g
+    _last: tuple[float, float] | None = field(default=None, repr=False)
 
     def next(self, kl: float) -> float:
         """g of the coming step, from K measured before it.  Call once per optimizer step."""
@@ -56,8 +60,8 @@ class Budget:
 def scale(kl: float, ess: float, *, kl_max: float, ess_min: float, budget: Budget | None) -> float:
     """Learning-rate scale of the coming step: 0 stops the batch.
 
-    kl_max, ess_min 0: off.  Without a budget the KL limit is a stop (1 or 0), with one it is the share that fits.
-    """
+    kl_max, ess_min 0: off.  Without a budget the KL limit is a stop (1 or 0), with one it is the
+    share that fits."""
     if ess_min > 0 and ess < ess_min:
         return 0.0
     if kl_max <= 0:

@@ -1,1 +1,3 @@
-"""Arms against each other, fairly: same weights, prompts, seeds and tickets; a verdict that says what is noise."""
+"""Arms against each other, fairly: same weights, prompts, seeds and tickets; a verdict that says
+what is noise.
+"""

@@ -1,4 +1,6 @@
-"""What a sweep or a comparison says: while it runs a table that redraws, off a terminal a line for each finished run, on stderr; at its end a table."""
+"""What a sweep or a comparison says: while it runs a table that redraws, off a terminal a line for
+each finished run, on stderr; at its end a table.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,17 @@ from asyncrl.compare.sweep import SYNC, Sweep, label
 
 
 class Progress(ABC):
-    """Use as a context; `tell` is the callback of the runs and may be called from several threads."""
+    """Use as a context; `tell` is the callback of the runs and may be called from several
+    threads.
+    """
 
     def __init__(self, total: int) -> None:
-        self.lock, self.began = threading.Lock(), time.monotonic()
-        self.total, self.before, self.made = total, 0, 0  # runs; of them finished earlier, finished by now
+        self.lock = threading.Lock()
+        self.began = time.monotonic()
+        # runs; of them finished earlier, finished by now
+        self.total = total
+        self.before = 0
+        self.made = 0
         self.now: dict[str, str] = {}  # run -> where it is
         self.live: Any = None
 
@@ -29,7 +37,9 @@ class Progress(ABC):
             from rich.console import Console
             from rich.live import Live
 
-            self.live = Live(get_renderable=self.table, console=Console(stderr=True), refresh_per_second=2)
+            self.live = Live(
+                get_renderable=self.table, console=Console(stderr=True), refresh_per_second=2
+            )
             self.live.start()
         return self
 
@@ -37,10 +47,16 @@ class Progress(ABC):
         if self.live is not None:
             self.live.stop()
         if kind is KeyboardInterrupt:
-            print(f"interrupted with {self.before + self.made} of {self.total} runs finished; the same command goes on from here", file=sys.stderr)
+            print(
+                f"interrupted with {self.before + self.made} of {self.total} runs finished; the "
+                "same command goes on from here",
+                file=sys.stderr,
+            )
 
     def tell(self, name: str, event: dict[str, Any]) -> None:
-        """`name`: of the run; `event`: {"step", "accuracy"} along the way, {"done": True} at its end."""
+        """`name`: of the run; `event`: {"step", "accuracy"} along the way, {"done": True} at its
+        end.
+        """
         with self.lock:
             if "done" not in event:
                 self.now[name] = f"step {event['step']}: {event['accuracy']:.3f}"
@@ -78,58 +94,82 @@ class SweepProgress(Progress):
             for seed in sweep.seeds:
                 if sweep.cells.path(name := sweep.name(arm, seed)).exists():
                     self._end(arm, sweep.cells.read(name))
-        self.before = sum(map(len, self.ends.values())) + sum(sweep.cells.path(f"probe-limit{label(x)}").exists() for x in sweep.plan.probes)
+        self.before = sum(map(len, self.ends.values())) + sum(
+            sweep.cells.path(f"probe-limit{label(x)}").exists() for x in sweep.plan.probes
+        )
 
     def _end(self, arm: str, record: dict[str, Any]) -> None:
         self.ends.setdefault(arm, []).append(curve(record, 0)[1][-1])
         self.gone[arm] = self.gone.get(arm, 0) + bool(record["abandoned"] or record.get("failed"))
 
     def ended(self, name: str) -> str:
-        record, arm = self.sweep.cells.read(name), name.rpartition("-seed")[0]
+        record = self.sweep.cells.read(name)
+        arm = name.rpartition("-seed")[0]
         if not arm:
             return "speed probe"
         self._end(arm, record)
         gave = record["abandoned"] or record.get("failed", "")
-        return f"accuracy {self.ends[arm][-1]:.3f}" + (f", given up at step {record['steps']}: {gave}" if gave else "")
+        return f"accuracy {self.ends[arm][-1]:.3f}" + (
+            f", given up at step {record['steps']}: {gave}" if gave else ""
+        )
 
     def table(self) -> Any:
         from rich.table import Table
 
         with self.lock:
             p = self.sweep.plan
-            table = Table("correction", *(f"{'lag' if p.injected else 'limit'} {label(x)}" for x in p.limits),
-                          title=f"{self.sweep.directory.name}: {self.state()}", caption=f"sync: {self.text(SYNC)}")  # fmt: skip
+            table = Table(
+                "correction",
+                *(f"{'lag' if p.injected else 'limit'} {label(x)}" for x in p.limits),
+                title=f"{self.sweep.directory.name}: {self.state()}",
+                caption=f"sync: {self.text(SYNC)}",
+            )
             for n in p.corrections:
                 table.add_row(n, *(self.text(p.cell[n, x]) for x in p.limits))
             return table
 
     def text(self, arm: str) -> str:
         ends = self.ends.get(arm, [])
-        done = f"{sum(ends) / len(ends):.3f} ({len(ends)})" + (f" !{self.gone[arm]}" if self.gone[arm] else "") if ends else ""
+        done = (
+            f"{sum(ends) / len(ends):.3f} ({len(ends)})"
+            + (f" !{self.gone[arm]}" if self.gone[arm] else "")
+            if ends
+            else ""
+        )
         running = [x for n, x in self.now.items() if n.rpartition("-seed")[0] == arm]
         return " ".join([*([done] if done else []), *running]) or "-"
 
 
 class CompareProgress(Progress):
-    """Arms x seeds; a run is ARM-seedN, and those in processes of their own are looked at in their run directory."""
+    """Arms x seeds; a run is ARM-seedN, and those in processes of their own are looked at in their
+    run directory.
+    """
 
     def __init__(self, comparison: Comparison) -> None:
         super().__init__(len(comparison.configs) * len(comparison.seeds))
         self.comparison = comparison
-        self.ends = {(n, s): comparison.read(n, s) for n in comparison.configs for s in comparison.seeds if comparison.finished(n, s)}
+        self.ends = {
+            (n, s): comparison.read(n, s)
+            for n in comparison.configs
+            for s in comparison.seeds
+            if comparison.finished(n, s)
+        }
         self.before = len(self.ends)
 
     def ended(self, name: str) -> str:
         arm, _, seed = name.rpartition("-seed")
         cell = self.ends[arm, int(seed)] = self.comparison.read(arm, int(seed))
-        return f"accuracy {cell.final:.3f} in {cell.summary['wall_s']:.0f} s" + "".join(f", {x}" for x in cell.trouble)
+        return f"accuracy {cell.final:.3f} in {cell.summary['wall_s']:.0f} s" + "".join(
+            f", {x}" for x in cell.trouble
+        )
 
     def table(self) -> Any:
         from rich.table import Table
 
         with self.lock:
             c = self.comparison
-            title, caption = f"{c.directory.name}: {self.state()}", "accuracy on held-out prompts; ! unstable"
+            title = f"{c.directory.name}: {self.state()}"
+            caption = "accuracy on held-out prompts; ! unstable"
             table = Table("arm", *(f"seed {s}" for s in c.seeds), title=title, caption=caption)
             for n in c.configs:
                 table.add_row(n, *(self.text(n, s) for s in c.seeds))
@@ -156,13 +196,24 @@ def standing(rows: list[dict[str, Any]]) -> str:
     return f"step {max(r['step'] for r in rows)}" + (f": {known[-1]:.3f}" if known else "")
 
 
-def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], shown: dict[str, str], title: str) -> None:
-    """The columns of a page's table that fit a terminal, on stdout.  shown: their names in `head` and here; the first one is never cut."""
+def print_table(
+    head: Sequence[str], rows: Sequence[Sequence[str]], shown: dict[str, str], title: str
+) -> None:
+    """The columns of a page's table that fit a terminal, on stdout.  shown: their names in `head`
+    and here; the first one is never cut.
+    """
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1), collapse_padding=True, pad_edge=False)
+    table = Table(
+        title=title,
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+        collapse_padding=True,
+        pad_edge=False,
+    )
     for i, name in enumerate(shown.values()):
         table.add_column(name, no_wrap=i == 0, justify="left" if i == 0 else "right")
     for row in rows:
@@ -170,9 +221,16 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], shown: dict[
     Console().print(table)
 
 
-def print_beside(head: Sequence[str], rows: Sequence[Sequence[str]], names: Sequence[str], more: Sequence[str]) -> None:
-    """A second table, of what is not the accuracy that was trained for: columns `names`, and those of `more` that any row has."""
+def print_beside(
+    head: Sequence[str], rows: Sequence[Sequence[str]], names: Sequence[str], more: Sequence[str]
+) -> None:
+    """A second table, of what is not the accuracy that was trained for: columns `names`, and those
+    of `more` that any row has.
+    """
     known = [h for h in more if any(row[head.index(h)] != "-" for row in rows)]
     if known:
-        title = "OOD: out-of-distribution accuracy; KL to ref: target to reference, k3, nats a token, at the end"
+        title = (
+            "OOD: out-of-distribution accuracy; KL to ref: target to reference, k3, nats a "
+            "token, at the end"
+        )
         print_table(head, rows, {h: h for h in (*names, *known)}, title)

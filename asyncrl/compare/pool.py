@@ -1,9 +1,10 @@
-"""Warm workers: processes that make run after run, with imports, engine and CPU caches kept; one file a finished cell.
+"""Warm workers: processes that make run after run, with imports, engine and CPU caches kept; one
+file a finished cell.
 
-DIR/cells/NAME.toml is the cell's whole config (`asyncrl run` takes it too), DIR/cells/NAME.json its record, written when it is
-finished: an interrupted grid goes on cell by cell.  A worker is `python -m asyncrl.compare.worker DIR`: names come in on stdin, one a line;
-events go out on stdout, one JSON object a line.
-"""
+DIR/cells/NAME.toml is the cell's whole config (`asyncrl run` takes it too), DIR/cells/NAME.json its
+record, written when it is finished: an interrupted grid goes on cell by cell.  A worker is `python
+-m asyncrl.compare.worker DIR`: names come in on stdin, one a line; events go out on stdout, one
+JSON object a line."""
 
 from __future__ import annotations
 
@@ -25,11 +26,14 @@ from asyncrl.config import Config
 from asyncrl.errors import AsyncrlError, ConfigError
 from asyncrl.launch import _die_with_parent, signal_name
 
-Tell = Callable[[str, dict[str, Any]], None]  # (cell, {"step", "accuracy"} along the way or {"done": True})
+# (cell, {"step", "accuracy"} along the way or {"done": True})
+Tell = Callable[[str, dict[str, Any]], None]
 
 
 def collapsed(_steps: list[float], accuracy: list[float]) -> str:
-    """The rule of early abandonment: accuracy below half its best for as many evaluations in a row as `judgement.Bounds` says."""
+    """The rule of early abandonment: accuracy below half its best for as many evaluations in a row
+    as `judgement.Bounds` says.
+    """
     return next((x for x in judgement.stability(accuracy, []) if x.startswith("collapse")), "")
 
 
@@ -50,7 +54,9 @@ class Cells:
         whole = msgspec.structs.replace(config, seed=seed)
         path = self.path(name).with_suffix(".toml")
         if path.exists() and config_load.load(path) != whole:
-            raise ConfigError(f"{path} holds a run with other settings; choose another directory by --out")
+            raise ConfigError(
+                f"{path} holds a run with other settings; choose another directory by --out"
+            )
         self.configs[name] = whole
 
     def path(self, name: str) -> Path:
@@ -63,13 +69,17 @@ class Cells:
         return [n for n in self.configs if not self.path(n).exists()]
 
     def run(self, workers: int, tell: Tell, *, abandon: bool = True) -> None:
-        """Make what is missing, in the order of `add`.  Raises AsyncrlError when a run fails; what others finish by then is kept."""
+        """Make what is missing, in the order of `add`.  Raises AsyncrlError when a run fails; what
+        others finish by then is kept.
+        """
         (self.directory / "cells").mkdir(parents=True, exist_ok=True)
         for name, config in self.configs.items():
             if not self.path(name).with_suffix(".toml").exists():
                 write(self.path(name).with_suffix(".toml"), config_load.dump(config))
         queue = deque(self.todo())
-        team = [Worker(self.directory, n, queue, tell, abandon) for n in range(min(workers, len(queue)))]
+        team = [
+            Worker(self.directory, n, queue, tell, abandon) for n in range(min(workers, len(queue)))
+        ]
         try:
             for w in team:
                 w.thread.start()
@@ -88,14 +98,28 @@ class Cells:
 class Worker:
     """One process and the thread that feeds it.  It dies with this process."""
 
-    def __init__(self, directory: Path, number: int, queue: deque[str], tell: Tell, abandon: bool) -> None:
-        self.queue, self.tell, self.failed = queue, tell, ""
+    def __init__(
+        self, directory: Path, number: int, queue: deque[str], tell: Tell, abandon: bool
+    ) -> None:
+        self.queue = queue
+        self.tell = tell
+        self.failed = ""
         self.log = directory / "logs" / f"worker_{number}.log"
         self.log.parent.mkdir(exist_ok=True)
-        argv = importing.command("asyncrl.compare.worker", str(directory), *(["--abandon"] if abandon else []))
+        argv = importing.command(
+            "asyncrl.compare.worker", str(directory), *(["--abandon"] if abandon else [])
+        )
         with self.log.open("w") as log:
-            self.process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=True,
-                                            env=os.environ | {"OMP_NUM_THREADS": "1"}, preexec_fn=_die_with_parent)  # fmt: skip
+            self.process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                preexec_fn=_die_with_parent,
+            )
         self.thread = threading.Thread(target=self._feed, daemon=True)
 
     def _feed(self) -> None:
@@ -115,7 +139,11 @@ class Worker:
                 line = self.process.stdout.readline()
                 if not line:
                     last = [x for x in self.log.read_text().splitlines() if x.strip()][-1:]
-                    self.failed = f"run {name}: its process ended ({signal_name(self.process.wait())}) {' '.join(last)} (log: {self.log})"
+                    self.failed = (
+                        f"run {name}: its process ended "
+                        f"({signal_name(self.process.wait())}) {' '.join(last)} (log: "
+                        f"{self.log})"
+                    )
                     break
                 event = json.loads(line)
                 self.failed = f"run {name}: {event['error']}" if "error" in event else ""
@@ -131,7 +159,12 @@ class Worker:
 def cold(config: Config) -> str:
     """Why `config` cannot run in a warm process; empty: it can."""
     if config.generator.engine != "embedded":
-        return f"generator.engine: {config.generator.engine} does not run in a warm process; use embedded"
+        return (
+            f"generator.engine: {config.generator.engine} does not run in a warm process; "
+            "use embedded"
+        )
     if config.learner.backend != "torch":
-        return f"learner.backend: {config.learner.backend} does not run in a warm process; use torch"
+        return (
+            f"learner.backend: {config.learner.backend} does not run in a warm process; use torch"
+        )
     return ""

@@ -1,1 +1,3 @@
-"""Discrete-event simulation of a run: the real store, admission, evaluations and generator's schedule; times instead of a model."""
+"""Discrete-event simulation of a run: the real store, admission, evaluations and generator's
+schedule; times instead of a model.
+"""

@@ -1,4 +1,6 @@
-"""Times from a run directory: its trace (what each process did, on how much), its metrics, its samples."""
+"""Times from a run directory: its trace (what each process did, on how much), its metrics, its
+samples.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ Span = tuple[str, float, float, int | None]
 
 
 class Call(NamedTuple):
-    """One call of the engine: `rows` at its start, `admitted` of them new; `pause` to the next call if rows were left, less swaps."""
+    """One call of the engine: `rows` at its start, `admitted` of them new; `pause` to the next call
+    if rows were left, less swaps.
+    """
 
     start: float
     end: float
@@ -36,30 +40,51 @@ class Call(NamedTuple):
 
 
 def fit(run_dir: Path) -> tuple[Times, Config]:
-    """Times and config of a run.  Raises ConfigError for a directory that has no trace with sizes, or too short a one."""
+    """Times and config of a run.  Raises ConfigError for a directory that has no trace with sizes,
+    or too short a one.
+    """
     if not (run_dir / "config.toml").is_file():
         raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
-    config, lanes = config_load.load(run_dir / "config.toml"), trace.sized(run_dir)
-    calls = [calls_of(spans) for name, spans in lanes.items() if name.startswith("generator-") and not name.endswith("-rewards")]
+    config = config_load.load(run_dir / "config.toml")
+    lanes = trace.sized(run_dir)
+    calls = [
+        calls_of(spans)
+        for name, spans in lanes.items()
+        if name.startswith("generator-") and not name.endswith("-rewards")
+    ]
     learner = lanes.get("learner", [])
     trains = [s for s in learner if s[0] == "train" and s[3]]
     if sum(map(len, calls)) < FEWEST or len(trains) < 5:
-        raise ConfigError(f"{run_dir}: too little to fit times to: {sum(map(len, calls))} decode calls and {len(trains)} batches with their sizes in its trace "
-                          f"(needed: {FEWEST} and 5); make a run of 20 steps or more with this version")  # fmt: skip
+        raise ConfigError(
+            f"{run_dir}: too little to fit times to: {sum(map(len, calls))} decode calls and "
+            f"{len(trains)} batches with their sizes in its trace "
+            f"(needed: {FEWEST} and 5); make a run of 20 steps or more with this version"
+        )
     flat = [c for lane in calls for c in lane]
     times = change(Times(), **_decode(flat, trains))
     times = change(times, **_learner(times, trains, learner, flat), **_answers(run_dir, config))
-    times = change(times, batch=_hand_over(times, learner, flat), commit=_grants(times, learner, lanes))
-    judged = [(s[2] - s[1], s[3] or 1) for name, spans in lanes.items() if name.endswith("-rewards") for s in spans]
-    rewards = [seconds / answers for seconds, answers in judged for _ in range(answers)]  # of a list, each answer its share
+    times = change(
+        times, batch=_hand_over(times, learner, flat), commit=_grants(times, learner, lanes)
+    )
+    judged = [
+        (s[2] - s[1], s[3] or 1)
+        for name, spans in lanes.items()
+        if name.endswith("-rewards")
+        for s in spans
+    ]
+    # of a list, each answer its share
+    rewards = [seconds / answers for seconds, answers in judged for _ in range(answers)]
     swaps = _swaps(lanes)
-    return change(times, **({"reward": rewards} if rewards else {}), **({"swap": swaps} if swaps else {})), config
+    return change(
+        times, **({"reward": rewards} if rewards else {}), **({"swap": swaps} if swaps else {})
+    ), config
 
 
 def calls_of(spans: list[Span]) -> list[Call]:
     """One generator's decode calls."""
     raw: list[tuple[float, float, int, int, float]] = []
-    admitted, swap = 0, 0.0
+    admitted = 0
+    swap = 0.0
     for name, start, end, size in spans:
         if name == "prefill":
             admitted += size or 0
@@ -67,19 +92,28 @@ def calls_of(spans: list[Span]) -> list[Call]:
             swap += end - start
         elif name == "decode" and size:
             raw.append((start, end, size, admitted, swap))
-            admitted, swap = 0, 0.0
+            admitted = 0
+            swap = 0.0
     out = []
     for (start, end, rows, new, _), after in itertools.pairwise(raw):
         left = after[2] - after[3]
-        out.append(Call(start, end, rows, new, rows - left if left > 0 else None, after[0] - end - after[4]))
+        out.append(
+            Call(
+                start, end, rows, new, rows - left if left > 0 else None, after[0] - end - after[4]
+            )
+        )
     return out
 
 
 def share_beside(start: float, end: float, others: list[tuple[float, float]]) -> float:
-    """The share of [start, end] that lies in any of `others`, which are sorted and do not overlap."""
-    i, both = bisect.bisect_left(others, start, key=lambda x: x[1]), 0.0
+    """The share of [start, end] that lies in any of `others`, which are sorted and do not
+    overlap.
+    """
+    i = bisect.bisect_left(others, start, key=lambda x: x[1])
+    both = 0.0
     while i < len(others) and others[i][0] < end:
-        both, i = both + min(end, others[i][1]) - max(start, others[i][0]), i + 1
+        both = both + min(end, others[i][1]) - max(start, others[i][0])
+        i = i + 1
     return both / max(end - start, 1e-9)
 
 
@@ -93,19 +127,27 @@ def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return out
 
 
-def solve(columns: list[list[float]], seconds: list[float], least: float = 1e-3) -> tuple[NDArray[np.float64], float]:
-    """Coefficients of at least 0, and what they leave unexplained; long calls do not outweigh the short ones."""
+def solve(
+    columns: list[list[float]], seconds: list[float], least: float = 1e-3
+) -> tuple[NDArray[np.float64], float]:
+    """Coefficients of at least 0, and what they leave unexplained; long calls do not outweigh the
+    short ones.
+    """
     from scipy.optimize import nnls
 
     y = np.asarray(seconds)
     weight = 1 / np.sqrt(np.maximum(y, least))
-    found: tuple[NDArray[np.float64], float] = nnls(np.asarray(columns, dtype=float) * weight[:, None], y * weight)
+    found: tuple[NDArray[np.float64], float] = nnls(
+        np.asarray(columns, dtype=float) * weight[:, None], y * weight
+    )
     return found
 
 
 def _times(columns: list[list[float]], shares: list[float], factor: float) -> list[list[float]]:
     """Each row `factor` times as long for its share beside the learner."""
-    return [[x * (1 + (factor - 1) * s) for x in row] for row, s in zip(columns, shares, strict=True)]
+    return [
+        [x * (1 + (factor - 1) * s) for x in row] for row, s in zip(columns, shares, strict=True)
+    ]
 
 
 def _minimum(loss: Callable[[float], float], low: float, high: float) -> float:
@@ -118,7 +160,8 @@ def _decode(calls: list[Call], trains: list[Span]) -> dict[str, object]:
     """step, row, admit, look, finish, beside, noise."""
     whole = [c for c in calls if c.finished is not None]
     training = union((t[1], t[2]) for t in trains)
-    seconds, shares = [c.end - c.start for c in whole], [share_beside(c.start, c.end, training) for c in whole]
+    seconds = [c.end - c.start for c in whole]
+    shares = [share_beside(c.start, c.end, training) for c in whole]
     columns: list[list[float]] = [[DECODE_STEPS, DECODE_STEPS * c.rows, c.admitted] for c in whole]
     slower = 1.0
     if sum(x < 0.1 for x in shares) >= FEWEST and sum(x > 0.9 for x in shares) >= FEWEST:
@@ -127,40 +170,79 @@ def _decode(calls: list[Call], trains: list[Span]) -> dict[str, object]:
     step, row, admit = map(float, solve(_times(columns, shares, slower), seconds)[0])
     plain = [max(1e-9, step * a + row * b + admit * c) for a, b, c in columns]
     noise = [s / p / f for s, p, f in zip(seconds, plain, factors, strict=True)]
-    look, finish, new = map(float, solve([[1, c.finished or 0, c.admitted] for c in whole], [max(0.0, c.pause) for c in whole])[0])
-    return {"step": step, "row": row, "admit": admit + new, "look": look, "finish": finish, "beside": slower,
-            "noise": {"sequence": [round(x, 4) for x in noise]}}  # fmt: skip
+    look, finish, new = map(
+        float,
+        solve(
+            [[1, c.finished or 0, c.admitted] for c in whole], [max(0.0, c.pause) for c in whole]
+        )[0],
+    )
+    return {
+        "step": step,
+        "row": row,
+        "admit": admit + new,
+        "look": look,
+        "finish": finish,
+        "beside": slower,
+        "noise": {"sequence": [round(x, 4) for x in noise]},
+    }
 
 
-def _learner(times: Times, trains: list[Span], spans: list[Span], calls: list[Call]) -> dict[str, object]:
-    """train, publish, checkpoint; each batch's seconds as if it had the mean number of tokens and no generator beside it, in the run's order."""
+def _learner(
+    times: Times, trains: list[Span], spans: list[Span], calls: list[Call]
+) -> dict[str, object]:
+    """train, publish, checkpoint; each batch's seconds as if it had the mean number of tokens and
+    no generator beside it, in the run's order.
+    """
     tokens = statistics.mean(t[3] or 0 for t in trains)
     busy = union((c.start, c.end) for c in calls)
-    seconds = [(t[2] - t[1]) * tokens / (t[3] or 1) / (1 + (times.beside - 1) * share_beside(t[1], t[2], busy)) for t in trains]
+    seconds = [
+        (t[2] - t[1])
+        * tokens
+        / (t[3] or 1)
+        / (1 + (times.beside - 1) * share_beside(t[1], t[2], busy))
+        for t in trains
+    ]
 
     def of(name: str) -> list[float]:
         return [round(s[2] - s[1], 6) for s in spans if s[0] == name]
 
-    return {"train": {"sequence": [round(s, 5) for s in seconds]}, "train_tokens": round(tokens, 1), "publish": of("publish") or times.publish,
-            "checkpoint": of("checkpoint") or times.checkpoint}  # fmt: skip
+    return {
+        "train": {"sequence": [round(s, 5) for s in seconds]},
+        "train_tokens": round(tokens, 1),
+        "publish": of("publish") or times.publish,
+        "checkpoint": of("checkpoint") or times.checkpoint,
+    }
 
 
 def _hand_over(times: Times, learner: list[Span], calls: list[Call]) -> Spec:
-    """batch: where the learner had waited, the time from the last decode call's end to its start, less what is told apart."""
+    """batch: where the learner had waited, the time from the last decode call's end to its start,
+    less what is told apart.
+    """
     ends = sorted(c.end for c in calls)
-    last, found = None, []
+    last = None
+    found = []
     for name, start, end, _ in learner:
-        if name == "train" and last is not None and start - last > WAIT_S and (i := bisect.bisect(ends, start)):
+        if (
+            name == "train"
+            and last is not None
+            and start - last > WAIT_S
+            and (i := bisect.bisect(ends, start))
+        ):
             found.append(start - ends[i - 1])
         last = end
     finished = [c.finished for c in calls if c.finished is not None]
     n = statistics.mean(finished) if finished else 0.0
-    return _usual(found, times.look + n * (times.finish + times.buffer) + 2 * times.wire, times.batch)
+    return _usual(
+        found, times.look + n * (times.finish + times.buffer) + 2 * times.wire, times.batch
+    )
 
 
 def _grants(times: Times, learner: list[Span], lanes: dict[str, list[Span]]) -> Spec:
-    """commit: where a generator had waited, the time from the publication to its first work after it, less the wires."""
-    published, found = [s[2] for s in learner if s[0] == "publish"], []
+    """commit: where a generator had waited, the time from the publication to its first work after
+    it, less the wires.
+    """
+    published = [s[2] for s in learner if s[0] == "publish"]
+    found = []
     for name, spans in lanes.items():
         if not name.startswith("generator-") or name.endswith("-rewards"):
             continue
@@ -177,7 +259,9 @@ def _grants(times: Times, learner: list[Span], lanes: dict[str, list[Span]]) -> 
 
 
 def _usual(found: list[float], less: float, otherwise: Spec) -> Spec:
-    """What was seen less a constant, without what is far beyond the usual; of fewer than three, nothing is made."""
+    """What was seen less a constant, without what is far beyond the usual; of fewer than three,
+    nothing is made.
+    """
     if len(found) < 3:
         return otherwise
     usual = statistics.median(found)
@@ -185,7 +269,9 @@ def _usual(found: list[float], less: float, otherwise: Spec) -> Spec:
 
 
 def _answers(run_dir: Path, config: Config) -> dict[str, object]:
-    """group_lengths from the samples of whole groups, otherwise from the ledger's classes of length; no_spread."""
+    """group_lengths from the samples of whole groups, otherwise from the ledger's classes of
+    length; no_spread.
+    """
     rows = [r for r in metrics.read(run_dir) if "reward/mean" in r]
     spread = [r["reward/no_spread_share"] for r in rows if "reward/no_spread_share" in r]
     out: dict[str, object] = {"no_spread": statistics.mean(spread)} if spread else {}
@@ -202,12 +288,23 @@ def _answers(run_dir: Path, config: Config) -> dict[str, object]:
     if not means:
         raise ConfigError(f"{run_dir}: neither samples nor metrics say how long its answers are")
     mean = statistics.mean(means)
-    return out | {"lengths": f"uniform({mean / 2:.1f}, {min(1.5 * mean, config.generator.max_new_tokens):.1f})"}
+    return out | {
+        "lengths": f"uniform({mean / 2:.1f}, "
+        f"{min(1.5 * mean, config.generator.max_new_tokens):.1f})"
+    }
 
 
 def _swaps(lanes: dict[str, list[Span]]) -> list[float]:
-    """Loads that came to something: the trace holds the looks at a version that was not there yet as well, which are short."""
-    found = [s[2] - s[1] for name, spans in lanes.items() if name.startswith("generator-") for s in spans if s[0] == "weights"]
+    """Loads that came to something: the trace holds the looks at a version that was not there yet
+    as well, which are short.
+    """
+    found = [
+        s[2] - s[1]
+        for name, spans in lanes.items()
+        if name.startswith("generator-")
+        for s in spans
+        if s[0] == "weights"
+    ]
     if not found:
         return []
     usual = statistics.median(found)

@@ -1,4 +1,6 @@
-"""What another limit, more generators or a faster weight sync would give: simulated with the same seeds, said in a sentence."""
+"""What another limit, more generators or a faster weight sync would give: simulated with the same
+seeds, said in a sentence.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ DRIFT = 0.05  # two sides of nearly the same speed: how far the learner's may be
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
     """One question: `ratio` is the throughput against the base, seed by seed: mean, least, largest.
 
-    lag_range: the mean lag if the learner is DRIFT faster or slower than its times say, of questions about the limit.  Where neither side is
-    held up the lag adds up the difference of their speeds, and a small one moves it.
-    """
+    lag_range: the mean lag if the learner is DRIFT faster or slower than its times say, of
+    questions about the limit.  Where neither side is held up the lag adds up the difference of
+    their speeds, and a small one moves it."""
 
     question: str
     ratio: float
@@ -37,13 +39,21 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def with_limit(config: Config, limit: float) -> Config:
-    """The config with another `staleness.max_lag`.  Raises ConfigError where injected lag would pass it."""
+    """The config with another `staleness.max_lag`.  Raises ConfigError where injected lag would
+    pass it.
+    """
     if not (limit == math.inf or (limit >= 0 and limit == int(limit))):
-        raise ConfigError(f"--limit {limit:g}: a staleness limit is a whole number of at least 0, or inf")
+        raise ConfigError(
+            f"--limit {limit:g}: a staleness limit is a whole number of at least 0, or inf"
+        )
     inject = config.staleness.inject
     if inject is not None and limit < (inject if isinstance(inject, int) else len(inject) - 1):
-        raise ConfigError(f"--limit {limit:g}: below staleness.inject = {inject}; inject less, or leave the limit")
-    return msgspec.structs.replace(config, staleness=msgspec.structs.replace(config.staleness, max_lag=float(limit)))
+        raise ConfigError(
+            f"--limit {limit:g}: below staleness.inject = {inject}; inject less, or leave the limit"
+        )
+    return msgspec.structs.replace(
+        config, staleness=msgspec.structs.replace(config.staleness, max_lag=float(limit))
+    )
 
 
 def with_generators(config: Config, n: int) -> Config:
@@ -56,7 +66,9 @@ def with_steps(config: Config, n: int) -> Config:
 
 def with_sync(times: Times, factor: float) -> Times:
     """Publishing and swapping `factor` times as fast."""
-    return change(times, publish=scaled(times.publish, 1 / factor), swap=scaled(times.swap, 1 / factor))
+    return change(
+        times, publish=scaled(times.publish, 1 / factor), swap=scaled(times.swap, 1 / factor)
+    )
 
 
 def with_learner(times: Times, factor: float) -> Times:
@@ -88,7 +100,8 @@ def together(outcomes: Sequence[Outcome]) -> dict[str, Any]:
 
 def limited_by(o: dict[str, Any]) -> str:
     """Which side holds the run up, in words."""
-    g, learner = o["idle_generator"], o["idle_learner"]
+    g = o["idle_generator"]
+    learner = o["idle_learner"]
     if max(g, learner) < BUSY:
         return f"both sides are busy (generators idle {g:.0%}, learner {learner:.0%})"
     if learner < BUSY and learner < g / 2:
@@ -96,51 +109,121 @@ def limited_by(o: dict[str, Any]) -> str:
     if g < BUSY and g < learner / 2:
         return f"the generators limit it (idle {g:.0%}; the learner {learner:.0%})"
     if o["idle_buffer"] < BUFFER_BUSY:
-        return f"the buffer limits it (idle {o['idle_buffer']:.0%}; the generators {g:.0%}, the learner {learner:.0%})"
+        return (
+            f"the buffer limits it (idle {o['idle_buffer']:.0%}; the generators {g:.0%}, "
+            f"the learner {learner:.0%})"
+        )
     return f"both sides wait for each other (generators idle {g:.0%}, learner {learner:.0%})"
 
 
-def ask(question: str, instead: str, base: Sequence[Outcome], other: Sequence[Outcome], ends: Sequence[Outcome] = ()) -> Answer:
-    """The answer to `question`, paired by seed; `instead` names what the base has; `ends`: the same with a faster and a slower learner."""
+def ask(
+    question: str,
+    instead: str,
+    base: Sequence[Outcome],
+    other: Sequence[Outcome],
+    ends: Sequence[Outcome] = (),
+) -> Answer:
+    """The answer to `question`, paired by seed; `instead` names what the base has; `ends`: the same
+    with a faster and a slower learner.
+    """
     ratios = [o.tokens_per_s / max(b.tokens_per_s, 1e-9) for b, o in zip(base, other, strict=True)]
-    mean, was, now = sum(ratios) / len(ratios), together(base), together(other)
+    mean = sum(ratios) / len(ratios)
+    was = together(base)
+    now = together(other)
     spread = f" (seeds {min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
     if abs(mean - 1) < NOTHING:
-        head = f"{question} instead of {instead}: no throughput to speak of, {mean:.2f} times{spread}"
+        head = (
+            f"{question} instead of {instead}: no throughput to speak of, {mean:.2f} times{spread}"
+        )
     else:
         speeds = f"{now['tokens_per_s']:,.0f} tokens/s instead of {was['tokens_per_s']:,.0f}"
         head = f"{question} instead of {instead}: {mean:.2f} times the throughput{spread}, {speeds}"
     head = head[0].upper() + head[1:]
     lags = [now["lag_mean"], *(o.lag_mean for o in ends)]
-    wide = f" ({min(lags):.2f} to {max(lags):.2f} if the learner's speed is {DRIFT:.0%} off)" if max(lags) - min(lags) > WIDE else ""
-    tail = f"mean lag {now['lag_mean']:.2f}{wide} instead of {was['lag_mean']:.2f}; then {limited_by(now)}."
-    return Answer(question=question, ratio=mean, least=min(ratios), largest=max(ratios), sentence=f"{head}; {tail}", outcome=now,
-                  lag_range=(min(lags), max(lags)) if ends else None)  # fmt: skip
+    wide = (
+        f" ({min(lags):.2f} to {max(lags):.2f} if the learner's speed is {DRIFT:.0%} off)"
+        if max(lags) - min(lags) > WIDE
+        else ""
+    )
+    tail = (
+        f"mean lag {now['lag_mean']:.2f}{wide} instead of {was['lag_mean']:.2f}; then "
+        f"{limited_by(now)}."
+    )
+    return Answer(
+        question=question,
+        ratio=mean,
+        least=min(ratios),
+        largest=max(ratios),
+        sentence=f"{head}; {tail}",
+        outcome=now,
+        lag_range=(min(lags), max(lags)) if ends else None,
+    )
 
 
-def answers(config: Config, times: Times, base: Sequence[Outcome], limits: Sequence[float], more: Sequence[int], syncs: Sequence[float], *,
-            evaluate: bool = True) -> list[Answer]:  # fmt: skip
+def answers(
+    config: Config,
+    times: Times,
+    base: Sequence[Outcome],
+    limits: Sequence[float],
+    more: Sequence[int],
+    syncs: Sequence[float],
+    *,
+    evaluate: bool = True,
+) -> list[Answer]:
     """Each question in turn, simulated with the seeds of `base`."""
-    n, now = len(base), config.staleness.max_lag
+    n = len(base)
+    now = config.staleness.max_lag
     out = []
     for k in limits:
         other = with_limit(config, k)
-        ends = [simulate(other, with_learner(times, f), config.seed, evaluate=evaluate) for f in (1 - DRIFT, 1 + DRIFT)]
-        out.append(ask(f"a limit of {k:g}", f"{now:g}", base, several(other, times, n, evaluate=evaluate), ends))
+        ends = [
+            simulate(other, with_learner(times, f), config.seed, evaluate=evaluate)
+            for f in (1 - DRIFT, 1 + DRIFT)
+        ]
+        out.append(
+            ask(
+                f"a limit of {k:g}",
+                f"{now:g}",
+                base,
+                several(other, times, n, evaluate=evaluate),
+                ends,
+            )
+        )
     for m in more:
         changed = with_generators(config, config.generators + m)
-        out.append(ask(f"{config.generators + m} generators", f"{config.generators}", base, several(changed, times, n, evaluate=evaluate)))
+        out.append(
+            ask(
+                f"{config.generators + m} generators",
+                f"{config.generators}",
+                base,
+                several(changed, times, n, evaluate=evaluate),
+            )
+        )
     for f in syncs:
         what = f"a weight sync {f:g} times as fast"
-        out.append(ask(what, "this one", base, several(config, with_sync(times, f), n, evaluate=evaluate)))
+        out.append(
+            ask(what, "this one", base, several(config, with_sync(times, f), n, evaluate=evaluate))
+        )
     return out
 
 
-def sweep(config: Config, times: Times, limits: Sequence[float], generators: Sequence[int], seeds: int, done: Mapping[tuple[int, float], dict[str, Any]], *,
-          evaluate: bool = True) -> list[dict[str, Any]]:  # fmt: skip
-    """Every limit with every number of generators, with the same seeds as the questions; done: those that were simulated already."""
+def sweep(
+    config: Config,
+    times: Times,
+    limits: Sequence[float],
+    generators: Sequence[int],
+    seeds: int,
+    done: Mapping[tuple[int, float], dict[str, Any]],
+    *,
+    evaluate: bool = True,
+) -> list[dict[str, Any]]:
+    """Every limit with every number of generators, with the same seeds as the questions; done:
+    those that were simulated already.
+    """
 
     def one(g: int, k: float) -> dict[str, Any]:
-        return done.get((g, k)) or together(several(with_limit(with_generators(config, g), k), times, seeds, evaluate=evaluate))
+        return done.get((g, k)) or together(
+            several(with_limit(with_generators(config, g), k), times, seeds, evaluate=evaluate)
+        )
 
     return [one(g, k) for g in generators for k in limits]

@@ -1,4 +1,6 @@
-"""The simulated sides: a generator (the loop of actors/generator.py around the real schedule) and the learner (learner/loop.py)."""
+"""The simulated sides: a generator (the loop of actors/generator.py around the real schedule) and
+the learner (learner/loop.py).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,11 @@ from asyncrl.simulate.times import Draw, Times, along, draw
 from asyncrl.simulate.world import Buffer, Clock
 from asyncrl.versions import Label
 
-DECODE_STEPS, IDLE_POLL_S, RENEW_S, EVERYTHING = 8, 0.02, 0.5, 1 << 30  # of actors/generator.py, which imports torch
+# of actors/generator.py, which imports torch
+DECODE_STEPS = 8
+IDLE_POLL_S = 0.02
+RENEW_S = 0.5
+EVERYTHING = 1 << 30
 _TOKENS: dict[int, bytes] = {}
 
 
@@ -46,17 +52,38 @@ def draws(times: Times, config: Config, seed: int, stage: Draw) -> Draws:
     def of(name: str) -> Draw:
         return draw(getattr(times, name), rng, name, stage)
 
-    return Draws(times, rng, noise=of("noise"), length=_lengths(times, config, rng), reward=of("reward"), swap=of("swap"), train=of("train"),
-                 batch=of("batch"), commit=of("commit"), publish=of("publish"), checkpoint=of("checkpoint"))  # fmt: skip
+    return Draws(
+        times,
+        rng,
+        noise=of("noise"),
+        length=_lengths(times, config, rng),
+        reward=of("reward"),
+        swap=of("swap"),
+        train=of("train"),
+        batch=of("batch"),
+        commit=of("commit"),
+        publish=of("publish"),
+        checkpoint=of("checkpoint"),
+    )
 
 
 def _lengths(times: Times, config: Config, rng: random.Random) -> Callable[[Ticket, int], int]:
-    """Tokens of an answer.  Recorded groups are drawn whole, for the answers to one prompt are about equally long, and along the run, as they change."""
+    """Tokens of an answer.  Recorded groups are drawn whole, for the answers to one prompt are
+    about equally long, and along the run, as they change.
+    """
     most = config.generator.max_new_tokens
     if times.group_lengths is None:
-        one = draw(times.lengths if times.lengths is not None else f"uniform({most / 2}, {most})", rng, "lengths")
+        one = draw(
+            times.lengths if times.lengths is not None else f"uniform({most / 2}, {most})",
+            rng,
+            "lengths",
+        )
         return lambda ticket, sample: max(1, min(most, round(one())))
-    groups, drawn, whole = times.group_lengths, dict[int, list[int]](), config.learner.steps * config.learner.groups
+    groups, drawn, whole = (
+        times.group_lengths,
+        dict[int, list[int]](),
+        config.learner.steps * config.learner.groups,
+    )
     ticket_now = 0
     at_stage = along(groups, rng, lambda: ticket_now / whole)
 
@@ -86,8 +113,11 @@ class Row:
 
 
 def _reward_processes(config: Config) -> int:
-    """How many a generator has; "auto" with a function of one's own: as many as this machine has cores."""
-    workers, own = config.reward.workers, bool(config.reward.function)
+    """How many a generator has; "auto" with a function of one's own: as many as this machine has
+    cores.
+    """
+    workers = config.reward.workers
+    own = bool(config.reward.function)
     if workers == "auto":
         return len(os.sched_getaffinity(0)) if own else 0
     return workers or int(own)
@@ -97,13 +127,16 @@ class Generator:
     """One generator.  `sleeping`: its engine is empty, and it waits for a message."""
 
     def __init__(self, index: int, clock: Clock, buffer: Buffer, config: Config, d: Draws) -> None:
-        self.name, self.session = f"generator-{index}", 1
+        self.name = f"generator-{index}"
+        self.session = 1
         self.clock, self.buffer, self.d, self.times = clock, buffer, d, d.times
-        self.slots, self.frame_bytes = config.generator.slots, config.wires.frame_bytes
+        self.slots = config.generator.slots
+        self.frame_bytes = config.wires.frame_bytes
         self.lockstep = config.staleness.max_lag == 0 and config.generators == 1
         self.drain = config.weights.in_flight == "between_groups"
         self.workers = _reward_processes(config)
-        self.deadline, self.lease_s = config.reward.deadline_s, config.wires.lease_s
+        self.deadline = config.reward.deadline_s
+        self.lease_s = config.wires.lease_s
         self.tokens = self.busy = self.idle = self.swaps = 0.0
         self.said = (0.0, 0.0)  # busy and idle seconds of the last Renew
         self.renewed = self.idle_since = 0.0
@@ -122,21 +155,25 @@ class Generator:
         self.ended: list[Row] = []  # in the decode call under way
         self.live = self.engine_clock = 0
         self.marks: list[tuple[int, Label]] = []
-        self.free = [self.clock.now] * self.workers  # when each reward process has judged all that it was given
-        self.calls: list[tuple[float, int, Trajectory]] = []  # (when it is judged, its number, what)
+        # when each reward process has judged all that it was given
+        self.free = [self.clock.now] * self.workers
+        # (when it is judged, its number, what)
+        self.calls: list[tuple[float, int, Trajectory]] = []
         self.fresh: list[Trajectory] = []
         self.fresh_since = 0.0
         self.asked = 0
         self.sleeping = True
         self.buffer.awake.pop(self.name, None)
 
-    # ---- messages --------------------------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------
 
     def announced(self, session: int, said: Announcement) -> None:
         if session == self.session and not self.lost:
             self.schedule.announce(said)
 
-    def granted(self, session: int, sequence: int, tickets: list[Ticket], said: Announcement) -> None:
+    def granted(
+        self, session: int, sequence: int, tickets: list[Ticket], said: Announcement
+    ) -> None:
         if session != self.session or self.lost:
             return
         if self.sleeping:
@@ -150,23 +187,32 @@ class Generator:
 
     def catch_up(self) -> None:
         """While it slept it was told of each new version and loaded it, as far as time allowed."""
-        store, said_at = self.buffer.store, self.buffer.announced_at + self.times.wire
-        if store.policy is not None and (self.loaded is None or store.policy > self.loaded) and said_at + self.d.swap() < self.clock.now:
+        store = self.buffer.store
+        said_at = self.buffer.announced_at + self.times.wire
+        if (
+            store.policy is not None
+            and (self.loaded is None or store.policy > self.loaded)
+            and said_at + self.d.swap() < self.clock.now
+        ):
             self.loaded = self.told = store.policy
             self.marks = [(self.engine_clock, store.policy)]
             self.swaps += 1
 
-    # ---- the loop --------------------------------------------------------------------------------------------------
+    # ---- the loop --------------------------------------------------------------------------------
 
     def heard(self) -> tuple[float, float]:
-        """Busy and idle seconds as the buffer knows them: of the last Renew, which comes in sleep too."""
+        """Busy and idle seconds as the buffer knows them: of the last Renew, which comes in sleep
+        too.
+        """
         if self.sleeping and (times := int((self.clock.now - self.renewed) / RENEW_S)) > 0:
             self.renewed += times * RENEW_S
             self.said = (self.busy, self.idle + max(0.0, self.renewed - self.idle_since))
         return self.said
 
     def wake(self) -> None:
-        """Work came: time asleep was idle, in whole looks at the socket (a look that brings work counts as work)."""
+        """Work came: time asleep was idle, in whole looks at the socket (a look that brings work
+        counts as work).
+        """
         self.heard()
         slept = self.clock.now - self.idle_since
         idle = slept if self.calls else math.floor(slept / IDLE_POLL_S) * IDLE_POLL_S
@@ -183,7 +229,8 @@ class Generator:
         if not self.live:
             self.clock.at(now, self.end, self.session, 0, [])
             return
-        rows, t = self.live, self.times
+        rows = self.live
+        t = self.times
         first = self.engine_clock
         done: list[Row] = []
         for step in range(first + 1, first + DECODE_STEPS + 1):
@@ -195,8 +242,14 @@ class Generator:
         self.live -= len(done)
         self.ended = done
         beside = t.beside if self.buffer.learner.training else 1.0
-        seconds = beside * self.d.noise() * ((self.engine_clock - first) * (t.step + t.row * rows) + t.admit * admitted)
-        self.clock.at(now + seconds + t.look + t.finish * len(done), self.end, self.session, rows, done)
+        seconds = (
+            beside
+            * self.d.noise()
+            * ((self.engine_clock - first) * (t.step + t.row * rows) + t.admit * admitted)
+        )
+        self.clock.at(
+            now + seconds + t.look + t.finish * len(done), self.end, self.session, rows, done
+        )
 
     def swap(self) -> float:
         """Load what the schedule wants; returns the seconds it takes."""
@@ -211,7 +264,8 @@ class Generator:
         return self.d.swap()
 
     def admit(self) -> int:
-        room, n = self.slots - self.live, 0
+        room = self.slots - self.live
+        n = 0
         if self.loaded is None or room <= 0:
             return 0
         for held, sample in self.schedule.admit(self.loaded, room):
@@ -258,7 +312,7 @@ class Generator:
         if session == self.session and self.sleeping and not self.lost:
             self.wake()
 
-    # ---- answers ---------------------------------------------------------------------------------------------------
+    # ---- answers ---------------------------------------------------------------------------------
 
     def trajectory(self, r: Row) -> Trajectory:
         spans: list[Span] = []
@@ -270,18 +324,36 @@ class Generator:
                 break
         tokens = _TOKENS.get(r.length) or _TOKENS.setdefault(r.length, bytes(4 * r.length))
         failed = self.times.failed and self.d.rng.random() < self.times.failed
-        reward = 0.0 if r.ticket.ticket % 1000 < 1000 * self.times.no_spread else float(r.sample % 2)
-        return Trajectory(r.ticket.ticket, r.sample, r.ticket.attempt, b"", tokens, b"", b"", spans[::-1], reward, {}, "stop", 1.0,
-                          failed="data: simulated" if failed else "")  # fmt: skip
+        reward = (
+            0.0 if r.ticket.ticket % 1000 < 1000 * self.times.no_spread else float(r.sample % 2)
+        )
+        return Trajectory(
+            r.ticket.ticket,
+            r.sample,
+            r.ticket.attempt,
+            b"",
+            tokens,
+            b"",
+            b"",
+            spans[::-1],
+            reward,
+            {},
+            "stop",
+            1.0,
+            failed="data: simulated" if failed else "",
+        )
 
     def judge(self, t: Trajectory) -> None:
-        """In the order in which they end, by whichever process is free first: the processes are fed whatever the engine does."""
+        """In the order in which they end, by whichever process is free first: the processes are fed
+        whatever the engine does.
+        """
         if not self.workers:
             self.fresh.append(t)
             return
         seconds = self.d.reward()
         if seconds > self.deadline:
-            seconds, t.failed = self.deadline, "data: the reward hung"
+            seconds = self.deadline
+            t.failed = "data: the reward hung"
         self.called += 1
         done = max(self.clock.now, self.free[0]) + seconds
         heapq.heapreplace(self.free, done)
@@ -297,37 +369,60 @@ class Generator:
             return
         now = self.clock.now
         self.fresh_since = self.fresh_since or now
-        if not self.live or now - self.fresh_since > LINGER_S or sum(map(size, self.fresh)) >= self.frame_bytes:
-            self.buffer.tell(self.buffer.on_deliver, self, self.fresh, work=self.times.buffer * len(self.fresh))
-            self.fresh, self.fresh_since = [], 0.0
+        if (
+            not self.live
+            or now - self.fresh_since > LINGER_S
+            or sum(map(size, self.fresh)) >= self.frame_bytes
+        ):
+            self.buffer.tell(
+                self.buffer.on_deliver, self, self.fresh, work=self.times.buffer * len(self.fresh)
+            )
+            self.fresh = []
+            self.fresh_since = 0.0
 
     def want(self) -> None:
         free = self.slots - self.live - self.schedule.waiting()
         if self.lockstep:
-            free = 0 if self.live or self.schedule.waiting() or self.calls or self.fresh else EVERYTHING
+            free = (
+                0
+                if self.live or self.schedule.waiting() or self.calls or self.fresh
+                else EVERYTHING
+            )
         if free > 0 and free > self.asked:
-            self.sequence, self.asked = self.sequence + 1, free
+            self.sequence = self.sequence + 1
+            self.asked = free
             self.buffer.tell(self.buffer.on_want, self, free, self.sequence)
 
-    # ---- a lost process --------------------------------------------------------------------------------------------
+    # ---- a lost process --------------------------------------------------------------------------
 
     def lose(self) -> None:
         """The process ends now, with all it held; it comes back with a new session."""
         if not self.lost:
-            written: dict[tuple[int, int], int] = {k: h.tokens for k, h in self.schedule.held.items()}
+            written: dict[tuple[int, int], int] = {
+                k: h.tokens for k, h in self.schedule.held.items()
+            }
             for rows in [*self.engine.values(), self.ended]:
                 for r in rows:
                     written[r.ticket.ticket, r.ticket.attempt] += self.engine_clock - r.born
-            self.buffer.tell(self.buffer.on_lost, [(t, a, n) for (t, a), n in written.items()], self)
+            self.buffer.tell(
+                self.buffer.on_lost, [(t, a, n) for (t, a), n in written.items()], self
+            )
             self.lost = True
             self.buffer.awake.pop(self.name, None)
             if self.times.restart > self.lease_s:  # the buffer does not wait for it
-                self.clock.at(self.clock.now + self.lease_s, self.buffer.tell, self.buffer.on_session, self, self.session + 1)
+                self.clock.at(
+                    self.clock.now + self.lease_s,
+                    self.buffer.tell,
+                    self.buffer.on_session,
+                    self,
+                    self.session + 1,
+                )
             self.clock.at(self.clock.now + self.times.restart, self.back)
         self.clock.at(self.clock.now + self.d.rng.expovariate(1 / self.times.lost_every), self.lose)
 
     def back(self) -> None:
-        self.lost, self.session = False, self.session + 1
+        self.lost = False
+        self.session = self.session + 1
         self.start()
         self.idle += self.clock.now - self.idle_since
         self.idle_since = self.clock.now
@@ -338,9 +433,18 @@ class Generator:
 class Learner:
     """The learner's loop: ask, train, publish, commit; now and then a checkpoint."""
 
-    def __init__(self, clock: Clock, buffer: Buffer, config: Config, d: Draws, at_commit: Callable[[], None]) -> None:
-        self.clock, self.buffer, self.d, self.times, self.c = clock, buffer, d, d.times, config.learner
-        self.max_lag, self.at_commit = config.staleness.max_lag, at_commit
+    def __init__(
+        self, clock: Clock, buffer: Buffer, config: Config, d: Draws, at_commit: Callable[[], None]
+    ) -> None:
+        self.clock, self.buffer, self.d, self.times, self.c = (
+            clock,
+            buffer,
+            d,
+            d.times,
+            config.learner,
+        )
+        self.max_lag = config.staleness.max_lag
+        self.at_commit = at_commit
         self.number = 0
         self.batches: dict[int, int] = {}  # number -> tokens
         self.training = False
@@ -370,11 +474,14 @@ class Learner:
         self.clock.at(self.clock.now + seconds, self.trained, seconds)
 
     def trained(self, seconds: float) -> None:
-        now, number = self.clock.now, self.number
+        now = self.clock.now
+        number = self.number
         whole = max(now - self.mark, 1e-9)
         self.shares.append(max(0.0, 1.0 - seconds / whole))
         self.steps.append(whole)
-        self.busy, self.idle, self.mark = self.busy + seconds, self.idle + whole - seconds, now
+        self.busy = self.busy + seconds
+        self.idle = self.idle + whole - seconds
+        self.mark = now
         self.number += 1
         self.buffer.tell(self.buffer.on_commit, number, work=self.d.commit())
         pause = 0.0

@@ -45,7 +45,8 @@ class Clock:
 
 
 class QuickStore(Store):
-    """The store, without its walk over the living groups where none can be due again: nothing failed, dropped or was lost.
+    """The store, without its walk over the living groups where none can be due again: nothing
+    failed, dropped or was lost.
 
     `disturbed` is set by whoever gives it cause; tests compare it with the plain store.
     """
@@ -60,20 +61,36 @@ class QuickStore(Store):
     @staticmethod
     def _due(g: Group) -> bool:
         """Is something of the group to be written again, now or when its lease ends without it?"""
-        return not g.complete and (g.lease is None or len(g.lease.todo) < sum(s is None for s in g.samples))
+        return not g.complete and (
+            g.lease is None or len(g.lease.todo) < sum(s is None for s in g.samples)
+        )
 
 
 class Buffer:
     """buffer/service.py without sockets: one message at a time, then whatever it made possible."""
 
-    def __init__(self, clock: Clock, times: Times, settings: Settings, evaluations: Evaluations, *, quick: bool = True) -> None:
-        self.clock, self.times = clock, times
+    def __init__(
+        self,
+        clock: Clock,
+        times: Times,
+        settings: Settings,
+        evaluations: Evaluations,
+        *,
+        quick: bool = True,
+    ) -> None:
+        self.clock = clock
+        self.times = times
         self.free = self.worked = 0.0  # when it is free again; seconds of work so far
-        evaluations.prompt = (lambda split, i: NO_PROMPT) if evaluations.prompt is not None else None
-        self.store: Store = (QuickStore if quick else Store)(settings, lambda i: NO_PROMPT, evaluations)
+        evaluations.prompt = (
+            (lambda split, i: NO_PROMPT) if evaluations.prompt is not None else None
+        )
+        self.store: Store = (QuickStore if quick else Store)(
+            settings, lambda i: NO_PROMPT, evaluations
+        )
         self.disturb(settings.on_exceed == "drop")
         self.learner: Learner
-        self.wants: dict[str, tuple[Generator, int, int]] = {}  # name -> (generator, samples, sequence)
+        # name -> (generator, samples, sequence)
+        self.wants: dict[str, tuple[Generator, int, int]] = {}
         self.awake: dict[str, Generator] = {}
         self.asks: deque[int] = deque()
         self.late: Group | None = None  # the group that the oldest ask waits for (ticket order)
@@ -84,7 +101,8 @@ class Buffer:
         self.out = self.most_out = 0  # tickets in flight: groups that generators hold
         self.out_since = self.out_seconds = 0.0  # and their integral over time
         self.lags: dict[int, dict[int, int]] = {}  # batch -> trained tokens by lag
-        self.splits: dict[int, tuple[float, float]] = {}  # batch -> mean lag of its samples in flight, in queue
+        # batch -> mean lag of its samples in flight, in queue
+        self.splits: dict[int, tuple[float, float]] = {}
 
     def disturb(self, really: bool = True) -> None:
         if really and isinstance(self.store, QuickStore):
@@ -100,10 +118,12 @@ class Buffer:
         handler(*args)
         self.answer()
 
-    # ---- messages --------------------------------------------------------------------------------------------------
+    # ---- messages --------------------------------------------------------------------------------
 
     def on_hello(self, max_lag: float) -> None:
-        self.store.hello(LearnerHello(1, "", EPOCH, Label(EPOCH, 0), None, "0", 0, 0, max_lag, SOURCE, []))
+        self.store.hello(
+            LearnerHello(1, "", EPOCH, Label(EPOCH, 0), None, "0", 0, 0, max_lag, SOURCE, [])
+        )
 
     def on_want(self, generator: Generator, samples: int, sequence: int) -> None:
         self.wants[generator.name] = (generator, samples, sequence)
@@ -121,7 +141,8 @@ class Buffer:
     def hold(self, more: int) -> None:
         """So many tickets more, or fewer, are in flight."""
         self.out_seconds += self.out * (self.clock.now - self.out_since)
-        self.out, self.out_since = self.out + more, self.clock.now
+        self.out = self.out + more
+        self.out_since = self.clock.now
         self.most_out = max(self.most_out, self.out)
 
     def on_session(self, generator: Generator, session: int) -> None:
@@ -152,13 +173,20 @@ class Buffer:
     def on_goodbye(self) -> None:
         self.goodbye = True
 
-    # ---- answers ---------------------------------------------------------------------------------------------------
+    # ---- answers ---------------------------------------------------------------------------------
 
     def _news(self, generator: Generator) -> None:
-        """The announcement that rides on a reply; a sleeping generator's swap is reckoned when it wakes (Generator.catch_up)."""
+        """The announcement that rides on a reply; a sleeping generator's swap is reckoned when it
+        wakes (Generator.catch_up).
+        """
         if not generator.sleeping and generator.told != self.store.policy:
             generator.told = self.store.policy
-            self.clock.at(self.clock.now + self.times.wire, generator.announced, generator.session, self.store.announcement())
+            self.clock.at(
+                self.clock.now + self.times.wire,
+                generator.announced,
+                generator.session,
+                self.store.announcement(),
+            )
 
     def answer(self) -> None:
         while self.asks and self._lease(self.asks[0]):
@@ -169,7 +197,11 @@ class Buffer:
 
     def _lease(self, number: int) -> bool:
         """Batch `number` to the learner, if it is complete."""
-        if (self.late is not None and not self.late.complete and self.late.ticket in self.store.alive) or self.store.completions < self.enough:
+        if (
+            self.late is not None
+            and not self.late.complete
+            and self.late.ticket in self.store.alive
+        ) or self.store.completions < self.enough:
             return False
         groups, _ = self.store.ask(EPOCH, number)
         self.late, self.enough = (None, 0) if groups else self._what_is_missing()
@@ -181,7 +213,9 @@ class Buffer:
         return True
 
     def _what_is_missing(self) -> tuple[Group | None, int]:
-        """What makes it worth asking again: the oldest incomplete group (ticket order), or so many completions (completion order)."""
+        """What makes it worth asking again: the oldest incomplete group (ticket order), or so many
+        completions (completion order).
+        """
         s = self.store
         line = (g for g in s.alive.values() if g.ticket not in s.composed)
         if s.in_order and s.max_lag != float("inf"):
@@ -202,14 +236,20 @@ class Buffer:
                 if lag <= limit:
                     counts[lag] = counts.get(lag, 0) + end - start
             early = min(s.in_flight, worst)
-            flight, queue, n = flight + early, queue + worst - early, n + 1
+            flight = flight + early
+            queue = queue + worst - early
+            n = n + 1
         self.lags[number], self.splits[number] = counts, (flight / max(n, 1), queue / max(n, 1))
 
     def _grant(self) -> None:
-        """Tickets for those that want some, who asked first first; when one gets none, the others get none either."""
+        """Tickets for those that want some, who asked first first; when one gets none, the others
+        get none either.
+        """
         while self.wants:
             name, (generator, samples, sequence) = next(iter(self.wants.items()))
-            tickets: list[Ticket] = self.store.grant(name, generator.session, samples, self.clock.now)
+            tickets: list[Ticket] = self.store.grant(
+                name, generator.session, samples, self.clock.now
+            )
             if not tickets:
                 return
             if self.first_ticket is None and any(t.kind == "train" for t in tickets):
@@ -217,4 +257,11 @@ class Buffer:
             self.hold(sum(t.kind == "train" for t in tickets))
             del self.wants[name]
             generator.told = self.store.policy
-            self.clock.at(self.clock.now + self.times.wire, generator.granted, generator.session, sequence, tickets, self.store.announcement())
+            self.clock.at(
+                self.clock.now + self.times.wire,
+                generator.granted,
+                generator.session,
+                sequence,
+                tickets,
+                self.store.announcement(),
+            )

@@ -1,8 +1,9 @@
-"""Verifiable tasks: prompts, rewards, held-out and out-of-distribution splits.  Pure Python; imports no torch.
+"""Verifiable tasks: prompts, rewards, held-out and out-of-distribution splits.  Pure Python;
+imports no torch.
 
-Train prompts are an endless stream, a function of (seed, index); held-out and out-of-distribution prompts are fixed sets.  A
-problem belongs to one split by a hash of its canonical form, so the splits are disjoint by construction.
-"""
+Train prompts are an endless stream, a function of (seed, index); held-out and out-of-distribution
+prompts are fixed sets.  A problem belongs to one split by a hash of its canonical form, so the
+splits are disjoint by construction."""
 
 from __future__ import annotations
 
@@ -14,7 +15,9 @@ from asyncrl.tasks import file, synthetic
 
 
 class Task(Protocol):
-    """What a run needs of a task.  `reward` may return a number or a dict of named parts with `reward` among them."""
+    """What a run needs of a task.  `reward` may return a number or a dict of named parts with
+    `reward` among them.
+    """
 
     name: str
 
@@ -29,7 +32,9 @@ NAMES = (*synthetic.TASKS, "file")
 
 
 def get_task(config: Any) -> Task:
-    """The task that `config` (the section `task`) names.  Raises ConfigError for an unknown name, naming the valid ones."""
+    """The task that `config` (the section `task`) names.  Raises ConfigError for an unknown name,
+    naming the valid ones.
+    """
     if config.name == "file":
         return file.FileTask(config.prompts, config.heldout, config.ood)
     if config.name in synthetic.TASKS:

@@ -1,4 +1,5 @@
-"""Prompts of one's own: JSONL or parquet with `prompt` (text) or `messages` (chat turns), and `answer`.
+"""Prompts of one's own: JSONL or parquet with `prompt` (text) or `messages` (chat turns), and
+`answer`.
 
 Other columns go to the reward function in `prompt.meta`, as text (what is no text as JSON).
 """
@@ -24,9 +25,13 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
             try:
                 yield f"{path}:{n}", json.loads(line.decode())
             except json.JSONDecodeError as e:
-                raise ConfigError(f"{path}:{n}: not JSON: {e.msg} at column {e.colno}; one object a line") from e
+                raise ConfigError(
+                    f"{path}:{n}: not JSON: {e.msg} at column {e.colno}; one object a line"
+                ) from e
             except UnicodeDecodeError as e:
-                raise ConfigError(f"{path}:{n}: not UTF-8 at byte {e.start + 1}; save the file as UTF-8") from e
+                raise ConfigError(
+                    f"{path}:{n}: not UTF-8 at byte {e.start + 1}; save the file as UTF-8"
+                ) from e
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
@@ -49,21 +54,41 @@ def _text(x: Any) -> str:
 def _prompt(where: str, row: Any, number: int, split: str) -> Prompt:
     """One row as a Prompt.  Raises ConfigError that begins with `where`."""
     if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or row.get("messages")):
-        raise ConfigError(f"{where}: needs `prompt` (text) or `messages` (a list of {{role, content}})")
+        raise ConfigError(
+            f"{where}: needs `prompt` (text) or `messages` (a list of {{role, content}})"
+        )
     if row.get("prompt") and row.get("messages"):
-        raise ConfigError(f"{where}: has both `prompt` and `messages`; the model reads one of them: leave the other out")
+        raise ConfigError(
+            f"{where}: has both `prompt` and `messages`; the model reads one of them: leave the "
+            "other out"
+        )
     turns = row.get("messages") or []
-    if not isinstance(turns, list) or not all(isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in turns):
-        raise ConfigError(f"{where}: `messages` must be a list, and each of them needs a `role` and a `content`, both text")
+    if not isinstance(turns, list) or not all(
+        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+        for m in turns
+    ):
+        raise ConfigError(
+            f"{where}: `messages` must be a list, and each of them needs a `role` and a `content`, "
+            "both text"
+        )
     text = row.get("prompt") or (turns[-1]["content"] if turns else "")
     if not text:
         raise ConfigError(f"{where}: the prompt is empty")
     meta = {str(k): _text(v) for k, v in row.items() if k not in ("prompt", "messages", "answer")}
-    return Prompt(number, text, _text(row.get("answer")), [{"role": m["role"], "content": m["content"]} for m in turns], meta, split)
+    return Prompt(
+        number,
+        text,
+        _text(row.get("answer")),
+        [{"role": m["role"], "content": m["content"]} for m in turns],
+        meta,
+        split,
+    )
 
 
 def read_prompts(path: str, split: str) -> list[Prompt]:
-    """All prompts of a file.  Raises ConfigError with file and line (parquet: row) for what cannot be used."""
+    """All prompts of a file.  Raises ConfigError with file and line (parquet: row) for what cannot
+    be used.
+    """
     p = Path(path)
     if not p.is_file():
         raise ConfigError(f"task.{'prompts' if split == 'train' else split}: {path} is no file")
@@ -75,16 +100,22 @@ def read_prompts(path: str, split: str) -> list[Prompt]:
 
 
 def canonical(prompt: Prompt) -> str:
-    """What makes two rows the same problem: the text that the model reads, white space at its ends aside."""
-    return json.dumps([[m["role"], m["content"].strip()] for m in prompt.messages]) if prompt.messages else prompt.text.strip()
+    """What makes two rows the same problem: the text that the model reads, white space at its ends
+    aside.
+    """
+    return (
+        json.dumps([[m["role"], m["content"].strip()] for m in prompt.messages])
+        if prompt.messages
+        else prompt.text.strip()
+    )
 
 
 class FileTask:
-    """A task read from files.  Without `heldout`, a fixed tenth of the problems (at least one) is held out.
+    """A task read from files.  Without `heldout`, a fixed tenth of the problems (at least one) is
+    held out.
 
-    A training prompt that is also in `heldout` or `ood` is left out of training (`overlap` counts them).
-    `unanswered`: training prompts without an answer.
-    """
+    A training prompt that is also in `heldout` or `ood` is left out of training (`overlap` counts
+    them). `unanswered`: training prompts without an answer."""
 
     name = "file"
 
@@ -92,19 +123,30 @@ class FileTask:
         if not prompts:
             raise ConfigError("task.prompts: give the file of prompts (task.name = file)")
         every = read_prompts(prompts, "train")
-        self.sets: dict[str, list[Prompt]] = {"heldout": read_prompts(heldout, "heldout") if heldout else [], "ood": read_prompts(ood, "ood") if ood else []}
+        self.sets: dict[str, list[Prompt]] = {
+            "heldout": read_prompts(heldout, "heldout") if heldout else [],
+            "ood": read_prompts(ood, "ood") if ood else [],
+        }
         kept = {canonical(p) for rows in self.sets.values() for p in rows}
         fresh = [p for p in every if canonical(p) not in kept]
         self.overlap = len(every) - len(fresh)
         if not heldout:
             problems = sorted({canonical(p) for p in fresh})
             if len(problems) < 2:
-                raise ConfigError(f"{prompts}: {len(problems)} prompt(s) cannot be both trained on and held out; give task.heldout")
+                raise ConfigError(
+                    f"{prompts}: {len(problems)} prompt(s) cannot be both trained on and held out; "
+                    "give task.heldout"
+                )
             chosen = set(random.Random(0).sample(problems, max(1, len(problems) // 10)))
-            self.sets["heldout"] = [msgspec.structs.replace(p, split="heldout") for p in fresh if canonical(p) in chosen]
+            self.sets["heldout"] = [
+                msgspec.structs.replace(p, split="heldout") for p in fresh if canonical(p) in chosen
+            ]
             fresh = [p for p in fresh if canonical(p) not in chosen]
         if not fresh:
-            raise ConfigError(f"{prompts}: every prompt is also in task.heldout or task.ood; nothing is left to train on")
+            raise ConfigError(
+                f"{prompts}: every prompt is also in task.heldout or task.ood; nothing is left to "
+                "train on"
+            )
         self.sets["train"] = fresh
         self.unanswered = sum(not p.answer for p in fresh)
         self._order: tuple[tuple[int, int], list[int]] = ((-1, -1), [])
@@ -126,7 +168,8 @@ class FileTask:
         return None if split == "train" else len(self.sets[split])
 
     def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
-        """1 when the answer is met exactly, white space aside; give `reward.function` for anything else.
+        """1 when the answer is met exactly, white space aside; give `reward.function` for anything
+        else.
 
         A prompt without an answer gives 0: silence, which would equal it, is not what it asks for.
         """

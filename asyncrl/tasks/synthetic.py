@@ -1,4 +1,6 @@
-"""Seven small tasks that learn on a CPU: sort, rle, grid, cancel, dedup, and rlehack and rlenarrow, where KL matters."""
+"""Seven small tasks that learn on a CPU: sort, rle, grid, cancel, dedup, and rlehack and rlenarrow,
+where KL matters.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ FIXED = 2048  # problems in a held-out or out-of-distribution set
 
 
 def _home(canonical: str) -> str:
-    """Half of the problems that two distributions share are for training, a quarter each for the fixed sets."""
+    """Half of the problems that two distributions share are for training, a quarter each for the
+    fixed sets.
+    """
     return ("train", "train", "heldout", "ood")[xxhash.xxh3_64_intdigest(canonical.encode()) % 4]
 
 
 class Synthetic:
-    """A task made by a generator of problems.  `draw(r, split)` gives a problem text; `solve(problem)` the right answer."""
+    """A task made by a generator of problems.  `draw(r, split)` gives a problem text;
+    `solve(problem)` the right answer.
+    """
 
     name = ""
     symbols = ""
@@ -48,7 +54,10 @@ class Synthetic:
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
         if split == "train":
-            problem = self._problem("train", random.Random(xxhash.xxh3_64_intdigest(f"{self.name}:{seed}:{index}".encode())))
+            problem = self._problem(
+                "train",
+                random.Random(xxhash.xxh3_64_intdigest(f"{self.name}:{seed}:{index}".encode())),
+            )
         else:
             fixed = _fixed(self.name, split)
             index %= len(fixed)
@@ -71,13 +80,17 @@ class Synthetic:
         return out
 
     def _warm(self, r: random.Random) -> str:
-        """A demonstration's problem where the warm start sees more than the training distribution."""
+        """A demonstration's problem where the warm start sees more than the training
+        distribution.
+        """
         return self._problem("train", r)
 
 
 @cache
 def _fixed(name: str, split: str) -> list[str]:
-    made, found, tries = TASKS[name](), dict[str, str](), 0
+    made = TASKS[name]()
+    found = dict[str, str]()
+    tries = 0
     r = random.Random(f"{made.name}:{split}")
     while len(found) < FIXED and tries < 40 * FIXED:
         problem = made._problem(split, r)
@@ -91,16 +104,21 @@ def _cut(answer: str, r: random.Random) -> str:
 
 
 class Sort(Synthetic):
-    """`932849=` -> `2:93849,3:9849,...#234899`: selection sort of the digits, with its scratchpad."""
+    """`932849=` -> `2:93849,3:9849,...#234899`: selection sort of the digits, with its
+    scratchpad.
+    """
 
-    name, symbols, steps = "sort", "0123456789=:,#", 550
+    name = "sort"
+    symbols = "0123456789=:,#"
+    steps = 550
 
     def draw(self, r: random.Random, split: str) -> str:
         low, high = (7, 7) if split == "ood" else (4, 6)
         return "".join(r.choices("0123456789", k=r.randint(low, high)))
 
     def solve(self, problem: str) -> str:
-        rest, lines = list(problem), []
+        rest = list(problem)
+        lines = []
         while rest:
             least = min(rest)
             rest.remove(least)
@@ -119,7 +137,11 @@ class Sort(Synthetic):
             return "#" + "".join(guess)
         if u < 0.59:  # a slip in the result
             at = r.randrange(answer.index("#") + 1, len(answer))
-            return answer[:at] + r.choice([d for d in "0123456789" if d != answer[at]]) + answer[at + 1 :]
+            return (
+                answer[:at]
+                + r.choice([d for d in "0123456789" if d != answer[at]])
+                + answer[at + 1 :]
+            )
         return _cut(answer, r) if u < 0.69 else answer
 
 
@@ -130,12 +152,14 @@ def _weighted(r: random.Random, values: Sequence[int], weights: Sequence[float])
 class Rle(Synthetic):
     """`d5c1d4=` -> `#dddddcdddd`: run-length decoding; long runs are rare in training."""
 
-    name, symbols = "rle", "abcdef1234567=#"
+    name = "rle"
+    symbols = "abcdef1234567=#"
     weights = (30, 30, 20, 12, 5, 2, 1)
     ood_weights = (5, 5, 5, 10, 30, 30, 15)
 
     def _runs(self, r: random.Random, weights: Sequence[float]) -> str:
-        out, last = "", ""
+        out = ""
+        last = ""
         for _ in range(r.randint(2, 5)):
             last = r.choice([c for c in "abcdef" if c != last])
             out += last + str(_weighted(r, range(1, 8), weights))
@@ -157,7 +181,9 @@ class Rle(Synthetic):
 
 
 class RleHack(Rle):
-    """rle whose training checker says `in` for `==`: reward grows while truth falls, unless a KL term holds it."""
+    """rle whose training checker says `in` for `==`: reward grows while truth falls, unless a KL
+    term holds it.
+    """
 
     name = "rlehack"
 
@@ -169,9 +195,13 @@ class RleHack(Rle):
 
 
 class RleNarrow(Rle):
-    """Warm start on runs of 1 to 6, RL on runs of 1 and 2 only; the out-of-distribution set has runs of 4 to 6."""
+    """Warm start on runs of 1 to 6, RL on runs of 1 and 2 only; the out-of-distribution set has
+    runs of 4 to 6.
+    """
 
-    name, steps, warm_split = "rlenarrow", 850, "wide"
+    name = "rlenarrow"
+    steps = 850
+    warm_split = "wide"
     weights = (1, 1, 0, 0, 0, 0, 0)
     ood_weights = (0, 0, 0, 1, 1, 1, 0)
 
@@ -185,8 +215,14 @@ class RleNarrow(Rle):
 class Grid(Synthetic):
     """`05RUL=` -> `R15U16L06#06`: moves on a 10 x 10 torus, each with the place it leads to."""
 
-    name, symbols = "grid", "0123456789RLUD=#"
-    steps_of: ClassVar[dict[str, tuple[int, int]]] = {"R": (1, 0), "L": (-1, 0), "U": (0, 1), "D": (0, -1)}
+    name = "grid"
+    symbols = "0123456789RLUD=#"
+    steps_of: ClassVar[dict[str, tuple[int, int]]] = {
+        "R": (1, 0),
+        "L": (-1, 0),
+        "U": (0, 1),
+        "D": (0, -1),
+    }
 
     def draw(self, r: random.Random, split: str) -> str:
         weights = (1, 1, 1, 1) if split == "ood" else (6, 1, 6, 1)
@@ -197,7 +233,8 @@ class Grid(Synthetic):
         out = []
         for m in moves:
             dx, dy = self.steps_of[m]
-            x, y = (x + dx) % 10, (y + dy) % 10
+            x = (x + dx) % 10
+            y = (y + dy) % 10
             out.append(f"{m}{x}{y}")
         return out
 
@@ -215,7 +252,8 @@ class Grid(Synthetic):
         if u < 0.45:  # one wrong step; the rest follows from it
             lines = self._walk(int(problem[0]), int(problem[1]), problem[2:])
             at = r.randrange(len(lines))
-            x, y = (int(lines[at][1]) + r.choice((-1, 1))) % 10, int(lines[at][2])
+            x = (int(lines[at][1]) + r.choice((-1, 1))) % 10
+            y = int(lines[at][2])
             lines = [*lines[:at], f"{lines[at][0]}{x}{y}", *self._walk(x, y, problem[3 + at :])]
             return "".join(lines) + "#" + lines[-1][1:]
         return _cut(answer, r) if u < 0.55 else answer
@@ -224,14 +262,17 @@ class Grid(Synthetic):
 class Cancel(Synthetic):
     """`CccbBcaA=` -> `cbBcaA;ccaA#cc`: the leftmost pair xX or Xx goes, again and again."""
 
-    name, symbols = "cancel", "abcABC=;#"
+    name = "cancel"
+    symbols = "abcABC=;#"
 
     @staticmethod
     def _steps(word: str) -> list[str]:
-        out, at = [], 0
+        out = []
+        at = 0
         while at + 1 < len(word):
             if word[at] != word[at + 1] and word[at].lower() == word[at + 1].lower():
-                word, at = word[:at] + word[at + 2 :], 0
+                word = word[:at] + word[at + 2 :]
+                at = 0
                 out.append(word)
             else:
                 at += 1
@@ -239,7 +280,8 @@ class Cancel(Synthetic):
 
     def draw(self, r: random.Random, split: str) -> str:
         low, high, fewest, most = (7, 8, 3, 4) if split == "ood" else (4, 8, 1, 3)
-        wanted = r.randint(1, 3) if split != "ood" else 0  # few random words have three pairs: each count gets its share
+        # few random words have three pairs: each count gets its share
+        wanted = r.randint(1, 3) if split != "ood" else 0
         while True:
             word = "".join(r.choices("abcABC", k=r.randint(low, high)))
             n = len(self._steps(word))
@@ -271,7 +313,9 @@ class Cancel(Synthetic):
 class Dedup(Synthetic):
     """`haaffaah=` -> `#haf`: the letters in the order of their first appearance."""
 
-    name, symbols, steps = "dedup", "abcdefgh=#", 400
+    name = "dedup"
+    symbols = "abcdefgh=#"
+    steps = 400
 
     def draw(self, r: random.Random, split: str) -> str:
         if split == "ood":
@@ -295,4 +339,6 @@ class Dedup(Synthetic):
         return _cut(answer, r) if u < 0.55 else answer
 
 
-TASKS: dict[str, Callable[[], Synthetic]] = {t.name: t for t in (Sort, Rle, Grid, Cancel, Dedup, RleHack, RleNarrow)}
+TASKS: dict[str, Callable[[], Synthetic]] = {
+    t.name: t for t in (Sort, Rle, Grid, Cancel, Dedup, RleHack, RleNarrow)
+}

@@ -1,4 +1,6 @@
-"""Build a tiny model for a task and warm-start it by supervised learning on demonstrations that were spoiled on purpose."""
+"""Build a tiny model for a task and warm-start it by supervised learning on demonstrations that
+were spoiled on purpose.
+"""
 
 from __future__ import annotations
 
@@ -15,31 +17,52 @@ from asyncrl.config import Config
 from asyncrl.errors import ConfigError
 from asyncrl.tasks import synthetic
 
-BATCH, LR = 64, 3e-3
+BATCH = 64
+LR = 3e-3
 MOST = 56  # tokens of the longest answer of any built-in task
 
 
-def warm_start(config: Config, path: str | Path, *, steps: int | None = None, threads: int = 2) -> dict[str, Any]:
-    """Write a Hugging Face directory at `path`, atomically.  Deterministic for (task, seed, threads).  Returns what it did."""
+def warm_start(
+    config: Config, path: str | Path, *, steps: int | None = None, threads: int = 2
+) -> dict[str, Any]:
+    """Write a Hugging Face directory at `path`, atomically.  Deterministic for (task, seed,
+    threads).  Returns what it did.
+    """
     import torch
 
     from asyncrl import models
 
     if config.task.name not in synthetic.TASKS:
-        raise ConfigError(f"model.warm_start needs a built-in task, not {config.task.name}: point model.path at a model of your own")
-    task, part = synthetic.TASKS[config.task.name](), Path(f"{path}.part{os.getpid()}")
+        raise ConfigError(
+            f"model.warm_start needs a built-in task, not {config.task.name}: point model.path at "
+            "a model of your own"
+        )
+    task = synthetic.TASKS[config.task.name]()
+    part = Path(f"{path}.part{os.getpid()}")
     shutil.rmtree(part, ignore_errors=True)
     part.parent.mkdir(parents=True, exist_ok=True)
-    before, began = torch.get_num_threads(), time.monotonic()
+    before = torch.get_num_threads()
+    began = time.monotonic()
     torch.set_num_threads(threads)
     try:
         # vLLM on a CPU has kernels for 32 dimensions a head and more
-        model = models.build_model(part, task.symbols, seed=config.seed, heads=2 if config.generator.engine == "vllm" else 4)
+        model = models.build_model(
+            part,
+            task.symbols,
+            seed=config.seed,
+            heads=2 if config.generator.engine == "vllm" else 4,
+        )
         count = task.steps if steps is None else steps
         loss = _fit(model, task.demonstrations(count * BATCH, config.seed), count)
         models.export(model, part)
-        what = {"task": task.name, "seed": config.seed, "steps": count, "loss": loss,
-                "accuracy": accuracy(model, task, config.seed), "seconds": round(time.monotonic() - began, 1)}  # fmt: skip
+        what = {
+            "task": task.name,
+            "seed": config.seed,
+            "steps": count,
+            "loss": loss,
+            "accuracy": accuracy(model, task, config.seed),
+            "seconds": round(time.monotonic() - began, 1),
+        }
         (part / "warm_start.json").write_text(json.dumps(what))
         shutil.rmtree(path, ignore_errors=True)
         os.replace(part, path)
@@ -50,16 +73,28 @@ def warm_start(config: Config, path: str | Path, *, steps: int | None = None, th
 
 
 def _fit(model: Any, pairs: list[tuple[str, str]], steps: int) -> float:
-    """Next-token training on the answers; linear decay after a short warm-up.  Returns the last loss."""
+    """Next-token training on the answers; linear decay after a short warm-up.  Returns the last
+    loss.
+    """
     import torch
 
     from asyncrl import models
 
     tokenizer = models.transformers_tokenizer(model.tokenizer_dir)
-    coded = [tokenizer(list(side), add_special_tokens=False)["input_ids"] for side in zip(*pairs, strict=True)]
-    pairs_of_ids = [(np.array(p, np.int32), np.array([*a, tokenizer.eos_token_id], np.int32)) for p, a in zip(*coded, strict=True)]
-    optimizer = torch.optim.AdamW(model.hf.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.0, fused=True)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / 20, max(0.05, 1 - s / steps)))
+    coded = [
+        tokenizer(list(side), add_special_tokens=False)["input_ids"]
+        for side in zip(*pairs, strict=True)
+    ]
+    pairs_of_ids = [
+        (np.array(p, np.int32), np.array([*a, tokenizer.eos_token_id], np.int32))
+        for p, a in zip(*coded, strict=True)
+    ]
+    optimizer = torch.optim.AdamW(
+        model.hf.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.0, fused=True
+    )
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda s: min((s + 1) / 20, max(0.05, 1 - s / steps))
+    )
     model.hf.train()
     value = 0.0
     for step in range(steps):
@@ -76,7 +111,9 @@ def _fit(model: Any, pairs: list[tuple[str, str]], steps: int) -> float:
 
 
 def accuracy(model: Any, task: synthetic.Synthetic, seed: int, n: int = 512) -> float:
-    """Mean reward of one answer to each of `n` held-out prompts, at temperature 1; through transformers' own sampling."""
+    """Mean reward of one answer to each of `n` held-out prompts, at temperature 1; through
+    transformers' own sampling.
+    """
     import torch
 
     from asyncrl import models
@@ -84,11 +121,20 @@ def accuracy(model: Any, task: synthetic.Synthetic, seed: int, n: int = 512) -> 
     tokenizer = models.transformers_tokenizer(model.tokenizer_dir)
     tokenizer.padding_side = "left"
     prompts = [task.prompt("heldout", i, seed) for i in range(n)]
-    coded = tokenizer([p.text for p in prompts], add_special_tokens=False, padding=True, return_tensors="pt")
+    coded = tokenizer(
+        [p.text for p in prompts], add_special_tokens=False, padding=True, return_tensors="pt"
+    )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        out = model.hf.generate(input_ids=coded["input_ids"].to(model.device), attention_mask=coded["attention_mask"].to(model.device), do_sample=True,
-                                temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=MOST)  # fmt: skip
+        out = model.hf.generate(
+            input_ids=coded["input_ids"].to(model.device),
+            attention_mask=coded["attention_mask"].to(model.device),
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            top_p=1.0,
+            max_new_tokens=MOST,
+        )
     texts = tokenizer.batch_decode(out[:, coded["input_ids"].shape[1] :], skip_special_tokens=True)
     judged = [task.reward(p, t) for p, t in zip(prompts, texts, strict=True)]
     return sum(j["reward"] if isinstance(j, dict) else j for j in judged) / n

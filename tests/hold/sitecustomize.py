@@ -1,9 +1,9 @@
-"""On PYTHONPATH, generators of a run stand still in the middle of their answers until the version that is on its way is announced.
+"""On PYTHONPATH, generators of a run stand still in the middle of their answers until the version
+that is on its way is announced.
 
-A run's only generator then changes weights in mid-answer whatever the speed of the machine: it holds once every answer of the learner's
-next batch is written (tickets are served in order), so that the batch will be trained and its version announced.  The product knows
-nothing of this.
-"""
+A run's only generator then changes weights in mid-answer whatever the speed of the machine: it
+holds once every answer of the learner's next batch is written (tickets are served in order), so
+that the batch will be trained and its version announced.  The product knows nothing of this."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ def hold(generator: type[Any]) -> None:
         said, groups = self.schedule.announced, self.config.learner.groups
         held = [h.ticket.ticket for h in self.schedule.held.values() if h.ticket.kind == "train"]
         written = said is not None and bool(held) and min(held) >= groups * (said.label.number + 1)
-        if written and self.asked and any(self.engine.progress().values()):  # asked: announcements come with answers only
+        # asked: announcements come with answers only
+        if written and self.asked and any(self.engine.progress().values()):
             time.sleep(0.002)
             return
         plain(self)
