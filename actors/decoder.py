@@ -13,8 +13,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from asyncrl import exact
-from asyncrl.fast_forward import Layout, rotate
+from asyncrl.models import exact_operators
+from asyncrl.models.packed_forward import Layout, rotate
 
 MASKED = -1e30
 
@@ -41,8 +41,8 @@ class FusedWeights:
         """Fuse `weights` (transformers' parameter names) into place."""
         lay = self.lay
         for i, store in enumerate(self.per_layer):
-            _keep(store, exact.fuse_layer(lay, i, weights), self.dtype)
-        _keep(self.top, exact.fuse_top(weights, self.tied), self.dtype)
+            _keep(store, exact_operators.fuse_layer(lay, i, weights), self.dtype)
+        _keep(self.top, exact_operators.fuse_top(weights, self.tied), self.dtype)
 
     def project(
         self, i: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -228,7 +228,7 @@ def truncate(logs: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> to
     return cut
 
 
-# ---- exact mode: column = position, operators of asyncrl.exact -----------------------------------
+# ---- exact mode: column = position, operators of asyncrl.models.exact_operators ------------------
 
 
 def decode_exact(
@@ -243,16 +243,16 @@ def decode_exact(
     rows = torch.arange(n, device=tokens.device)
     columns = cache.bias.shape[2]
     positions = positions.clamp(max=columns - 1)
-    seen = min(exact.up(longest + 1, exact.KEYS), columns)
+    seen = min(exact_operators.up(longest + 1, exact_operators.KEYS), columns)
     cache.bias[rows, 0, positions] = 0.0
     bias = cache.bias[:n, None, :, :seen]
-    at = exact.pad_rows(positions)
+    at = exact_operators.pad_rows(positions)
     cos = w.cos.index_select(0, at)[:, None]
     sin = w.sin.index_select(0, at)[:, None]
-    x = w.top["embed"].index_select(0, exact.pad_rows(tokens))
-    repeat = exact.up(share, exact.QUERIES)
+    x = w.top["embed"].index_select(0, exact_operators.pad_rows(tokens))
+    repeat = exact_operators.up(share, exact_operators.QUERIES)
     for i, layer in enumerate(w.per_layer):
-        q, k, v = exact.project(lay, layer, x, cos, sin)
+        q, k, v = exact_operators.project(lay, layer, x, cos, sin)
         cache.k[i, rows, :, positions], cache.v[i, rows, :, positions] = k[:n], v[:n]
         keys, values = (
             t[i, :n].view(n * lay.kv_heads, columns, lay.head_dim)[:, :seen]
@@ -261,9 +261,11 @@ def decode_exact(
         q = q[:n].reshape(n, lay.kv_heads, share, lay.head_dim)
         if repeat > share:
             q = torch.cat([q, q[:, :, :1].expand(-1, -1, repeat - share, -1)], 2)
-        out = exact.attend(q, keys, values, bias)[:, :, :share].reshape(n, lay.heads * lay.head_dim)
-        x = exact.finish(lay, layer, x, exact.pad_rows(out))
-    return exact.times(exact.unit(x, lay.eps), w.top["head"])[:n]
+        out = exact_operators.attend(q, keys, values, bias)[:, :, :share].reshape(
+            n, lay.heads * lay.head_dim
+        )
+        x = exact_operators.finish(lay, layer, x, exact_operators.pad_rows(out))
+    return exact_operators.times(exact_operators.unit(x, lay.eps), w.top["head"])[:n]
 
 
 def encode_exact(w: FusedWeights, ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -278,15 +280,15 @@ def encode_exact(w: FusedWeights, ids: torch.Tensor) -> list[tuple[torch.Tensor,
     for i, layer in enumerate(w.per_layer):
         q, k, v = (
             t.view(b, n, -1, lay.head_dim).transpose(1, 2)
-            for t in exact.project(lay, layer, x, cos, sin)
+            for t in exact_operators.project(lay, layer, x, cos, sin)
         )
         out.append((k, v))
         if i + 1 < w.layers:
             keys, values = (t.reshape(b * lay.kv_heads, n, lay.head_dim) for t in (k, v))
-            a = exact.attend(
+            a = exact_operators.attend(
                 q.reshape(b, lay.kv_heads, share * n, lay.head_dim), keys, values, bias
             )
-            x = exact.finish(
+            x = exact_operators.finish(
                 lay,
                 layer,
                 x,

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
-from asyncrl.config import Wires
-from asyncrl.messages import EVAL_BASE, Acks, Deliver, Trajectory
+from asyncrl.config.tree import Wires
+from asyncrl.contract.messages import EVAL_BASE, Acks, Deliver, Trajectory
 
 Key = tuple[int, int, int]  # (ticket, sample, attempt)
 LINGER_S = 0.02  # how long a small frame waits for company

@@ -10,8 +10,8 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from asyncrl.messages import Span
-from asyncrl.versions import Label
+from asyncrl.contract.messages import Span
+from asyncrl.contract.versions import Label
 
 Key = tuple[int, int, int]  # (ticket, sample, attempt)
 

@@ -17,12 +17,12 @@ import torch
 
 from actors import decoder
 from actors.engine import Answer, Engine, Key, Request, uniforms
-from asyncrl import exact
-from asyncrl.config import Config
-from asyncrl.errors import ConfigError
-from asyncrl.messages import Span
-from asyncrl.models import PolicyModel, load_policy
-from asyncrl.versions import Label
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Span
+from asyncrl.contract.versions import Label
+from asyncrl.models import exact_operators
+from asyncrl.models.policy import PolicyModel, load_policy
 
 CHUNK = 64  # rows refilled at a time: an admission costs about as much as a few decode steps
 SHRINK = 0.75  # live share of the rows in use below which they are moved together
@@ -42,8 +42,9 @@ class EmbeddedEngine:
     """See `actors.engine.Engine`.  in_flight: what `load` does to live rows; `between_groups` means
     that none is live.
 
-    fixed: by the operators of exact mode (asyncrl/exact.py), with every key at the column of its
-    position. mantissa_bits: what the weights are rounded to when they are loaded; 0: not."""
+    fixed: by the operators of exact mode (asyncrl/models/exact_operators.py), with every key at the
+    column of its position. mantissa_bits: what the weights are rounded to when they are loaded; 0:
+    not."""
 
     def __init__(
         self,
@@ -62,7 +63,9 @@ class EmbeddedEngine:
         self.lay = model.fast
         self.mantissa_bits = mantissa_bits
         self.context = context
-        self.weights = decoder.FusedWeights(model.fast, exact.up(context + 1, exact.KEYS))
+        self.weights = decoder.FusedWeights(
+            model.fast, exact_operators.up(context + 1, exact_operators.KEYS)
+        )
         self.fixed = fixed
         self.dtype = next(model.hf.parameters()).dtype
         self.device = model.device
@@ -271,7 +274,8 @@ class EmbeddedEngine:
     def _ring_columns(self) -> int:
         """Columns beside the prompt's: in exact mode they are all one axis, padded."""
         return (
-            exact.up(self.prompt_needed + self.ring_needed, exact.KEYS) - self.prompt_needed
+            exact_operators.up(self.prompt_needed + self.ring_needed, exact_operators.KEYS)
+            - self.prompt_needed
             if self.fixed
             else self.ring_needed
         )
@@ -281,7 +285,7 @@ class EmbeddedEngine:
         if not self.fixed:
             return decoder.encode(self.weights, torch.from_numpy(ids).to(self.device))
         width = ids.shape[1]
-        ids = np.pad(ids, ((0, 0), (0, exact.up(width, exact.KEYS) - width)))
+        ids = np.pad(ids, ((0, 0), (0, exact_operators.up(width, exact_operators.KEYS) - width)))
         return [
             (k[:, :, :width], v[:, :, :width])
             for k, v in decoder.encode_exact(self.weights, torch.from_numpy(ids).to(self.device))

@@ -17,9 +17,9 @@ import torch
 
 from actors.decoder import sample
 from actors.engine import Answer, Key, Request, uniforms
-from asyncrl.messages import Span
-from asyncrl.models import PolicyModel, load_weights
-from asyncrl.versions import Label
+from asyncrl.contract.messages import Span
+from asyncrl.contract.versions import Label
+from asyncrl.models.policy import PolicyModel, load_weights
 
 
 @dataclass

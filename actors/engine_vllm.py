@@ -25,13 +25,13 @@ import torch
 
 from actors.engine import Answer, Key, Request, uniforms
 from actors.vllm_swap import Direct, Unknown, pack
-from asyncrl.config import Config
-from asyncrl.engines import missing_vllm
-from asyncrl.errors import ConfigError, ProtocolError
-from asyncrl.importing import no_garbage
-from asyncrl.messages import Span
-from asyncrl.models import load_policy, probe_ids, probe_logprobs, text_config
-from asyncrl.versions import Label
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError, ProtocolError
+from asyncrl.contract.importing import no_garbage
+from asyncrl.contract.messages import Span
+from asyncrl.contract.versions import Label
+from asyncrl.models.installed import missing_vllm
+from asyncrl.models.policy import load_policy, probe_ids, probe_logprobs, text_config
 
 PROBE = "probe"
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}  # nats; seen: 3e-6 and 1e-2
@@ -158,7 +158,7 @@ class Reference:
         self._forget()
 
     def logprobs(self, weights: Mapping[str, torch.Tensor]) -> np.ndarray:
-        """See `asyncrl.models.probe_logprobs`."""
+        """See `asyncrl.models.policy.probe_logprobs`."""
         for name, p in self.model.hf.named_parameters():
             p.data = weights[name].cpu()
         out = probe_logprobs(self.model)

@@ -17,23 +17,23 @@ from typing import Any
 
 import numpy as np
 
+from actors.delay import Late, decode_steps
 from actors.delivery import Outbox
 from actors.engine import Answer, Engine, Request
-from actors.late import Late, decode_steps
 from actors.rewards import RewardRunner
 from actors.schedule import Key, Schedule
-from actors.weights import WeightsReceiver
-from asyncrl import messages as m
-from asyncrl.config import Config
-from asyncrl.devices import bind
-from asyncrl.errors import AsyncrlError, NothingToDo, PeerUnreachable, ProtocolError
-from asyncrl.rundir import buffer_address, ended, run_id
+from actors.weights_receiver import WeightsReceiver
+from asyncrl.config.tree import Config
+from asyncrl.contract import messages as m
+from asyncrl.contract.errors import AsyncrlError, NothingToDo, PeerUnreachable, ProtocolError
+from asyncrl.contract.versions import Label
+from asyncrl.contract.waits import WaitLog
+from asyncrl.models.devices import bind
+from asyncrl.models.tokenizer import encode_prompt, load_tokenizer, stop_tokens
+from asyncrl.records.rundir import buffer_address, ended, run_id
+from asyncrl.records.trace import Tracer
 from asyncrl.tasks import get_task
-from asyncrl.tokenizer import encode_prompt, load_tokenizer, stop_tokens
-from asyncrl.trace import Tracer
-from asyncrl.versions import Label
-from asyncrl.watchdog import WaitLog
-from asyncrl.wires import PeerSocket
+from asyncrl.transport.sockets import PeerSocket
 
 DECODE_STEPS = 8  # between two looks at the socket
 # seconds for them: a slow engine makes fewer, as leases are renewed and rewards delivered between

@@ -26,10 +26,10 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
-from asyncrl import importing
-from asyncrl.config import Task
-from asyncrl.errors import ConfigError
-from asyncrl.messages import Prompt
+from asyncrl.config.tree import Task
+from asyncrl.contract import importing
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import get_task
 
 Judged = tuple[float, dict[str, float], list[float] | None]

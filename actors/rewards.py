@@ -38,10 +38,10 @@ from typing import Any
 import msgspec
 
 from actors.reward_worker import FRAME_BYTES, Call, Reply, Setup, Unit, call, frame, said
-from asyncrl import importing
-from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.messages import Prompt
+from asyncrl.config.tree import Config
+from asyncrl.contract import importing
+from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.messages import Prompt
 
 Key = tuple[int, int, int]
 Result = tuple[Key, float, dict[str, float], list[float] | None, str]

@@ -19,8 +19,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.messages import Announcement, Ticket
-from asyncrl.versions import Label
+from asyncrl.contract.messages import Announcement, Ticket
+from asyncrl.contract.versions import Label
 
 Key = tuple[int, int, int]  # (ticket, sample, attempt)
 

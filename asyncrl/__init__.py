@@ -32,15 +32,25 @@ Glossary, one word for one thing in code, configs, metrics and docs:
 - ledger: where every generated token ended, in exactly one line.
 - ESS: effective sample size of the importance weights, as a share of the samples.
 
-Where things are: `asyncrl` the contract and the mathematics, `actors` prompt to trajectory,
-`buffer` trajectory to batch, `learner` batch to weights.  The three never import each other; they
-meet in `asyncrl.messages`.
+Where things are.  `actors` prompt to trajectory, `buffer` trajectory to batch, `learner` batch to
+weights: they never import each other and meet in `asyncrl.contract.messages`.  Around them lie the
+floors of this package, and imports run down only:
 
-Around one run, each a command: `asyncrl.compare` (compare, sweep: many runs and what their
-difference is worth), `asyncrl.simulate` (a run in simulated time, by the buffer's own store),
-`asyncrl.experiments` (replay of the stream that `learner.recorder` kept), `asyncrl.lab` (estimators
-against exact gradients).  They import the three; only commands (`asyncrl.cli`, `asyncrl.diff`)
-import them."""
+- `cli`: a command each.
+- `experiments`: `serial` (the whole system in one process: read it first), `compare` (compare,
+  sweep: many runs and what their difference is worth), `simulate` (a run in simulated time, by the
+  buffer's own store), `replay` (of the stream that `learner.recorder` kept), `lab` (estimators
+  against exact gradients).
+- `supervise`: starts, watches, ends and reports one run.
+- `actors`, `buffer`, `learner`.
+- `tasks`: prompts and rewards.
+- `transport`: sockets, and the ways of the weights.
+- `models`: the policy, its packed forward, its tokenizer.
+- `records`: what a run writes and what is read from it.
+- `config`: from TOML to one frozen tree.
+- `algorithms`: the mathematics, on torch alone.
+- `contract`: messages, versions, admission, errors.
+"""
 
 import sys as _sys
 
@@ -56,7 +66,7 @@ _by_name = (
 if _by_name:
     _sys.path.append(_sys.path.pop(0))
 
-from asyncrl import importing as _importing  # noqa: E402
+from asyncrl.contract import importing as _importing  # noqa: E402
 
 _importing.ours_first()
 if _by_name:

@@ -26,10 +26,11 @@ from typing import Any
 import numpy as np
 import rounds
 
-from asyncrl import config_load, rundir
-from asyncrl import messages as m
-from asyncrl.versions import Label
-from asyncrl.wires import PeerSocket
+from asyncrl.config import load
+from asyncrl.contract import messages as m
+from asyncrl.contract.versions import Label
+from asyncrl.records import rundir
+from asyncrl.transport.sockets import PeerSocket
 
 HERE = Path(__file__).resolve().parent
 GROUPS = 32
@@ -81,9 +82,9 @@ class Buffer:
             "evaluation.final_prompts=1",
             "evaluation.ood_prompts=0",
         ]
-        config = config_load.load(HERE.parent / "configs" / "demo.toml", sets)
+        config = load.load(HERE.parent / "configs" / "demo.toml", sets)
         self.dir = work / mode
-        rundir.ensure(config, config_load.dump(config), self.dir)
+        rundir.ensure(config, load.dump(config), self.dir)
         argv = [
             sys.executable,
             "-m",

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from asyncrl.config import Task
-from asyncrl.messages import Prompt
+from asyncrl.config.tree import Task
+from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import get_task
 
 TASK = get_task(Task(name="sort"))

@@ -28,8 +28,8 @@ from transformers import StoppingCriteria, StoppingCriteriaList
 
 from actors.engine import Request
 from actors.engine_embedded import EmbeddedEngine
-from asyncrl import models
-from asyncrl.versions import Label
+from asyncrl.contract.versions import Label
+from asyncrl.models import policy
 
 SIZES: dict[str, tuple[dict[str, int], int]] = {  # build_model's arguments, slots
     "84k": ({"hidden": 64, "layers": 2, "heads": 4}, 256),
@@ -72,10 +72,10 @@ def lengths(n: int, spread: int, r: np.random.Generator) -> np.ndarray:
 
 
 def by_engine(
-    model: models.PolicyModel, slots: int, prompts: torch.Tensor, lens: np.ndarray
+    model: policy.PolicyModel, slots: int, prompts: torch.Tensor, lens: np.ndarray
 ) -> Any:
     engine = EmbeddedEngine(model, slots=slots, context=PROMPT + MOST, max_new_tokens=MOST)
-    engine.load(dict(models.named_weights(model)), Label(1, 0), "d")
+    engine.load(dict(policy.named_weights(model)), Label(1, 0), "d")
     rows = prompts.numpy().astype(np.int32)
     requests = [
         Request((i // GROUP, i % GROUP, 1), rows[i], i // GROUP, int(n), 1.0, 1.0, 0, (), 7)
@@ -94,7 +94,7 @@ def by_engine(
 
 
 def by_generate(
-    model: models.PolicyModel, batch: int, prompts: torch.Tensor, lens: np.ndarray, cache: str
+    model: policy.PolicyModel, batch: int, prompts: torch.Tensor, lens: np.ndarray, cache: str
 ) -> Any:
     model.hf.generation_config.eos_token_id = None
     how: dict[str, Any] = {
@@ -121,7 +121,7 @@ def by_generate(
     return run
 
 
-def by_loop(model: models.PolicyModel, batch: int, prompts: torch.Tensor, lens: np.ndarray) -> Any:
+def by_loop(model: policy.PolicyModel, batch: int, prompts: torch.Tensor, lens: np.ndarray) -> Any:
     """A plain static batch: transformers' forward with its cache, and nothing else."""
 
     @torch.inference_mode()
@@ -156,7 +156,7 @@ def measure(
     name: str, spread: int, n_rounds: int, work: str, *, quick: bool
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     shape, slots = SIZES[name]
-    model = models.build_model(Path(work) / name, "0123456789abcdefghij", **shape)  # type: ignore[arg-type]
+    model = policy.build_model(Path(work) / name, "0123456789abcdefghij", **shape)  # type: ignore[arg-type]
     r = np.random.default_rng(0)
     n = slots * (3 if quick or spread == 1 else A_SLOT)
     prompts = torch.from_numpy(np.repeat(r.integers(3, 23, (n // GROUP, PROMPT)), GROUP, 0))

@@ -25,20 +25,20 @@ from learner_batch import batch, config
 
 from actors.engine import Answer, Request
 from actors.engine_embedded import EmbeddedEngine
-from asyncrl import models
-from asyncrl.versions import Label
+from asyncrl.contract.versions import Label
+from asyncrl.models import policy
 from learner.step import LearnerCore
 
 WAYS = {"plain": False, "exact": True}
 
 
 def generation(
-    model: models.PolicyModel, slots: int, fixed: bool, lens: np.ndarray, prompts: np.ndarray
+    model: policy.PolicyModel, slots: int, fixed: bool, lens: np.ndarray, prompts: np.ndarray
 ) -> Any:
     engine = EmbeddedEngine(
         model, slots=slots, context=PROMPT + MOST, max_new_tokens=MOST, fixed=fixed
     )
-    engine.load(dict(models.named_weights(model)), Label(1, 0), "d")
+    engine.load(dict(policy.named_weights(model)), Label(1, 0), "d")
     requests = [
         Request((i // GROUP, i % GROUP, 1), prompts[i], i // GROUP, int(n), 1.0, 1.0, 0, (), 7)
         for i, n in enumerate(lens)
@@ -54,7 +54,7 @@ def generation(
     return run
 
 
-def differing(model: models.PolicyModel, answers: list[Answer], fixed: bool) -> float:
+def differing(model: policy.PolicyModel, answers: list[Answer], fixed: bool) -> float:
     """Share of tokens whose logprob the learner computes to other bits than the engine."""
     model.exact = fixed
     part = answers[:512]
@@ -74,7 +74,7 @@ def measure(
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     shape, slots = SIZES[name]
     path = work / name
-    model = models.build_model(path, "0123456789abcdefghij", **shape)  # type: ignore[arg-type]
+    model = policy.build_model(path, "0123456789abcdefghij", **shape)  # type: ignore[arg-type]
     r = np.random.default_rng(0)
     n = slots * (3 if quick else A_SLOT)
     prompts = np.repeat(r.integers(3, 23, (n // GROUP, PROMPT)), GROUP, 0).astype(np.int32)

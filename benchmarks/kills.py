@@ -34,7 +34,9 @@ from typing import Any
 import results_file
 import xxhash
 
-from asyncrl import config_load, live, rundir
+from asyncrl.config import load
+from asyncrl.records import rundir
+from asyncrl.supervise import live
 
 GROUPS = 8
 SIZE = 8
@@ -94,7 +96,7 @@ def reached_instant(kind: str, run_dir: Path) -> bool:
         return bool(list(run_dir.glob("checkpoints/epoch_*/.number_*.part")))
     if kind == "step":
         status = live.ask(
-            rundir.buffer_address(config_load.load(run_dir / "config.toml"), run_dir), "", 0.5
+            rundir.buffer_address(load.load(run_dir / "config.toml"), run_dir), "", 0.5
         )
         return (
             status is not None

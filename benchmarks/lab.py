@@ -17,9 +17,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import results_file
 import rounds
 
-from asyncrl.lab import bias, bias_page, corrections, corrections_page, reshape, reshape_page
-from asyncrl.lab.command import say
-from asyncrl.lab.page import Findings
+from asyncrl.cli.lab import say
+from asyncrl.experiments.lab import (
+    bias,
+    bias_page,
+    corrections,
+    corrections_page,
+    reshape,
+    reshape_page,
+)
+from asyncrl.experiments.lab.page import Findings
 
 RATES = {"sgd": 5.0, "adam": 0.1}
 

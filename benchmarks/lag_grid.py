@@ -32,10 +32,10 @@ import results_file
 
 sys.path.insert(0, str(results_file.ROOT))
 
-from asyncrl import metrics
-from asyncrl.compare import frontier, sweep, sweep_page
-from asyncrl.compare.page import clean
-from asyncrl.run import preflight, say
+from asyncrl.experiments.compare import sweep, sweep_analysis, sweep_page
+from asyncrl.experiments.compare.page import clean
+from asyncrl.records import metrics
+from asyncrl.supervise.run import preflight, say
 
 TASKS = {"rle-5e-4": ("rle", "5e-4"), "rle-1e-3": ("rle", "1e-3"), "sort-2e-4": ("demo", "2e-4")}
 ONE = ("none", "ppo", "tis", "mis", "reshape", "reshape-stop", "k3")
@@ -202,7 +202,7 @@ def write(made: dict[str, sweep.Sweep], args: argparse.Namespace) -> None:
     for task, s in made.items():
         if not s.cells.path(s.name(sweep.SYNC, s.seeds[0])).exists():
             continue
-        found = frontier.analyse(s)
+        found = sweep_analysis.analyse(s)
         made_by = updates(s.plan)
         all_found[task] = found | {"updates": made_by}
         subtitle = (

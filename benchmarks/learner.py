@@ -28,8 +28,8 @@ import rounds
 import torch
 from learner_batch import GROUPS, PROMPT, SIZE, batch, config
 
-from asyncrl.messages import Batch
-from asyncrl.models import build_model
+from asyncrl.contract.messages import Batch
+from asyncrl.models.policy import build_model
 from learner.step import LearnerCore
 
 SIZES: dict[str, dict[str, int]] = {

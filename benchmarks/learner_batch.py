@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
-from asyncrl.config import Config
-from asyncrl.messages import Batch, Trajectory
+from asyncrl.config.tree import Config
+from asyncrl.contract.messages import Batch, Trajectory
 
 GROUPS = 32
 SIZE = 8

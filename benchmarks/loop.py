@@ -124,7 +124,7 @@ def plain(
 ) -> dict[str, float]:
     code = (
         "import json, sys, torch; sys.path.insert(0, 'tests'); import plain_loop; from "
-        "asyncrl.config import Task; from asyncrl.tasks import get_task;"
+        "asyncrl.config.tree import Task; from asyncrl.tasks import get_task;"
         f"torch.set_num_threads({len(cores)}); print(json.dumps(plain_loop.train({str(model)!r}, "
         f"get_task(Task(name='sort')), {steps}, most=56,"
         f"n={prompts}, seed={seed}, lr={lr})))"
@@ -157,13 +157,13 @@ def bare(model_dir: str) -> None:
 
     from actors.engine import Request
     from actors.engine_embedded import EmbeddedEngine
-    from asyncrl import messages as m
-    from asyncrl import models
-    from asyncrl.config import Task
-    from asyncrl.config_load import load
+    from asyncrl.config.load import load
+    from asyncrl.config.tree import Task
+    from asyncrl.contract import messages as m
+    from asyncrl.contract.versions import Label
+    from asyncrl.models import policy as models
+    from asyncrl.models.tokenizer import encode_prompt, load_tokenizer, stop_tokens
     from asyncrl.tasks import get_task
-    from asyncrl.tokenizer import encode_prompt, load_tokenizer, stop_tokens
-    from asyncrl.versions import Label
     from learner.step import LearnerCore
 
     torch.set_num_threads(1)
@@ -571,9 +571,9 @@ def publication(work: Path, n: int) -> tuple[list[dict[str, Any]], dict[str, Any
     import torch
     from learner_batch import batch, config
 
-    from asyncrl import models
-    from asyncrl.versions import Label
-    from asyncrl.weight_ring import Ring
+    from asyncrl.contract.versions import Label
+    from asyncrl.models import policy as models
+    from asyncrl.transport.ring import Ring
     from learner.step import LearnerCore
 
     torch.set_num_threads(1)
@@ -647,7 +647,7 @@ def main() -> None:
         model = Path(args.model).resolve() if args.model else work / "model"
         if not args.model:
             code = (
-                "import sys; from asyncrl.config_load import load; from asyncrl.tasks.warm_start "
+                "import sys; from asyncrl.config.load import load; from asyncrl.tasks.warm_start "
                 "import warm_start;"
                 "c = load('configs/demo.toml', ['model.path=' + repr(sys.argv[1])]); warm_start(c, "
                 "sys.argv[1])"

@@ -27,10 +27,10 @@ import numpy as np
 import rounds
 import torch
 
-from asyncrl.algorithms import step_loss
-from asyncrl.config import Config
-from asyncrl.messages import Batch, Trajectory
-from asyncrl.models import build_model
+from asyncrl.algorithms import loss
+from asyncrl.config.tree import Config
+from asyncrl.contract.messages import Batch, Trajectory
+from asyncrl.models.policy import build_model
 from learner.batch import pack
 from learner.step import LearnerCore
 
@@ -137,7 +137,7 @@ def main() -> None:
     inside = Inside()
     shares = []
     for name in ("prepare", "begin_step", "micro_loss", "finish", "add_sums"):
-        setattr(step_loss, name, inside.wrap(getattr(step_loss, name)))
+        setattr(loss, name, inside.wrap(getattr(loss, name)))
     with tempfile.TemporaryDirectory() as work:
         path = Path(work) / "m"
         build_model(path, "0123456789abcdefghij", hidden=64, layers=2, heads=4)

@@ -31,10 +31,10 @@ from typing import Any
 import results_file
 import studies
 
-from asyncrl import metrics
-from asyncrl.compare import judgement
-from asyncrl.compare.page import clean
-from asyncrl.run import say
+from asyncrl.experiments.compare import verdict
+from asyncrl.experiments.compare.page import clean
+from asyncrl.records import metrics
+from asyncrl.supervise.run import say
 
 ENGINES = {
     "fp32": [],
@@ -192,7 +192,7 @@ def switch(args: Any, study: studies.Study) -> dict[str, Any]:
     ends = {end: [r["curves"][end][1][-1] for r in rows] for end in ("none", "mis")}
     out: dict[str, Any] = {"runs": rows, "ends": ends}
     if len(rows) > 1:
-        out["mis_less_none"] = studies.shown(judgement.paired(ends["mis"], ends["none"]))
+        out["mis_less_none"] = studies.shown(verdict.paired(ends["mis"], ends["none"]))
     return out
 
 
@@ -203,7 +203,7 @@ def learners(args: Any, study: studies.Study) -> list[dict[str, Any]]:
     """Finished runs of seed 0 made again, bitwise, and the fp32 policy that they end with; kept in
     OUT/learner.json.
     """
-    from asyncrl.compare import runner
+    from asyncrl.experiments import serial
     from asyncrl.tasks.synthetic import TASKS
     from asyncrl.tasks.warm_start import accuracy
 
@@ -218,7 +218,7 @@ def learners(args: Any, study: studies.Study) -> list[dict[str, Any]]:
             continue
         config = study.cells.configs[names[0]]
         record = study.cells.read(names[0])
-        run = runner.Run(config)
+        run = serial.Run(config)
         again = run.go()
         run.core.model.tokenizer_dir = Path(config.model.path)
         rows.append(

@@ -46,28 +46,28 @@ PLANTED = [
     ),
     Planted(
         "downweight does not reach the loss",
-        ALGORITHMS + "step_loss.py",
+        ALGORITHMS + "loss.py",
         "fixed.weight * prep.fade[part] * factor",
         "fixed.weight * factor",
         SETTINGS + "downweight_halves_a_token_for_each_half_life_above_the_limit",
     ),
     Planted(
         "the entropy bonus has the other sign",
-        ALGORITHMS + "step_loss.py",
+        ALGORITHMS + "loss.py",
         "total = total - c.loss.entropy",
         "total = total + c.loss.entropy",
         SETTINGS + "the_entropy_bonus_lowers_the_loss_by_its_coefficient",
     ),
     Planted(
         "action = slow is off",
-        ALGORITHMS + "step_loss.py",
+        ALGORITHMS + "loss.py",
         'kl_max=stop.kl_max if stop.action == "slow" else 0.0',
         "kl_max=0.0",
         SETTINGS + "slow_takes_the_share_of_a_step_that_fits_and_stops_at_the_budget",
     ),
     Planted(
         "the KL that a batch arrived with is not subtracted",
-        ALGORITHMS + "step_loss.py",
+        ALGORITHMS + "loss.py",
         "return now - stopping.kl_statistic(to_start, torch.ones_like(start), valid)[0], weight",
         "return now, weight",
         "tests/test_stops.py::test_at_learning_rate_zero_nothing_ever_stops"
@@ -117,7 +117,7 @@ PLANTED = [
     ),
     Planted(
         "cispo_absolute is off",
-        ALGORITHMS + "step_loss.py",
+        ALGORITHMS + "loss.py",
         'high if getattr(loss, "cispo_absolute", False) else 1 + high',
         "1 + high",
         SETTINGS + "cispos_upper_bound_is_relative_unless_it_is_said_to_be_absolute",
@@ -145,16 +145,16 @@ PLANTED = [
     ),
     Planted(
         "the buffer grants one group too many",
-        "asyncrl/admission.py",
+        "asyncrl/contract/admission.py",
         "(int(max_lag) + 1) * batch",
         "(int(max_lag) + 1) * batch + 1",
         "tests/test_store.py::test_tickets_go_out_while_the_limit_leaves_room",
     ),
     Planted(
         "the lag of another branch is that of ours",
-        "asyncrl/versions.py",
+        "asyncrl/contract/versions.py",
         "return (self._depth[start] - common) + (number - common)",
         "return number - self._depth[start]",
-        "tests/test_doctests.py::test_examples_in_docstrings[asyncrl.versions]",
+        "tests/test_doctests.py::test_examples_in_docstrings[asyncrl.contract.versions]",
     ),
 ]

@@ -22,9 +22,9 @@ from typing import Any
 import results_file
 import rounds
 
-from asyncrl.compare import frontier, judgement, sweep, sweep_page
-from asyncrl.compare.page import clean
-from asyncrl.run import preflight, say
+from asyncrl.experiments.compare import sweep, sweep_analysis, sweep_page, verdict
+from asyncrl.experiments.compare.page import clean
+from asyncrl.supervise.run import preflight, say
 
 TICKET = "ticket"
 ARMS: dict[str, tuple[str, list[str]]] = {
@@ -101,7 +101,7 @@ def facts(cell: dict[str, Any], records: list[dict[str, Any]]) -> dict[str, Any]
     """One arm over its seeds: time in decode steps a batch, lag, and where its tokens went (shares
     of all written).
     """
-    lines = frontier.summed(records)
+    lines = sweep_analysis.summed(records)
     total = sum(x["tokens"] for x in lines.values())
     faded = sum(v for k, v in lines["trained"].items() if k.startswith("faded_"))
     return {
@@ -139,8 +139,8 @@ def analyse(s: sweep.Sweep, found: dict[str, Any]) -> dict[str, Any]:
         )
         both = [(y, base[x]) for x, y in zip(about["of"], about["each"], strict=True) if x in base]
         if name != TICKET and both:
-            differences[name] = judgement.paired([a for a, _ in both], [b for _, b in both])
-    judgement.holm(differences)
+            differences[name] = verdict.paired([a for a, _ in both], [b for _, b in both])
+    verdict.holm(differences)
     for name, d in differences.items():
         out[name]["against_ticket"] = {
             "difference": d.mean,
@@ -198,7 +198,7 @@ def main() -> None:
     if not args.table:
         preflight(s.plan.arms[sweep.SYNC])
         s.run(args.workers, lambda name, e: say(f"{name}: done") if "done" in e else None)
-    found = frontier.analyse(s)
+    found = sweep_analysis.analyse(s)
     size = f"{args.steps} steps of {args.groups} x 8"
     subtitle = (
         f"{args.task}, learning rate {args.lr}, limit {args.limit}, delay {args.delay:g}: "

@@ -24,7 +24,8 @@ from typing import Any
 import results_file
 import rounds
 
-from asyncrl import diff, metrics
+from asyncrl.experiments.replay import diff
+from asyncrl.records import metrics
 
 SMALL = (
     "learner.groups=16",

@@ -7,10 +7,10 @@ accuracy, KL moved, gradient norm.
     python benchmarks/reshape_epochs.py --out runs/reshape --table
 
 `rle`, synchronous, rloo, AdamW; the arms are those of `asyncrl lab reshape`
-(asyncrl/lab/reshape.py), the repairs' budget 0.05 nats a token. Compared with `clip` (PPO).  KL(mu
-|| theta) is the k3 estimate of every optimizer step's batch at that step, before it is taken:
-kl_mu_mean averages it over the steps of a batch and over batches, kl_mu_max is the batch where that
-mean is largest.  steps_mean: optimizer steps a batch."""
+(asyncrl/experiments/lab/reshape.py), the repairs' budget 0.05 nats a token. Compared with `clip`
+(PPO).  KL(mu || theta) is the k3 estimate of every optimizer step's batch at that step, before it
+is taken: kl_mu_mean averages it over the steps of a batch and over batches, kl_mu_max is the batch
+where that mean is largest.  steps_mean: optimizer steps a batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import json
 
 import studies
 
-from asyncrl.lab import reshape as lab
+from asyncrl.experiments.lab import reshape as lab
 
 FIRST = ("clip", "vanilla", "v3.1", "A", "B", "C", "D coefficient", "D learning rate")
 THEN = ("D global", "v3.1 box-cox", "B+D learning rate", "clip+D learning rate")

@@ -96,7 +96,7 @@ def reward_times(work: Path, model: Path) -> list[float]:
     have, on answers of its task.
     """
     from actors.rewards import RewardRunner
-    from asyncrl.config_load import load
+    from asyncrl.config.load import load
     from asyncrl.tasks import get_task
 
     if (work / "reward_s.json").exists():
@@ -122,7 +122,7 @@ def reward_times(work: Path, model: Path) -> list[float]:
 
 
 def predicted(config: Any, times: Any, seeds: int) -> dict[str, Any]:
-    from asyncrl.simulate.questions import several, together
+    from asyncrl.experiments.simulate.questions import several, together
 
     o = together(several(config, times, seeds))
     return {
@@ -148,9 +148,9 @@ def apart(a: dict[str, Any], b: dict[str, Any]) -> dict[str, float]:
 def one_round(
     work: Path, r: int, model: Path, steps: int, names: list[str], slow: list[float]
 ) -> dict[str, Any]:
-    from asyncrl.config_load import load
-    from asyncrl.simulate.fit import fit
-    from asyncrl.simulate.times import change
+    from asyncrl.config.load import load
+    from asyncrl.experiments.simulate.fit import fit
+    from asyncrl.experiments.simulate.times import change
 
     out: dict[str, Any] = {}
     others = [n for n in names if n != BASE]
@@ -208,7 +208,7 @@ def main() -> None:
         tmp.mkdir(parents=True, exist_ok=True)
         model = Path(args.model).resolve() if args.model else tmp / "model"
         if not model.exists():
-            from asyncrl.config_load import load
+            from asyncrl.config.load import load
             from asyncrl.tasks.warm_start import warm_start
 
             warm_start(

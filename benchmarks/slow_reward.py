@@ -10,8 +10,8 @@ import time
 
 import xxhash
 
-from asyncrl.config import Task
-from asyncrl.messages import Prompt
+from asyncrl.config.tree import Task
+from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import get_task
 
 LEAST_S = 0.2

@@ -27,7 +27,10 @@ from typing import Any
 import rounds
 from results_file import ROOT
 
-from asyncrl import live, messages, rundir, wires
+from asyncrl.contract import messages
+from asyncrl.records import rundir
+from asyncrl.supervise import live
+from asyncrl.transport import sockets
 
 AGAINST = "588263e"  # the last commit whose processes imported transformers
 READY_S = 120.0
@@ -86,7 +89,7 @@ class Case:
     """A model, and run directories to start parts in."""
 
     def __init__(self, work: Path) -> None:
-        from asyncrl.models import build_model
+        from asyncrl.models.policy import build_model
         from asyncrl.tasks.synthetic import TASKS
 
         self.work = work
@@ -99,7 +102,7 @@ class Case:
         self.count += 1
         run_dir = self.work / f"run{self.count}"
         address = f"ipc://{self.work}/socket{self.count}"
-        server = None if part == "buffer" else wires.BufferSocket(address)
+        server = None if part == "buffer" else sockets.BufferSocket(address)
         sets = [x for s in (*self.sets, f"wires.address={address!r}") for x in ("--set", s)]
         began = time.perf_counter()
         process = spawn(tree, part, "configs/demo.toml", "--run-dir", str(run_dir), *sets)

@@ -3,9 +3,9 @@ table and result.
 
 A study names its arms (`--set` items), in blocks: every arm of a block gets all its seeds before
 the next block starts, so that what is there can be paired.  Runs go through the real store, engine
-and learner in warm processes (asyncrl/compare/pool.py); interrupted, the same command goes on run
-by run.  Each seed has a warm start of its own.  Accuracies are exact, and drawn by the run's own
-generator."""
+and learner in warm processes (asyncrl/experiments/compare/warm_pool.py); interrupted, the same
+command goes on run by run.  Each seed has a warm start of its own.  Accuracies are exact, and drawn
+by the run's own generator."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from typing import Any
 import results_file
 import rounds
 
-from asyncrl import config_load
-from asyncrl.compare import judgement
-from asyncrl.compare.page import clean
-from asyncrl.compare.pool import Cells
-from asyncrl.run import preflight, say
+from asyncrl.config import load
+from asyncrl.experiments.compare import verdict
+from asyncrl.experiments.compare.page import clean
+from asyncrl.experiments.compare.warm_pool import Cells
+from asyncrl.supervise.run import preflight, say
 
 Arms = Mapping[str, Sequence[str]]  # name -> --set items
 EVALUATION = [
@@ -95,7 +95,7 @@ class Study:
         self.source = results_file.ROOT / "configs" / f"{source}.toml"
         self.prefix = prefix
         self.out = Path(f"{args.out}-quick") if args.quick else args.out
-        self.task = config_load.load(self.source).task.name
+        self.task = load.load(self.source).task.name
         self.common, self.cells = (
             [f"learner.groups={args.groups}", *common, *(QUICK if args.quick else [])],
             Cells(self.out),
@@ -114,7 +114,7 @@ class Study:
                 ]
                 slug = arm.replace(", ", "-").replace(" ", "_")
                 self.arms.setdefault(arm, {})[seed] = name = f"{self.prefix}-{slug}-seed{seed}"
-                self.cells.add(name, config_load.load(self.source, items), seed)
+                self.cells.add(name, load.load(self.source, items), seed)
 
     def run(self) -> None:
         """Make what is missing; the models first.  Their warm starts take one thread: beside other
@@ -170,7 +170,7 @@ def facts(record: dict[str, Any]) -> dict[str, Any]:
         "start": accuracy[0],
         "end": accuracy[-1],
         "best": max(accuracy),
-        "area": judgement.area(steps, accuracy),
+        "area": verdict.area(steps, accuracy),
         "ood": statistics.fmean(ood[last]) if (last := str(int(steps[-1]))) in ood else None,
         "swing": statistics.fmean(abs(a - b) for a, b in pairwise(accuracy)),
         "grad_norm_mean": statistics.fmean(norms),
@@ -178,7 +178,7 @@ def facts(record: dict[str, Any]) -> dict[str, Any]:
         "grad_norm_max": max(norms),
         "collapsed": accuracy[-1] < accuracy[0] / 2,
         "failed": record.get("failed", ""),
-        "trouble": judgement.stability(accuracy, rows),
+        "trouble": verdict.stability(accuracy, rows),
         "kl_mu_max": max((r["kl/behavior_target_k3"] for r in rows), default=0.0),
         "weights_digest": record["weights_digest"],
     }
@@ -196,7 +196,7 @@ def facts(record: dict[str, Any]) -> dict[str, Any]:
 
 def compare(
     arms: Mapping[str, Mapping[int, Mapping[str, Any]]], base: str, what: str
-) -> dict[str, judgement.Difference]:
+) -> dict[str, verdict.Difference]:
     """Every arm's `what` less that of `base`, paired by seed over the seeds that both have (two or
     more), with Holm's correction.
     """
@@ -210,14 +210,14 @@ def compare(
             and arms[base][s].get(what) is not None
         ]
         if arm != base and len(both) > 1:
-            out[arm] = judgement.paired(
+            out[arm] = verdict.paired(
                 [runs[s][what] for s in both], [arms[base][s][what] for s in both]
             )
-    judgement.holm(out)
+    verdict.holm(out)
     return out
 
 
-def shown(d: judgement.Difference) -> dict[str, Any]:
+def shown(d: verdict.Difference) -> dict[str, Any]:
     return {
         "difference": d.mean,
         "interval": [d.low, d.high],
@@ -261,7 +261,7 @@ def analyse(
             if a in runs and b in runs
         }
         known = {k: d for k, d in beside.items() if d is not None}
-        judgement.holm(known)
+        verdict.holm(known)
         for key, d in known.items():
             arm, other = key.split(" | ")
             out[arm].setdefault("pairs", {}).setdefault(other, {})[what] = shown(d)

@@ -25,12 +25,12 @@ from typing import Any
 import results_file
 import rounds
 
-from asyncrl import config_load
-from asyncrl.compare import frontier, judgement, sweep, sweep_page
-from asyncrl.compare.page import clean
-from asyncrl.compare.pool import Cells
-from asyncrl.errors import ConfigError
-from asyncrl.run import preflight, say
+from asyncrl.config import load
+from asyncrl.contract.errors import ConfigError
+from asyncrl.experiments.compare import sweep, sweep_analysis, sweep_page, verdict
+from asyncrl.experiments.compare.page import clean
+from asyncrl.experiments.compare.warm_pool import Cells
+from asyncrl.supervise.run import preflight, say
 
 PPO = "ppo"
 # PPO's 0.2 over the root of an answer's 11 tokens, by which the mean log-ratio spreads less; as
@@ -153,7 +153,7 @@ def calibrate(args: Any) -> tuple[dict[str, list[tuple[float, float]]], float]:
             if close(arm):
                 continue
             rate = next_rate(tried[arm], target) if tried[arm] else float(args.lr)
-            config = config_load.load(
+            config = load.load(
                 source(args), [*common(args), *items, *short, f"learner.lr={rate!r}"]
             )
             cells.add(f"{arm}-{n}", config, config.seed)
@@ -222,10 +222,8 @@ def analyse(s: sweep.Sweep, found: dict[str, Any]) -> dict[str, dict[str, Any]]:
                 (y, base[x]) for x, y in zip(about["of"], about["each"], strict=True) if x in base
             ]
             if name != PPO and both:
-                differences[lag, name] = judgement.paired(
-                    [a for a, _ in both], [b for _, b in both]
-                )
-    judgement.holm(differences)
+                differences[lag, name] = verdict.paired([a for a, _ in both], [b for _, b in both])
+    verdict.holm(differences)
     for (lag, name), d in differences.items():
         out[lag][name]["against_ppo"] = {
             "difference": d.mean,
@@ -292,7 +290,7 @@ def main() -> None:
         args.calibration = 6
         args.rounds = 2
     if not args.table:
-        preflight(config_load.load(source(args), common(args)))
+        preflight(load.load(source(args), common(args)))
     tried, target = calibrate(args)
     if not all(tried.values()):
         raise ConfigError(
@@ -314,7 +312,7 @@ def main() -> None:
             lambda name, e: say(f"{name}: done") if "done" in e else None,
             first=[float(x) for x in args.first.split(",") if x],
         )
-    found = frontier.analyse(s)
+    found = sweep_analysis.analyse(s)
     told = [(n, f"{ARMS[n][0]}; learning rate {r:.3g}") for n, r in rates.items()]
     subtitle = (
         f"{args.task}: {args.minibatches} optimizer steps a batch, each arm at the rate "

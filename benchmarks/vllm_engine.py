@@ -57,7 +57,7 @@ class Buffer:
     def __init__(self, task: Any, tokens: int) -> None:
         import msgspec
 
-        from asyncrl import messages as m
+        from asyncrl.contract import messages as m
 
         self.m = m
         self.task = task
@@ -126,8 +126,10 @@ class Ours:
 
     def __init__(self, path: str, tokens: int) -> None:
         from actors import generator as g
-        from asyncrl import config_load, models, rundir
-        from asyncrl.versions import Label
+        from asyncrl.config import load
+        from asyncrl.contract.versions import Label
+        from asyncrl.models import policy as models
+        from asyncrl.records import rundir
 
         self.models = models
         self.label = Label
@@ -140,8 +142,8 @@ class Ours:
             "model.device='cpu'",
             f"runs={str(run_dir.parent)!r}",
         ]
-        config = config_load.load("configs/vllm.toml", sets)
-        rundir.prepare(config, config_load.dump(config), run_dir)
+        config = load.load("configs/vllm.toml", sets)
+        rundir.prepare(config, load.dump(config), run_dir)
         g.stop_tokens = lambda *_: ()  # every answer is of the same length
         self.generator = g.Generator(config, run_dir, 0, g.engine_for(config))
         self.engine: Any = self.generator.engine
@@ -183,7 +185,7 @@ class Ours:
 
         from actors import engine_vllm, vllm_swap
         from actors.engine import Request
-        from asyncrl import weight_ring
+        from asyncrl.transport import ring as weight_ring
 
         into = np.zeros(self.bytes, np.uint8)
         source = np.frombuffer(self.source, np.uint8)
@@ -263,8 +265,8 @@ class Bare:
 
     def __init__(self, path: str, tokens: int) -> None:
         from actors import engine_vllm
+        from asyncrl.models.tokenizer import encode_prompt, load_tokenizer
         from asyncrl.tasks.synthetic import TASKS
-        from asyncrl.tokenizer import encode_prompt, load_tokenizer
 
         for name, value in (engine_vllm.SETTINGS | engine_vllm.CPU_SETTINGS).items():
             os.environ.setdefault(name, value)
@@ -396,7 +398,7 @@ def main() -> None:
     args = p.parse_args()
     if args.worker:
         return worker(args.worker, args.model, args.tokens)
-    from asyncrl import models
+    from asyncrl.models import policy as models
     from asyncrl.tasks.synthetic import TASKS
 
     rounds.one_core()

@@ -7,9 +7,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from asyncrl import admission
-from asyncrl.errors import ProtocolError
-from asyncrl.messages import Batch
+from asyncrl.contract import admission
+from asyncrl.contract.errors import ProtocolError
+from asyncrl.contract.messages import Batch
 from buffer.groups import MAX_DROPS, Group, Stored, size
 
 if TYPE_CHECKING:

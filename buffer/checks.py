@@ -10,9 +10,9 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from asyncrl.errors import BadMessage
-from asyncrl.messages import DISPOSITIONS, EVAL_BASE, LearnerHello, Renew, Trajectory
-from asyncrl.versions import Label
+from asyncrl.contract.errors import BadMessage
+from asyncrl.contract.messages import DISPOSITIONS, EVAL_BASE, LearnerHello, Renew, Trajectory
+from asyncrl.contract.versions import Label
 from buffer.ledger import Ledger
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.messages import EVAL_BASE, Prompt, Sampling, Ticket, Trajectory
-from asyncrl.versions import Label
+from asyncrl.contract.messages import EVAL_BASE, Prompt, Sampling, Ticket, Trajectory
+from asyncrl.contract.versions import Label
 
 OOD_BASE = EVAL_BASE + (1 << 32)
 MAX_FAILURES = 3

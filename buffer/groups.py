@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asyncrl.messages import Sampling, Trajectory
-from asyncrl.versions import Label
+from asyncrl.contract.messages import Sampling, Trajectory
+from asyncrl.contract.versions import Label
 from buffer.ledger import Ledger
 
 MAX_DROPS = 3  # the third drop, or failure, of a group abandons it

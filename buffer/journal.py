@@ -20,8 +20,8 @@ from pathlib import Path
 
 import xxhash
 
-from asyncrl.errors import Damaged
-from asyncrl.jsonl import full
+from asyncrl.contract.errors import Damaged
+from asyncrl.records.jsonl import full
 
 MARK = b"aRJ1"
 HEAD = struct.Struct("<4sIQQ")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from asyncrl.messages import DISPOSITIONS
+from asyncrl.contract.messages import DISPOSITIONS
 
 
 @dataclass

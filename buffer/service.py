@@ -20,19 +20,19 @@ from typing import Any
 
 import psutil
 
-from asyncrl import jsonl, metrics
-from asyncrl import messages as m
-from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError, BadMessage
-from asyncrl.metrics import MetricsWriter, RunClock
-from asyncrl.rundir import Lock, buffer_address, run_id, take_back
+from asyncrl.config.tree import Config
+from asyncrl.contract import messages as m
+from asyncrl.contract.errors import AsyncrlError, BadMessage
+from asyncrl.contract.waits import WaitLog
+from asyncrl.records import jsonl, metrics
+from asyncrl.records.metrics import MetricsWriter, RunClock
+from asyncrl.records.rundir import Lock, buffer_address, run_id, take_back
 from asyncrl.tasks import Task, get_task
-from asyncrl.watchdog import WaitLog
-from asyncrl.wires import BufferSocket
+from asyncrl.transport.sockets import BufferSocket
 from buffer import checks
+from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
 from buffer.groups import Settings
-from buffer.recorded import RecordedStore
 from buffer.sessions import Sessions
 from buffer.store import Store
 from buffer.trained import Trained, mean, quantile
@@ -450,7 +450,8 @@ class Service:
         checks.commit(self.store, commit.number, commit.label, commit.unused)
         if unknown := [n for n in commit.metrics if not metrics.known(n)]:
             raise BadMessage(
-                f"metrics not in the table of asyncrl/metrics.py: {', '.join(unknown)[:200]}"
+                "metrics not in the table of asyncrl/records/metrics.py: "
+                f"{', '.join(unknown)[:200]}"
             )
         # leased by this buffer's life before
         if commit.number == self.store.committed and commit.number not in self.leased:

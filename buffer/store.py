@@ -17,9 +17,9 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 
-from asyncrl import admission
-from asyncrl.errors import AsyncrlError
-from asyncrl.messages import (
+from asyncrl.contract import admission
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.messages import (
     EVAL_BASE,
     Announcement,
     Batch,
@@ -29,7 +29,7 @@ from asyncrl.messages import (
     Trajectory,
     WeightsSource,
 )
-from asyncrl.versions import Label, PolicyTree
+from asyncrl.contract.versions import Label, PolicyTree
 from buffer import batches, checks
 from buffer.evaluation import Evaluations
 from buffer.groups import MAX_DROPS, Group, Lease, Settings, Stored, size

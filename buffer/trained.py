@@ -15,8 +15,8 @@ from typing import Any
 
 import xxhash
 
-from asyncrl import jsonl
-from asyncrl.messages import Batch, Trajectory
+from asyncrl.contract.messages import Batch, Trajectory
+from asyncrl.records import jsonl
 
 
 @dataclass

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 
-from asyncrl.config import Config
-from asyncrl.models import PolicyModel, probe_logprobs, write_flat
+from asyncrl.config.tree import Config
+from asyncrl.models.policy import PolicyModel, probe_logprobs, write_flat
 
 
 class AdamW(torch.optim.AdamW):

@@ -29,10 +29,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError, ConfigError, Damaged
-from asyncrl.messages import Batch
-from asyncrl.models import PolicyModel, manifest, read_flat
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import AsyncrlError, ConfigError, Damaged
+from asyncrl.contract.messages import Batch
+from asyncrl.models.policy import PolicyModel, manifest, read_flat
 from learner.backend import TorchBackend, optimizer_for
 from learner.state import State
 
@@ -71,7 +71,7 @@ def start_ranks(config: Config) -> list[subprocess.Popen[bytes]]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
-    # another rank takes its own GPU: asyncrl/devices.py
+    # another rank takes its own GPU: asyncrl/models/devices.py
     os.environ.update(common | {"RANK": "0", "LOCAL_RANK": "0"})
     return [
         subprocess.Popen(
@@ -471,7 +471,7 @@ def _first_line(e: BaseException) -> str:
 def follow(core: Any) -> None:
     """A rank above 0: do what rank 0 tells, until it tells the end."""
     # the order of rank 0's own imports
-    from asyncrl.models import load_policy, load_weights, named_weights
+    from asyncrl.models.policy import load_policy, load_weights, named_weights
 
     backend: DeepSpeedBackend = core.backend
     while True:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from asyncrl.algorithms.step_loss import LossBatch
-from asyncrl.errors import AsyncrlError
-from asyncrl.messages import Batch, Trajectory
+from asyncrl.algorithms.loss import LossBatch
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.messages import Batch, Trajectory
 
 ROWS = 64  # samples in a micro-batch at most: more rows mean more padding and colder caches
 

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 import xxhash
 
-from asyncrl.errors import AsyncrlError, Damaged
-from asyncrl.models import export, load_policy, load_weights, manifest, named_weights
+from asyncrl.contract.errors import AsyncrlError, Damaged
+from asyncrl.models.policy import export, load_policy, load_weights, manifest, named_weights
 from learner.state import State
 from learner.step import LearnerCore
 

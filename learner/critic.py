@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from asyncrl.config import Config
-from asyncrl.errors import ConfigError, Damaged
-from asyncrl.models import PolicyModel, load_policy
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError, Damaged
+from asyncrl.models.policy import PolicyModel, load_policy
 from learner.backend import optimizer_for
 from learner.batch import Packed
 

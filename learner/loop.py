@@ -17,16 +17,16 @@ from typing import Any
 
 import psutil
 
-from asyncrl import messages as m
-from asyncrl.config import Config
-from asyncrl.devices import bind_learner
-from asyncrl.errors import AsyncrlError, Fenced, NothingToDo, PeerUnreachable
-from asyncrl.models import export, weights_digest
-from asyncrl.rundir import buffer_address, ended, run_id
-from asyncrl.trace import Tracer
-from asyncrl.versions import Label
-from asyncrl.watchdog import WaitLog
-from asyncrl.wires import PeerSocket
+from asyncrl.config.tree import Config
+from asyncrl.contract import messages as m
+from asyncrl.contract.errors import AsyncrlError, Fenced, NothingToDo, PeerUnreachable
+from asyncrl.contract.versions import Label
+from asyncrl.contract.waits import WaitLog
+from asyncrl.models.devices import bind_learner
+from asyncrl.models.policy import export, weights_digest
+from asyncrl.records.rundir import buffer_address, ended, run_id
+from asyncrl.records.trace import Tracer
+from asyncrl.transport.sockets import PeerSocket
 from learner import checkpoint
 from learner.publisher import Publisher
 from learner.recorder import Recorder

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from asyncrl import models
-from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError
-from asyncrl.messages import WeightsSource
-from asyncrl.rundir import ring_dir
-from asyncrl.versions import Label
-from asyncrl.weight_ring import Ring
-from asyncrl.wires import ChunkServer
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.messages import WeightsSource
+from asyncrl.contract.versions import Label
+from asyncrl.models import policy
+from asyncrl.records.rundir import ring_dir
+from asyncrl.transport.ring import Ring
+from asyncrl.transport.sockets import ChunkServer
 from learner.step import LearnerCore
 
 if TYPE_CHECKING:
-    from asyncrl.weight_pairs import PairServer
+    from asyncrl.transport.gpu_pairs import PairServer
 
 
 # No weight of a language model in use is so large.  From LARGE on a forward pass tells whether they
@@ -54,12 +54,12 @@ class Publisher:
         layout = core.layout
         slots = config.weights.slots + self.depth
         self.ring = Ring(
-            self.directory, models.flat_bytes(layout), slots, layout, epoch, most=slots + 4
+            self.directory, policy.flat_bytes(layout), slots, layout, epoch, most=slots + 4
         )
         self.keep: list[Label] = []
         self.server: ChunkServer | PairServer | None = None
         if (how := config.weights.transport) == "nccl" or how == "gloo":
-            from asyncrl.weight_pairs import PairServer
+            from asyncrl.transport.gpu_pairs import PairServer
 
             self.server = PairServer(self.directory, how, layout, config.wires.connect_s)
         elif config.wires.weights_address:
@@ -116,7 +116,7 @@ class Publisher:
 
     def wrong(self, buffer: memoryview) -> str:
         """What keeps the flat weights in `buffer` from being used; "" as a rule."""
-        weights = models.read_flat(buffer, self.core.layout)
+        weights = policy.read_flat(buffer, self.core.layout)
         largest = float(
             torch.stack(
                 [torch.linalg.vector_norm(t, math.inf).float() for t in weights.values()]
@@ -126,7 +126,7 @@ class Publisher:
             return "are not finite"
         probed = LARGE <= largest < HUGE and self.core.config.learner.backend == "torch"
         sound = largest < HUGE and not (
-            probed and not np.isfinite(models.probe_logprobs(self.core.model)).all()
+            probed and not np.isfinite(policy.probe_logprobs(self.core.model)).all()
         )
         return "" if sound else f"are up to {largest:.1e}, too large for finite logprobs,"
 

@@ -1,5 +1,5 @@
 """Records a learner's life: every batch as it was trained, and weights at chosen versions
-(asyncrl/recording.py has the format).
+(asyncrl/records/stream.py has the format).
 """
 
 from __future__ import annotations
@@ -7,11 +7,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from asyncrl import config_load, models, recording
-from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError
-from asyncrl.messages import Batch
-from asyncrl.recording import MIB, Life, Log, Step
+from asyncrl.config import load
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.messages import Batch
+from asyncrl.models import policy
+from asyncrl.records import stream
+from asyncrl.records.stream import MIB, Life, Log, Step
 from learner import checkpoint
 from learner.step import LearnerCore
 
@@ -26,24 +28,24 @@ class Recorder:
     ) -> None:
         self.config = config
         self.core = core
-        self.directory = recording.directory(run_dir) / "weights"
+        self.directory = stream.directory(run_dir) / "weights"
         self.run_dir = run_dir
         self.start = core.state.number
         self.said = False
         self.broken = ""
-        life = Life(recording.FORMAT, epoch, self.start, digest, config_load.dump(config))
+        life = Life(stream.FORMAT, epoch, self.start, digest, load.dump(config))
         try:
-            self.log = Log(run_dir, life, recording.size(run_dir), config.record.stream_mib * MIB)
+            self.log = Log(run_dir, life, stream.size(run_dir), config.record.stream_mib * MIB)
         except OSError as e:
             raise AsyncrlError(
-                f"record.stream: {recording.directory(run_dir)} cannot be written: {e}; free some "
+                f"record.stream: {stream.directory(run_dir)} cannot be written: {e}; free some "
                 "space, or leave record.stream out"
             ) from e
         # expected, until some are written
-        self.weights_bytes = models.flat_bytes(core.layout) * (
+        self.weights_bytes = policy.flat_bytes(core.layout) * (
             3 if config.learner.optimizer == "adamw" else 1
         )
-        if not recording.weights(run_dir):  # the version that a replay starts from
+        if not stream.weights(run_dir):  # the version that a replay starts from
             self.weights()
             if self.log.full:
                 raise AsyncrlError(
@@ -56,7 +58,7 @@ class Recorder:
         if self.broken:
             return
         try:
-            added = self.log.add(batch.number, Step(recording.slim(batch), metrics, digest))
+            added = self.log.add(batch.number, Step(stream.slim(batch), metrics, digest))
         except OSError as e:
             return self.stop(f"{self.log.path} cannot be written: {e}")
         if not added:

@@ -12,12 +12,12 @@ from collections.abc import Callable
 import torch
 
 from asyncrl.algorithms import kl, ratios, split
-from asyncrl.algorithms.step_loss import Prepared
-from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError
-from asyncrl.messages import Batch, Trajectory
-from asyncrl.models import Manifest, PolicyModel, load_policy, load_weights, read_flat
-from asyncrl.versions import Label
+from asyncrl.algorithms.loss import Prepared
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.messages import Batch, Trajectory
+from asyncrl.contract.versions import Label
+from asyncrl.models.policy import Manifest, PolicyModel, load_policy, load_weights, read_flat
 from learner.batch import Packed
 
 Forward = Callable[[PolicyModel, Packed, list[int]], torch.Tensor]  # logprobs [N], 0 elsewhere

@@ -13,12 +13,13 @@ from typing import Any
 import msgspec
 import torch
 
-from asyncrl import fast_forward
-from asyncrl.algorithms import advantages, kl, ratios, step_loss
-from asyncrl.config import Config, KLLoss, KLReward
-from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.messages import Batch
-from asyncrl.models import PolicyModel, load_policy, manifest
+from asyncrl.algorithms import advantages, kl, ratios
+from asyncrl.algorithms import loss as step_loss
+from asyncrl.config.tree import Config, KLLoss, KLReward
+from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.messages import Batch
+from asyncrl.models import packed_forward
+from asyncrl.models.policy import PolicyModel, load_policy, manifest
 from learner.backend import TorchBackend
 from learner.batch import Packed, micro_batches, pack
 from learner.critic import Critic
@@ -404,7 +405,7 @@ class LearnerCore:
         )
         with torch.no_grad():
             ref = self._run(self.reference, packed, samples, entropy=False, hidden=True).hidden
-        return fast_forward.step_kl(
+        return packed_forward.step_kl(
             self.model.fast,
             hidden,
             self.reference.fast,

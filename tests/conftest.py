@@ -72,10 +72,10 @@ def sort_vllm_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 WARMED_BY = (
     "asyncrl/tasks/*.py",
-    "asyncrl/models.py",
-    "asyncrl/bare.py",
-    "asyncrl/fast_forward.py",
-    "asyncrl/tokenizer.py",
+    "asyncrl/models/policy.py",
+    "asyncrl/models/without_transformers.py",
+    "asyncrl/models/packed_forward.py",
+    "asyncrl/models/tokenizer.py",
 )
 
 
@@ -99,7 +99,7 @@ def _warm(directory: Path, config: str = "configs/demo.toml") -> None:
 
 def _warm_start(directory: Path, config: str) -> None:
     code = (
-        "import sys; from asyncrl.config_load import load; from asyncrl.tasks.warm_start import "
+        "import sys; from asyncrl.config.load import load; from asyncrl.tasks.warm_start import "
         "warm_start;"
         "c = load(sys.argv[2], ['model.path=' + repr(sys.argv[1])]); warm_start(c, sys.argv[1], "
         "threads=1)"
@@ -210,12 +210,12 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untrained model for the task `sort`: two layers, two key/value heads."""
-    from asyncrl import models
-    from asyncrl.config import Task
+    from asyncrl.config.tree import Task
+    from asyncrl.models import policy
     from asyncrl.tasks import get_task
 
     path = tmp_path_factory.mktemp("small") / "model"
-    models.build_model(path, get_task(Task(name="sort")).symbols, hidden=32, kv_heads=2, seed=1)
+    policy.build_model(path, get_task(Task(name="sort")).symbols, hidden=32, kv_heads=2, seed=1)
     return path
 
 
@@ -240,7 +240,8 @@ def forked(small_model: Path) -> Iterator[Callable[..., dict[str, Any]]]:
     """`forked(RUN_DIR, "key=value", ..., die={...}, slow={...}, stop=N)`: a real run of SMALL,
     forked from one warm process (forked.py).
     """
-    from asyncrl import config_load, metrics
+    from asyncrl.config import load
+    from asyncrl.records import metrics
 
     argv, env = [sys.executable, str(ROOT / "tests" / "forked.py"), str(small_model)], ENV
     forge = subprocess.Popen(
@@ -249,11 +250,11 @@ def forked(small_model: Path) -> Iterator[Callable[..., dict[str, Any]]]:
     assert forge.stdin is not None and forge.stdout is not None
 
     def order(run_dir: Path, *sets: str, **more: Any) -> dict[str, Any]:
-        config = config_load.load(
+        config = load.load(
             ROOT / "configs" / "demo.toml", [f"model.path={str(small_model)!r}", *SMALL, *sets]
         )
         forge.stdin.write(
-            json.dumps({"config": config_load.dump(config), "run_dir": str(run_dir)} | more) + "\n"
+            json.dumps({"config": load.dump(config), "run_dir": str(run_dir)} | more) + "\n"
         )  # type: ignore[union-attr]
         line = forge.stdout.readline()  # type: ignore[union-attr]
         assert line, "the forging process has ended"

@@ -19,8 +19,15 @@ import numpy as np
 import torch
 from test_learner_step import batch
 
-from asyncrl.config import Config
-from asyncrl.models import digest, flat_bytes, load_policy, load_weights, probe_logprobs, read_flat
+from asyncrl.config.tree import Config
+from asyncrl.models.policy import (
+    digest,
+    flat_bytes,
+    load_policy,
+    load_weights,
+    probe_logprobs,
+    read_flat,
+)
 from learner import checkpoint
 from learner.step import LearnerCore
 

@@ -30,7 +30,7 @@ DEADLINE_S = 120.0
 
 def part(name: str, run_dir: Path, die: int, slow: float) -> None:
     """One part's life.  die: SIGKILL itself at this engine step or batch (0: never)."""
-    from asyncrl import config_load
+    from asyncrl.config import load as config_load
 
     config = config_load.load(run_dir / "config.toml")
     if name == "buffer":
@@ -86,16 +86,17 @@ def spawn(name: str, run_dir: Path, die: int, slow: float) -> int:
 
 
 def recorded(run_dir: Path) -> int:
-    from asyncrl import recording
+    from asyncrl.records import stream
 
-    return recording.read(run_dir).end if recording.weights(run_dir) else 0
+    return stream.read(run_dir).end if stream.weights(run_dir) else 0
 
 
 def run(order: dict[str, Any]) -> dict[str, Any]:
     """One run to its end: {"deaths", "digest", "ledger", "attempts"}; raises for a part that
     fails.
     """
-    from asyncrl import config_load, rundir
+    from asyncrl.config import load as config_load
+    from asyncrl.records import rundir
 
     run_dir = Path(order["run_dir"])
     (run_dir / "orders").mkdir(parents=True, exist_ok=True)
@@ -151,9 +152,9 @@ def warm(model: str) -> None:
     """
     import torch
 
-    from asyncrl.metrics import _summary_writer
-    from asyncrl.models import load_policy
-    from asyncrl.tokenizer import load_tokenizer
+    from asyncrl.models.policy import load_policy
+    from asyncrl.models.tokenizer import load_tokenizer
+    from asyncrl.records.metrics import _summary_writer
 
     for name in ("actors.generator", "buffer.service", "learner.loop"):
         importlib.import_module(name)

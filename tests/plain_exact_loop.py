@@ -18,8 +18,8 @@ import torch
 from transformers import AutoTokenizer
 
 from actors.engine import uniforms
-from asyncrl.messages import Prompt
-from asyncrl.models import PolicyModel, load_policy
+from asyncrl.contract.messages import Prompt
+from asyncrl.models.policy import PolicyModel, load_policy
 
 
 @torch.no_grad()

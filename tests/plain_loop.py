@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from asyncrl.config import Task as TaskConfig
-from asyncrl.messages import Prompt
+from asyncrl.config.tree import Task as TaskConfig
+from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import Task, get_task
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from asyncrl.messages import (
+from asyncrl.contract.messages import (
     Batch,
     LearnerHello,
     Prompt,
@@ -21,7 +21,7 @@ from asyncrl.messages import (
     Trajectory,
     WeightsSource,
 )
-from asyncrl.versions import Label
+from asyncrl.contract.versions import Label
 from buffer.groups import Settings
 from buffer.store import Store
 

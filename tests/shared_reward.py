@@ -4,7 +4,7 @@ reward.function by real runs.
 
 from __future__ import annotations
 
-from asyncrl.messages import Prompt
+from asyncrl.contract.messages import Prompt
 
 
 def reward(prompt: Prompt, text: str) -> float:

@@ -14,11 +14,11 @@ import torch
 from test_algorithms import D, config
 
 from asyncrl.algorithms import advantages as adv
+from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms import prepass
-from asyncrl.algorithms import step_loss as sl
 from asyncrl.algorithms.prepass import LossBatch
-from asyncrl.errors import AsyncrlError
-from asyncrl.messages import Trajectory
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.messages import Trajectory
 from learner.batch import _per_token
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms import advantages as adv
-from asyncrl.errors import ConfigError
+from asyncrl.contract.errors import ConfigError
 
 D = torch.float64
 

@@ -13,11 +13,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from asyncrl.algorithms import advantages, ratios, reduce, reshape, stopping, surrogates, weights
-from asyncrl.algorithms import step_loss as sl
+from asyncrl.algorithms import (
+    advantages,
+    correction,
+    ratios,
+    reductions,
+    reshape,
+    stopping,
+    surrogates,
+)
+from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.prepass import LossBatch
-from asyncrl.config import Config, Reshape
-from asyncrl.errors import ConfigError
+from asyncrl.config.tree import Config, Reshape
+from asyncrl.contract.errors import ConfigError
 
 D = torch.float64
 
@@ -233,7 +241,9 @@ def test_weights_by_hand() -> None:
     def w(level: str, bound: str, lo: float, hi: float) -> list[float]:
         return [
             round(v, 6)
-            for v in weights.bounded(weights.weights(x, m, seq, 2, level), bound, lo, hi).tolist()
+            for v in correction.bounded(
+                correction.weights(x, m, seq, 2, level), bound, lo, hi
+            ).tolist()
         ]
 
     assert w("token", "truncate", 0, 2) == [2, 2, 0.25] and w("token", "mask", 0.5, 2.5) == [
@@ -250,19 +260,19 @@ def test_weights_by_hand() -> None:
         "none", "none", 0, 0
     ) == [1, 1, 1]
     assert float(
-        weights.effective_sample_size(torch.tensor([1.0, 1.0, 2.0], dtype=D))
+        correction.effective_sample_size(torch.tensor([1.0, 1.0, 2.0], dtype=D))
     ) == pytest.approx(16 / 18)
-    assert float(weights.mean_weight(x.exp(), m, seq, 2, "token")) == pytest.approx(5.25 / 3)
+    assert float(correction.mean_weight(x.exp(), m, seq, 2, "token")) == pytest.approx(5.25 / 3)
     assert float(
-        weights.mean_weight(torch.tensor([6.0, 6.0, 0.25], dtype=D), m, seq, 2, "sequence")
+        correction.mean_weight(torch.tensor([6.0, 6.0, 0.25], dtype=D), m, seq, 2, "sequence")
     ) == pytest.approx(6.25 / 2)
 
 
 def test_m2po_drops_the_largest_until_the_second_moment_fits() -> None:
     x, m = torch.tensor([0.1, -0.2, 0.3, -0.6], dtype=D), torch.ones(4, dtype=torch.bool)
     # 0.01, 0.025, 0.0467: the third and the fourth go
-    limit = float(weights.m2_threshold(x, m, 0.04))
-    assert limit == pytest.approx(0.3) and torch.isinf(weights.m2_threshold(x, m, 1.0))
+    limit = float(correction.m2_threshold(x, m, 0.04))
+    assert limit == pytest.approx(0.3) and torch.isinf(correction.m2_threshold(x, m, 1.0))
 
 
 def test_rejection_and_veto_drop_whole_answers() -> None:
@@ -271,18 +281,26 @@ def test_rejection_and_veto_drop_whole_answers() -> None:
         torch.tensor([0, 0, 1]),
         torch.ones(3, dtype=torch.bool),
     )
-    assert weights.kept("ratio", "token", None, None, x, m, seq, 2).tolist() == [True, False, True]
-    assert weights.kept("ratio", "mean", None, None, x, m, seq, 2).tolist() == [False, False, True]
-    assert weights.kept("k3", "max", None, 0.1, x, m, seq, 2).tolist() == [False, False, True]
+    assert correction.kept("ratio", "token", None, None, x, m, seq, 2).tolist() == [
+        True,
+        False,
+        True,
+    ]
+    assert correction.kept("ratio", "mean", None, None, x, m, seq, 2).tolist() == [
+        False,
+        False,
+        True,
+    ]
+    assert correction.kept("k3", "max", None, 0.1, x, m, seq, 2).tolist() == [False, False, True]
     low = torch.tensor([0.0, -10.0, 0.0], dtype=D)
-    assert weights.vetoed("ratio", None, low, low, m, seq, 2).tolist() == [True, True, False]
+    assert correction.vetoed("ratio", None, low, low, m, seq, 2).tolist() == [True, True, False]
     with pytest.raises(ConfigError, match="k3 has no default bound"):
-        weights.kept("k3", "token", None, None, x, m, seq, 2)
+        correction.kept("k3", "token", None, None, x, m, seq, 2)
 
 
 def test_reductions_by_hand() -> None:
     counted, seq = torch.tensor([True, True, False, True]), torch.tensor([0, 0, 0, 1])
-    by = {h: reduce.factors(counted, seq, 3, h, 10.0).tolist() for h in reduce.REDUCTIONS}
+    by = {h: reductions.factors(counted, seq, 3, h, 10.0).tolist() for h in reductions.REDUCTIONS}
     assert by["token-mean"] == pytest.approx([1 / 3, 1 / 3, 0, 1 / 3]) and by[
         "seq-mean-token-sum"
     ] == pytest.approx([0.5, 0.5, 0, 0.5])
@@ -459,8 +477,8 @@ def test_float16_logprobs_do_not_overflow() -> None:
 def test_weights_carry_no_gradient() -> None:
     x = torch.randn(5, dtype=D, requires_grad=True)
     m, seq = torch.ones(5, dtype=torch.bool), torch.tensor([0, 0, 1, 1, 1])
-    for level in weights.LEVELS:
-        assert not weights.weights(x, m, seq, 2, level).requires_grad
+    for level in correction.LEVELS:
+        assert not correction.weights(x, m, seq, 2, level).requires_grad
 
 
 # ---- names and combinations ----------------------------------------------------------------------
@@ -469,11 +487,11 @@ def test_weights_carry_no_gradient() -> None:
 def test_unknown_names_list_the_valid_ones() -> None:
     x, m, seq = torch.zeros(2, dtype=D), torch.ones(2, dtype=torch.bool), torch.tensor([0, 1])
     for call, known in (
-        (lambda: weights.weights(x, m, seq, 2, "tokn"), "geometric"),
-        (lambda: weights.bounded(x, "cut", 0, 1), "truncate"),
-        (lambda: reduce.factors(m, seq, 2, "mean"), "token-mean"),
-        (lambda: weights.statistic("k9", "token", x, m, seq, 2), "k3"),
-        (lambda: weights.vetoed("never", None, x, x, m, seq, 2), "probability"),
+        (lambda: correction.weights(x, m, seq, 2, "tokn"), "geometric"),
+        (lambda: correction.bounded(x, "cut", 0, 1), "truncate"),
+        (lambda: reductions.factors(m, seq, 2, "mean"), "token-mean"),
+        (lambda: correction.statistic("k9", "token", x, m, seq, 2), "k3"),
+        (lambda: correction.vetoed("never", None, x, x, m, seq, 2), "probability"),
     ):
         with pytest.raises(ConfigError, match=known):
             call()
@@ -589,7 +607,7 @@ REFUSED = [
 def test_combinations_that_cannot_work_are_refused_when_read(
     sections: dict[str, Any], said: str
 ) -> None:
-    from asyncrl import config_load
+    from asyncrl.config import load as config_load
 
     with pytest.raises(ConfigError, match=said):
         config_load.convert(
@@ -624,7 +642,7 @@ ACCEPTED: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("sections", ACCEPTED, ids=str)
 def test_their_neighbours_are_accepted(sections: dict[str, Any]) -> None:
-    from asyncrl import config_load
+    from asyncrl.config import load as config_load
 
     config_load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, "c.toml")
 

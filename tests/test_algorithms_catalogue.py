@@ -13,12 +13,12 @@ import pytest
 import torch
 from test_algorithms import D, batch, config, gradient, theta
 
-from asyncrl import config_load
 from asyncrl.algorithms import advantages, diagnostics, kl, reshape, stopping, surrogates, values
-from asyncrl.algorithms import step_loss as sl
+from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.prepass import LossBatch, advantage
-from asyncrl.config import Reshape
-from asyncrl.errors import ConfigError
+from asyncrl.config import load
+from asyncrl.config.tree import Reshape
+from asyncrl.contract.errors import ConfigError
 
 
 def vec(*x: float) -> torch.Tensor:
@@ -416,12 +416,12 @@ def test_a_function_of_ones_own_takes_the_place_of_the_weights() -> None:
         gradient(b, config(correction={"function": "test_algorithms_catalogue:third"}), lp)
 
 
-@pytest.mark.parametrize("name", config_load.PRESETS)
+@pytest.mark.parametrize("name", load.PRESETS)
 def test_every_preset_is_accepted_and_gives_a_gradient(name: str) -> None:
-    c = config_load.convert(
+    c = load.convert(
         {"model": {"path": "m"}, "task": {"name": "sort"}, "correction": {"preset": name}}, "c.toml"
     )
-    assert all(getattr(c.correction, k) == x for k, x in config_load.PRESETS[name].items())
+    assert all(getattr(c.correction, k) == x for k, x in load.PRESETS[name].items())
     b = batch(7, spread=0.02)
     assert float(gradient(b, c, theta(b, spread=0.1))[1].abs().max()) > 0
 
@@ -457,7 +457,7 @@ def test_an_unknown_name_in_a_config_lists_the_valid_ones(key: str, name: str) -
     for part in (field, *reversed(sections)):
         nested = {part: nested}
     with pytest.raises(ConfigError, match=f"{key}.*choose one of .*{first}"):
-        config_load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **nested}, "c.toml")
+        load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **nested}, "c.toml")
 
 
 def test_the_prepass_reads_any_object_with_the_sections() -> None:
@@ -505,5 +505,5 @@ WARNED = [
 
 @pytest.mark.parametrize(("sections", "said"), WARNED, ids=[w[1][:24] for w in WARNED])
 def test_what_a_run_is_told_once(sections: dict[str, Any], said: str) -> None:
-    assert any(said in line for line in config_load.warnings(config(**sections)))
-    assert not any(said in line for line in config_load.warnings(config()))
+    assert any(said in line for line in load.warnings(config(**sections)))
+    assert not any(said in line for line in load.warnings(config()))

@@ -17,14 +17,14 @@ from conftest import Ended
 from test_engine import request, run
 
 from actors.engine_generic import GenericEngine
-from asyncrl import models
+from asyncrl.contract.versions import Label
+from asyncrl.models import policy
 from asyncrl.tasks.synthetic import TASKS
-from asyncrl.versions import Label
 
 
 def directory(path: Path, family: str, symbols: str) -> Path:
     """A tiny random model of another architecture, with the tokenizer of the built-in ones."""
-    models.build_model(path / "tokenizer", symbols, hidden=16, layers=1)
+    policy.build_model(path / "tokenizer", symbols, hidden=16, layers=1)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path / "tokenizer")
     common = {
         "vocab_size": len(tokenizer),
@@ -66,9 +66,9 @@ def directory(path: Path, family: str, symbols: str) -> Path:
 @pytest.mark.parametrize("family", ["gpt2", "gemma2"])
 def test_engine_and_learner_agree_with_transformers(family: str, tmp_path: Path) -> None:
     path = directory(tmp_path, family, "abcdefgh")
-    model = models.load_policy(path, "float32", "cpu")
-    engine = GenericEngine(models.load_policy(path, "float32", "cpu"), slots=4, context=64)
-    engine.load(dict(models.named_weights(model)), Label(1, 0), "d")
+    model = policy.load_policy(path, "float32", "cpu")
+    engine = GenericEngine(policy.load_policy(path, "float32", "cpu"), slots=4, context=64)
+    engine.load(dict(policy.named_weights(model)), Label(1, 0), "d")
     requests = [
         request(t, 0, [3 + t] * (1 + t), 4 + t, temperature=0.7 if t % 2 else 1.0) for t in range(6)
     ]

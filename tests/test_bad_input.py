@@ -117,7 +117,8 @@ def test_a_reward_function_that_is_not_there(function: str, asyncrl: Call, tmp_p
 
 def rewards(tmp_path: Path, body: str) -> str:
     (tmp_path / "bad_reward.py").write_text(
-        "import time\nfrom asyncrl.messages import Prompt\n\ndef reward(prompt: Prompt, text: "
+        "import time\nfrom asyncrl.contract.messages import Prompt\n\ndef reward(prompt: Prompt, "
+        "text: "
         f"str):\n{body}"
     )
     return "reward.function='bad_reward:reward'"

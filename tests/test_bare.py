@@ -19,10 +19,10 @@ import transformers
 from conftest import ENV, ROOT
 from test_models import FAMILIES, sample_batch
 
-from asyncrl import bare, layout, models
-from asyncrl.bare import Bare
-from asyncrl.messages import Prompt
-from asyncrl.tokenizer import PlainTokenizer, encode_prompt, load_tokenizer
+from asyncrl.contract.messages import Prompt
+from asyncrl.models import layout, policy, without_transformers
+from asyncrl.models.tokenizer import PlainTokenizer, encode_prompt, load_tokenizer
+from asyncrl.models.without_transformers import Bare
 from learner.backend import AdamW
 
 TEXTS = ["932849=", "", "x9 y", "<eos>12<pad>3", "9<unk>", "αβ=1", " 1 ", "1\n2"]
@@ -58,7 +58,7 @@ def test_a_bare_model_is_transformers_model(
     family: str, kv: int, tied: bool, dtype: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "m"
-    models.build_model(path, "abcdefgh", family=family.split()[0], kv_heads=kv, tied=tied)
+    policy.build_model(path, "abcdefgh", family=family.split()[0], kv_heads=kv, tied=tied)
     if "biases" in family:
         biased(path)
     if "older" in family:  # as published models have it
@@ -74,8 +74,8 @@ def test_a_bare_model_is_transformers_model(
         )
         (path / "generation_config.json").unlink()
     ours, theirs = (
-        models.load_policy(path, dtype, "cpu"),
-        models.load_policy(path, dtype, "cpu", whole=True),
+        policy.load_policy(path, dtype, "cpu"),
+        policy.load_policy(path, dtype, "cpu", whole=True),
     )
     assert (
         isinstance(ours.hf, Bare)
@@ -87,15 +87,15 @@ def test_a_bare_model_is_transformers_model(
     assert [n for n, _ in ours.hf.named_parameters()] == [
         n for n, _ in theirs.hf.named_parameters()
     ]
-    assert list(ours.hf.state_dict()) == list(theirs.hf.state_dict()) and models.weights_digest(
+    assert list(ours.hf.state_dict()) == list(theirs.hf.state_dict()) and policy.weights_digest(
         ours
-    ) == models.weights_digest(theirs)
+    ) == policy.weights_digest(theirs)
     for a, b in zip(
         ours.fast.rope(torch.arange(300)), theirs.fast.rope(torch.arange(300)), strict=True
     ):
         assert torch.equal(a, b)
     assert all(
-        p.data_ptr() % models.ALIGN == 0 for model in (ours, theirs) for p in model.hf.parameters()
+        p.data_ptr() % policy.ALIGN == 0 for model in (ours, theirs) for p in model.hf.parameters()
     )
     prompts, responses, owner = sample_batch(11)
     found = []
@@ -115,8 +115,8 @@ def test_a_bare_model_is_transformers_model(
     )
 
     # And it is written as transformers writes it.
-    models.export(ours, tmp_path / "ours")
-    models.export(theirs, tmp_path / "theirs")
+    policy.export(ours, tmp_path / "ours")
+    policy.export(theirs, tmp_path / "theirs")
     assert {p.name for p in (tmp_path / "theirs").iterdir()} - {
         p.name for p in (tmp_path / "ours").iterdir()
     } <= {"generation_config.json"}
@@ -129,9 +129,9 @@ def test_a_bare_model_is_transformers_model(
     assert {k: v for k, v in configs[0].items() if k != "_name_or_path"} == {
         k: v for k, v in configs[1].items() if k != "_name_or_path"
     }
-    assert models.weights_digest(
-        models.load_policy(tmp_path / "ours", dtype, "cpu", whole=True)
-    ) == models.weights_digest(ours)
+    assert policy.weights_digest(
+        policy.load_policy(tmp_path / "ours", dtype, "cpu", whole=True)
+    ) == policy.weights_digest(ours)
 
 
 def extra_tensor(path: Path) -> None:
@@ -168,9 +168,9 @@ def test_what_is_unusual_is_left_to_transformers(
     what: str, tmp_path: Path, small_model: Path
 ) -> None:
     path = shutil.copytree(small_model, tmp_path / "m")
-    assert bare.load(path, "float32") is not None
+    assert without_transformers.load(path, "float32") is not None
     UNUSUAL[what](path)
-    assert bare.load(path, "float32") is None
+    assert without_transformers.load(path, "float32") is None
 
 
 def test_the_tokenizer_alone_does_what_transformers_class_does(
@@ -205,7 +205,7 @@ def test_the_tokenizer_alone_does_what_transformers_class_does(
 
 QWEN = """
 import json, sys
-from asyncrl.tokenizer import load_tokenizer
+from asyncrl.models.tokenizer import load_tokenizer
 t = load_tokenizer(sys.argv[1])
 print(json.dumps([type(t).__name__, t.encode("12 low<|im_end|>", add_special_tokens=False), t.eos_token_id, "torch" in sys.modules,
                   t.apply_chat_template([{"role": "user", "content": "low"}], add_generation_prompt=True, tokenize=True, return_dict=False)]))
@@ -261,7 +261,7 @@ def test_a_qwen_models_tokenizer_is_the_one_that_transformers_chooses_and_import
 def test_a_tokenizer_that_transformers_would_change_is_left_to_it(
     file: str, keys: dict[str, Any], tmp_path: Path, small_model: Path
 ) -> None:
-    from asyncrl import tokenizer
+    from asyncrl.models import tokenizer
 
     path = shutil.copytree(small_model, tmp_path / "m")
     assert tokenizer.plain(path) is not None
@@ -305,14 +305,15 @@ LEARNER_AND_ENGINE = """
 import sys
 from pathlib import Path
 import numpy as np, torch
-import actors.generator, learner.loop, asyncrl.run
+import actors.generator, learner.loop, asyncrl.supervise.run
 from actors.engine import Request
-from asyncrl import config_load, models
-from asyncrl.tokenizer import encode_prompt, load_tokenizer
-from asyncrl.versions import Label
+from asyncrl.config import load
+from asyncrl.models import policy
+from asyncrl.models.tokenizer import encode_prompt, load_tokenizer
+from asyncrl.contract.versions import Label
 from learner import checkpoint
 from test_learner_step import batch
-config = config_load.load("configs/demo.toml", [f"model.path={sys.argv[1]!r}", "model.device=cpu", "kl.reward.coefficient=0.1"])
+config = load.load("configs/demo.toml", [f"model.path={sys.argv[1]!r}", "model.device=cpu", "kl.reward.coefficient=0.1"])
 core = learner.loop.LearnerCore(config, sys.argv[1])
 assert core.train(batch())["optim/steps"] == 1
 root = Path(sys.argv[2])
@@ -320,7 +321,7 @@ saved = checkpoint.claim(checkpoint.begin(root)[2], 0)
 checkpoint.save(saved, core, {}, 2)
 checkpoint.restore(core, checkpoint.newest(saved))
 engine, tokenizer = actors.generator.engine_for(config), load_tokenizer(sys.argv[1])
-engine.load(dict(models.named_weights(core.model)), Label(1, 0), "d")
+engine.load(dict(policy.named_weights(core.model)), Label(1, 0), "d")
 engine.add([Request((0, 0, 1), np.array(tokenizer.encode("12="), np.int32), 0, 8, 1.0, 1.0, 0, (1,), 0)])
 while engine.active:
     for a in engine.step():
@@ -328,9 +329,10 @@ while engine.active:
 """  # noqa: E501
 SUPERVISOR = """
 import sys
-import asyncrl.cli, asyncrl.launch, asyncrl.sweeper
-from asyncrl import config_load, run
-run.preflight(config_load.load("configs/demo.toml", [f"model.path={sys.argv[1]!r}"]))
+import asyncrl.cli, asyncrl.supervise.launch, asyncrl.supervise.cleanup
+from asyncrl.config import load
+from asyncrl.supervise import run
+run.preflight(load.load("configs/demo.toml", [f"model.path={sys.argv[1]!r}"]))
 """
 SHOW = (
     "print([m for m in ('transformers', 'torch._dynamo', 'sympy', 'scipy', 'torch') if m "

@@ -11,7 +11,7 @@ import pytest
 import torch
 from test_algorithms import D, batch, config, theta
 
-from asyncrl.algorithms import step_loss as sl
+from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.prepass import LossBatch
 
 

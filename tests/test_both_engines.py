@@ -13,7 +13,7 @@ from typing import Any
 import transformers
 from conftest import ENV, ROOT
 
-from asyncrl.models import character_tokenizer
+from asyncrl.models.policy import character_tokenizer
 
 SHORT = (
     "evaluation.final_prompts=256",

@@ -17,7 +17,7 @@ from test_bad_input import refused
 from test_run import steps_done, wait_until
 from test_shutdown import left
 
-from asyncrl import rundir
+from asyncrl.records import rundir
 
 
 class Hand:

@@ -13,9 +13,9 @@ import pytest
 import torch
 from test_learner_step import batch, weights
 
-from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError, Damaged
-from asyncrl.models import build_model
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import AsyncrlError, Damaged
+from asyncrl.models.policy import build_model
 from learner import checkpoint
 from learner.step import LearnerCore
 

@@ -12,10 +12,10 @@ import pytest
 import torch
 from test_algorithms import D, batch, config, gradient, theta
 
-from asyncrl.algorithms import kl, ratios, reshape, surrogates, weights
-from asyncrl.algorithms import step_loss as sl
+from asyncrl.algorithms import correction, kl, ratios, reshape, surrogates
+from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.prepass import LossBatch
-from asyncrl.config import Reshape
+from asyncrl.config.tree import Reshape
 
 INF = math.inf
 
@@ -92,7 +92,7 @@ FAR = vec(-30, 25, 26)  # of one answer: e^-5, in the mean e^-2.5
 
 def test_a_whole_answers_ratio_is_clamped_after_its_sum() -> None:
     def w(level: str) -> list[float]:
-        return weights.weights(FAR, EVERY, SEQ, 2, level).log().tolist()
+        return correction.weights(FAR, EVERY, SEQ, 2, level).log().tolist()
 
     assert w("token") == pytest.approx([-20, 20, 20]) and w("sequence") == pytest.approx(
         [-5, -5, 20]
@@ -100,7 +100,7 @@ def test_a_whole_answers_ratio_is_clamped_after_its_sum() -> None:
     assert w("geometric") == pytest.approx([-2.5, -2.5, 20])
 
     def s(name: str, over: str) -> list[float]:
-        return weights.statistic(name, over, FAR, EVERY, SEQ, 2).log().tolist()
+        return correction.statistic(name, over, FAR, EVERY, SEQ, 2).log().tolist()
 
     assert s("ratio", "sum") == pytest.approx([-5, -5, 20]) and s("ratio", "mean") == pytest.approx(
         [-2.5, -2.5, 20]
@@ -108,7 +108,7 @@ def test_a_whole_answers_ratio_is_clamped_after_its_sum() -> None:
     assert s("ratio", "token") == pytest.approx([-20, 20, 20]) and s(
         "ratio", "max"
     ) == pytest.approx([20, 20, 20])
-    assert weights.statistic("k1", "token", FAR, EVERY, SEQ, 2).tolist() == [20, -20, -20]
+    assert correction.statistic("k1", "token", FAR, EVERY, SEQ, 2).tolist() == [20, -20, -20]
     assert kl.prefix_weights(FAR, torch.zeros(3, dtype=D), SEQ).log().tolist() == pytest.approx(
         [-20, -5, 20]
     )

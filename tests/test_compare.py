@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 from conftest import ENV, ROOT, Ended
 
-from asyncrl import config_load
-from asyncrl.compare import live, page
-from asyncrl.compare.comparison import (
+from asyncrl.config import load
+from asyncrl.experiments.compare import page, progress
+from asyncrl.experiments.compare.comparison import (
     Cell,
     analyse,
     data_apart,
@@ -225,7 +225,7 @@ def test_the_time_to_an_accuracy() -> None:
     """Base ends at .8, so the target is .72: the base is there at its third evaluation, the other
     at its second, and one never.
     """
-    config = config_load.load("configs/demo.toml")
+    config = load.load("configs/demo.toml")
     cells = [
         cell("a"),
         cell("fast", accuracy=(0.4, 0.75, 0.8)),
@@ -244,7 +244,7 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_every_arm() -> 
     """Means over the runs that have them; KL over the last 20 batches; a verdict only when every
     run has its end.
     """
-    config = config_load.load("configs/demo.toml", ["evaluation.ood_prompts=50"])
+    config = load.load("configs/demo.toml", ["evaluation.ood_prompts=50"])
     base, arm, gone = cell("base"), cell("arm"), cell("arm")
     base.ood, arm.ood = {0.0: 0.2, 2.0: 0.3, 4.0: 0.1}, {0.0: 0.2, 4.0: 0.4}
     # 28 is the last
@@ -354,8 +354,7 @@ def test_signs_of_warm_runs(tmp_path: Path) -> None:
         "kl.loss.coefficient=0.3",
     ]
     k1, k3 = (
-        config_load.load("configs/demo.toml", [*sets, f"kl.loss.estimator={x}"])
-        for x in ("k1", "k3")
+        load.load("configs/demo.toml", [*sets, f"kl.loss.estimator={x}"]) for x in ("k1", "k3")
     )
     both = warm_cell("a", 0, record, k1)
     assert [s.name for s in both.signs] == ["out_of_distribution", "kl_drift"]
@@ -406,7 +405,7 @@ def test_what_is_beside_the_accuracy_has_a_table_of_its_own(
         [{"arm": "sync", "OOD end": "0.213", "end": "0.9"}.get(h, "-") for h in page.HEAD],
         ["-"] * len(page.HEAD),
     ]
-    live.print_beside(page.HEAD, rows, ("arm",), ("OOD start", "OOD end", "KL to ref"))
+    progress.print_beside(page.HEAD, rows, ("arm",), ("OOD start", "OOD end", "KL to ref"))
     said = capsys.readouterr().out
     assert (
         re.search(r"arm +OOD end", said)
@@ -414,5 +413,5 @@ def test_what_is_beside_the_accuracy_has_a_table_of_its_own(
         and "OOD start" not in said
         and "0.9" not in said
     )
-    live.print_beside(page.HEAD, rows[1:], ("arm",), ("OOD start", "OOD end", "KL to ref"))
+    progress.print_beside(page.HEAD, rows[1:], ("arm",), ("OOD start", "OOD end", "KL to ref"))
     assert capsys.readouterr().out == ""

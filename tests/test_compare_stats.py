@@ -9,7 +9,7 @@ import random
 
 import pytest
 
-from asyncrl.compare import judgement as cs
+from asyncrl.experiments.compare import verdict as cs
 
 REPEATS = 200
 

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from conftest import ENV, ROOT
 
-from asyncrl import config_load, metrics
-from asyncrl.errors import ConfigError
+from asyncrl.config import load
+from asyncrl.contract.errors import ConfigError
+from asyncrl.records import metrics
 
 CONFIGS = sorted((ROOT / "configs").glob("*.toml"))
 BASE = 'model.path = "m"\ntask.name = "sort"\n'
@@ -55,7 +56,7 @@ MISTAKES = [
 @pytest.mark.parametrize(("more", "said"), MISTAKES, ids=[m[1][:40] for m in MISTAKES])
 def test_mistakes_in_a_file(more: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as e:
-        config_load.load(written(tmp_path, more))
+        load.load(written(tmp_path, more))
     assert said in str(e.value) and "\n" not in str(e.value)
 
 
@@ -96,25 +97,25 @@ def test_mistakes_on_the_command_line(item: str, said: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_resolved_config_repeats_itself(path: Path, tmp_path: Path) -> None:
-    config = config_load.load(path)
+    config = load.load(path)
     again = tmp_path / "resolved.toml"
-    again.write_text(config_load.dump(config))
-    assert config_load.load(again) == config
+    again.write_text(load.dump(config))
+    assert load.load(again) == config
 
 
 def test_every_key_says_what_it_means() -> None:
     """The schema that editors show: every key is in it, with its default."""
     schema = json.loads((ROOT / "configs" / "schema.json").read_text())
-    assert schema == json.loads(json.dumps(config_load.schema())), (
+    assert schema == json.loads(json.dumps(load.schema())), (
         "stale: asyncrl config schema > configs/schema.json"
     )
-    config_keys = config_load.keys()
+    config_keys = load.keys()
     named = {p for d in schema["$defs"].values() for p in d["properties"]}
     assert {k.rsplit(".", 1)[-1] for k in config_keys} <= named
 
 
 def test_presets_fill_only_what_is_not_given(tmp_path: Path) -> None:
-    c = config_load.load(written(tmp_path, '[correction]\npreset = "tis"\nhi = 3.0\n')).correction
+    c = load.load(written(tmp_path, '[correction]\npreset = "tis"\nhi = 3.0\n')).correction
     assert (c.level, c.bound, c.hi) == ("token", "truncate", 3.0)
 
 
@@ -124,11 +125,9 @@ def test_a_preset_on_the_command_line_acts_on_a_resolved_config(tmp_path: Path) 
     """
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(
-        config_load.dump(
-            config_load.load(written(tmp_path, '[correction]\nlevel = "none"\nbound = "none"\n'))
-        )
+        load.dump(load.load(written(tmp_path, '[correction]\nlevel = "none"\nbound = "none"\n')))
     )
-    c = config_load.load(resolved, ["correction.preset=mis", "correction.hi=3.0"]).correction
+    c = load.load(resolved, ["correction.preset=mis", "correction.hi=3.0"]).correction
     assert (c.level, c.bound, c.hi, c.reject, c.veto) == (
         "token",
         "truncate",
@@ -136,8 +135,8 @@ def test_a_preset_on_the_command_line_acts_on_a_resolved_config(tmp_path: Path) 
         "ratio",
         "ratio",
     )
-    resolved.write_text(config_load.dump(config_load.load(resolved, ["correction.preset=mis"])))
-    c = config_load.load(resolved, ["correction.preset=none"]).correction
+    resolved.write_text(load.dump(load.load(resolved, ["correction.preset=mis"])))
+    c = load.load(resolved, ["correction.preset=none"]).correction
     assert (c.level, c.bound, c.reject, c.veto) == ("none", "none", "none", "none")
 
 

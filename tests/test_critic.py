@@ -13,12 +13,12 @@ import pytest
 import safetensors.torch
 import torch
 
-from asyncrl import config_load
-from asyncrl.compare import runner
-from asyncrl.config import Config
-from asyncrl.errors import ConfigError, Damaged
-from asyncrl.messages import Batch, Trajectory
-from asyncrl.models import build_model
+from asyncrl.config import load
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError, Damaged
+from asyncrl.contract.messages import Batch, Trajectory
+from asyncrl.experiments import serial
+from asyncrl.models.policy import build_model
 from learner import checkpoint
 from learner.batch import pack
 from learner.step import LearnerCore
@@ -257,7 +257,7 @@ def test_a_checkpoint_holds_it(model_dir: Path, tmp_path: Path, trunk: str) -> N
 )
 def test_what_cannot_work_is_refused_when_the_config_is_read(sets: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        config_load.load("configs/demo.toml", ["advantage.name=gae", *sets])
+        load.load("configs/demo.toml", ["advantage.name=gae", *sets])
 
 
 def test_a_real_run_with_a_value_head_repeats_bitwise(model_dir: Path) -> None:
@@ -273,10 +273,10 @@ def test_a_real_run_with_a_value_head_repeats_bitwise(model_dir: Path) -> None:
         "loss.entropy=0.1",
         "staleness.max_lag=1",
     )
-    config = config_load.load(
+    config = load.load(
         "configs/demo.toml", [f"model.path='{model_dir}'", "advantage.name=gae", *small]
     )
-    first, again = runner.one(config, 3), runner.one(config, 3)
+    first, again = serial.one(config, 3), serial.one(config, 3)
     assert (
         first["weights_digest"] == again["weights_digest"]
         and "failed" not in first

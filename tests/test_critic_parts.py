@@ -14,8 +14,8 @@ import safetensors.torch
 import torch
 from test_critic import batch, core, gae, model_dir
 
-from asyncrl.errors import ConfigError, Damaged
-from asyncrl.models import build_model
+from asyncrl.contract.errors import ConfigError, Damaged
+from asyncrl.models.policy import build_model
 from learner import critic as critic_module
 from learner.batch import pack
 

@@ -19,9 +19,9 @@ from conftest import ENV, ROOT, Ended
 from test_run import check_summary, children, finish, steps_done, wait_until
 from test_run import start as start_run
 
-from asyncrl import config_load
-from asyncrl.errors import ConfigError
-from asyncrl.models import build_model
+from asyncrl.config import load
+from asyncrl.contract.errors import ConfigError
+from asyncrl.models.policy import build_model
 
 LEARNER = {"lr": 0.003, "steps": 100, "groups": 6, "group_size": 3, "micro_batch_tokens": 60}
 STEPS = 20
@@ -312,7 +312,7 @@ def test_what_cannot_work_is_refused(
     learner: dict[str, Any], model: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
-        config_load.convert(
+        load.convert(
             {"model": {"path": "m", **model}, "task": {"name": "sort"}, "learner": learner},
             "c.toml",
         )

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from test_run import check_summary, children, finish, start, steps_done, wait_until
 
-from asyncrl import metrics
+from asyncrl.records import metrics
 
 
 @pytest.mark.parametrize("mode", ["process", "disk"])

@@ -13,8 +13,8 @@ import torch
 from actors import decoder
 from actors.engine import Answer, Request, uniforms
 from actors.engine_embedded import EmbeddedEngine, rounded
-from asyncrl import models
-from asyncrl.versions import Label
+from asyncrl.contract.versions import Label
+from asyncrl.models import policy
 
 EOS = 1
 
@@ -26,9 +26,9 @@ def request(ticket: int, sample: int, prompt: list[int], limit: int = 20, **how:
     )  # type: ignore[arg-type]
 
 
-def engine(model: models.PolicyModel, slots: int = 8, **more: object) -> EmbeddedEngine:
+def engine(model: policy.PolicyModel, slots: int = 8, **more: object) -> EmbeddedEngine:
     e = EmbeddedEngine(model, slots=slots, context=64, max_new_tokens=20, **more)  # type: ignore[arg-type]
-    e.load(dict(models.named_weights(model)), Label(1, 0), "d0")
+    e.load(dict(policy.named_weights(model)), Label(1, 0), "d0")
     return e
 
 
@@ -42,7 +42,7 @@ def run(
     return {a.key: a for a in answers}
 
 
-def expected(model: models.PolicyModel, a: Answer, r: Request) -> torch.Tensor:
+def expected(model: policy.PolicyModel, a: Answer, r: Request) -> torch.Tensor:
     """Log-probabilities of the answer by one plain transformers forward, truncated and scaled as
     sampled.
     """
@@ -72,7 +72,7 @@ CUTS = [
 def test_recorded_logprobs_are_those_of_the_distribution_sampled_from(
     tmp_path: Path, family: str, kv: int, tied: bool
 ) -> None:
-    model = models.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied, seed=3)
+    model = policy.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied, seed=3)
     requests = [
         request(t, s, [3 + t % 8] * (1 + t), 5 + (3 * t + s) % 16, **CUTS[t % 5])
         for t in range(10)
@@ -90,7 +90,7 @@ def test_recorded_logprobs_are_those_of_the_distribution_sampled_from(
 
 
 def test_an_engine_with_rounded_weights_samples_from_those_and_records_it(tmp_path: Path) -> None:
-    model = models.build_model(tmp_path, "abcdefgh", seed=3)
+    model = policy.build_model(tmp_path, "abcdefgh", seed=3)
     requests = [request(t, s, [3 + t % 8] * (1 + t), 12) for t in range(4) for s in range(3)]
     answers = run(engine(model, mantissa_bits=3), requests)
     before = [expected(model, answers[r.key], r) for r in requests]
@@ -108,13 +108,13 @@ def test_an_engine_with_rounded_weights_samples_from_those_and_records_it(tmp_pa
 
 
 def test_a_bfloat16_engine_takes_the_learners_float32_weights(tmp_path: Path) -> None:
-    learners = models.build_model(tmp_path, "abcdefgh", seed=3)
-    models.export(learners, tmp_path / "m")
-    own = models.load_policy(tmp_path / "m", "bfloat16", "cpu")
+    learners = policy.build_model(tmp_path, "abcdefgh", seed=3)
+    policy.export(learners, tmp_path / "m")
+    own = policy.load_policy(tmp_path / "m", "bfloat16", "cpu")
     e = EmbeddedEngine(own, slots=8, context=64, max_new_tokens=20)
     requests = [request(t, s, [3 + t % 8] * (1 + t), 12) for t in range(4) for s in range(3)]
     for version in (1, 2):
-        e.load(dict(models.named_weights(learners)), Label(1, version), f"d{version}")
+        e.load(dict(policy.named_weights(learners)), Label(1, version), f"d{version}")
         off = max(
             float((torch.from_numpy(a.logprobs) - expected(learners, a, requests[0])).abs().max())
             for a in run(e, requests).values()
@@ -123,7 +123,7 @@ def test_a_bfloat16_engine_takes_the_learners_float32_weights(tmp_path: Path) ->
 
 
 def test_what_is_drawn_does_not_depend_on_neighbours_slots_or_order(tmp_path: Path) -> None:
-    model = models.build_model(tmp_path, "abcdefgh", seed=3)
+    model = policy.build_model(tmp_path, "abcdefgh", seed=3)
     requests = [request(t, s, [3, 4 + t]) for t in range(6) for s in range(2)]
     one = run(engine(model, slots=12), requests)
     two = run(engine(model, slots=3), requests[::-1], n=1)
@@ -136,13 +136,13 @@ def test_swap_in_mid_answer(tmp_path: Path, in_flight: str) -> None:
     """Under recompute_kv each token's logprob follows from the weights that its span names; keep_kv
     attends to old keys.
     """
-    old = models.build_model(tmp_path / "a", "abcdefgh", seed=1)
-    new = models.build_model(tmp_path / "b", "abcdefgh", seed=2)
+    old = policy.build_model(tmp_path / "a", "abcdefgh", seed=1)
+    new = policy.build_model(tmp_path / "b", "abcdefgh", seed=2)
     e = engine(old, in_flight=in_flight)
     requests = [request(t, 0, [3, 4, 3 + t], 20) for t in range(8)]
     e.add(requests)
     answers = e.step(6)
-    e.load(dict(models.named_weights(new)), Label(1, 1), "d1")
+    e.load(dict(policy.named_weights(new)), Label(1, 1), "d1")
     while e.active:
         answers += e.step(3)
     two = [a for a in answers if len(a.spans) == 2]
@@ -166,7 +166,7 @@ def test_swap_in_mid_answer(tmp_path: Path, in_flight: str) -> None:
 
 
 def test_abort_and_progress(tmp_path: Path) -> None:
-    e = engine(models.build_model(tmp_path, "abcdefgh", seed=3), slots=2)
+    e = engine(policy.build_model(tmp_path, "abcdefgh", seed=3), slots=2)
     e.add([request(t, 0, [3, 4], 20) for t in range(3)])
     done = {a.key for a in e.step(3)}
     expected_live = {(t, 0, 1) for t in range(3)} - done
@@ -175,7 +175,7 @@ def test_abort_and_progress(tmp_path: Path) -> None:
 
 
 def test_growing_prompts_and_answers_keep_what_is_live(tmp_path: Path) -> None:
-    model = models.build_model(tmp_path, "abcdefgh", seed=3)
+    model = policy.build_model(tmp_path, "abcdefgh", seed=3)
     e = engine(model)
     first = [request(t, 0, [3, 4 + t], 20) for t in range(4)]
     e.add(first)

@@ -14,9 +14,11 @@ import pytest
 import torch
 from conftest import ENV, ROOT, Ended, demo_command
 
-from asyncrl import config_load, exact, exact_check, models
-from asyncrl.config import Task
-from asyncrl.errors import ConfigError
+from asyncrl.config import load
+from asyncrl.config.tree import Task
+from asyncrl.contract.errors import ConfigError
+from asyncrl.models import exact_operators, policy
+from asyncrl.supervise import exact_check
 from asyncrl.tasks import get_task
 
 FAMILIES = [
@@ -32,7 +34,7 @@ FAMILIES = [
 def test_answers_entering_and_leaving_the_engine_have_the_learners_logprobs_bitwise(
     tmp_path: Path, family: str, kv: int, tied: bool
 ) -> None:
-    model = models.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied, seed=3)
+    model = policy.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied, seed=3)
     for slots, micro in ((24, 1), (7, 5), (40, 40)):
         row = exact_check.whole(model, slots=slots, micro=micro, seed=micro)
         assert row.values > 150 and row.differ == 0, row
@@ -43,7 +45,7 @@ def test_operators_do_not_see_their_neighbours(
     tmp_path: Path, family: str, kv: int, tied: bool
 ) -> None:
     rows = exact_check.operators(
-        models.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied)
+        policy.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied)
     )
     assert len(rows) == 9 and exact_check.failure(rows) == ""
 
@@ -52,7 +54,7 @@ def test_operators_do_not_see_their_neighbours(
 def test_the_exact_forward_is_the_model_in_value_and_gradient(
     tmp_path: Path, family: str, kv: int, tied: bool
 ) -> None:
-    model = models.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied)
+    model = policy.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied)
     r = np.random.default_rng(0)
     whose = [r.integers(3, 11, n).astype(np.int32) for n in (5, 1, 7)]
     owner = [0, 0, 1, 2, 0, 2]
@@ -65,7 +67,7 @@ def test_the_exact_forward_is_the_model_in_value_and_gradient(
         out = (
             model.logprobs(*args, groups=owner, want_entropy=True, want_hidden=True)
             if way
-            else models.plain_logprobs(model.hf, *args, True, True)
+            else policy.plain_logprobs(model.hf, *args, True, True)
         )
         assert out.entropy is not None and out.hidden is not None
         (
@@ -83,10 +85,10 @@ def test_the_exact_forward_is_the_model_in_value_and_gradient(
 def test_the_self_test_says_which_operator_differs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model = models.build_model(tmp_path, "abcdefgh")
-    plain = exact.unit
+    model = policy.build_model(tmp_path, "abcdefgh")
+    plain = exact_operators.unit
     monkeypatch.setattr(
-        exact, "unit", lambda x, eps: plain(x, eps) * (1 + 1e-6 * (len(x) % 32 != 0))
+        exact_operators, "unit", lambda x, eps: plain(x, eps) * (1 + 1e-6 * (len(x) % 32 != 0))
     )
     wrong = exact_check.failure(exact_check.operators(model))
     assert wrong.startswith("norm (") and "qkv" not in wrong
@@ -96,7 +98,7 @@ def test_the_self_test_says_which_operator_differs(
 def run(tmp_path: Path, *words: str) -> Ended:
     """A small run on an untrained model."""
     if not (tmp_path / "m").exists():
-        models.build_model(tmp_path / "m", get_task(Task(name="sort")).symbols, kv_heads=2)
+        policy.build_model(tmp_path / "m", get_task(Task(name="sort")).symbols, kv_heads=2)
     argv = demo_command("run", tmp_path, tmp_path / "m", "generator.max_new_tokens=24", *words)
     return Ended(
         subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=240)
@@ -179,12 +181,10 @@ def test_a_stale_run_has_a_mismatch_of_exactly_0_at_every_lag(
 )
 def test_what_exact_rules_out_is_said(words: list[str], says: str) -> None:
     with pytest.raises(ConfigError, match=rf"exact: .*{says}"):
-        config_load.load("configs/demo.toml", ["exact=true", *words])
+        load.load("configs/demo.toml", ["exact=true", *words])
 
 
 def test_exact_takes_true_try_and_false_only() -> None:
-    assert (
-        config_load.load("configs/demo.toml", ["exact=try", "staleness.max_lag=0"]).exact == "try"
-    )
+    assert load.load("configs/demo.toml", ["exact=try", "staleness.max_lag=0"]).exact == "try"
     with pytest.raises(ConfigError, match="exact"):
-        config_load.load("configs/demo.toml", ["exact=maybe"])
+        load.load("configs/demo.toml", ["exact=maybe"])

@@ -16,10 +16,11 @@ from conftest import ROOT
 
 from actors.engine import Answer, Request
 from actors.generator import Generator
-from asyncrl import config_load, rundir
-from asyncrl import messages as m
-from asyncrl.errors import NothingToDo, PeerUnreachable
-from asyncrl.versions import Label
+from asyncrl.config import load as config_load
+from asyncrl.contract import messages as m
+from asyncrl.contract.errors import NothingToDo, PeerUnreachable
+from asyncrl.contract.versions import Label
+from asyncrl.records import rundir
 
 TINY = (
     "wires.connect_s=5",

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 from conftest import ENV, ROOT
 
-from asyncrl import config_load, devices
-from asyncrl.errors import ConfigError
+from asyncrl.config import load
+from asyncrl.contract.errors import ConfigError
+from asyncrl.models import devices
 
 NO_GPU = ENV | {"CUDA_VISIBLE_DEVICES": ""}
 
@@ -63,7 +64,7 @@ def test_each_process_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also as a child of one that has taken its GPU already, and among the GPUs that a scheduler
     left visible.
     """
-    config = config_load.load("configs/gpu_many.toml")
+    config = load.load("configs/gpu_many.toml")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     for start, wanted in (("", ["0", "1", "2", "3"]), ("4,5,6,7", ["4", "5", "6", "7"])):
         monkeypatch.setattr(os, "environ", {"CUDA_VISIBLE_DEVICES": start} if start else {})
@@ -103,4 +104,4 @@ def test_each_process_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_what_cannot_work_is_refused(sets: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        config_load.load("configs/gpu_many.toml", sets)
+        load.load("configs/gpu_many.toml", sets)

@@ -14,10 +14,11 @@ from conftest import ROOT
 from test_journal import state
 from test_service import SMALL
 
-from asyncrl import config_load, rundir
-from asyncrl import messages as m
+from asyncrl.config import load
+from asyncrl.contract import messages as m
+from asyncrl.contract.versions import Label
+from asyncrl.records import rundir
 from asyncrl.tasks import get_task
-from asyncrl.versions import Label
 from buffer.service import Service, open_store
 
 NUMBERS = (-1, 0, 1, 2, 3, 4, 5, 7, 63, 2**31, 2**40, 2**40 + 1, 2**62, -(2**63))
@@ -155,7 +156,7 @@ def test_no_message_ends_the_run(mode: str, tmp_path: Path) -> None:
     kinds, committed, refused = m.FromPeer.__args__, 0, 0
     for seed in range(12):
         r = random.Random(seed)
-        config = config_load.load(
+        config = load.load(
             ROOT / "configs" / "demo.toml",
             [*SMALL, "learner.steps=30", f"durability.mode='{mode}'"],
         )

@@ -14,12 +14,12 @@ import msgspec
 import pytest
 from schedules import PROMPTS, World
 
-from asyncrl.errors import Damaged
-from asyncrl.messages import Prompt
+from asyncrl.contract.errors import Damaged
+from asyncrl.contract.messages import Prompt
 from buffer import journal as j
+from buffer.durable_store import RecordedStore, Snapshot, snapshot
 from buffer.evaluation import Evaluations
 from buffer.groups import Settings
-from buffer.recorded import RecordedStore, Snapshot, snapshot
 from buffer.store import Store
 
 PAYLOADS = [bytes([n + 1]) * (7 * n + 1) for n in range(6)]

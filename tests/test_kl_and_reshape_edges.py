@@ -12,7 +12,7 @@ import torch
 from test_algorithms_catalogue import repaired, vec
 
 from asyncrl.algorithms import kl, reshape, stopping, surrogates
-from asyncrl.errors import ConfigError
+from asyncrl.contract.errors import ConfigError
 
 D = torch.float64
 SEQ = torch.tensor([0, 0, 1])

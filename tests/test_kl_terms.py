@@ -14,11 +14,11 @@ from test_algorithms import batch as drawn
 from test_algorithms import config, gradient, theta
 from test_learner_step import GROUPS, SIZE, batch, weights
 
-from asyncrl import config_load
-from asyncrl.algorithms import step_loss as sl
-from asyncrl.config import Config
-from asyncrl.errors import ConfigError
-from asyncrl.models import build_model
+from asyncrl.algorithms import loss as sl
+from asyncrl.config import load
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
+from asyncrl.models.policy import build_model
 from learner import step as learner_step
 from learner.batch import pack
 from learner.step import LearnerCore
@@ -58,12 +58,12 @@ def written(tmp_path: Path, more: str) -> Path:
 @pytest.mark.parametrize(("line", "said"), GONE, ids=[x[0] for x in GONE])
 def test_the_keys_of_before_name_those_of_now(line: str, said: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as e:
-        config_load.load(written(tmp_path, f"[kl]\n{line}\n"))
+        load.load(written(tmp_path, f"[kl]\n{line}\n"))
     assert str(e.value) == f"{tmp_path / 'c.toml'}:4: {said}"
     with pytest.raises(ConfigError, match=r"beta: is no key now; write kl\.loss\.coefficient"):
-        config_load.load(written(tmp_path, ""), ["learner.beta=0.1"])
+        load.load(written(tmp_path, ""), ["learner.beta=0.1"])
     with pytest.raises(ConfigError, match=r"kl_coef: is no key now; write kl\.reward\.coefficient"):
-        config_load.load(written(tmp_path, ""), ["kl_coef=0.1"])
+        load.load(written(tmp_path, ""), ["kl_coef=0.1"])
 
 
 def terms(c: Config) -> tuple[float, str, float, str]:
@@ -77,7 +77,7 @@ def terms(c: Config) -> tuple[float, str, float, str]:
 
 def test_defaults_and_presets(tmp_path: Path) -> None:
     def of(more: str) -> tuple[float, str, float, str]:
-        return terms(config_load.load(written(tmp_path, more)))
+        return terms(load.load(written(tmp_path, more)))
 
     assert of("") == (0, "k1", 0, "k3")
     assert of('kl.preset = "grpo"\n') == (0, "k1", 0.04, "k3") and of(
@@ -104,17 +104,17 @@ def test_a_preset_on_the_command_line_replaces_the_files_terms(tmp_path: Path) -
         '[kl.reward]\ncoefficient = 0.5\nestimator = "k2"\ntarget = 3.0\n[kl.loss]\ncoefficient = '
         '0.3\nestimator = "abs"\n',
     )
-    path.write_text(config_load.dump(config_load.load(path)))
-    assert terms(config_load.load(path)) == (0.5, "k2", 0.3, "abs")
-    assert terms(config_load.load(path, ["kl.preset=grpo"])) == (0, "k1", 0.04, "k3")
-    assert terms(config_load.load(path, ["kl.preset=dr_grpo"])) == (0, "k1", 0, "k3")
-    assert terms(config_load.load(path, ["kl.preset=rloo", "kl.loss.coefficient=0.7"])) == (
+    path.write_text(load.dump(load.load(path)))
+    assert terms(load.load(path)) == (0.5, "k2", 0.3, "abs")
+    assert terms(load.load(path, ["kl.preset=grpo"])) == (0, "k1", 0.04, "k3")
+    assert terms(load.load(path, ["kl.preset=dr_grpo"])) == (0, "k1", 0, "k3")
+    assert terms(load.load(path, ["kl.preset=rloo", "kl.loss.coefficient=0.7"])) == (
         0.05,
         "k1",
         0.7,
         "k3",
     )
-    assert config_load.load(path, ["kl.preset=grpo"]).kl.reward.target == 3.0
+    assert load.load(path, ["kl.preset=grpo"]).kl.reward.target == 3.0
 
 
 # ---- the terms -----------------------------------------------------------------------------------

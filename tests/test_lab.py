@@ -11,12 +11,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from asyncrl.algorithms import step_loss, weights
+from asyncrl.algorithms import correction, loss
 from asyncrl.cli import main
-from asyncrl.config import Correction
-from asyncrl.errors import ConfigError
-from asyncrl.lab import bias, bias_page, corrections, reshape
-from asyncrl.lab.policy import Space, coefficients, exact_gradient
+from asyncrl.config.tree import Correction
+from asyncrl.contract.errors import ConfigError
+from asyncrl.experiments.lab import bias, bias_page, corrections, reshape
+from asyncrl.experiments.lab.policy import Space, coefficients, exact_gradient
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_the_endless_batch_is_the_limit_of_sampled_ones() -> None:
     drawn = s.draw(mu, 40_000, 3)
     log_rho = case.log_rho.reshape(s.n, -1)[drawn].reshape(-1)
     seq = torch.arange(40_000).repeat_interleave(3)
-    got = weights.correct(
+    got = correction.correct(
         log_rho, log_rho, torch.ones_like(seq, dtype=torch.bool), seq, 40_000, c
     ).weight.reshape(-1, 3)[:, 0]
     assert float((got - exact[drawn]).abs().max()) < 0.02 and float(exact.max()) > 1.05
@@ -241,7 +241,7 @@ def test_reshape_its_first_step_is_the_policy_gradient_of_the_batch() -> None:
         t.space.rows(t.start, torch.ones_like(t.space.seq, dtype=torch.float64)), each
     ) / len(b.seq)
     t.c = reshape.config("vanilla", 2, 1)
-    t._step(step_loss.prepare(b, t.c), drawn, torch.arange(32))
+    t._step(loss.prepare(b, t.c), drawn, torch.arange(32))
     assert torch.allclose(t.theta.detach(), t.start + 2 * g, atol=1e-12) and float(g.norm()) > 0.01
 
 

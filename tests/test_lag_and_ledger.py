@@ -9,10 +9,10 @@ from collections import Counter
 
 import pytest
 
-from asyncrl import admission
-from asyncrl.errors import ProtocolError
-from asyncrl.messages import DISPOSITIONS, Span
-from asyncrl.versions import Label, PolicyTree
+from asyncrl.contract import admission
+from asyncrl.contract.errors import ProtocolError
+from asyncrl.contract.messages import DISPOSITIONS, Span
+from asyncrl.contract.versions import Label, PolicyTree
 from buffer.ledger import Ledger, Line, binned, tokens_of
 
 # ---- admission -----------------------------------------------------------------------------------

@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from asyncrl import config_load
-from asyncrl.errors import AsyncrlError, NothingToDo, ProcessLost
-from asyncrl.launch import END_S, LATE_S, Child, Supervisor
-from asyncrl.messages import Status
+from asyncrl.config import load
+from asyncrl.contract.errors import AsyncrlError, NothingToDo, ProcessLost
+from asyncrl.contract.messages import Status
+from asyncrl.supervise.launch import END_S, LATE_S, Child, Supervisor
 
 REFUSE = (
-    "import sys; from asyncrl import refusal; from asyncrl.errors import {kind}; refusal.listen(); "
+    "import sys; from asyncrl.contract import refusal; from asyncrl.contract.errors import {kind}; "
+    "refusal.listen(); "
     "e = {kind}('{words}'); refusal.tell(e);"
     "print('error: something else', file=sys.stderr); sys.exit(e.exit_code)"
 )
@@ -32,7 +33,7 @@ def make(tmp_path: Path) -> object:
 
     def supervisor(restarts: int = 1, **codes: str) -> Supervisor:
         s = Supervisor(
-            config_load.load(ROOT / "configs" / "demo.toml", [f"watchdog.restarts={restarts}"]),
+            load.load(ROOT / "configs" / "demo.toml", [f"watchdog.restarts={restarts}"]),
             tmp_path,
             lambda x: s.said.append(x),
         )  # type: ignore[attr-defined]
@@ -70,8 +71,8 @@ CRASHES = {
     "a traceback": "raise KeyError(3)",
     "a library's own exit": "import os; print('error: CUDA is gone'); os._exit(1)",
     "a kill": "import os; os.kill(os.getpid(), 9)",
-    "an error that ends as a kill would": "import sys; from asyncrl import refusal; from "
-    "asyncrl.errors import AsyncrlError; "
+    "an error that ends as a kill would": "import sys; from asyncrl.contract import refusal; from "
+    "asyncrl.contract.errors import AsyncrlError; "
     "refusal.listen();"
     "e = AsyncrlError('rank 1 has ended'); e.exit_code = 137; refusal.tell(e); sys.exit(137)",
     "told to end by somebody": "import sys; sys.exit(130)",
@@ -119,7 +120,7 @@ def test_a_child_of_a_child_cannot_speak_for_it(make: Make) -> None:
     """A process that a part starts has neither the pipe nor its number in its environment."""
     grandchild = "import os, sys; sys.exit(any('REFUSAL' in k for k in os.environ))"
     code = (
-        "import subprocess, sys; from asyncrl import refusal; refusal.listen(); "
+        "import subprocess, sys; from asyncrl.contract import refusal; refusal.listen(); "
         f"subprocess.run([sys.executable, '-c', {grandchild!r}], check=True)"
     )
     assert run(make(learner=code))

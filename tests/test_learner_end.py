@@ -12,11 +12,12 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from asyncrl import config_load, rundir
-from asyncrl import messages as m
-from asyncrl.errors import NothingToDo
-from asyncrl.versions import Label
-from asyncrl.weight_ring import RingReader
+from asyncrl.config import load
+from asyncrl.contract import messages as m
+from asyncrl.contract.errors import NothingToDo
+from asyncrl.contract.versions import Label
+from asyncrl.records import rundir
+from asyncrl.transport.ring import RingReader
 from learner.loop import Learner
 
 
@@ -52,7 +53,7 @@ def learner(tmp_path: Path, small_model: Path) -> Iterator[Callable[[], Learner]
     made: list[Learner] = []
 
     def make() -> Learner:
-        config = config_load.load(
+        config = load.load(
             ROOT / "configs" / "demo.toml",
             [f"model.path={str(small_model)!r}", "learner.steps=2", "learner.threads=1"],
         )

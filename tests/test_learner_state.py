@@ -13,8 +13,8 @@ import pytest
 import torch
 from test_learner_step import GROUPS, SIZE, batch, core, model_dir, weights
 
-from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.models import build_model, load_policy
+from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.models.policy import build_model, load_policy
 from learner import step
 from learner.batch import pack
 

@@ -14,11 +14,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from asyncrl import config_load
-from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.messages import Batch, Trajectory
-from asyncrl.models import build_model
+from asyncrl.config import load
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.messages import Batch, Trajectory
+from asyncrl.models.policy import build_model
 from learner.batch import micro_batches, pack
 from learner.step import LearnerCore
 
@@ -311,8 +311,8 @@ def test_prefix_full_is_refused_where_it_cannot_work() -> None:
         ConfigError,
         match=r"prefix_full reads both models' last states, which needs learner\.backend = torch",
     ):
-        config_load.load("configs/demo.toml", [*on, "learner.backend=deepspeed", "learner.ranks=2"])
-    assert config_load.load("configs/demo.toml", on).kl.loss.off_policy == "prefix_full"
+        load.load("configs/demo.toml", [*on, "learner.backend=deepspeed", "learner.ranks=2"])
+    assert load.load("configs/demo.toml", on).kl.loss.off_policy == "prefix_full"
 
 
 class Reads(TorchDispatchMode):

@@ -12,11 +12,11 @@ from test_journal import PROMPTS, evaluations
 from test_store import hello, sample, total
 
 from actors.delivery import Outbox
-from asyncrl.config import Wires
-from asyncrl.messages import Sampling, Ticket
-from asyncrl.versions import Label
+from asyncrl.config.tree import Wires
+from asyncrl.contract.messages import Sampling, Ticket
+from asyncrl.contract.versions import Label
+from buffer.durable_store import RecordedStore
 from buffer.groups import Settings
-from buffer.recorded import RecordedStore
 from buffer.store import Store
 
 

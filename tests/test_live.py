@@ -11,9 +11,9 @@ from click.testing import CliRunner
 from rich.console import Console
 
 import asyncrl
-from asyncrl import live
 from asyncrl.cli import main
-from asyncrl.messages import Status, Watch
+from asyncrl.contract.messages import Status, Watch
+from asyncrl.supervise import live
 
 
 def status(committed: int, steps: int = 100) -> Status:

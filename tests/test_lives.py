@@ -13,14 +13,16 @@ from pathlib import Path
 import pytest
 from conftest import ENV, ROOT
 
-from asyncrl import config_load, doctor, lives, report, rundir
-from asyncrl import run as runner
-from asyncrl.config import Config
-from asyncrl.errors import ConfigError
+from asyncrl.config import load
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
+from asyncrl.records import lives, rundir
+from asyncrl.supervise import doctor, run_page
+from asyncrl.supervise import run as runner
 
 SETS = ("learner.steps=4", "generators=2", "name='r'")
 HOLD = (
-    "import sys; from pathlib import Path; from asyncrl import lives;"
+    "import sys; from pathlib import Path; from asyncrl.records import lives;"
     "life = lives.Life(Path(sys.argv[1]), sys.argv[2], alone=True); print('on', flush=True); "
     "input()"
 )
@@ -28,12 +30,12 @@ HOLD = (
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    rundir.ensure(config(), config_load.dump(config()), tmp_path / "r")
+    rundir.ensure(config(), load.dump(config()), tmp_path / "r")
     return tmp_path / "r"
 
 
 def config(*sets: str) -> Config:
-    return config_load.load(ROOT / "configs" / "demo.toml", [*SETS, *sets])
+    return load.load(ROOT / "configs" / "demo.toml", [*SETS, *sets])
 
 
 def holder(run_dir: Path, name: str) -> subprocess.Popen[str]:
@@ -252,7 +254,7 @@ def test_of_a_run_that_has_ended_it_says_where_its_results_are(run_dir: Path) ->
 )
 def test_a_set_that_differs_from_the_run_is_refused_with_both_values(item: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        config_load.agree(
+        load.agree(
             config(item, "staleness.max_lag=4"),
             config("staleness.max_lag=4"),
             [item],
@@ -261,7 +263,7 @@ def test_a_set_that_differs_from_the_run_is_refused_with_both_values(item: str, 
 
 
 def test_the_same_values_and_other_files_are_no_contradiction() -> None:
-    config_load.agree(
+    load.agree(
         config("learner.lr=0.01", "learner.clip_norm=2"),
         config("learner.lr=1e-2", "learner.clip_norm=2.0", "learner.groups=3"),
         ["learner.lr=0.01", "learner.clip_norm=2"],
@@ -280,7 +282,7 @@ def test_a_run_that_was_killed_has_a_report_of_what_there_is(run_dir: Path) -> N
             f.write('{"step": 3, "reward/me')
     (run_dir / "commit").unlink()
     lives.note(run_dir, "buffer", 7, "died", code=-9, why="")
-    page = report.write(run_dir).read_text()
+    page = run_page.write(run_dir).read_text()
     assert (
         "<li>Not finished: 3 of 4 steps.</li>" in page
         and "buffer (process 7) ended with SIGKILL" in page
@@ -295,7 +297,7 @@ def test_a_run_that_was_killed_has_a_report_of_what_there_is(run_dir: Path) -> N
 
 def test_a_run_without_a_batch_has_nothing_to_report(run_dir: Path) -> None:
     with pytest.raises(ConfigError, match="no batch has been trained; `asyncrl doctor"):
-        report.write(run_dir)
+        run_page.write(run_dir)
 
 
 # ---- the end, once -------------------------------------------------------------------------------

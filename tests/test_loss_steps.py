@@ -16,10 +16,10 @@ from test_algorithms_catalogue import vec
 from test_learner_step import GROUPS, SIZE, core, model_dir
 from test_learner_step import batch as learner_batch
 
-from asyncrl.algorithms import prepass, ratios, reshape, surrogates, values, weights
-from asyncrl.algorithms import step_loss as sl
+from asyncrl.algorithms import correction, prepass, ratios, reshape, surrogates, values
+from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.prepass import LossBatch
-from asyncrl.errors import ConfigError
+from asyncrl.contract.errors import ConfigError
 from learner.batch import pack
 from learner.step import make_backend
 
@@ -712,7 +712,7 @@ def test_weights_of_a_bare_correction_section_are_those_of_the_defaults() -> Non
     plain = SimpleNamespace(level="token", bound="truncate", lo=None, hi=None, self_normalize=False)
     x = ratios.difference(b.anchor, b.behavior)  # type: ignore[arg-type]
     got, want = (
-        weights.correct(x, b.anchor, b.mask, b.seq, 12, c) for c in (plain, config().correction)
+        correction.correct(x, b.anchor, b.mask, b.seq, 12, c) for c in (plain, config().correction)
     )  # type: ignore[arg-type]
     assert (
         torch.equal(got.weight, want.weight)

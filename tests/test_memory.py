@@ -15,7 +15,7 @@ MOST_MB = 6.0  # a leak of one row a batch is many times this
 LEARNER = """
 import sys
 from pathlib import Path
-from asyncrl.models import build_model
+from asyncrl.models.policy import build_model
 from test_learner_step import batch, core
 build_model(Path(sys.argv[1]), "abcdefgh", hidden=32, layers=2)
 c = core(Path(sys.argv[1]))

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from conftest import Ended
 
-from asyncrl import config_load
-from asyncrl import run as runner
-from asyncrl.compare import runner as warm
+from asyncrl.config import load
+from asyncrl.experiments import serial as warm
+from asyncrl.supervise import run as runner
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -28,7 +28,7 @@ def test_an_unhealthy_mismatch_is_said_once(
     """When half of the batches have it; the same status seen again is no new batch."""
     (tmp_path / "config.json").write_text(json.dumps(keys))
     config, lines = (
-        config_load.load(ROOT / "configs" / "demo.toml", [f"model.path='{tmp_path}'"]),
+        load.load(ROOT / "configs" / "demo.toml", [f"model.path='{tmp_path}'"]),
         list[str](),
     )
     watcher = runner.Watcher(tmp_path, lines.append, runner.about(config))
@@ -117,7 +117,7 @@ def test_bypass_is_recompute_at_lag_0_in_exact_mode(sort_model: Path) -> None:
         ("behavior", ["correction.proximal=behavior", "loss.surrogate=ppo"]),
         ("recompute", recompute),
     ):
-        found[name] = warm.one(config_load.load(ROOT / "configs" / "demo.toml", [*small, *sets]), 0)
+        found[name] = warm.one(load.load(ROOT / "configs" / "demo.toml", [*small, *sets]), 0)
     assert found["behavior"]["weights_digest"] == found["recompute"]["weights_digest"]
     assert sum(r["optim/grad_norm"] for r in found["recompute"]["curve"]) > 0
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl import models
-from asyncrl.errors import ConfigError
-from asyncrl.messages import Prompt
-from asyncrl.tokenizer import encode_prompt, load_tokenizer
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
+from asyncrl.models import policy
+from asyncrl.models.tokenizer import encode_prompt, load_tokenizer
 
 FAMILIES = [
     ("qwen3", 4, True),
@@ -36,7 +36,7 @@ def sample_batch(vocab: int, seed: int = 0) -> tuple[list[np.ndarray], list[np.n
 def test_packed_logprobs_equal_plain_ones_in_value_and_gradient(
     tmp_path: Path, family: str, kv: int, tied: bool
 ) -> None:
-    model = models.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied)
+    model = policy.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied)
     assert model.fast is not None
     prompts, responses, owner = sample_batch(11)
     temperature = torch.tensor([1.0, 0.7, 1.3, 1.0, 2.0, 0.5])
@@ -48,7 +48,7 @@ def test_packed_logprobs_equal_plain_ones_in_value_and_gradient(
                 prompts, responses, temperature, groups=owner, want_entropy=True, want_hidden=True
             )
         else:
-            out = models.plain_logprobs(
+            out = policy.plain_logprobs(
                 model.hf, prompts, responses, temperature, True, True, rows=4
             )
         weight = torch.linspace(-1, 1, len(out.logprobs))
@@ -64,11 +64,11 @@ def test_packed_logprobs_equal_plain_ones_in_value_and_gradient(
 
 
 def test_chunked_head_equals_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = models.build_model(tmp_path, "abcdefgh")
+    model = policy.build_model(tmp_path, "abcdefgh")
     prompts, responses, owner = sample_batch(11)
     results = []
     for chunk in (1 << 24, 11 * 3):  # three rows at a time
-        monkeypatch.setattr(models.fast_forward, "LOGIT_CHUNK", chunk)
+        monkeypatch.setattr(policy.fast_forward, "LOGIT_CHUNK", chunk)
         model.hf.zero_grad()
         out = model.logprobs(prompts, responses, torch.ones(6), groups=owner, want_entropy=True)
         assert out.entropy is not None
@@ -79,20 +79,20 @@ def test_chunked_head_equals_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_flat_weights_come_back_and_have_a_digest(tmp_path: Path) -> None:
-    model = models.build_model(tmp_path / "a", "abc", seed=1)
-    other = models.build_model(tmp_path / "b", "abc", seed=2)
-    layout = models.manifest(model)
-    buffer = bytearray(models.flat_bytes(layout))
-    models.write_flat(model, memoryview(buffer))
-    assert models.weights_digest(other) != models.digest(buffer) == models.weights_digest(model)
-    models.load_weights(other, models.read_flat(memoryview(buffer), layout))
-    assert models.weights_digest(other) == models.digest(buffer)
-    models.export(other, tmp_path / "c")
-    assert models.weights_digest(models.load_policy(tmp_path / "c")) == models.digest(buffer)
+    model = policy.build_model(tmp_path / "a", "abc", seed=1)
+    other = policy.build_model(tmp_path / "b", "abc", seed=2)
+    layout = policy.manifest(model)
+    buffer = bytearray(policy.flat_bytes(layout))
+    policy.write_flat(model, memoryview(buffer))
+    assert policy.weights_digest(other) != policy.digest(buffer) == policy.weights_digest(model)
+    policy.load_weights(other, policy.read_flat(memoryview(buffer), layout))
+    assert policy.weights_digest(other) == policy.digest(buffer)
+    policy.export(other, tmp_path / "c")
+    assert policy.weights_digest(policy.load_policy(tmp_path / "c")) == policy.digest(buffer)
 
 
 def test_tokenizer_round_trip(tmp_path: Path) -> None:
-    models.build_model(tmp_path, "0123456789=,:#")
+    policy.build_model(tmp_path, "0123456789=,:#")
     tokenizer = load_tokenizer(tmp_path)
     text = "932849=2:93849,#"
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
@@ -101,4 +101,4 @@ def test_tokenizer_round_trip(tmp_path: Path) -> None:
 
 def test_a_directory_that_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
-        models.load_policy(tmp_path)
+        policy.load_policy(tmp_path)

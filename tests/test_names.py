@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl import config_load, metrics, signs
+from asyncrl.config import load
+from asyncrl.records import metrics, signs
 
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text()
@@ -33,22 +34,20 @@ def test_a_name_leads_to_its_keys(name: str, keys: list[str]) -> None:
     (line,) = [x for x in NAMES.splitlines() if x.startswith(f"| {name}")]
     for key in keys:
         path, value = key.split("=")
-        config_load.load("configs/demo.toml", ["kl.reward.coefficient=0.1", key])
+        load.load("configs/demo.toml", ["kl.reward.coefficient=0.1", key])
         assert path in line and (value[0] != "'" or value.replace("'", '"') in line), key
     assert name in (ROOT / "configs" / "schema.json").read_text()
 
 
 def test_every_key_of_the_table_exists() -> None:
     named = re.findall(r"`(\w+(?:\.\w+)+)", NAMES)
-    assert len(named) > 10 and set(named) <= set(config_load.keys()), set(named) - set(
-        config_load.keys()
-    )
+    assert len(named) > 10 and set(named) <= set(load.keys()), set(named) - set(load.keys())
 
 
 def test_every_sign_is_named_with_what_it_is() -> None:
     table = README.split("## When a run goes wrong")[1].split("\n## ")[0]
     named = set(re.findall(r"`(\w+)`", table))
-    code = (ROOT / "asyncrl" / "signs.py").read_text()
+    code = (ROOT / "asyncrl" / "records" / "signs.py").read_text()
     said = set(re.findall(r'Sign\(\s*"(\w+)"', code))
     # answers_missing is no rule over rows
     assert len(said) == len(RULES) + 1 and said <= named, said - named

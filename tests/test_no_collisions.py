@@ -183,7 +183,7 @@ def test_a_checkout_that_is_not_installed_runs_by_name(tmp_path: Path) -> None:
     keep from them.
     """
     code = (
-        "import os, asyncrl.importing as i; i.INSIDE = i.Path(os.getcwd()) / 'asyncrl'; "
+        "import os, asyncrl.contract.importing as i; i.INSIDE = i.Path(os.getcwd()) / 'asyncrl'; "
         "i.found_here(); print(os.environ['PYTHONPATH'])"
     )
     done = subprocess.run(

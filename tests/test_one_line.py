@@ -19,13 +19,15 @@ from conftest import ENV, ROOT, SMALL, Ended, demo_command
 from test_bad_input import refused
 from test_run import start, steps_done, wait_until
 
-from asyncrl import config_load, models, result, rundir
-from asyncrl.cli import Group
-from asyncrl.errors import ConfigError
-from asyncrl.messages import Prompt
-from asyncrl.run import preflight
+from asyncrl.cli import Group, result
+from asyncrl.config import load
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
+from asyncrl.models import policy
+from asyncrl.models.tokenizer import encode_prompt, load_tokenizer
+from asyncrl.records import rundir
+from asyncrl.supervise.run import preflight
 from asyncrl.tasks.file import read_prompts
-from asyncrl.tokenizer import encode_prompt, load_tokenizer
 
 TURNS = [{"role": "user", "content": "12="}]
 
@@ -85,7 +87,7 @@ def test_a_write_that_a_full_disk_refuses_is_one_line(
 
 
 def with_template(path: Path, template: str) -> Path:
-    models.build_model(path, "0123456789=", hidden=32)
+    policy.build_model(path, "0123456789=", hidden=32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     tokenizer.chat_template = template or None
     tokenizer.save_pretrained(path)
@@ -115,7 +117,7 @@ def test_messages_and_a_template_that_cannot_write_them(
     template: str, said: str, tmp_path: Path
 ) -> None:
     path = with_template(tmp_path / "m", template)
-    for tokenizer in (load_tokenizer(path), models.transformers_tokenizer(path)):
+    for tokenizer in (load_tokenizer(path), policy.transformers_tokenizer(path)):
         with pytest.raises(ConfigError) as e:
             encode_prompt(tokenizer, Prompt(7, "12=", "", TURNS, {}, "train"))
         assert (
@@ -146,7 +148,7 @@ def test_every_prompt_of_a_file_is_tried_before_the_start(tmp_path: Path) -> Non
         f"task.heldout={str(tmp_path / 'h.jsonl')!r}",
     ]
     with pytest.raises(ConfigError, match="train prompt 299: the chat template"):
-        preflight(config_load.load(ROOT / "configs" / "demo.toml", words))
+        preflight(load.load(ROOT / "configs" / "demo.toml", words))
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -162,7 +164,7 @@ def test_a_prompt_and_messages_in_one_line(tmp_path: Path) -> None:
 def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
     config = tmp_path / "c.toml"
     config.write_bytes(codecs.BOM_UTF8 + (ROOT / "configs" / "demo.toml").read_bytes())
-    assert config_load.load(config) == config_load.load(ROOT / "configs" / "demo.toml")
+    assert load.load(config) == load.load(ROOT / "configs" / "demo.toml")
     path = tmp_path / "p.jsonl"
     path.write_bytes(codecs.BOM_UTF8 + b'{"prompt": "1="}')
     assert [p.text for p in read_prompts(str(path), "train")] == ["1="]
@@ -171,7 +173,7 @@ def test_a_byte_order_mark_is_no_part_of_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["../escape", "a/b", "..", "/tmp/x", "a\\b"])
 def test_a_name_stays_in_runs(name: str) -> None:
     with pytest.raises(ConfigError, match=r"--set name=.*: name: .* is no name of one directory"):
-        config_load.load(ROOT / "configs" / "demo.toml", [f"name={name!r}"])
+        load.load(ROOT / "configs" / "demo.toml", [f"name={name!r}"])
 
 
 def test_a_place_where_no_run_directory_can_be_made(tmp_path: Path, small_model: Path) -> None:

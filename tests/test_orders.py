@@ -12,11 +12,12 @@ import pytest
 from conftest import ROOT
 from test_store import make, train, write
 
-from actors.late import Late
-from asyncrl import admission, config_load
-from asyncrl.compare import runner
-from asyncrl.errors import ConfigError
-from asyncrl.versions import Label
+from actors.delay import Late
+from asyncrl.config import load
+from asyncrl.contract import admission
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.versions import Label
+from asyncrl.experiments import serial
 
 
 @pytest.mark.parametrize(("order", "first"), [("completion", 1), ("auto", 1), ("freshest", 3)])
@@ -74,15 +75,15 @@ REFUSED = [
 @pytest.mark.parametrize(("sets", "said"), REFUSED, ids=["-".join(s) for s, _ in REFUSED])
 def test_orders_that_would_break_a_promise_are_refused(sets: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError) as e:
-        config_load.load(ROOT / "configs" / "demo.toml", [f"staleness.{s}" for s in sets])
+        load.load(ROOT / "configs" / "demo.toml", [f"staleness.{s}" for s in sets])
     assert said in str(e.value) and "\n" not in str(e.value)
 
 
 def test_exact_mode_keeps_ticket_order() -> None:
     exact = ["exact=true", "weights.in_flight=recompute_kv", "staleness.on_exceed=drop"]
     with pytest.raises(ConfigError, match="runs that are exact repeat because of ticket order"):
-        config_load.load(ROOT / "configs" / "demo.toml", [*exact, "staleness.order=freshest"])
-    config_load.load(ROOT / "configs" / "demo.toml", ["staleness.order=ticket", *exact[:2]])
+        load.load(ROOT / "configs" / "demo.toml", [*exact, "staleness.order=freshest"])
+    load.load(ROOT / "configs" / "demo.toml", ["staleness.order=ticket", *exact[:2]])
 
 
 def test_the_delay_of_a_ticket_is_seeded_and_has_a_long_tail() -> None:
@@ -129,8 +130,8 @@ SMALL = (
 @pytest.fixture(scope="module")
 def late_runs(sort_model: Path) -> dict[str, dict[str, Any]]:
     def run(*sets: str) -> dict[str, Any]:
-        return runner.one(
-            config_load.load(
+        return serial.one(
+            load.load(
                 ROOT / "configs" / "demo.toml", [f"model.path='{sort_model}'", *SMALL, *sets]
             ),
             3,

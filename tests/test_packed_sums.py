@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from asyncrl.algorithms import ratios, reduce, surrogates, values
+from asyncrl.algorithms import ratios, reductions, surrogates, values
 
 D = torch.float64
 
@@ -114,15 +114,16 @@ def test_explained_variance_by_hand() -> None:
 
 def test_reductions_of_nothing_and_of_answers_that_have_nothing() -> None:
     seq = torch.tensor([0, 0, 1])
-    for how in reduce.REDUCTIONS:
-        assert reduce.factors(yes(0, 0, 0), seq, 2, how).tolist() == [0, 0, 0]
+    for how in reductions.REDUCTIONS:
+        assert reductions.factors(yes(0, 0, 0), seq, 2, how).tolist() == [0, 0, 0]
     # one answer has a token
-    assert reduce.factors(yes(1, 0, 0), seq, 2, "seq-mean-token-sum").tolist() == [1, 0, 0]
-    assert reduce.factors(yes(1, 1, 0), seq, 2, "seq-mean-token-mean").tolist() == [0.5, 0.5, 0]
+    assert reductions.factors(yes(1, 0, 0), seq, 2, "seq-mean-token-sum").tolist() == [1, 0, 0]
+    assert reductions.factors(yes(1, 1, 0), seq, 2, "seq-mean-token-mean").tolist() == [0.5, 0.5, 0]
     assert (
-        reduce.factors(yes(1, 1, 1), seq, 2, "seq-mean-token-sum-norm", 4.0).tolist() == [0.125] * 3
+        reductions.factors(yes(1, 1, 1), seq, 2, "seq-mean-token-sum-norm", 4.0).tolist()
+        == [0.125] * 3
     )
-    assert reduce.factors(yes(1, 1, 1), seq, 2, "seq-mean-token-sum-norm").tolist() == [0.5] * 3
+    assert reductions.factors(yes(1, 1, 1), seq, 2, "seq-mean-token-sum-norm").tolist() == [0.5] * 3
 
 
 # ---- surrogates ----------------------------------------------------------------------------------

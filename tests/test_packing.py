@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl.errors import AsyncrlError
-from asyncrl.messages import Batch, Trajectory
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.messages import Batch, Trajectory
 from learner.batch import ROWS, Packed, micro_batches, pack
 
 

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 from conftest import ROOT, SMALL
 
-from asyncrl import cli, page_kit, report
-from asyncrl.compare import page as compare_page
-from asyncrl.compare.comparison import Cell
-from asyncrl.compare.runner import one
-from asyncrl.compare.sweep_page import svg, ticks
-from asyncrl.config import Config
-from asyncrl.config_load import load
-from asyncrl.lab import page as lab_page
+from asyncrl import cli
+from asyncrl.config.load import load
+from asyncrl.config.tree import Config
+from asyncrl.experiments.compare import page as compare_page
+from asyncrl.experiments.compare.comparison import Cell
+from asyncrl.experiments.compare.sweep_page import svg, ticks
+from asyncrl.experiments.lab import page as lab_page
+from asyncrl.experiments.serial import one
+from asyncrl.records import page_kit
+from asyncrl.supervise import run_page
 
 ROWS: list[dict[str, Any]] = [
     {"step": 0, "eval/heldout": 0.4, "eval/heldout_n": 100},
@@ -28,11 +30,11 @@ ROWS: list[dict[str, Any]] = [
 
 def test_an_accuracy_stands_with_its_n_and_interval() -> None:
     """1.96 sqrt(0.24 / 100) = 0.0960; 1.96 sqrt(0.09 / 400) = 0.0294."""
-    assert [(n, round(half, 4)) for n, half in report.certainty(ROWS, "heldout")] == [
+    assert [(n, round(half, 4)) for n, half in run_page.certainty(ROWS, "heldout")] == [
         (100, 0.096),
         (400, 0.0294),
     ]
-    assert report.certainty(ROWS, "ood") == []
+    assert run_page.certainty(ROWS, "ood") == []
     lag, idle = {"mean": 1.0, "p95": 2, "max": 2, "limit": 2}, {"generator": 0.1, "learner": 0.2}
     summary = {
         "heldout_start": 0.4,
@@ -48,7 +50,7 @@ def test_an_accuracy_stands_with_its_n_and_interval() -> None:
         "ledger": {"generated": 1},
         "certainty": {"heldout": {"n": 400, "half": 0.0294}},
     }
-    cards = {id_: (value, note) for _, value, id_, note in report._cards(summary, ROWS)}
+    cards = {id_: (value, note) for _, value, id_, note in run_page._cards(summary, ROWS)}
     assert cards["heldout-start"] == ("0.400", "+-0.096 (n = 100)") and cards["heldout-end"] == (
         "0.900",
         "+-0.029 (n = 400)",
@@ -61,13 +63,13 @@ def test_an_accuracy_stands_with_its_n_and_interval() -> None:
 
 
 def test_the_curve_of_accuracy_has_the_intervals_as_bars() -> None:
-    accuracy = report._plots(ROWS, {"lag_histogram": {}})[0]
+    accuracy = run_page._plots(ROWS, {"lag_histogram": {}})[0]
     (held_out,) = [t for t in accuracy.data if t.name == "held-out"]
     assert [round(x, 4) for x in held_out.error_y.array] == [
         0.096,
         0.0294,
     ] and accuracy.layout.yaxis.range == (0, 1.02)
-    wide = report._plots(
+    wide = run_page._plots(
         [*ROWS, {"step": 1, "reward/mean": 3.0, "reward/min": -5.0, "reward/max": 5.0}],
         {"lag_histogram": {}},
     )[0]
@@ -82,14 +84,16 @@ def test_a_kind_of_work_has_one_colour() -> None:
             process: [(name, 0.1 * i, 0.1 * i + 0.05) for i, name in enumerate(names)]
             for process, names in lanes
         }
-        figure, _ = report._timeline(spans)
+        figure, _ = run_page._timeline(spans)
         return {t.name: t.marker.color for t in figure.data}
 
     whole = colours(
         ("learner", ["train", "publish", "checkpoint"]),
         ("generator-0", ["decode", "prefill", "weights", "reward", "polish"]),
     )
-    assert whole == report.KINDS | {"polish": report.OTHER_KIND} and len(set(whole.values())) == 8
+    assert (
+        whole == run_page.KINDS | {"polish": run_page.OTHER_KIND} and len(set(whole.values())) == 8
+    )
     assert colours(("learner", ["train"]), ("generator-0", ["weights"])) == {
         k: whole[k] for k in ("weights", "train")
     }

@@ -9,7 +9,7 @@ import random
 import pytest
 import test_store as ts
 
-from asyncrl.versions import Label, PolicyTree
+from asyncrl.contract.versions import Label, PolicyTree
 from buffer import store as module
 
 

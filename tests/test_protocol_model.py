@@ -11,9 +11,16 @@ from typing import Any
 import protocol_model as pm
 import pytest
 
-from asyncrl.errors import ProtocolError
-from asyncrl.messages import LearnerHello, Prompt, Sampling, Span, Trajectory, WeightsSource
-from asyncrl.versions import Label
+from asyncrl.contract.errors import ProtocolError
+from asyncrl.contract.messages import (
+    LearnerHello,
+    Prompt,
+    Sampling,
+    Span,
+    Trajectory,
+    WeightsSource,
+)
+from asyncrl.contract.versions import Label
 from buffer.groups import Settings
 from buffer.store import Store
 

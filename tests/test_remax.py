@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from asyncrl import config_load
-from asyncrl.compare import runner
-from asyncrl.errors import ConfigError
-from asyncrl.messages import Batch, Sampling
-from asyncrl.models import build_model, load_policy
+from asyncrl.config import load
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Batch, Sampling
+from asyncrl.experiments import serial
+from asyncrl.models.policy import build_model, load_policy
 from learner.batch import pack
 from learner.step import LearnerCore
 
@@ -49,10 +49,10 @@ def test_in_a_real_run_the_baseline_is_the_likeliest_answer_and_left_out_of_the_
         "evaluation.ood_prompts=0",
         "staleness.max_lag=0",
     )
-    config = config_load.load(
+    config = load.load(
         "configs/demo.toml", [f"model.path='{tmp_path / 'm'}'", "advantage.name=remax", *small]
     )
-    runner.one(config, 3)
+    serial.one(config, 3)
     first = seen[0]
     model = load_policy(tmp_path / "m", device="cpu")
     for s in first.samples:
@@ -122,6 +122,6 @@ def test_advantages_are_rewards_less_the_greedy_ones(tmp_path: Path) -> None:
 )
 def test_what_cannot_work_is_refused(sets: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        config_load.load(
+        load.load(
             "configs/demo.toml", ["advantage.name=remax", "weights.in_flight=recompute_kv", *sets]
         )

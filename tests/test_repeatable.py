@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file
 from shared_reward import reward
 
-from asyncrl.config import Task
+from asyncrl.config.tree import Task
+from asyncrl.contract.versions import Label
 from asyncrl.tasks import get_task
-from asyncrl.versions import Label
 from buffer.evaluation import Round
 
 STEPS, GROUPS, SIZE, MOST, LR = 6, 4, 4, 12, 3e-3  # as conftest.SMALL has them

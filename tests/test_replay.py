@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 
-from asyncrl import config_load, metrics, recording
 from asyncrl.cli import main
-from asyncrl.experiments import offline_eval
-from asyncrl.experiments import replay as replaying
-from asyncrl.models import load_policy, weights_digest
-from asyncrl.recording import Life, Log, Step
+from asyncrl.config import load
+from asyncrl.experiments.replay import offline_eval
+from asyncrl.experiments.replay import replay as replaying
+from asyncrl.models.policy import load_policy, weights_digest
+from asyncrl.records import metrics, stream
+from asyncrl.records.stream import Life, Log, Step
 
 Run = Callable[..., dict[str, Any]]
 STREAM = ("record.stream=true", "record.weights_every=2", "staleness.max_lag=2", "generators=2")
@@ -70,7 +71,7 @@ def test_nothing_changed_gives_the_same_bits(
         and found["cut"] == ""
         and found["warning"] == ""
     )
-    assert recorded["deaths"] == ["learner"] and len(recording.read(recorded["run_dir"]).lives) == 2
+    assert recorded["deaths"] == ["learner"] and len(stream.read(recorded["run_dir"]).lives) == 2
     assert found["weights_digest"] == recorded["digest"] and found["to"] == 6
     was, now = train_rows(recorded["rows"]), train_rows(metrics.read(Path(found["replay_dir"])))
     assert was.keys() == now.keys() == set(range(6))
@@ -98,7 +99,7 @@ def test_evaluations_are_those_of_a_run(small_model: Path) -> None:
         for k in ("every=2", "ood_every=3", "prompts=4", "final_prompts=9", "ood_prompts=6")
     ]
     e = object.__new__(offline_eval.Evaluator)
-    e.config = config_load.load("configs/demo.toml", sets)
+    e.config = load.load("configs/demo.toml", sets)
     e.engine = SimpleNamespace(load=lambda *_: None)  # type: ignore[assignment]
     e.split = lambda split, n: {split: float(n)}  # type: ignore[method-assign]
     model = load_policy(small_model)
@@ -200,7 +201,7 @@ def test_from_weights_in_the_middle(
 def test_a_recording_cut_short_replays_up_to_the_cut(
     cut: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    end = recording.read(cut).end
+    end = stream.read(cut).end
     assert 3 <= end < 6
     whole = Typed(capsys, cut, "--no-eval", "--json")
     assert (
@@ -210,7 +211,7 @@ def test_a_recording_cut_short_replays_up_to_the_cut(
     )
     assert whole.json["cut"] in whole.err
     shutil.copytree(cut, tmp_path / "torn")
-    log = recording.logs(tmp_path / "torn")[1]
+    log = stream.logs(tmp_path / "torn")[1]
     data = log.read_bytes()
     log.write_bytes(data[:-7])
     torn = Typed(capsys, tmp_path / "torn", "--no-eval", "--json").json
@@ -232,15 +233,13 @@ def test_a_run_that_went_on_with_other_settings(
     (run_dir / "run_id").write_text("0123456789ab")
     config = run_dir / "config.toml"
     config.write_text(
-        config_load.dump(
-            config_load.load(
-                config, ["learner.lr=1e-2", "kl.loss.coefficient=0.05", "kl.preset=grpo"]
-            )
+        load.dump(
+            load.load(config, ["learner.lr=1e-2", "kl.loss.coefficient=0.05", "kl.preset=grpo"])
         )
     )
     done = forked(run_dir, *STREAM)
     found = Typed(capsys, run_dir, "--json", "--no-eval").json
-    first, second = (life for _, life in recording.read(run_dir).lives)
+    first, second = (life for _, life in stream.read(run_dir).lives)
     assert "lr = 0.003" in first.config and "lr = 0.01" in second.config
     assert found["reproduced"] and found["to"] == 6 and found["weights_digest"] == done["digest"]
     assert (
@@ -289,7 +288,7 @@ def test_a_preset_replaces_what_the_resolved_config_had_filled_in(recorded: dict
     before = replaying.resolve(
         text, ["correction.preset=tis", "correction.proximal=recompute"], "c"
     ).correction
-    text = config_load.dump(
+    text = load.dump(
         replaying.resolve(text, ["correction.preset=tis", "correction.proximal=recompute"], "c")
     )
     after = replaying.resolve(text, ["correction.preset=icepop"], "c").correction
@@ -303,20 +302,20 @@ def test_a_preset_replaces_what_the_resolved_config_had_filled_in(recorded: dict
 
 
 def test_the_bound_on_the_size_holds(recorded: dict[str, Any], tmp_path: Path) -> None:
-    steps = list(recording.read(recorded["run_dir"]).steps(0, 6))
+    steps = list(stream.read(recorded["run_dir"]).steps(0, 6))
     (tmp_path / "config.toml").write_text("")
-    log = Log(tmp_path, Life(recording.FORMAT, 1, 0, "", ""), 0, 8000)
+    log = Log(tmp_path, Life(stream.FORMAT, 1, 0, "", ""), 0, 8000)
     kept = [log.add(n, step) for n, step in enumerate(steps)]
     log.close()
     assert kept[0] and not kept[-1] and sorted(kept, reverse=True) == kept
-    assert recording.size(tmp_path) <= 8000
-    read = recording.read(tmp_path)
+    assert stream.size(tmp_path) <= 8000
+    read = stream.read(tmp_path)
     assert read.full and read.end == sum(kept) and "record.stream_mib" in read.cut(6)
     # a resumed run with a larger bound: its batches cannot be reached
-    later = Log(tmp_path, Life(recording.FORMAT, 2, 5, "", ""), 0, 10**9)
+    later = Log(tmp_path, Life(stream.FORMAT, 2, 5, "", ""), 0, 10**9)
     assert later.add(5, steps[5])
     later.close()
-    read = recording.read(tmp_path)
+    read = stream.read(tmp_path)
     assert (
         read.end == sum(kept)
         and len(read.lives) == 1

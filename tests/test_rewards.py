@@ -22,11 +22,11 @@ from conftest import ENV, ROOT
 from actors import rewards
 from actors.reward_worker import PRINTED_CHARACTERS, Bounded, Call, call, checked, each
 from actors.rewards import Result, RewardRunner, grown
-from asyncrl import importing
-from asyncrl.config import Config
-from asyncrl.config import Task as TaskConfig
-from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.messages import Prompt
+from asyncrl.config.tree import Config
+from asyncrl.config.tree import Task as TaskConfig
+from asyncrl.contract import importing
+from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import get_task
 
 FUNCTIONS = """
@@ -452,8 +452,9 @@ def test_a_pool_grows_as_long_as_that_pays() -> None:
 def test_reward_processes_end_with_their_generator(runner: Callable[..., RewardRunner]) -> None:
     """Killed outright, and while a reward hangs."""
     program = (
-        "import os, msgspec; from actors.rewards import RewardRunner; from asyncrl.config import "
-        "Config; from asyncrl.messages import Prompt;"
+        "import os, msgspec; from actors.rewards import RewardRunner; from asyncrl.config.tree "
+        "import "
+        "Config; from asyncrl.contract.messages import Prompt;"
         "raw = "
         "{'model': {'path': 'm'}, 'task': {'name': 'sort'},"
         " 'reward': {'function': 'mine:reward', 'workers': 2}};"

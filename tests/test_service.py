@@ -17,11 +17,12 @@ import pytest
 from conftest import ROOT
 from test_journal import state
 
-from asyncrl import config_load, rundir
-from asyncrl import messages as m
+from asyncrl.config import load
+from asyncrl.contract import messages as m
+from asyncrl.contract.versions import Label
+from asyncrl.records import rundir
 from asyncrl.tasks import get_task
-from asyncrl.versions import Label
-from asyncrl.wires import PeerSocket
+from asyncrl.transport.sockets import PeerSocket
 from buffer import sessions, trained
 from buffer.service import Service, open_store
 
@@ -41,7 +42,7 @@ class Run:
     """A service in a thread, and what ended it."""
 
     def __init__(self, tmp_path: Path, *sets: str) -> None:
-        self.config = config_load.load(ROOT / "configs" / "demo.toml", [*SMALL, *sets])
+        self.config = load.load(ROOT / "configs" / "demo.toml", [*SMALL, *sets])
         self.dir = tmp_path / "run"
         rundir.ensure(self.config, "", self.dir)
         self.id, self.error, self.peers = rundir.run_id(self.dir), None, []  # type: ignore[var-annotated]

@@ -13,7 +13,7 @@ from test_algorithms import D, batch, config, gradient, theta
 from test_algorithms_catalogue import repaired, vec
 
 from asyncrl.algorithms import advantages, prepass, reshape, stopping, surrogates
-from asyncrl.algorithms import step_loss as sl
+from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.prepass import LossBatch
 
 EVERYWHERE = {"correction": {"level": "none", "bound": "none"}}  # weight 1 on every token

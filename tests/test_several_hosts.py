@@ -15,10 +15,11 @@ import pytest
 from conftest import ENV, ROOT, Ended
 from test_bad_input import refused
 
-from asyncrl import live, rundir
-from asyncrl.errors import ConfigError
-from asyncrl.messages import Status
-from asyncrl.wires import BufferSocket, make_keys
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Status
+from asyncrl.records import rundir
+from asyncrl.supervise import live
+from asyncrl.transport.sockets import BufferSocket, make_keys
 
 SMALL = [
     "learner.steps=3",

@@ -17,7 +17,7 @@ import pytest
 from conftest import ENV, ROOT
 from test_run import check_summary, children, finish, start, steps_done, wait_until
 
-from asyncrl import rundir
+from asyncrl.records import rundir
 
 
 def of_run(run_dir: Path) -> dict[int, str]:

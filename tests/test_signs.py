@@ -10,10 +10,10 @@ from typing import Any
 
 from conftest import ENV, ROOT, SMALL, Ended, demo_command
 
-from asyncrl import run as runner
-from asyncrl import signs
-from asyncrl.config_load import load
-from asyncrl.signs import Sign
+from asyncrl.config.load import load
+from asyncrl.records import signs
+from asyncrl.records.signs import Sign
+from asyncrl.supervise import run as runner
 from asyncrl.tasks.file import FileTask
 
 

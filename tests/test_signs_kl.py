@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 
-from asyncrl import config_load, signs
-from asyncrl import run as runner
+from asyncrl.config import load
+from asyncrl.records import signs
+from asyncrl.supervise import run as runner
 
 Row = dict[str, Any]
 
 
 def config(*sets: str) -> signs.About:
-    return signs.About(config_load.load("configs/demo.toml", sets))
+    return signs.About(load.load("configs/demo.toml", sets))
 
 
 K1_LOSS = ("kl.loss.coefficient=0.3", "kl.loss.estimator=k1")
@@ -449,7 +450,7 @@ def test_a_watcher_knows_the_settings(tmp_path: Path) -> None:
     runner.Watcher(tmp_path, told.append).look(50)
     assert told == []
     watcher = runner.Watcher(
-        tmp_path, told.append, runner.about(config_load.load("configs/demo.toml", K1_LOSS))
+        tmp_path, told.append, runner.about(load.load("configs/demo.toml", K1_LOSS))
     )
     watcher.look(50)
     watcher.look(80)
@@ -479,12 +480,12 @@ def test_the_summary_keeps_them(tmp_path: Path) -> None:
     )
     left |= {"steps": 50, "heldout_start": None, "ood_start": None, "lag": {}}
     (tmp_path / "buffer_summary.json").write_text(json.dumps(left))
-    found = runner.summarise(config_load.load("configs/demo.toml", K1_LOSS), tmp_path)
+    found = runner.summarise(load.load("configs/demo.toml", K1_LOSS), tmp_path)
     assert [s["name"] for s in found["signs"]] == ["kl_drift"] and found["signs"][0][
         "said"
     ].startswith("KL to the reference rises")
     assert (found["heldout_start"], found["ood_start"]) == (0.3, 0.2)
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ends[3:]))
-    assert runner.summarise(config_load.load("configs/demo.toml"), tmp_path)["ood_start"] is None, (
+    assert runner.summarise(load.load("configs/demo.toml"), tmp_path)["ood_start"] is None, (
         "the end is not the start"
     )

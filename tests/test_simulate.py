@@ -15,12 +15,12 @@ import msgspec
 import pytest
 
 from asyncrl import cli
-from asyncrl.config import Config
-from asyncrl.config_load import load
-from asyncrl.errors import ConfigError
-from asyncrl.simulate import fit, questions, sides, times
-from asyncrl.simulate.outcome import Outcome, Simulation, simulate
-from asyncrl.simulate.times import Times, change
+from asyncrl.config.load import load
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
+from asyncrl.experiments.simulate import fit, questions, sides, times
+from asyncrl.experiments.simulate.outcome import Outcome, Simulation, simulate
+from asyncrl.experiments.simulate.times import Times, change
 
 ROOT = Path(__file__).resolve().parents[1]
 BATCH = ("learner.groups=4", "learner.group_size=4")

@@ -14,13 +14,14 @@ from conftest import ENV, ROOT
 
 from actors.engine import Request
 from actors.engine_embedded import EmbeddedEngine
-from asyncrl import models
-from asyncrl.versions import Label
+from asyncrl.contract.versions import Label
+from asyncrl.models import policy
 
 
 def test_the_buffer_with_its_metrics_imports_no_torch(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; import buffer.service; from asyncrl.metrics import "
+        "import sys; from pathlib import Path; import buffer.service; from asyncrl.records.metrics "
+        "import "
         "MetricsWriter;"
         "w = MetricsWriter(Path(sys.argv[1])); w.write(1, {'reward/mean': 0.5}, 1.0, "
         "{'lag/samples': [0.0, 1.0]}); w.close();"
@@ -39,9 +40,9 @@ def test_the_buffer_with_its_metrics_imports_no_torch(tmp_path: Path) -> None:
 
 
 def test_the_engine_stays_flat_over_many_short_answers(tmp_path: Path) -> None:
-    model = models.build_model(tmp_path / "m", "abcdefgh", hidden=32, layers=2)
+    model = policy.build_model(tmp_path / "m", "abcdefgh", hidden=32, layers=2)
     engine = EmbeddedEngine(model, slots=32, context=24, max_new_tokens=8)
-    weights = dict(models.named_weights(model))
+    weights = dict(policy.named_weights(model))
     prompt = np.array([3, 4, 5], np.int32)
 
     def write(first: int, groups: int) -> None:

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from asyncrl.algorithms import split
-from asyncrl.config import Config
-from asyncrl.errors import AsyncrlError
-from asyncrl.messages import Batch, Span, Trajectory
-from asyncrl.models import (
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.messages import Batch, Span, Trajectory
+from asyncrl.contract.versions import Label
+from asyncrl.models.policy import (
     build_model,
     flat_bytes,
     load_policy,
@@ -25,7 +26,6 @@ from asyncrl.models import (
     named_weights,
     write_flat,
 )
-from asyncrl.versions import Label
 from learner.batch import pack
 from learner.step import LearnerCore
 
@@ -117,7 +117,7 @@ class Ring:
             self.held[Label(1, number)] = self.flat()
 
     def flat(self) -> bytes:
-        from asyncrl.models import manifest
+        from asyncrl.models.policy import manifest
 
         data = bytearray(flat_bytes(manifest(self.model)))
         write_flat(self.model, memoryview(data))
@@ -126,7 +126,7 @@ class Ring:
     def logprobs(
         self, number: int, prompts: list[np.ndarray], answers: list[np.ndarray]
     ) -> torch.Tensor:
-        from asyncrl.models import manifest, read_flat
+        from asyncrl.models.policy import manifest, read_flat
 
         load_weights(
             self.model,
@@ -198,7 +198,7 @@ def core(model_dir: Path, ring: Ring, **sections: Any) -> LearnerCore:
         **sections,
     }
     c = LearnerCore(msgspec.convert(raw, Config), model_dir)
-    from asyncrl.models import manifest, read_flat
+    from asyncrl.models.policy import manifest, read_flat
 
     load_weights(
         c.model, read_flat(memoryview(bytearray(ring.held[Label(1, 2)])), manifest(c.model))

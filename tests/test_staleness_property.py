@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 from schedules import Broken, World
 
-from asyncrl.errors import ProtocolError
+from asyncrl.contract.errors import ProtocolError
 
 SCHEDULES = 10_000
 CHUNK = 250

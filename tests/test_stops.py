@@ -14,9 +14,9 @@ import torch
 from test_learner_step import GROUPS, SIZE, batch, core, weights
 
 from asyncrl.algorithms import kl, stopping
-from asyncrl.algorithms import step_loss as sl
-from asyncrl.config import Config
-from asyncrl.models import build_model
+from asyncrl.algorithms import loss as sl
+from asyncrl.config.tree import Config
+from asyncrl.models.policy import build_model
 from learner.batch import pack
 from learner.step import LearnerCore
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from asyncrl.algorithms import advantages
-from asyncrl.errors import AsyncrlError, BadMessage
-from asyncrl.messages import (
+from asyncrl.contract.errors import AsyncrlError, BadMessage
+from asyncrl.contract.messages import (
     EVAL_BASE,
     LearnerHello,
     Prompt,
@@ -19,7 +19,7 @@ from asyncrl.messages import (
     Trajectory,
     WeightsSource,
 )
-from asyncrl.versions import Label
+from asyncrl.contract.versions import Label
 from buffer.evaluation import Evaluations
 from buffer.groups import Settings
 from buffer.ledger import tokens_of

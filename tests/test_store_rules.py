@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from test_store import hello, make, prompt, sample, train, write
 
-from asyncrl.errors import AsyncrlError, ProtocolError
-from asyncrl.messages import LearnerHello, Sampling, Ticket, WeightsSource
-from asyncrl.versions import Label
+from asyncrl.contract.errors import AsyncrlError, ProtocolError
+from asyncrl.contract.messages import LearnerHello, Sampling, Ticket, WeightsSource
+from asyncrl.contract.versions import Label
 from buffer import store as store_module
 from buffer.evaluation import EVAL_BASE, Evaluations
 from buffer.groups import Settings

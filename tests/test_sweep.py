@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from conftest import ENV, ROOT, Ended
 
-from asyncrl import config_load
-from asyncrl.compare import frontier, pool, runner, sweep, sweep_page
-from asyncrl.errors import AsyncrlError, ConfigError
-from asyncrl.models import build_model
+from asyncrl.config import load
+from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.experiments import serial
+from asyncrl.experiments.compare import sweep, sweep_analysis, sweep_page, warm_pool
+from asyncrl.models.policy import build_model
 
 # An untrained model is never right: the entropy term is what moves its weights.
 SMALL = (
@@ -176,7 +177,7 @@ def test_every_correction_is_a_valid_config_at_every_limit() -> None:
         [0.0, 4.0],
         injected=True,
     )
-    assert len({config_load.dump(c) for c in p.arms.values()}) == len(p.arms) == 2 * len(names), (
+    assert len({load.dump(c) for c in p.arms.values()}) == len(p.arms) == 2 * len(names), (
         "sync is ppo at limit 0"
     )
     assert (
@@ -200,14 +201,14 @@ def test_a_collapsed_run_is_given_up_and_keeps_its_last_accuracy(sort_model: Pat
         "evaluation.final_prompts=64",
         "evaluation.ood_prompts=0",
     ]
-    record = runner.one(config_load.load("configs/demo.toml", sets), 0, pool.collapsed)
+    record = serial.one(load.load("configs/demo.toml", sets), 0, warm_pool.collapsed)
     assert (
         record["abandoned"].startswith("collapse: accuracy below half its best")
         and record["steps"] < 10
     )
-    steps, accuracy = frontier.curve(record, 30)
+    steps, accuracy = sweep_analysis.curve(record, 30)
     assert steps[-1] == 30 and accuracy[-1] == accuracy[-2] < accuracy[0] / 2
-    assert any(x.startswith("collapse") for x in frontier.trouble(record))
+    assert any(x.startswith("collapse") for x in sweep_analysis.trouble(record))
 
 
 def test_a_run_that_fails_is_named_and_the_others_are_kept(
@@ -218,14 +219,12 @@ def test_a_run_that_fails_is_named_and_the_others_are_kept(
     )
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
     monkeypatch.syspath_prepend(str(tmp_path))
-    cells, told = pool.Cells(tmp_path / "s"), []
-    good = config_load.load(
-        "configs/demo.toml", [f"model.path={str(model)!r}", *SMALL, "learner.steps=1"]
-    )
+    cells, told = warm_pool.Cells(tmp_path / "s"), []
+    good = load.load("configs/demo.toml", [f"model.path={str(model)!r}", *SMALL, "learner.steps=1"])
     cells.add("good", good, 0)
     cells.add(
         "bad",
-        config_load.load(
+        load.load(
             "configs/demo.toml",
             [f"model.path={str(model)!r}", *SMALL, "reward.function=broken_reward:reward"],
         ),
@@ -283,7 +282,7 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_a_cell() -> Non
 
     given_up, old = record([[0.0, 2.0], [0.5, 0.9]], []), record([], [])
     del old["ood"]
-    found = frontier._cell(
+    found = sweep_analysis._cell(
         [record([[0.0, 4.0], [0.3, 0.2]], [9.0, 1.0, 2.0] + [3.0] * 18), given_up, old], 4
     )
     assert (
@@ -342,14 +341,14 @@ def test_the_suggested_limit_and_its_reason(
         [1.0, 2.0, 4.0, 8.0],
         injected=True,
     )
-    found = frontier.suggest({"cells": cells, "seeds": [0, 1, 2]}, p)
+    found = sweep_analysis.suggest({"cells": cells, "seeds": [0, 1, 2]}, p)
     assert found["limit"] == limit and words in found["reason"]
     assert (
         f"--set staleness.max_lag={limit}" in found["set"]
         and "staleness.inject" not in found["set"]
     )
     if found["correction"] == "none":  # to be pasted as it is
-        c = config_load.load("configs/rle.toml", [x for x in found["set"].split() if x != "--set"])
+        c = load.load("configs/rle.toml", [x for x in found["set"].split() if x != "--set"])
         assert (
             c.loss.surrogate == "vanilla"
             and c.correction.level == "none"
@@ -361,5 +360,5 @@ def test_one_seed_suggests_nothing() -> None:
     p = sweep.plan(
         "configs/rle.toml", (), [("ppo", sweep.CORRECTIONS["ppo"][1])], [1.0], injected=True
     )
-    found = frontier.suggest({"cells": [cell("ppo", "1", -0.1, 0.1)], "seeds": [0]}, p)
+    found = sweep_analysis.suggest({"cells": [cell("ppo", "1", -0.1, 0.1)], "seeds": [0]}, p)
     assert found["limit"] is None and "one seed" in found["reason"] and found["set"] == ""

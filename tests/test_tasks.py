@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from asyncrl.config import Task as TaskConfig
-from asyncrl.config_load import load
-from asyncrl.errors import ConfigError
-from asyncrl.messages import Prompt
+from asyncrl.config.load import load
+from asyncrl.config.tree import Task as TaskConfig
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import NAMES, get_task
 from asyncrl.tasks.file import FileTask, canonical
 from asyncrl.tasks.synthetic import FIXED, TASKS

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from asyncrl import config_load
-from asyncrl.compare import runner
+from asyncrl.config import load
+from asyncrl.experiments import serial
 from asyncrl.tasks.warm_start import warm_start
 
 PROMPTS = 512
@@ -43,11 +43,11 @@ def short(directory: Path, steps: int) -> list[str]:
 
 @pytest.mark.parametrize(("name", "steps", "least"), CASES)
 def test_task_learns(name: str, steps: int, least: float, tmp_path: Path) -> None:
-    config = config_load.load(ROOT / "configs" / f"{name}.toml", short(tmp_path, steps))
+    config = load.load(ROOT / "configs" / f"{name}.toml", short(tmp_path, steps))
     warm_start(config, tmp_path / "model", threads=1)
     for which, n, gain in [(name, steps, least), *SAME_START.get(name, [])]:
-        config = config_load.load(ROOT / "configs" / f"{which}.toml", short(tmp_path, n))
-        found = runner.one(config, config.seed)
+        config = load.load(ROOT / "configs" / f"{which}.toml", short(tmp_path, n))
+        found = serial.one(config, config.seed)
         assert found["steps"] == n
         accuracies = found["accuracy"][1]
         assert accuracies[-1] - accuracies[0] >= gain, (

@@ -13,11 +13,11 @@ import torch
 from test_critic import batch, core
 
 from actors.reward_worker import call
-from asyncrl import config_load
-from asyncrl.algorithms import step_loss
-from asyncrl.compare import runner
-from asyncrl.messages import Batch, Prompt
-from asyncrl.models import build_model
+from asyncrl.algorithms import loss
+from asyncrl.config import load
+from asyncrl.contract.messages import Batch, Prompt
+from asyncrl.experiments import serial
+from asyncrl.models.policy import build_model
 from learner.batch import pack
 from learner.step import LearnerCore
 
@@ -45,15 +45,15 @@ def rewarded(*, every: int = 1) -> Batch:
 
 def advantages_of(c: LearnerCore, b: Batch, monkeypatch: pytest.MonkeyPatch) -> torch.Tensor:
     """[N], as the learner's own step prepared them."""
-    seen: list[step_loss.Prepared] = []
-    real = step_loss.prepare
+    seen: list[loss.Prepared] = []
+    real = loss.prepare
 
-    def prepare(*args: Any, **keys: Any) -> step_loss.Prepared:
+    def prepare(*args: Any, **keys: Any) -> loss.Prepared:
         seen.append(real(*args, **keys))
         return seen[-1]
 
     with monkeypatch.context() as patch:
-        patch.setattr(step_loss, "prepare", prepare)
+        patch.setattr(loss, "prepare", prepare)
         c.train(b)
     return seen[0].advantage
 
@@ -189,10 +189,10 @@ def test_in_a_run_with_prompts_and_a_reward_of_ones_own(
     (tmp_path / "prompts.jsonl").write_text(
         "".join(f'{{"prompt": "{n}:{n + 1}=", "answer": "{n}"}}\n' for n in range(9))
     )
-    seen: list[tuple[Batch, step_loss.Prepared]] = []
-    prepare, train = step_loss.prepare, LearnerCore.train
+    seen: list[tuple[Batch, loss.Prepared]] = []
+    prepare, train = loss.prepare, LearnerCore.train
 
-    def prepared(*args: Any, **keys: Any) -> step_loss.Prepared:
+    def prepared(*args: Any, **keys: Any) -> loss.Prepared:
         seen[-1] = (seen[-1][0], prepare(*args, **keys))
         return seen[-1][1]
 
@@ -200,7 +200,7 @@ def test_in_a_run_with_prompts_and_a_reward_of_ones_own(
         seen.append((b, None))  # type: ignore[arg-type]
         return train(self, b)
 
-    monkeypatch.setattr(step_loss, "prepare", prepared)
+    monkeypatch.setattr(loss, "prepare", prepared)
     monkeypatch.setattr(LearnerCore, "train", trained)
     sets = (
         f"model.path='{model_dir}'",
@@ -221,7 +221,7 @@ def test_in_a_run_with_prompts_and_a_reward_of_ones_own(
         "task.name=file",
         "reward.deadline_s=10.0",
     )
-    found = runner.one(config_load.load("configs/demo.toml", sets), 3)
+    found = serial.one(load.load("configs/demo.toml", sets), 3)
     assert "failed" not in found and len(seen) == 2
     for b, prep in seen:
         firsts = [np.frombuffer(s.token_rewards, "<f4")[0] for s in b.samples]

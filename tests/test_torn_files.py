@@ -15,12 +15,13 @@ import pytest
 from test_journal import recorded, state
 from test_service import Run, answers, ask, want
 
-from asyncrl import jsonl, metrics, report
-from asyncrl import messages as m
-from asyncrl.errors import AsyncrlError
+from asyncrl.contract import messages as m
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.versions import Label
+from asyncrl.records import jsonl, metrics
+from asyncrl.records.trace import Tracer, merge
+from asyncrl.supervise import run_page
 from asyncrl.tasks import get_task
-from asyncrl.trace import Tracer, merge
-from asyncrl.versions import Label
 from buffer import journal, trained
 from buffer.service import open_store
 
@@ -104,7 +105,7 @@ def test_a_report_is_written_past_torn_samples_and_metrics(gain: Any, tmp_path: 
     for name in ("metrics.jsonl", "samples.jsonl"):
         with (tmp_path / name).open("ab") as f:
             f.write(b'{"step": 99, "te\n{"batch": 3, "tick')
-    assert report.write(tmp_path).stat().st_size > 1000
+    assert run_page.write(tmp_path).stat().st_size > 1000
 
 
 # ---- after a resume ------------------------------------------------------------------------------

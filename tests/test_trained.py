@@ -10,9 +10,10 @@ from pathlib import Path
 
 from conftest import ROOT
 
-from asyncrl import config_load, rundir
-from asyncrl.messages import Batch, Span, Trajectory
-from asyncrl.versions import Label
+from asyncrl.config import load
+from asyncrl.contract.messages import Batch, Span, Trajectory
+from asyncrl.contract.versions import Label
+from asyncrl.records import rundir
 from buffer.trained import Trained
 
 
@@ -67,7 +68,7 @@ def test_sums_of_old_batches_say_what_their_rows_said(tmp_path: Path) -> None:
 
 
 def test_a_copy_of_a_run_directory_has_a_socket_and_weights_of_its_own(tmp_path: Path) -> None:
-    config = config_load.load(ROOT / "configs" / "demo.toml", [])
+    config = load.load(ROOT / "configs" / "demo.toml", [])
     rundir.ensure(config, "", tmp_path / "run")
     shutil.copytree(tmp_path / "run", tmp_path / "copy")
     a, b = tmp_path / "run", tmp_path / "copy"

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-from asyncrl import config_load
-from asyncrl.compare import sweep
+from asyncrl.config import load
+from asyncrl.experiments.compare import sweep
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def test_each_arm_is_a_config_of_its_own_at_every_lag_and_ppo_at_lag_0_is_the_ba
     arms = [(n, [*items, "learner.lr=0.0002"]) for n, (_, items) in program.ARMS.items()]
     p = sweep.plan(str(ROOT / "configs" / "rle.toml"), sets, arms, [0.0, 4.0], injected=True)
     assert (
-        len({config_load.dump(c) for c in p.arms.values()}) == len(p.arms) == 2 * len(arms)
+        len({load.dump(c) for c in p.arms.values()}) == len(p.arms) == 2 * len(arms)
         and p.cell["ppo", 0.0] == sweep.SYNC
     )
     assert (

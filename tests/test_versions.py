@@ -15,7 +15,7 @@ import torch
 import transformers
 from conftest import Ended
 
-from asyncrl import models
+from asyncrl.models import policy
 
 Call = Callable[..., Ended]
 
@@ -79,7 +79,7 @@ def test_every_token_was_drawn_by_the_version_it_names_and_the_lag_is_its_age(
                 policies[n] = transformers.AutoModelForCausalLM.from_pretrained(
                     path, dtype=torch.float32
                 )
-                assert models.weights_digest(models.load_policy(path, "float32", "cpu")) == digest
+                assert policy.weights_digest(policy.load_policy(path, "float32", "cpu")) == digest
             for named, kept in ((n, True), (number(r["versions"][0][0]), False)):
                 with torch.no_grad():
                     logits = (

@@ -25,11 +25,12 @@ from test_wrong_model import config as chat_config
 from actors.engine import Answer, Request
 from actors.engine_vllm import Reference, SeededSampler, VllmEngine, make_engine
 from actors.vllm_swap import PLAIN, Direct, Unknown, fused
-from asyncrl import config_load, engines, models
-from asyncrl.errors import ConfigError, ProtocolError
+from asyncrl.config import load as config_load
+from asyncrl.contract.errors import ConfigError, ProtocolError
+from asyncrl.contract.versions import Label
+from asyncrl.models import installed, policy
+from asyncrl.models.tokenizer import load_tokenizer, stop_tokens
 from asyncrl.tasks.synthetic import TASKS
-from asyncrl.tokenizer import load_tokenizer, stop_tokens
-from asyncrl.versions import Label
 
 SHAPE: dict[str, Any] = {"heads": 2, "kv_heads": 1}  # 32 dimensions a head
 CASES = {
@@ -51,7 +52,7 @@ def test_answers_end_at_any_of_several_tokens(tmp_path: Path) -> None:
         published="float32",
         device="cpu",
     )
-    e.load(flat(model), Label(1, 1), "d", models.probe_logprobs(model).tobytes())
+    e.load(flat(model), Label(1, 1), "d", policy.probe_logprobs(model).tobytes())
     stops = stop_tokens(load_tokenizer(tmp_path), chat_config(tmp_path))
     e.add([replace(request(t, 0, [4, 5, 13], 12), stop=stops) for t in range(64)])
     answers: list[Answer] = []
@@ -61,12 +62,12 @@ def test_answers_end_at_any_of_several_tokens(tmp_path: Path) -> None:
     check_ends({a.key: a for a in answers}, stops, 12)
 
 
-def flat(model: models.PolicyModel) -> dict[str, torch.Tensor]:
+def flat(model: policy.PolicyModel) -> dict[str, torch.Tensor]:
     """A model's weights as a generator pulls them: one buffer, and tensors that view it."""
-    layout = models.manifest(model)
-    buffer = bytearray(models.flat_bytes(layout))
-    models.write_flat(model, memoryview(buffer))
-    return models.read_flat(memoryview(buffer), layout)
+    layout = policy.manifest(model)
+    buffer = bytearray(policy.flat_bytes(layout))
+    policy.write_flat(model, memoryview(buffer))
+    return policy.read_flat(memoryview(buffer), layout)
 
 
 class Case:
@@ -74,10 +75,10 @@ class Case:
 
     def __init__(self, path: Path, name: str) -> None:
         family, tied, dtype, self.in_flight, self.bound = CASES[name]
-        self.old = models.build_model(
+        self.old = policy.build_model(
             path / "old", "abcdefgh", family=family, tied=tied, seed=3, **SHAPE
         )
-        self.new = models.build_model(
+        self.new = policy.build_model(
             path / "new", "abcdefgh", family=family, tied=tied, seed=4, **SHAPE
         )
         self.engine = VllmEngine(
@@ -92,10 +93,10 @@ class Case:
         self.at = 0
         self.load(self.old)
 
-    def load(self, model: models.PolicyModel) -> Label:
+    def load(self, model: policy.PolicyModel) -> Label:
         self.at += 1
         self.engine.load(
-            flat(model), Label(1, self.at), f"d{self.at}", models.probe_logprobs(model).tobytes()
+            flat(model), Label(1, self.at), f"d{self.at}", policy.probe_logprobs(model).tobytes()
         )
         return Label(1, self.at)
 
@@ -110,7 +111,7 @@ class Case:
         return {a.key: a for a in answers}
 
     def worst(
-        self, model: models.PolicyModel, a: Answer, r: Request, part: slice = slice(None)
+        self, model: policy.PolicyModel, a: Answer, r: Request, part: slice = slice(None)
     ) -> float:
         return float((torch.from_numpy(a.logprobs) - expected(model, a, r))[part].abs().max())
 
@@ -278,7 +279,7 @@ def test_without_a_published_probe_the_generator_computes_it(case: Case) -> None
     case.engine.step(3)
     assert case.engine.probes == before + 1 and case.engine.reference is not None
     case.engine.reference = None
-    case.engine.load(flat(case.old), Label(1, 901), "d", models.probe_logprobs(case.new).tobytes())
+    case.engine.load(flat(case.old), Label(1, 901), "d", policy.probe_logprobs(case.new).tobytes())
     with pytest.raises(ProtocolError, match="nats off"):
         case.engine.step(3)
     case.load(case.old)
@@ -358,22 +359,22 @@ def test_without_repacking_a_tied_head_is_stale_and_the_probe_says_so(
 
 
 def test_the_reference_holds_no_copy_of_the_weights(tmp_path: Path) -> None:
-    model = models.build_model(tmp_path, "abcdefgh", seed=3, **SHAPE)
+    model = policy.build_model(tmp_path, "abcdefgh", seed=3, **SHAPE)
     reference = Reference(str(tmp_path), "float32")
-    got = reference.logprobs(dict(models.named_weights(model)))
-    ids = torch.tensor([models.probe_ids(model.hf.config)])
+    got = reference.logprobs(dict(policy.named_weights(model)))
+    ids = torch.tensor([policy.probe_ids(model.hf.config)])
     with torch.no_grad():
         want = torch.log_softmax(model.hf(input_ids=ids).logits[0, :-1], -1).gather(
             1, ids[0, 1:, None]
         )[:, 0]
     assert np.allclose(got, want.numpy(), atol=1e-6)
     # the packed forward's, as the learner publishes them
-    assert np.allclose(models.probe_logprobs(model), want.numpy(), atol=1e-6)
+    assert np.allclose(policy.probe_logprobs(model), want.numpy(), atol=1e-6)
     assert sum(p.numel() for p in reference.model.hf.parameters()) == 0
 
 
 def test_a_head_that_vllm_has_no_kernel_for(tmp_path: Path) -> None:
-    models.build_model(tmp_path, "abcdefgh", hidden=32, heads=4)
+    policy.build_model(tmp_path, "abcdefgh", hidden=32, heads=4)
     config = config_load.load(
         "configs/vllm.toml", [f"model.path={str(tmp_path)!r}", "model.device='cpu'"]
     )
@@ -389,7 +390,7 @@ def test_the_learner_agrees_and_swaps_come_in_mid_answer(tmp_path: Path) -> None
     """A random model, whose answers are long: some span versions, and the learner finds vLLM's
     logprobs on tokens of its own version.
     """
-    models.build_model(tmp_path / "m", TASKS["sort"].symbols, seed=0, **SHAPE)
+    policy.build_model(tmp_path / "m", TASKS["sort"].symbols, seed=0, **SHAPE)
     sets = [
         f"model.path={str(tmp_path / 'm')!r}",
         "model.warm_start=false",
@@ -444,7 +445,7 @@ def test_the_requirement_files_hold_what_the_project_asks_for() -> None:
             assert wanted.specifier.contains(pinned[wanted.name.lower()]), (
                 f"{wanted} against requirements/{target}.txt: make requirements"
             )
-        assert not set(engines.VISION) & pinned.keys()
+        assert not set(installed.VISION) & pinned.keys()
 
 
 def test_engines_command() -> None:
@@ -461,6 +462,6 @@ def test_engines_command() -> None:
     assert rows.keys() == {"embedded", "vllm", "torch", "deepspeed"}
     assert all(r["works"] and not r["why"] for r in rows.values())
     assert (
-        rows["vllm"]["version"] == engines.VLLM
+        rows["vllm"]["version"] == installed.VLLM
         and rows["vllm"]["setting"] == 'generator.engine = "vllm"'
     )

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from asyncrl import config_load
-from asyncrl.compare import runner
-from asyncrl.models import build_model
+from asyncrl.config import load
+from asyncrl.experiments import serial
+from asyncrl.models.policy import build_model
 
 # An untrained model is never right: the entropy term is what moves its weights.
 SMALL = (
@@ -37,8 +37,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_arms_see_the_same_data_at_their_own_lag_and_repeat_bitwise(model: Path) -> None:
     def run(*sets: str) -> dict[str, object]:
-        return runner.one(
-            config_load.load("configs/demo.toml", [f"model.path='{model}'", *SMALL, *sets]), 3
+        return serial.one(
+            load.load("configs/demo.toml", [f"model.path='{model}'", *SMALL, *sets]), 3
         )
 
     sync, natural, late = (
@@ -72,9 +72,7 @@ def test_what_each_rule_at_the_limit_takes_by_answer_length(sort_model: Path) ->
             f"staleness.on_exceed={rule}",
             "staleness.max_lag=1",
         ]
-        return runner.one(
-            config_load.load("configs/demo.toml", [*sets, f"staleness.on_exceed={rule}"]), 3
-        )
+        return serial.one(load.load("configs/demo.toml", [*sets, f"staleness.on_exceed={rule}"]), 3)
 
     pace, drop, mask, fade = (run(x) for x in ("pace", "drop", "mask", "downweight"))
     assert pace["ledger_lines"]["trained"]["tokens"] == sum(

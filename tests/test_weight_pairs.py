@@ -22,10 +22,12 @@ import torch
 import xxhash
 from conftest import ENV, ROOT
 
-from asyncrl import config_load, weight_pairs, weight_ring
-from asyncrl.errors import ConfigError, PeerUnreachable
-from asyncrl.versions import Label
-from asyncrl.weight_pairs import PairClient, PairServer, mark
+from asyncrl.config import load
+from asyncrl.contract.errors import ConfigError, PeerUnreachable
+from asyncrl.contract.versions import Label
+from asyncrl.transport import gpu_pairs
+from asyncrl.transport import ring as weight_ring
+from asyncrl.transport.gpu_pairs import PairClient, PairServer, mark
 
 SIZE, DEADLINE_S = 1 << 20, 3.0
 ROWS: weight_ring.Rows = [("w", "uint8", [SIZE], 0, SIZE)]
@@ -35,11 +37,11 @@ ROWS: weight_ring.Rows = [("w", "uint8", [SIZE], 0, SIZE)]
 GENERATORS = """
 import os, signal, sys, time
 import msgspec, torch, xxhash
-from asyncrl import weight_pairs
-from asyncrl.messages import WeightsSource
-from asyncrl.config import Config
-from asyncrl.versions import Label
-from actors.weights import WeightsReceiver
+from asyncrl.transport import gpu_pairs as weight_pairs
+from asyncrl.contract.messages import WeightsSource
+from asyncrl.config.tree import Config
+from asyncrl.contract.versions import Label
+from actors.weights_receiver import WeightsReceiver
 torch.set_num_threads(1)
 config = msgspec.convert({"model": {"path": "m"}, "task": {"name": "sort"}, "weights": {"transport": "gloo"}, "wires": {"connect_s": 3.0}}, Config)
 for n, pair in enumerate(sys.argv[1:]):
@@ -114,7 +116,7 @@ def test_each_generator_has_a_pair_of_its_own_and_none_holds_up_the_others(
     """One is killed between the answer and the bytes, one stands still there: the learner publishes
     on, the third and a fourth receive.
     """
-    from asyncrl.messages import WeightsSource
+    from asyncrl.contract.messages import WeightsSource
 
     ring = weight_ring.Ring(tmp_path / "ring", SIZE, 2, ROWS, 1)
     server = PairServer(tmp_path / "ring", "gloo", ROWS, DEADLINE_S)
@@ -155,7 +157,7 @@ def test_a_learner_that_ends_is_told_to_the_generator(
     server = PairServer(tmp_path / "ring", "gloo", ROWS, DEADLINE_S)
     client = PairClient(server.address, "gloo", DEADLINE_S)
     assert client.fetch(Label(1, 0), digest) == digest and bool((client.flat == 3).all())
-    monkeypatch.setattr(weight_pairs, "mark", lambda flat: 1)
+    monkeypatch.setattr(gpu_pairs, "mark", lambda flat: 1)
     with pytest.raises(PeerUnreachable, match="changed on its way"):
         client.fetch(Label(1, 0), digest)
     server.close()
@@ -167,16 +169,16 @@ def test_a_learner_that_ends_is_told_to_the_generator(
 
 
 def test_the_mark_changes_with_every_bit_and_place() -> None:
-    words = torch.arange(3 * weight_pairs.WORDS // 2, dtype=torch.int64)
+    words = torch.arange(3 * gpu_pairs.WORDS // 2, dtype=torch.int64)
     flat, seen = words.view(torch.uint8), {mark(words.view(torch.uint8))}
-    for at in (0, 7, 8, 8 * weight_pairs.WORDS, len(flat) - 1):
+    for at in (0, 7, 8, 8 * gpu_pairs.WORDS, len(flat) - 1):
         for bit in (1, 128):
             changed = flat.clone()
             changed[at] ^= bit
             seen.add(mark(changed))
             changed[15] ^= bit  # two signs at once do not cancel out
             seen.add(mark(changed))
-    swapped = words.roll(weight_pairs.WORDS)
+    swapped = words.roll(gpu_pairs.WORDS)
     assert len(seen) == 21 and mark(swapped.view(torch.uint8)) not in seen
 
 
@@ -214,4 +216,4 @@ def test_in_a_run_with_kills_the_weights_come_out_as_through_shared_memory(
 )
 def test_what_cannot_work_is_refused(sets: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        config_load.load("configs/demo.toml", sets)
+        load.load("configs/demo.toml", sets)

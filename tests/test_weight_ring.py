@@ -14,11 +14,11 @@ import pytest
 import torch
 from conftest import ENV, ROOT
 
-from asyncrl import weight_ring
-from asyncrl.errors import AsyncrlError
-from asyncrl.versions import Label
-from asyncrl.weight_ring import Ring, RingReader
-from asyncrl.wires import ChunkClient, ChunkServer
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.versions import Label
+from asyncrl.transport import ring as weight_ring
+from asyncrl.transport.ring import Ring, RingReader
+from asyncrl.transport.sockets import ChunkClient, ChunkServer
 
 ROWS: weight_ring.Rows = [("w", "uint8", [1 << 20], 0, 1 << 20)]
 SIZE = 1 << 20
@@ -56,14 +56,14 @@ def test_a_reader_denied_shared_memory_gets_every_byte_over_the_socket(tmp_path:
     """As on another host: the directory is not there for it."""
     import msgspec
 
-    from actors.weights import WeightsReceiver
-    from asyncrl import models
-    from asyncrl.config import Config
-    from asyncrl.messages import WeightsSource
+    from actors.weights_receiver import WeightsReceiver
+    from asyncrl.config.tree import Config
+    from asyncrl.contract.messages import WeightsSource
+    from asyncrl.models import policy
 
-    model = models.build_model(tmp_path / "m", "abcdefgh", hidden=256, layers=3)
-    layout = models.manifest(model)
-    r = Ring(tmp_path / "ring", models.flat_bytes(layout), 2, layout, 1)
+    model = policy.build_model(tmp_path / "m", "abcdefgh", hidden=256, layers=3)
+    layout = policy.manifest(model)
+    r = Ring(tmp_path / "ring", policy.flat_bytes(layout), 2, layout, 1)
     server = ChunkServer("tcp://127.0.0.1:0", layout, r.read_part)
     config = msgspec.convert({"model": {"path": "m"}, "task": {"name": "sort"}}, Config)
     receiver = WeightsReceiver(config, "generator-0")
@@ -71,12 +71,12 @@ def test_a_reader_denied_shared_memory_gets_every_byte_over_the_socket(tmp_path:
     for n in range(3):
         with torch.no_grad():
             next(model.hf.parameters()).add_(n)
-        digest = r.write(Label(1, n), lambda buffer: models.write_flat(model, buffer))
+        digest = r.write(Label(1, n), lambda buffer: policy.write_flat(model, buffer))
         got = receiver.pull(denied, Label(1, n), digest)
         assert got is not None and got[1] == digest and receiver.reader is None
-        for name, tensor in models.named_weights(model):
+        for name, tensor in policy.named_weights(model):
             assert (got[0][name] == tensor).all(), name
-        whole = (n + 1) * models.flat_bytes(layout)
+        whole = (n + 1) * policy.flat_bytes(layout)
         assert whole <= receiver.bytes_over_socket == server.bytes_sent < whole + 100_000
     assert receiver.pull(denied, Label(1, 0), "gone") is None
     receiver.close()
@@ -109,7 +109,7 @@ def test_a_torn_copy_is_refused(tmp_path: Path) -> None:
 
 READER = """
 import os, pathlib, signal, sys
-from asyncrl import weight_ring
+from asyncrl.transport import ring as weight_ring
 plain = weight_ring._PIN
 
 class Stops:
@@ -195,9 +195,9 @@ def test_a_ring_whose_directory_was_removed_is_made_anew_with_all_that_it_held(
 
     import msgspec
 
-    from actors.weights import WeightsReceiver
-    from asyncrl.config import Config
-    from asyncrl.messages import WeightsSource
+    from actors.weights_receiver import WeightsReceiver
+    from asyncrl.config.tree import Config
+    from asyncrl.contract.messages import WeightsSource
 
     config = msgspec.convert({"model": {"path": "m"}, "task": {"name": "sort"}}, Config)
     layout = [("w", "float32", [SIZE // 4], 0, SIZE)]

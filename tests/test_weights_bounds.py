@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from asyncrl import config as cf
-from asyncrl.algorithms import advantages, kl, reduce, reshape, surrogates, weights
-from asyncrl.errors import ConfigError
+from asyncrl.algorithms import advantages, kl, reductions, reshape, surrogates
+from asyncrl.algorithms import correction as weights
+from asyncrl.config import tree as cf
+from asyncrl.contract.errors import ConfigError
 
 D = torch.float64
 INF = math.inf
@@ -55,7 +56,7 @@ NAMED = [
     (weights.OVER, cf.Correction, "reject_over"),
     (weights.VETOES, cf.Correction, "veto"),
     (surrogates.NAMES, cf.Loss, "surrogate"),
-    (reduce.REDUCTIONS, cf.Loss, "reduction"),
+    (reductions.REDUCTIONS, cf.Loss, "reduction"),
     (reshape.MODES, cf.Reshape, "mode"),
     (reshape.FORMS, cf.Reshape, "form"),
     (reshape.BUDGETS, cf.Reshape, "budget"),
@@ -400,7 +401,7 @@ def test_a_function_that_cannot_be_had_says_which_half_is_missing() -> None:
             "correction.veto = all: choose one of none, probability, ratio",
         ),
         (
-            lambda: reduce.factors(yes(1), torch.tensor([0]), 1, "mean"),
+            lambda: reductions.factors(yes(1), torch.tensor([0]), 1, "mean"),
             "loss.reduction = mean: choose one of token-mean, seq-mean-token-sum, ",
         ),
         (

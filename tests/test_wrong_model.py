@@ -24,19 +24,20 @@ from test_generator import announcement, make, one_pass, ticket, tickets  # noqa
 from actors.engine import Answer
 from actors.engine_embedded import EmbeddedEngine
 from actors.generator import Generator
-from asyncrl import config_load, models
-from asyncrl import messages as m
-from asyncrl.config import Config
-from asyncrl.errors import ConfigError
-from asyncrl.run import preflight
-from asyncrl.tokenizer import load_tokenizer, stop_tokens
-from asyncrl.versions import Label
+from asyncrl.config import load
+from asyncrl.config.tree import Config
+from asyncrl.contract import messages as m
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.versions import Label
+from asyncrl.models import policy
+from asyncrl.models.tokenizer import load_tokenizer, stop_tokens
+from asyncrl.supervise.run import preflight
 
 SYMBOLS = "0123456789=:,#"
 
 
 def config(path: Path, *sets: str) -> Config:
-    return config_load.load(
+    return load.load(
         ROOT / "configs" / "demo.toml",
         [f"model.path={str(path)!r}", "model.warm_start=false", *sets],
     )
@@ -141,7 +142,7 @@ def test_refused_before_the_start(
     spoil: Callable[[Path], Any], sets: list[str], said: str, tmp_path: Path
 ) -> None:
     path = tmp_path / "m"
-    models.build_model(path, SYMBOLS, hidden=32)
+    policy.build_model(path, SYMBOLS, hidden=32)
     preflight(config(path))
     spoil(path)
     with pytest.raises(ConfigError) as e:
@@ -150,14 +151,14 @@ def test_refused_before_the_start(
 
 
 def test_a_reference_is_looked_at_too(tmp_path: Path) -> None:
-    models.build_model(tmp_path / "m", SYMBOLS, hidden=32)
-    models.build_model(tmp_path / "r", SYMBOLS + "xyz", hidden=32)
+    policy.build_model(tmp_path / "m", SYMBOLS, hidden=32)
+    policy.build_model(tmp_path / "r", SYMBOLS + "xyz", hidden=32)
     reference = f"model.reference={str(tmp_path / 'r')!r}"
     with pytest.raises(
         ConfigError, match=r"model.reference: .* has a vocabulary of 20, model.path of 17"
     ):
         preflight(config(tmp_path / "m", reference))
-    models.build_model(tmp_path / "r", SYMBOLS, hidden=32)
+    policy.build_model(tmp_path / "r", SYMBOLS, hidden=32)
     preflight(config(tmp_path / "m", reference))
     without_layer(tmp_path / "r")
     with pytest.raises(ConfigError, match=r"model.reference: the weights in .* lack 11"):
@@ -183,7 +184,7 @@ def bert(path: Path) -> None:
 
 
 def test_an_encoder_under_another_name(tmp_path: Path) -> None:
-    models.build_model(tmp_path, SYMBOLS, hidden=32)
+    policy.build_model(tmp_path, SYMBOLS, hidden=32)
     bert(tmp_path)
     with pytest.raises(
         ConfigError, match="is no causal LM: what it says of a token depends on those after it"
@@ -199,12 +200,12 @@ def test_a_layer_that_another_architecture_lacks(tmp_path: Path) -> None:
     ):
         preflight(config(path))
     with pytest.raises(ConfigError, match=r"lack 11 of the parameters"):
-        models.load_policy(path)  # also where nobody looked before
+        policy.load_policy(path)  # also where nobody looked before
 
 
 def test_what_ends_an_answer(tmp_path: Path) -> None:
     """The tokenizer's, the model's (one or a list), those asked for; each once, in this order."""
-    models.build_model(tmp_path, SYMBOLS, hidden=32)
+    policy.build_model(tmp_path, SYMBOLS, hidden=32)
 
     def ends(*sets: str) -> tuple[int, ...]:
         return stop_tokens(load_tokenizer(tmp_path), config(tmp_path, *sets))
@@ -231,11 +232,11 @@ TEMPLATE = (
 )
 
 
-def chat_model(path: Path, **shape: int) -> models.PolicyModel:
+def chat_model(path: Path, **shape: int) -> policy.PolicyModel:
     """A chat model: `<eos>` ends a turn of the template, and generation_config.json names two more
     tokens that end an answer.
     """
-    model = models.build_model(path, SYMBOLS, family="llama", **shape)
+    model = policy.build_model(path, SYMBOLS, family="llama", **shape)
     tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     tokenizer.chat_template = TEMPLATE
     tokenizer.save_pretrained(path)
@@ -289,6 +290,6 @@ def test_a_chat_template_with_several_end_tokens(tmp_path: Path) -> None:
     assert prompt == [4, 5, 13, 1, 14], "the template's own end of a turn is in the prompt"
     stops = stop_tokens(tokenizer, c)
     engine = EmbeddedEngine(model, slots=64, context=32, max_new_tokens=12)
-    engine.load(dict(models.named_weights(model)), Label(1, 0), "d")
+    engine.load(dict(policy.named_weights(model)), Label(1, 0), "d")
     requests = [replace(request(t, 0, prompt, 12), stop=stops) for t in range(64)]
     check_ends(run(engine, requests), stops, 12)

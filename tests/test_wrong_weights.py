@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from test_run import finish, start, steps_done, wait_until
 
-from asyncrl import rundir
-from asyncrl.config_load import load
-from asyncrl.messages import PROTOCOL, Deliver, GeneratorHello, Refused, Span, Trajectory
-from asyncrl.versions import Label
-from asyncrl.wires import PeerSocket
+from asyncrl.config.load import load
+from asyncrl.contract.messages import PROTOCOL, Deliver, GeneratorHello, Refused, Span, Trajectory
+from asyncrl.contract.versions import Label
+from asyncrl.records import rundir
+from asyncrl.transport.sockets import PeerSocket
 
 WRONG = "feedfacefeedface"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from asyncrl.algorithms.ratios import Rows, discounted_suffix, seq_max, seq_sum
-from asyncrl.errors import ConfigError
+from asyncrl.contract.errors import ConfigError
 
 NAMES = ("reinforce", "rloo", "grpo", "dr_grpo", "reinforce_pp", "opo", "gpg", "remax", "gae")
 # those that take rewards per token, where the reward function gives them

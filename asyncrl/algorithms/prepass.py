@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from asyncrl.algorithms import advantages, kl, ratios, values
-from asyncrl.errors import ConfigError
+from asyncrl.contract.errors import ConfigError
 
 
 @dataclass

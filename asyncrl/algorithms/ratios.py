@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from asyncrl.errors import ConfigError
+from asyncrl.contract.errors import ConfigError
 
 CLAMP = 20.0
 # what an infinite log-ratio counts as: beyond every clamp, and sums of them are numbers still

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from asyncrl.errors import ConfigError
-from asyncrl.messages import Prompt
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import file, synthetic
 
 

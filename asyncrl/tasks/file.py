@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.errors import ConfigError
-from asyncrl.messages import Prompt
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:

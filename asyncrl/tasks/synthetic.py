@@ -11,7 +11,7 @@ from typing import ClassVar
 
 import xxhash
 
-from asyncrl.messages import Prompt
+from asyncrl.contract.messages import Prompt
 
 FIXED = 2048  # problems in a held-out or out-of-distribution set
 

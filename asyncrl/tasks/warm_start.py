@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.config import Config
-from asyncrl.errors import ConfigError
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
 from asyncrl.tasks import synthetic
 
 BATCH = 64
@@ -30,7 +30,7 @@ def warm_start(
     """
     import torch
 
-    from asyncrl import models
+    from asyncrl.models import policy as models
 
     if config.task.name not in synthetic.TASKS:
         raise ConfigError(
@@ -78,7 +78,7 @@ def _fit(model: Any, pairs: list[tuple[str, str]], steps: int) -> float:
     """
     import torch
 
-    from asyncrl import models
+    from asyncrl.models import policy as models
 
     tokenizer = models.transformers_tokenizer(model.tokenizer_dir)
     coded = [
@@ -116,7 +116,7 @@ def accuracy(model: Any, task: synthetic.Synthetic, seed: int, n: int = 512) -> 
     """
     import torch
 
-    from asyncrl import models
+    from asyncrl.models import policy as models
 
     tokenizer = models.transformers_tokenizer(model.tokenizer_dir)
     tokenizer.padding_side = "left"

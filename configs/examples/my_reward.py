@@ -7,7 +7,7 @@ number is a failed sample. It may be `async def` too (calls are awaited together
 
 from __future__ import annotations
 
-from asyncrl.messages import Prompt
+from asyncrl.contract.messages import Prompt
 
 
 def reward(prompt: Prompt, text: str) -> dict[str, float]:

@@ -1,0 +1,123 @@
+"""How weights reach a generator: from the learner's ring on the same host, in chunks over tcp from
+another, from GPU to GPU by NCCL.
+
+A version is copied into a buffer of our own, verified, and only then handed to the engine; nothing
+runs from the mapping."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import PeerUnreachable
+from asyncrl.contract.messages import WeightsSource
+from asyncrl.contract.versions import Label
+from asyncrl.models.policy import flat_bytes, read_flat, views
+from asyncrl.transport.ring import RingReader
+from asyncrl.transport.sockets import ChunkClient
+
+if TYPE_CHECKING:
+    from asyncrl.transport.gpu_pairs import PairClient
+
+
+class WeightsReceiver:
+    """Pulls announced versions.  `bytes_over_socket` counts what did not come through shared
+    memory.
+    """
+
+    def __init__(self, config: Config, reader_id: str) -> None:
+        self.transport = config.weights.transport
+        self.reader_id = reader_id
+        self.connect_s = config.wires.connect_s
+        self.epoch = -1
+        self.reader: RingReader | None = None
+        self.manifest: Any = None
+        self.into = bytearray()
+        self.client: ChunkClient | None = None
+        self.pair: PairClient | None = None
+        self.curve_dir = config.wires.curve_dir
+        self.bytes_over_socket = 0
+
+    def local(self, source: WeightsSource) -> bool:
+        if self.transport == "auto":
+            return source.host == socket.gethostname() and Path(source.directory).is_dir()
+        return self.transport == "shared_memory"
+
+    def pull(
+        self, source: WeightsSource, label: Label, digest: str | None
+    ) -> tuple[dict[str, Any], str, bytes] | None:
+        """(tensors that view a private buffer, digest, probe) of version `label`, None when it is
+        not to be had right now.
+        """
+        if source.epoch != self.epoch:
+            self.open(source)
+        if self.pair is not None:
+            return self._receive(self.pair, label, digest)
+        if self.reader is not None:
+            digest = digest or self.reader.labels().get(label)
+            if digest is None or not self.reader.read(label, digest, memoryview(self.into)):
+                if self.reader.replaced():
+                    self.close()  # the next pull opens what is there then
+                return None
+            probe = self.reader.probe
+        else:
+            assert self.client is not None
+            digest = self.client.fetch(label, digest or "", memoryview(self.into))
+            self.bytes_over_socket = self.client.bytes_received
+            if not digest:
+                return None
+            probe = self.client.probe
+        return read_flat(memoryview(self.into), self.manifest), digest, probe
+
+    def _receive(
+        self, pair: PairClient, label: Label, digest: str | None
+    ) -> tuple[dict[str, Any], str, bytes] | None:
+        try:
+            digest = pair.fetch(label, digest or "")
+        except PeerUnreachable:
+            self.close()  # the next pull makes a new pair
+            raise
+        return (views(pair.flat, pair.layout), digest, pair.probe) if digest else None
+
+    def open(self, source: WeightsSource) -> None:
+        self.close()
+        if self.transport == "nccl" or self.transport == "gloo":
+            if source.host != socket.gethostname():
+                raise PeerUnreachable(
+                    f"the learner is on host {source.host}: weights.transport = {self.transport} "
+                    "works on one machine; use tcp"
+                )
+            from asyncrl.transport.gpu_pairs import PairClient
+
+            self.pair = PairClient(source.address, self.transport, self.connect_s)
+            self.epoch = source.epoch
+            return
+        if self.local(source):
+            self.reader = RingReader(Path(source.directory), self.reader_id)
+            self.manifest = self.reader.manifest
+        elif source.address:
+            self.client = ChunkClient(source.address, self.connect_s, self.curve_dir)
+            self.manifest = self.client.manifest()
+        else:
+            raise PeerUnreachable(
+                f"the learner's weights lie on host {source.host} in {source.directory}, which "
+                "this host cannot read; "
+                "set wires.weights_address to a tcp address of the learner"
+            )
+        # written in full by every pull, so its pages are touched once
+        self.into = bytearray(flat_bytes(self.manifest))
+        self.epoch = source.epoch
+
+    def close(self) -> None:
+        if self.reader is not None:
+            self.reader.close()
+        if self.client is not None:
+            self.client.close()
+        if self.pair is not None:
+            self.pair.close()
+        self.reader = None
+        self.client = None
+        self.pair = None
+        self.epoch = -1

@@ -1,0 +1,271 @@
+"""Correct: importance weights proximal / behaviour, always detached; and what leaves the loss
+because of them.
+
+`sequence` is the product over the answer and `geometric` the geometric mean: the two names never
+mix.
+
+log_rho comes as `ratios.difference` gives it and is clamped to [-20, 20] at the last moment: a
+token's where it is used by itself, a whole answer's after it was summed or averaged.  Clamping each
+token first would change the product: one token at -30 in an answer whose others add up to +25
+weighs e^-5, not e^5."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from asyncrl.algorithms.ratios import CLAMP, masked_mean, seq_max, seq_mean, seq_sum, unknown
+from asyncrl.contract.errors import ConfigError
+
+LEVELS = ("none", "token", "sequence", "geometric")
+BOUNDS = ("none", "truncate", "clip", "mask")
+STATISTICS = ("none", "ratio", "k1", "k2", "k3")
+OVER = ("token", "sum", "mean", "max")
+VETOES = ("none", "probability", "ratio")
+DEFAULT_BOUNDS = {"token": (0.5, 2.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
+# of the ratio; k's have none
+REJECT_BAND = {"token": (0.5, 2.0), "sum": (0.5, 2.0), "mean": (0.99, 1.01), "max": (0.0, 2.0)}
+VETO = {"probability": 1e-6, "ratio": 1e-4}
+
+
+def weights(
+    log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int, level: str
+) -> torch.Tensor:
+    """Unbounded weights [N] from log rho [N]: token rho, `sequence` exp(sum log rho), `geometric`
+    exp(mean log rho), broadcast.
+
+    Raises ConfigError for another level.  The product form is per-trajectory importance sampling;
+    the geometric one is GSPO's ratio (arXiv 2507.18071) taken on proximal / behaviour."""
+    x = torch.where(mask, log_rho.detach(), 0.0)
+    if level == "none":
+        return torch.ones_like(x)
+    if level == "token":
+        return x.clamp(-CLAMP, CLAMP).exp()
+    if level not in LEVELS:
+        raise unknown("correction.level", level, LEVELS)
+    total = seq_sum(x, seq, n) if level == "sequence" else seq_mean(x, mask, seq, n)
+    return total.clamp(-CLAMP, CLAMP).exp()[seq]
+
+
+def bounded(w: torch.Tensor, bound: str, lo: float, hi: float) -> torch.Tensor:
+    """truncate min(w, hi) (TIS, Yao et al. 2025) | clip clamp(w, lo, hi) | mask w 1[lo <= w <= hi]
+    (IcePop, at token level) | none.
+    """
+    if bound == "truncate":
+        return w.clamp(max=hi)
+    if bound == "clip":
+        return w.clamp(lo, hi)
+    if bound == "mask":
+        return torch.where((w >= lo) & (w <= hi), w, 0.0)
+    if bound != "none":
+        raise unknown("correction.bound", bound, BOUNDS)
+    return w
+
+
+def mean_weight(
+    w: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int, level: str
+) -> torch.Tensor:
+    """What self-normalisation (Owen 2013, chapter 9) divides by: the mean over tokens in the mask
+    (token level) or over samples with any (other levels).
+    """
+    if level == "token":
+        mean = masked_mean(w, mask)
+    else:
+        mean = masked_mean(seq_mean(w, mask, seq, n), seq_sum(mask.to(w.dtype), seq, n) > 0)
+    return torch.where(mean > 0, mean, 1.0)
+
+
+def statistic(
+    name: str, over: str, log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
+) -> torch.Tensor:
+    """What rejection looks at, [N]: ratio, or k1, k2, k3 of KL(mu || pi_prox), of the token or its
+    whole answer (sum, mean, max).
+
+    With x = log rho: k1 = -x, k2 = x^2/2, k3 = e^x - 1 - x.  A ratio over the answer is exp of the
+    log-ratios' sum, mean or max."""
+    raw = torch.where(mask, log_rho.detach(), 0.0)
+    x = raw.clamp(-CLAMP, CLAMP)
+    values: dict[str, Callable[[], torch.Tensor]] = {
+        "ratio": lambda: raw,
+        "k1": lambda: -x,
+        "k2": lambda: x.square() / 2,
+        "k3": lambda: torch.expm1(x) - x,
+    }
+    if name not in values:
+        raise unknown("correction.reject", name, STATISTICS)
+    s = values[name]()
+    if over == "sum":
+        s = seq_sum(s, seq, n)[seq]
+    elif over == "mean":
+        s = seq_mean(s, mask, seq, n)[seq]
+    elif over == "max":
+        s = seq_max(s, mask, seq, n)[seq]
+    elif over != "token":
+        raise unknown("correction.reject_over", over, OVER)
+    return s.clamp(-CLAMP, CLAMP).exp() if name == "ratio" else s
+
+
+def kept(
+    name: str,
+    over: str,
+    lo: float | None,
+    hi: float | None,
+    log_rho: torch.Tensor,
+    mask: torch.Tensor,
+    seq: torch.Tensor,
+    n: int,
+) -> torch.Tensor:
+    """Rejection, independent of the weight: bool [N], False where the statistic has left [lo, hi];
+    `none` keeps all.
+
+    Absent bounds: the defaults of the ratio; for k1, k2, k3 `hi` is required, lo is -inf (Liu et
+    al. 2025, "When speed kills stability")."""
+    if name == "none":
+        return torch.ones_like(mask)
+    if name != "ratio" and hi is None:
+        raise ConfigError(f"correction.reject_hi: reject = {name} has no default bound; give one")
+    s = statistic(name, over, log_rho, mask, seq, n)
+    band = REJECT_BAND[over] if name == "ratio" else (-torch.inf, torch.inf)
+    return (s >= (band[0] if lo is None else lo)) & (s <= (band[1] if hi is None else hi))
+
+
+def vetoed(
+    kind: str,
+    threshold: float | None,
+    log_rho: torch.Tensor,
+    log_prox: torch.Tensor,
+    mask: torch.Tensor,
+    seq: torch.Tensor,
+    n: int,
+) -> torch.Tensor:
+    """Bool [N]: True for every token of an answer that holds one with pi_prox < 1e-6
+    (`probability`) or rho < 1e-4 (`ratio`).
+    """
+    if kind == "none":
+        return torch.zeros_like(mask)
+    if kind not in VETOES:
+        raise unknown("correction.veto", kind, VETOES)
+    limit = (
+        torch.tensor(VETO[kind] if threshold is None else threshold, dtype=log_rho.dtype)
+        .log()
+        .item()
+    )
+    bad = mask & ((log_prox if kind == "probability" else log_rho) < limit)
+    return seq_sum(bad.to(log_rho.dtype), seq, n)[seq] > 0
+
+
+def m2_threshold(log_rho: torch.Tensor, mask: torch.Tensor, limit: float = 0.04) -> torch.Tensor:
+    """|log rho| from which tokens are dropped, largest first, until the mean of (log rho)^2 of the
+    rest is at most `limit`.
+
+    A scalar; inf when nothing needs to go; equal ratios go together.  M2PO (Zheng et al. 2025,
+    arXiv 2510.01161); the paper restricts it to tokens that push on in the direction of their
+    advantage, this form (and the preset) takes all tokens."""
+    size = torch.where(mask, log_rho.detach().abs(), torch.inf).sort().values
+    square = torch.where(size.isfinite(), size, 0.0).square()
+    rank = torch.arange(1, len(size) + 1, device=size.device)
+    over = size.isfinite() & (square.cumsum(0) / rank > limit)
+    return torch.where(over, size, torch.inf).amin() if len(size) else size.new_tensor(torch.inf)
+
+
+def effective_sample_size(w: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+    """(sum w)^2 / (n sum w^2), a share in (0, 1] (Kong 1992), over the mask or all; 1 for no
+    weights.
+    """
+    inside = torch.ones_like(w, dtype=torch.bool) if mask is None else mask
+    w = torch.where(inside, w, 0.0)
+    n = inside.sum()
+    return torch.where(n > 0, w.sum().square() / (n * w.square().sum()).clamp(min=1e-30), 1.0)
+
+
+@dataclass
+class Statistics:
+    """What weights need of the whole batch: the mean weight of self-normalisation, M2PO's
+    threshold.  Scalars or None.
+    """
+
+    mean: torch.Tensor | None = None
+    m2: torch.Tensor | None = None
+
+
+@dataclass
+class Corrected:
+    """weight [N], 0 where dropped; kept bool [N]: not rejected and not vetoed; vetoed bool [N]."""
+
+    weight: torch.Tensor
+    kept: torch.Tensor
+    vetoed: torch.Tensor
+
+
+def needs_statistics(c: Any) -> bool:
+    """Does this `correction` need the whole batch's ratios before any weight is known?"""
+    return bool(c.self_normalize or getattr(c, "m2", 0.0))
+
+
+def correct(
+    log_rho: torch.Tensor,
+    log_prox: torch.Tensor,
+    mask: torch.Tensor,
+    seq: torch.Tensor,
+    n: int,
+    c: Any,
+    stats: Statistics | None = None,
+) -> Corrected:
+    """All of Correct for whole answers, by the config section `c` (or its namesake).
+
+    log_rho [N] not clamped, log_prox [N]; mask bool [N].  stats: of the whole batch, when these
+    tokens are a part of it; None: they are the batch. Order: level, bound, rejection and veto,
+    M2PO, self-normalisation over what is kept."""
+    # sections of older configs
+    get: Callable[[str, Any], Any] = lambda name, default: getattr(c, name, default)  # noqa: E731
+    lo, hi = DEFAULT_BOUNDS.get(c.level, (0.0, torch.inf))
+    token = log_rho.clamp(-CLAMP, CLAMP)
+    if function := get("function", ""):
+        w = torch.as_tensor(load_function(function)(token, mask, seq, n, c)).detach()
+    else:
+        w = bounded(
+            weights(log_rho, mask, seq, n, c.level),
+            c.bound,
+            lo if c.lo is None else c.lo,
+            hi if c.hi is None else c.hi,
+        )
+    veto = vetoed(get("veto", "none"), get("veto_below", None), log_rho, log_prox, mask, seq, n)
+    keep = ~veto & kept(
+        get("reject", "none"),
+        get("reject_over", "token"),
+        get("reject_lo", None),
+        get("reject_hi", None),
+        log_rho,
+        mask,
+        seq,
+        n,
+    )
+    stats = stats or Statistics()
+    if limit := get("m2", 0.0):
+        stats.m2 = m2_threshold(token, mask, limit) if stats.m2 is None else stats.m2
+        w = torch.where(token.abs() < stats.m2, w, 0.0)
+    w = torch.where(keep, w, 0.0)
+    if c.self_normalize:
+        stats.mean = (
+            mean_weight(w, mask & keep, seq, n, c.level) if stats.mean is None else stats.mean
+        )
+        w = w / stats.mean
+    return Corrected(w, keep, veto)
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """`module:name` imported.  Raises ConfigError that says which half is missing."""
+    module, _, name = path.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError as e:
+        raise ConfigError(f"correction.function = {path}: cannot import {module}: {e}") from e
+    if not callable(found):
+        raise ConfigError(
+            f"correction.function = {path}: {module} has no function {name!r}; write module:name"
+        )
+    return found  # type: ignore[no-any-return]

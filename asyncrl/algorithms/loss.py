@@ -1,0 +1,599 @@
+"""One batch's loss: the single entry that the learner uses.
+
+    # once a batch: advantages, masks, weights where the anchor is known
+    prep = prepare(batch, config)
+    # once an optimizer step: global factors and statistics
+    step = begin_step(prep, samples, current)
+    # per micro-batch: backward `loss`; losses and sums add up to the step's
+    loss, sums = micro_loss(prep, step, part, lp)
+    # early stop: KL = sum a / sum b over the step's micro-batches
+    a, b = stop_statistic(prep, part, lp)
+    # once a batch: one synchronisation with the device
+    add_sums(total, sums); metrics = finish(total)
+
+Everything is packed over response tokens: N in the batch, B samples, tokens of a sample contiguous
+and in order.  A micro-batch holds whole samples, so what belongs to a sequence needs nothing
+outside it; what is a statistic of the batch is computed in `prepare` and `begin_step`.  `config` is
+read by section (staleness, advantage, correction, loss, reshape, kl, stop, value), whatever its
+type."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from asyncrl.algorithms import (
+    correction,
+    diagnostics,
+    kl,
+    ratios,
+    reductions,
+    reshape,
+    stopping,
+    surrogates,
+    values,
+)
+from asyncrl.algorithms.prepass import LossBatch, advantage, fade, kept, section
+from asyncrl.contract.errors import ConfigError
+
+add_sums = diagnostics.add
+finish = diagnostics.metrics
+__all__ = [
+    "LossBatch",
+    "Prepared",
+    "Step",
+    "add_sums",
+    "begin_step",
+    "finish",
+    "micro_loss",
+    "needs_anchor_first",
+    "needs_current",
+    "needs_start_first",
+    "prepare",
+    "stop_statistic",
+]
+EPS = {"gspo": (3e-4, 4e-4)}  # clip ranges that are not 0.2
+
+
+@dataclass
+class Prepared:
+    """A batch after its pre-pass; nothing here carries a gradient."""
+
+    batch: LossBatch
+    config: Any
+    advantage: torch.Tensor  # [N]
+    valid: torch.Tensor  # bool [N]: tokens in the loss, before rejection
+    fade: torch.Tensor  # [N] factor of staleness.on_exceed = downweight
+    corrected: (
+        correction.Corrected | None
+    )  # None: taken from the forward of the only optimizer step
+    returns: torch.Tensor | None = None  # [N], with a value head
+    metrics: dict[str, float] = field(default_factory=dict)
+    budget: stopping.Budget | None = None  # over this batch's steps
+    steps: int = 0  # optimizer steps begun
+    number: int = 0  # of the batch: what is drawn at random is a function of (seed, number, step)
+    # the learner's policy as the batch began [N], where `known`: given, or what the first optimizer
+    # step's own forward said
+    start: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    known: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    # [N] the target policy at each token's last pass, where `passed`
+    latest: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
+    passed: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    # [N] in the loss of the step under way
+    live: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    # [N] in the loss of a step that was made
+    used: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+
+
+@dataclass
+class Step:
+    """One optimizer step: factor [N] of the reduction, and what must be known of the whole batch
+    before any micro-batch.
+    """
+
+    factor: torch.Tensor
+    stats: correction.Statistics
+    reshape: reshape.Statistics | None = None
+    chosen: torch.Tensor | None = None  # bool [N], kl_cov and clip_cov
+    # of this step's learning rate; 0: the batch's remaining steps are skipped
+    lr_scale: float = 1.0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def needs_anchor_first(config: Any) -> bool:
+    """Must a recomputed anchor be known before the first optimizer step of a batch?"""
+    several = config.learner.epochs * config.learner.minibatches > 1
+    after = getattr(config.correction, "denominator", "before") == "after"
+    return bool(several or correction.needs_statistics(config.correction) or after)
+
+
+def needs_start_first(config: Any) -> bool:
+    """Must the learner's start be known before the first optimizer step, whatever the anchor is?
+    (One forward over the batch.)
+
+    KL in the reward is measured there.  Early stopping measures from it: with minibatches the first
+    step shows only some of it, and of several ranks each sees its own samples."""
+    in_reward = config.kl.reward.coefficient > 0 and config.kl.reward.at == "start"
+    in_parts = (
+        config.learner.minibatches > 1 or getattr(config.learner, "backend", "torch") != "torch"
+    )
+    return bool(in_reward or (_stop(config).kl_max > 0 and in_parts))
+
+
+def needs_current(prep: Prepared) -> bool:
+    """Must `begin_step` be given the logprobs [N] of the policy as it is now?  (A forward without
+    gradient over the batch.)
+    """
+    c = prep.config
+    stop = _stop(prep.config)
+    wanted = (
+        c.loss.surrogate in ("reshape", "kl_cov", "clip_cov")
+        or stop.action == "slow"
+        or stop.ess_min > 0
+    )
+    wanted = wanted or (
+        c.loss.surrogate == "reinforce" and correction.needs_statistics(c.correction)
+    )
+    return bool(wanted and not _start_given(prep))
+
+
+def _start_given(prep: Prepared) -> bool:
+    """Before the first step the policy is the learner's start, where that was given."""
+    return prep.steps == 0 and prep.batch.start is not None
+
+
+def _stop(config: Any) -> Any:
+    return section(config, "stop", kl_max=0.0, against="start", action="skip", ess_min=0.0)
+
+
+# ---- once a batch --------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def prepare(
+    batch: LossBatch,
+    config: Any,
+    *,
+    baseline: float = 0.0,
+    beta: float | None = None,
+    number: int = 0,
+) -> Prepared:
+    """The pre-pass over the whole batch.  baseline: of advantage.name = reinforce; beta: of KL in
+    the reward, now; number: the batch's.
+    """
+    beta = config.kl.reward.coefficient if beta is None else beta
+    if batch.start is None and config.correction.proximal == "recompute":
+        batch.start = batch.anchor
+    valid = batch.mask & kept(batch, config)
+    adv, returns, numbers = advantage(batch, valid, config, baseline, beta)
+    corrected = None
+    if batch.anchor is not None and config.loss.surrogate != "reinforce":
+        corrected = _correct(
+            batch,
+            torch.arange(len(batch.seq), device=batch.seq.device),
+            batch.anchor,
+            valid,
+            config,
+            None,
+        )
+    inside = adv[valid]
+    numbers |= {
+        "adv/mean": inside.mean() if len(inside) else adv.new_zeros(()),
+        "adv/abs_max": inside.abs().amax() if len(inside) else adv.new_zeros(()),
+        "answer/masked_share": 1 - valid.to(adv.dtype).mean(),
+    }
+    stop = _stop(config)
+    budget = stopping.Budget(stop.kl_max) if stop.action == "slow" and stop.kl_max > 0 else None
+    metrics = {name: x[0] for name, x in diagnostics.to_host(numbers).items()}
+    given = batch.start is not None
+    start = batch.start.clone() if batch.start is not None else torch.zeros_like(batch.behavior)
+    known = torch.full_like(batch.mask, given)
+    return Prepared(
+        batch,
+        config,
+        adv,
+        valid,
+        fade(batch, config),
+        corrected,
+        returns,
+        metrics,
+        budget,
+        number=number,
+        start=start,
+        known=known,
+        latest=start.clone(),
+        passed=torch.zeros_like(known),
+        live=torch.zeros_like(known),
+        used=torch.zeros_like(known),
+    )
+
+
+def step_made(prep: Prepared) -> None:
+    """The optimizer has made the step: what was in its loss is used."""
+    prep.used |= prep.live
+
+
+def _correct(
+    batch: LossBatch,
+    part: torch.Tensor,
+    anchor: torch.Tensor,
+    valid: torch.Tensor,
+    config: Any,
+    stats: correction.Statistics | None,
+) -> correction.Corrected:
+    """Weights of the tokens `part`; anchor, valid [n]: pi_prox (or pi_theta for surrogate =
+    reinforce) and its mask.
+    """
+    log_rho = ratios.difference(anchor, batch.behavior[part])
+    return correction.correct(
+        log_rho, anchor, valid, batch.seq[part], len(batch.rewards), config.correction, stats
+    )
+
+
+# ---- once an optimizer step ----------------------------------------------------------------------
+
+
+@torch.no_grad()
+def begin_step(prep: Prepared, samples: torch.Tensor, current: torch.Tensor | None = None) -> Step:
+    """Factors over the samples (int64) of one optimizer step, from global counts, so that
+    micro-batches and ranks add up.
+
+    current [N]: logprobs under the policy as it is now, where `needs_current` says so.  Raises
+    ConfigError when it is missing."""
+    batch = prep.batch
+    c = prep.config
+    if current is None and needs_current(prep):
+        raise ConfigError(
+            f"loss.surrogate = {c.loss.surrogate}: begin_step needs the current logprobs of the "
+            "whole batch"
+        )
+    if current is not None and prep.steps == 0 and not prep.known.any():
+        prep.start, prep.known = current.to(prep.start.dtype).clone(), torch.ones_like(prep.known)
+    if current is None:
+        current = batch.start if _start_given(prep) else batch.anchor
+    inside = torch.zeros(len(batch.rewards), dtype=torch.bool, device=batch.seq.device)
+    inside[samples] = True
+    counted = prep.valid & inside[batch.seq]
+    if prep.corrected is not None and getattr(c.correction, "denominator", "before") == "after":
+        counted &= prep.corrected.kept
+    length = (
+        float(c.loss.norm_length or c.generator.max_new_tokens)
+        if c.loss.reduction == "seq-mean-token-sum-norm"
+        else 1.0
+    )
+    factor = reductions.factors(counted, batch.seq, len(batch.rewards), c.loss.reduction, length)
+    step = Step(factor.to(batch.behavior.dtype), correction.Statistics())
+    _statistics(prep, step, current)
+    prep.live = torch.zeros_like(prep.live)
+    prep.steps += 1
+    return step
+
+
+def _statistics(prep: Prepared, step: Step, current: torch.Tensor | None) -> None:
+    """Fill in what the surrogate and the stop need of the whole batch."""
+    c = prep.config
+    batch = prep.batch
+    stop = _stop(prep.config)
+    name = c.loss.surrogate
+    if name == "reinforce" and current is not None and correction.needs_statistics(c.correction):
+        _correct(
+            batch,
+            torch.arange(len(batch.seq), device=batch.seq.device),
+            current,
+            prep.valid,
+            c,
+            step.stats,
+        )
+    if name in ("kl_cov", "clip_cov") and current is not None:
+        cov = surrogates.covariance(current, prep.advantage, prep.valid)
+        if name == "kl_cov":
+            step.chosen = surrogates.highest(cov, prep.valid, c.loss.cov_share)
+        else:
+            seed = ((getattr(c, "seed", 0) * 1_000_003 + prep.number) * 1009 + prep.steps) % 2**63
+            step.chosen = surrogates.drawn(
+                cov, prep.valid, c.loss.cov_share, c.loss.cov_lo, c.loss.cov_hi, seed
+            )
+    if current is None or not (name == "reshape" or stop.action == "slow" or stop.ess_min > 0):
+        return
+    log_w = ratios.log_ratio(current, batch.behavior)
+    read: dict[str, torch.Tensor] = {}
+    stops = stop.action == "slow" or stop.ess_min > 0
+    if stops:
+        read |= {
+            "stop": _stop_kl(prep, current),
+            "ess": correction.effective_sample_size(log_w.exp(), prep.valid),
+        }
+    if name == "reshape":
+        step.reshape = reshape.statistics(log_w, prep.valid, c.reshape.rho_min)
+        read |= {"k": step.reshape.kl, "base": step.reshape.base, "sigma2": step.reshape.sigma2}
+    # the step's one wait for the device before its gradient
+    host = {key: x[0] for key, x in diagnostics.to_host(read).items()}
+    if stops:
+        step.lr_scale = stopping.scale(
+            host["stop"],
+            host["ess"],
+            kl_max=stop.kl_max if stop.action == "slow" else 0.0,
+            ess_min=stop.ess_min,
+            budget=prep.budget,
+        )
+        step.metrics |= {"optim/stop_ess": host["ess"], "optim/lr_scale": step.lr_scale}
+    if step.reshape is not None:
+        if c.reshape.budget == "tokens":
+            prep.budget = prep.budget or stopping.Budget(c.reshape.kl_budget)
+            step.reshape.share = prep.budget.next(host["k"])
+        step.metrics |= {
+            "reshape/gamma_base": host["base"],
+            "reshape/sigma2": host["sigma2"],
+            "reshape/share": step.reshape.share,
+        }
+
+
+def _stop_kl(prep: Prepared, current: torch.Tensor) -> torch.Tensor:
+    """The KL of the batch's update so far, over the whole batch, as `stop_statistic` measures it: a
+    scalar.
+    """
+    total, weight = stop_statistic(
+        prep, torch.arange(len(prep.valid), device=prep.valid.device), current
+    )
+    return (total / weight.clamp(min=1e-12)).clamp(min=0)
+
+
+# ---- per micro-batch -----------------------------------------------------------------------------
+
+
+def _trust(
+    prep: Prepared,
+    step: Step,
+    part: torch.Tensor,
+    raw: torch.Tensor,
+    now: torch.Tensor,
+    valid: torch.Tensor,
+) -> surrogates.Trust:
+    """The surrogate named in the config, on the tokens `part`.  raw [n]: log pi_theta / anchor, not
+    clamped.
+    """
+    log_r = raw.clamp(-ratios.CLAMP, ratios.CLAMP)
+    loss = prep.config.loss
+    seq = prep.batch.seq[part]
+    n = len(prep.batch.rewards)
+    adv = prep.advantage[part]
+    name, (low, high) = loss.surrogate, EPS.get(loss.surrogate, (0.2, 0.2))
+    low = low if loss.eps_low is None else loss.eps_low
+    high = high if loss.eps_high is None else loss.eps_high
+    if name in ("ppo", "decoupled_ppo"):
+        return surrogates.ppo(log_r, adv, low=low, high=high, dual=loss.dual_clip)
+    if name == "vanilla":
+        return surrogates.vanilla(log_r, adv)
+    if name in ("reinforce", "gpg", "sft"):
+        return surrogates.plain(now, adv)
+    if name == "gspo":
+        return surrogates.gspo(raw, adv, valid, seq, n, low=low, high=high)
+    if name == "cispo":
+        bound = high if getattr(loss, "cispo_absolute", False) else 1 + high
+        return surrogates.cispo(
+            log_r, adv, now, lo=0.0 if loss.eps_low is None else 1 - loss.eps_low, hi=bound
+        )
+    if name == "sapo":
+        return surrogates.sapo(log_r, adv, tau_pos=loss.sapo_tau_pos, tau_neg=loss.sapo_tau_neg)
+    if name == "dppo":
+        return surrogates.dppo(log_r, adv, now.exp(), threshold=loss.dppo_threshold)
+    if name == "topr":
+        return surrogates.topr(raw, adv, now, valid, seq, n)
+    if name == "dro":
+        return surrogates.dro(log_r, adv, now, beta=loss.dro_beta)
+    if name in ("kl_cov", "clip_cov"):
+        assert step.chosen is not None
+        if name == "kl_cov":
+            return surrogates.kl_cov(
+                log_r, adv, step.chosen[part], coefficient=loss.cov_coefficient
+            )
+        return surrogates.clip_cov(log_r, adv, step.chosen[part], low=low, high=high)
+    raise ratios.unknown("loss.surrogate", name, surrogates.NAMES)
+
+
+def _reshaped(
+    prep: Prepared, step: Step, part: torch.Tensor, log_w: torch.Tensor, valid: torch.Tensor
+) -> tuple[surrogates.Trust, dict[str, torch.Tensor]]:
+    """IS-reshape on the tokens `part`, and its own sums."""
+    assert step.reshape is not None
+    adv = prep.advantage[part]
+    c = prep.config.reshape
+    g = reshape.gamma(log_w, adv, step.reshape, c)
+    push = adv * log_w
+    w = (g * log_w).exp()
+    rows = [
+        torch.ones_like(g),
+        g,
+        log_w.exp(),
+        w,
+        w * adv,
+        (w * adv).square(),
+        g * (push > 0),
+        push > 0,
+        g * (push < 0),
+        push < 0,
+    ]
+    sums = torch.stack([torch.where(valid, x.double(), 0.0).sum() for x in rows])
+    return reshape.reshape(log_w, adv, g, c, step.reshape.share), {"reshape": sums}
+
+
+def micro_loss(
+    prep: Prepared,
+    step: Step,
+    part: torch.Tensor,
+    lp: torch.Tensor,
+    entropy: torch.Tensor | None = None,
+    values_now: torch.Tensor | None = None,
+    step_kl: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss of one micro-batch (its share of the step's) and sums for the metrics.
+
+    part int64 [n]: its tokens' places among N, whole samples; lp [n] with gradient; entropy,
+    values_now [n] with gradient, or None; step_kl [n] with gradient: exact KL(theta || ref) of each
+    step, for kl.loss.off_policy = prefix_full."""
+    b = prep.batch
+    c = prep.config
+    now = lp.detach()
+    valid = prep.valid[part]
+    factor = step.factor[part]
+    behavior = b.behavior[part]
+    prox = now if b.anchor is None else b.anchor[part]
+    _remember(prep, part, now)
+    fixed = prep.corrected
+    if fixed is None:
+        fixed = _correct(
+            b, part, now if c.loss.surrogate == "reinforce" else prox, valid, c, step.stats
+        )
+    else:
+        fixed = correction.Corrected(fixed.weight[part], fixed.kept[part], fixed.vetoed[part])
+    more: dict[str, torch.Tensor] = {}
+    if c.loss.surrogate == "reshape":
+        trust, more = _reshaped(prep, step, part, ratios.log_ratio(now, behavior), valid)
+    else:
+        trust = _trust(prep, step, part, ratios.difference(now, prox), now, valid)
+    live = valid & fixed.kept
+    prep.live[part] = live & (fixed.weight != 0)
+    scale = torch.where(live, fixed.weight * prep.fade[part] * factor, 0.0)
+    coefficient = torch.where(live, trust.coefficient * scale, 0.0)
+    safe = torch.where(live, lp, 0.0)
+    loss = -(coefficient * safe).sum()
+    sums = more | {"loss/policy": -torch.where(live, trust.objective * scale, 0.0).sum()}
+    extra, terms = _terms(prep, part, live, factor, lp, coefficient, entropy, values_now, step_kl)
+    view = diagnostics.View(
+        b.seq[part],
+        b.token_lag[part],
+        valid,
+        fixed.kept,
+        fixed.vetoed,
+        behavior,
+        prep.start[part],
+        now,
+        fixed.weight,
+        trust.clipped,
+        b.rewards,
+        None if b.reference is None else b.reference[part],
+        None if entropy is None else entropy.detach(),
+        prep.known[part],
+        None if b.age is None else b.age[part],
+    )
+    return loss + extra, diagnostics.sums(view) | sums | terms
+
+
+def _remember(prep: Prepared, part: torch.Tensor, now: torch.Tensor) -> None:
+    """Keep the logprobs of this pass; those of the first optimizer step are the learner's start,
+    which costs no forward of its own.
+    """
+    now = now.to(prep.start.dtype)
+    if prep.steps == 1:
+        fresh = ~prep.known[part]
+        prep.start[part] = torch.where(fresh, now, prep.start[part])
+        prep.known[part] = True
+    prep.latest[part] = now
+    prep.passed[part] = True
+
+
+def _terms(
+    prep: Prepared,
+    part: torch.Tensor,
+    live: torch.Tensor,
+    factor: torch.Tensor,
+    lp: torch.Tensor,
+    coefficient: torch.Tensor,
+    entropy: torch.Tensor | None,
+    values_now: torch.Tensor | None,
+    step_kl: torch.Tensor | None,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """What is added to the policy term: entropy, KL in the loss, reshape's KL penalty, value
+    loss.
+    """
+    b = prep.batch
+    c = prep.config
+    total = lp.new_zeros(())
+    sums = {}
+
+    def safe(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(live, x, 0.0)  # not x[live], whose size the host would have to wait for
+
+    def weighed(x: torch.Tensor) -> torch.Tensor:
+        return (safe(x) * factor).sum()
+
+    if entropy is not None and c.loss.entropy:
+        sums["loss/entropy"] = weighed(entropy)
+        total = total - c.loss.entropy * sums["loss/entropy"]
+    k = section(
+        c.kl,
+        "loss",
+        coefficient=0.0,
+        estimator="k3",
+        off_policy="none",
+        discount=1.0,
+        truncate=math.inf,
+    )
+    if b.reference is not None and k.coefficient > 0:
+        how = {
+            "estimator": k.estimator,
+            "off_policy": k.off_policy,
+            "discount": k.discount,
+            "truncate": k.truncate,
+        }
+        if k.off_policy in ("prefix", "prefix_full"):  # a product over the live tokens alone
+            term = kl.term(
+                lp[live],
+                b.reference[part][live],
+                b.behavior[part][live],
+                b.seq[part][live],
+                step_kl=None if step_kl is None else step_kl[live],
+                **how,
+            )
+            sums["loss/kl"] = (term * factor[live]).sum()
+        else:
+            sums["loss/kl"] = weighed(
+                kl.term(
+                    safe(lp), safe(b.reference[part]), safe(b.behavior[part]), b.seq[part], **how
+                )
+            )
+        total = total + k.coefficient * sums["loss/kl"]
+        if lp.requires_grad:
+            slope = torch.autograd.grad(sums["loss/kl"], lp, retain_graph=True)[0]
+            sums |= {
+                "sq/kl": (k.coefficient * slope).square().sum(),
+                "sq/policy": coefficient.square().sum(),
+            }
+    if c.loss.surrogate == "reshape" and c.reshape.kl_penalty > 0:
+        x = ratios.difference(safe(lp), safe(b.behavior[part]))
+        sums["loss/kl_penalty"] = weighed(kl.estimate(c.reshape.kl_estimator, x))
+        total = total + c.reshape.kl_penalty * sums["loss/kl_penalty"]
+    if values_now is not None and prep.returns is not None:
+        v = section(c, "value", coefficient=0.1, clip=0.0)
+        old = None if b.values is None else safe(b.values[part])
+        sums["loss/value"] = weighed(
+            values.value_loss(safe(values_now), safe(prep.returns[part]), old, v.clip)
+        )
+        total = total + v.coefficient * sums["loss/value"]
+    return total, {name: x.detach() for name, x in sums.items()}
+
+
+@torch.no_grad()
+def stop_statistic(
+    prep: Prepared, part: torch.Tensor, lp: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weighted sum, weight) over the tokens `part` of what this batch's updates alone have moved:
+    nothing, as long as lp is the start.
+
+    stop.against = start: r - 1 - log r with r = pi_theta / start, whose mean estimates KL(start ||
+    theta); the samples are mu's, so each counts start / mu, at most 2.  behavior: the same estimate
+    of KL(mu || theta), less KL(mu || start) of these very tokens, with which the batch arrived.
+    The sums of micro-batches and of ranks add up, and every rank must decide on the same ones."""
+    valid = prep.valid[part]
+    behavior = prep.batch.behavior[part]
+    start = prep.start[part]
+    to_start = ratios.log_ratio(start, behavior)
+    if _stop(prep.config).against == "behavior":
+        now, weight = stopping.kl_statistic(
+            ratios.log_ratio(lp, behavior), torch.ones_like(start), valid
+        )
+        return now - stopping.kl_statistic(to_start, torch.ones_like(start), valid)[0], weight
+    return stopping.kl_statistic(ratios.log_ratio(lp, start), to_start.exp().clamp(max=2.0), valid)

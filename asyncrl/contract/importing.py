@@ -1,0 +1,88 @@
+"""What is imported from where, and importing torch cheaply.
+
+Ours always win.  `actors`, `buffer` and `learner` are names that others use too, so they are never
+looked up on sys.path: `Parts` finds them beside `asyncrl` (a checkout) or in it (an installed
+wheel, which brings no top-level name but `asyncrl`), under this one spelling.  The working
+directory comes last on sys.path, behind the standard library and what is installed: a user's
+queue.py or learner.py hides nothing, and a user's reward module is found all the same."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+PARTS = ("actors", "buffer", "learner")
+INSIDE = Path(__file__).resolve().parents[1]  # of the package asyncrl
+HOME = INSIDE if (INSIDE / PARTS[0]).is_dir() else INSIDE.parent  # where the three packages lie
+
+
+class Parts:
+    """A finder for the three packages, asked before sys.path is."""
+
+    @staticmethod
+    def find_spec(
+        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name in PARTS:
+            return PathFinder.find_spec(name, [str(HOME)])
+        if name.startswith("asyncrl.") and name.count(".") == 1 and name.partition(".")[2] in PARTS:
+            part = name.partition(".")[2]  # a class under two names would be two classes
+            raise ModuleNotFoundError(f"{name} is imported as {part}", name=name)
+        return None
+
+
+def ours_first() -> None:
+    """Let `Parts` find our packages.  Raises ImportError when another module has one of their names
+    already.
+    """
+    for name in PARTS:
+        file = getattr(sys.modules.get(name), "__file__", None)
+        if file is not None and Path(file).resolve().parent != HOME / name:
+            raise ImportError(
+                f"asyncrl needs its own package `{name}`, but {file} was imported under that name: "
+                "import asyncrl first"
+            )
+    if Parts not in sys.meta_path:
+        sys.meta_path.insert(0, Parts)
+
+
+def here_last() -> None:
+    """The working directory at the end of sys.path, if it is not on it already."""
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)
+
+
+def found_here() -> None:
+    """After `python -m` in a checkout that is not installed: processes that this one starts find
+    asyncrl by PYTHONPATH.
+    """
+    if (root := str(INSIDE.parent)) == os.getcwd():
+        paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """The command line of a process of ours: `module` as the main program, the working directory
+    last.
+    """
+    return [sys.executable, "-P", "-m", "asyncrl.supervise.start", module, *arguments]
+
+
+@contextmanager
+def no_garbage() -> Iterator[None]:
+    """Around imports: no collection runs, and what is there afterwards is never looked at again.
+
+    Modules are no garbage; to search them dozens of times while torch makes them, and once more at
+    the end, costs a process half a second of CPU."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()

@@ -1,0 +1,167 @@
+"""Policy versions: labels, their tree, and the one definition of lag.  Pure; see
+docs/architecture.md, "Versions".
+
+A *policy* is a node of a tree: a parent and an update.  Its *number* is its depth, the count of
+batches committed since the start.  A *label* (epoch, number) names it; the epoch counts the
+learner's lives.  Same parent and same digest: same node, whatever the label."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from asyncrl.contract.errors import ProtocolError
+
+
+class Label(NamedTuple):
+    """A policy version.  Labels compare as pairs: a newer epoch wins, also with a lower number."""
+
+    epoch: int
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.epoch}.{self.number}"
+
+
+class PolicyTree:
+    """The policies that learners registered by hello or commit.
+
+    >>> tree = PolicyTree()
+    >>> for n in range(3):
+    ...     tree.register(Label(1, n), Label(1, n - 1) if n else None, f"d{n}")
+
+    Epoch 2 resumes from the checkpoint of number 1, and trains on: another update than epoch 1's.
+
+    >>> tree.register(Label(2, 1), Label(1, 0), "d1")
+    >>> tree.register(Label(2, 2), Label(2, 1), "other")
+
+    One step back on the dead branch, one forward on ours:
+
+    >>> tree.lag(Label(1, 2), Label(2, 2), 2)
+    2
+    """
+
+    def __init__(self) -> None:
+        self._node: dict[Label, int] = {}
+        self._intern: dict[tuple[int, str], int] = {}
+        self._parent: list[int] = []
+        self._depth: list[int] = []
+        self._digest: list[str] = []
+
+    def __contains__(self, label: Label) -> bool:
+        return label in self._node
+
+    def digest(self, label: Label) -> str:
+        """The digest that was registered under `label`; KeyError when there is none."""
+        return self._digest[self._node[label]]
+
+    def labels(self) -> list[Label]:
+        """All registered labels, sorted."""
+        return sorted(self._node)
+
+    def __len__(self) -> int:
+        return len(self._node)
+
+    def prune(self, below: int, keep: Collection[Label]) -> None:
+        """Forget the labels of numbers under `below` that are not in `keep`; the lag between any
+        others stays what it is.
+
+        >>> tree = PolicyTree()
+        >>> for n in range(9): tree.register(Label(1, n), Label(1, n - 1) if n else None, f"d{n}")
+        >>> tree.prune(6, [Label(1, 2)])
+        >>> tree.labels()[0], len(tree), tree.lag(Label(1, 2), Label(1, 8), 8), len(tree._parent)
+        (Label(epoch=1, number=2), 4, 6, 4)
+        """
+        self._node = {
+            label: n for label, n in self._node.items() if label.number >= below or label in keep
+        }
+        wanted = set(self._node.values())
+        size = len(self._parent)
+        # children of a policy under which something is wanted: two make a branch, whose depth
+        # counts
+        below_it = [0] * size
+        for n in reversed(range(size)):
+            if (n in wanted or below_it[n]) and self._parent[n] >= 0:
+                below_it[self._parent[n]] += 1
+        # the policy, or its nearest ancestor that stays; the last one: of roots
+        to = [-1] * (size + 1)
+        parent: list[int] = []
+        depth: list[int] = []
+        digest: list[str] = []
+        for n in range(size):
+            above = to[self._parent[n]]
+            if n in wanted or below_it[n] >= 2:
+                to[n] = len(parent)
+                parent.append(above)
+                depth.append(self._depth[n])
+                digest.append(self._digest[n])
+            else:
+                to[n] = above
+        self._node = {label: to[n] for label, n in self._node.items()}
+        self._parent = parent
+        self._depth = depth
+        self._digest = digest
+        self.index()
+
+    def index(self) -> None:
+        """Find policies by parent and digest again: a root by its number too, as equal weights may
+        come at several.
+        """
+        rows = enumerate(zip(self._parent, self._depth, self._digest, strict=True))
+        self._intern = {
+            (p if p >= 0 else -1 - n, d): i
+            for i, (p, n, d) in rows
+            if p < 0 or n == self._depth[p] + 1
+        }
+
+    def register(self, label: Label, parent: Label | None, digest: str) -> None:
+        """Give a policy its label.  Registering it again is fine; another digest under it raises
+        ProtocolError.
+
+        A parent that is unknown (None: the tree starts here, as in a new buffer) makes a root of
+        depth `label.number`."""
+        label = Label(*label)
+        if label in self._node:
+            if self.digest(label) != digest:
+                raise ProtocolError(
+                    f"two different weights carry the version {label}: {self.digest(label)} and "
+                    f"{digest}"
+                )
+            return
+        root = (
+            -1 if parent is None or Label(*parent) not in self._node else self._node[Label(*parent)]
+        )
+        key = (root if root >= 0 else -1 - label.number, digest)
+        if key not in self._intern:
+            self._intern[key] = len(self._parent)
+            self._parent.append(root)
+            self._depth.append(label.number)
+            self._digest.append(digest)
+        self._node[label] = self._intern[key]
+
+    def alias(self, label: Label, known: Label) -> None:
+        """Let `label` name the policy that `known` names: a resumed learner's name for weights of
+        the life before.
+        """
+        self._node[Label(*label)] = self._node[Label(*known)]
+
+    def lag(self, token: Label, train: Label, number: int) -> int:
+        """Updates between the policy `token` and the one that batch `number` starts from, a
+        descendant of `train`.
+
+        `(n_token - c) + (number - c)` with c the depth of the last common ancestor; updates not yet
+        made count as different, so a lag reckoned early can only shrink.  Never negative.  KeyError
+        for a label nobody registered."""
+        a = self._node[Label(*token)]
+        b = self._node[Label(*train)]
+        start = a
+        while a != b:
+            # no common root is stored: the distance to both is known only from the depths
+            if a < 0 or b < 0:
+                return self._depth[start] + number
+            if self._depth[a] >= self._depth[b]:
+                a = self._parent[a]
+            else:
+                b = self._parent[b]
+        common = self._depth[a]
+        return (self._depth[start] - common) + (number - common)

@@ -1,0 +1,275 @@
+"""`asyncrl sweep`: staleness limits x corrections, each cell over several seeds in warm processes,
+and which limit to choose.
+
+Every cell is a run of `runner`: the real store, admission, engine and learner by turns.  With
+injected lag k every ticket is written with weights k versions old; with natural lag the engine goes
+on writing while an update runs, as far as the limit lets it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config import load
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
+from asyncrl.experiments.compare import comparison, warm_pool
+
+SYNC = "sync"
+PROBE_STEPS = 12
+_PLAIN = [
+    "correction.preset=''",
+    "correction.reject=none",
+    "correction.veto=none",
+    "correction.m2=0.0",
+]
+_BEHAVIOR = [*_PLAIN, "correction.proximal=behavior"]
+_RECOMPUTE = [*_PLAIN, "correction.proximal=recompute"]
+KL_STOP = 0.05  # nats a token that a batch's updates may move: repair A of the IS-reshape report
+
+
+def _preset(name: str) -> list[str]:
+    keys = {"level": "none", "bound": "none"} | load.PRESETS[name]
+    return [
+        *_RECOMPUTE,
+        *(f"correction.{k}={v}" for k, v in keys.items()),
+        f"loss.surrogate={'vanilla' if name == 'none' else 'decoupled_ppo'}",
+    ]
+
+
+CORRECTIONS: dict[str, tuple[str, list[str]]] = {
+    "none": ("stale samples as if they were fresh", _preset("none")),
+    "ppo": (
+        "PPO, the ratio and its clip against the behaviour policy",
+        [*_BEHAVIOR, "loss.surrogate=ppo"],
+    ),
+    **{
+        n: (
+            f"decoupled PPO with the preset {n}; its clip acts from a batch's second update on",
+            _preset(n),
+        )
+        for n in ("tis", "seq_tis", "icepop", "mis", "m2po")
+    },
+    "reshape": ("IS-reshape v3.1", [*_BEHAVIOR, "loss.surrogate=reshape", "reshape.mode=v3.1"]),
+    "reshape-stop": (
+        f"IS-reshape v3.1, two optimizer steps a batch, the second only below {KL_STOP} nats a "
+        "token from the batch's start (repair A)",
+        [
+            *_BEHAVIOR,
+            "loss.surrogate=reshape",
+            "reshape.mode=v3.1",
+            "learner.minibatches=2",
+            f"stop.kl_max={KL_STOP}",
+        ],
+    ),
+    "k3": (
+        "PPO as above, and 0.1 k3 towards the initial model in the loss",
+        [*_BEHAVIOR, "loss.surrogate=ppo", "kl.loss.coefficient=0.1", "kl.loss.estimator=k3"],
+    ),
+    "configured": ("as the config says", []),
+}
+
+
+def parse_correction(text: str) -> tuple[str, list[str]]:
+    """`NAME` of CORRECTIONS, or `NAME:key=value,...`.  Raises ConfigError."""
+    if ":" in text:
+        arm = comparison.parse_arm(text)
+        if arm.same_as:
+            raise ConfigError(
+                f"--correction {text}: same-as belongs to compare; a sweep does not repeat a "
+                "correction"
+            )
+        return arm.name, arm.sets
+    if text not in CORRECTIONS:
+        raise ConfigError(
+            f"--correction {text}: unknown; choose of {', '.join(CORRECTIONS)}, or write "
+            "NAME:key=value,key=value"
+        )
+    return text, CORRECTIONS[text][1]
+
+
+def parse_limits(text: str, injected: bool) -> list[float]:
+    """`0,1,2,4` or `1,inf`; ascending, each once.  Raises ConfigError."""
+    try:
+        found = [float(x) for x in text.split(",")]
+    except ValueError:
+        raise ConfigError(
+            f"--limits {text}: write whole numbers separated by commas, for instance 0,1,2,4 (inf: "
+            "no limit)"
+        ) from None
+    for x in found:
+        if math.isnan(x) or x < 0 or (not math.isinf(x) and x != int(x)):
+            raise ConfigError(f"--limits {text}: {x:g} is neither a whole number from 0 on nor inf")
+        if injected and math.isinf(x):
+            raise ConfigError(
+                f"--limits {text}: a lag of inf cannot be injected; leave --inject out for natural "
+                "lag"
+            )
+    if len(set(found)) < len(found):
+        raise ConfigError(f"--limits {text}: a limit is given twice")
+    return sorted(found)
+
+
+def label(limit: float) -> str:
+    return "inf" if math.isinf(limit) else str(int(limit))
+
+
+@dataclass
+class Plan:
+    """What a sweep runs: (correction, limit) -> arm; arms with equal configs are run once."""
+
+    corrections: dict[str, list[str]]
+    limits: list[float]
+    injected: bool
+    arms: dict[str, Config] = field(default_factory=dict)  # name -> config; the first is `sync`
+    cell: dict[tuple[str, float], str] = field(default_factory=dict)
+    # limit -> a short run at natural lag, for its speed
+    probes: dict[float, Config] = field(default_factory=dict)
+
+
+def limit_sets(limit: float, injected: bool) -> list[str]:
+    return [f"staleness.max_lag={label(limit)}"] + (
+        [f"staleness.inject={label(limit)}"] if injected and limit > 0 else []
+    )
+
+
+def plan(
+    source: str,
+    sets: Sequence[str],
+    corrections: Sequence[tuple[str, list[str]]],
+    limits: Sequence[float],
+    *,
+    injected: bool,
+) -> Plan:
+    """Every config of the sweep, every mistake found before anything starts.  Raises
+    ConfigError.
+    """
+    base = load.load(source, sets)
+    if base.staleness.inject is not None:
+        raise ConfigError(
+            "staleness.inject: the sweep sets it; leave it out of the config and give --inject"
+        )
+    if why := warm_pool.cold(base):
+        raise ConfigError(why)
+    out = Plan(
+        dict(corrections),
+        list(limits),
+        injected,
+        {SYNC: load.load(source, [*sets, *limit_sets(0, injected)])},
+    )
+    for name, items in corrections:
+        if [n for n, _ in corrections].count(name) > 1:
+            raise ConfigError(
+                f"--correction {name}: given twice; give the second a name of its own"
+            )
+        if name == SYNC:
+            raise ConfigError(
+                f"--correction {name}: this name is taken by the synchronous run of the config as "
+                "it is"
+            )
+        for item in items:
+            key = item.partition("=")[0].strip()
+            if any(key == k or key.startswith(k + ".") for k in comparison.SHARED) or key in (
+                "staleness.max_lag",
+                "staleness.inject",
+            ):
+                raise ConfigError(
+                    f"--correction {name}: {key} must be the same in all cells; give it by --set, "
+                    "limits by --limits"
+                )
+        for limit in limits:
+            try:
+                c = load.load(source, [*sets, *items, *limit_sets(limit, injected)])
+            except ConfigError as e:
+                raise ConfigError(f"--correction {name}, limit {label(limit)}: {e}") from e
+            twin = next((n for n, other in out.arms.items() if other == c), None)
+            if (
+                twin is not None
+                and (limit > 0 or twin != SYNC)
+                and not twin.startswith(f"{name}-limit")
+            ):
+                raise ConfigError(
+                    f"--correction {name}: with limit {label(limit)} it is the same as {twin}; "
+                    "leave one out"
+                )
+            arm = twin or f"{name}-limit{label(limit)}"
+            out.arms.setdefault(arm, c)
+            out.cell[name, limit] = arm
+    short = [
+        "evaluation.every=0",
+        "evaluation.final_prompts=1",
+        "evaluation.ood_prompts=0",
+        f"learner.steps={min(PROBE_STEPS, base.learner.steps)}",
+    ]
+    out.probes = {
+        x: load.load(source, [*sets, *short, f"staleness.max_lag={label(x)}"])
+        for x in sorted({0.0, *limits})
+    }
+    return out
+
+
+class Sweep:
+    """A sweep in its directory.  Raises ConfigError when the directory holds another one."""
+
+    def __init__(self, directory: Path, what: Plan, seeds: int, say: Callable[[str], None]) -> None:
+        self.directory = directory
+        self.plan = what
+        self.say = say
+        self.seeds = [what.arms[SYNC].seed + i for i in range(seeds)]
+        self.cells = warm_pool.Cells(directory)
+        written = {
+            "arms": {
+                n: json.loads(json.dumps(msgspec.to_builtins(c))) for n, c in what.arms.items()
+            }
+        }
+        path = directory / "sweep.json"
+        if path.exists():
+            before = comparison.as_now(json.loads(path.read_text())["arms"])
+            common = {n: before[n] for n in before if n in written["arms"]}
+            if found := comparison.differences(common, {n: written["arms"][n] for n in common}):
+                raise ConfigError(
+                    f"{directory} holds a sweep with other settings "
+                    f"({'; '.join(found[:4])}{' ...' if len(found) > 4 else ''}); "
+                    "choose another directory by --out"
+                )
+            written["arms"] = before | written["arms"]
+        directory.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(written, indent=1))
+
+    @staticmethod
+    def name(arm: str, seed: int) -> str:
+        return f"{arm}-seed{seed}"
+
+    def run(
+        self,
+        workers: int,
+        tell: warm_pool.Tell,
+        *,
+        first: Sequence[float] = (),
+        abandon: bool = True,
+    ) -> None:
+        """Speed probes, then seed by seed the arms; limits in `first` get all their seeds before
+        the others start.
+        """
+        for limit, c in self.plan.probes.items():
+            self.cells.add(f"probe-limit{label(limit)}", c, c.seed)
+        blocks = [[x] for x in first] + [[x for x in self.plan.limits if x not in first]]
+        for block in blocks:
+            for seed in self.seeds:
+                wanted = [SYNC] + [
+                    arm for (_, limit), arm in self.plan.cell.items() if limit in block
+                ]
+                for arm in dict.fromkeys(wanted):
+                    self.cells.add(self.name(arm, seed), self.plan.arms[arm], seed)
+        missing = len(self.cells.todo())
+        if missing < len(self.cells.configs):
+            self.say(
+                f"{len(self.cells.configs) - missing} of {len(self.cells.configs)} runs are "
+                "finished already"
+            )
+        self.cells.run(workers, tell, abandon=abandon)

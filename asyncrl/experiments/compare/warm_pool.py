@@ -1,0 +1,173 @@
+"""Warm workers: processes that make run after run, with imports, engine and CPU caches kept; one
+file a finished cell.
+
+DIR/cells/NAME.toml is the cell's whole config (`asyncrl run` takes it too), DIR/cells/NAME.json its
+record, written when it is finished: an interrupted grid goes on cell by cell.  A worker is `python
+-m asyncrl.experiments.compare.warm_worker DIR`: names come in on stdin, one a line; events go out
+on stdout, one JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from asyncrl.config import load
+from asyncrl.config.tree import Config
+from asyncrl.contract import importing
+from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.experiments.compare import verdict
+from asyncrl.supervise.launch import _die_with_parent, signal_name
+
+# (cell, {"step", "accuracy"} along the way or {"done": True})
+Tell = Callable[[str, dict[str, Any]], None]
+
+
+def collapsed(_steps: list[float], accuracy: list[float]) -> str:
+    """The rule of early abandonment: accuracy below half its best for as many evaluations in a row
+    as `judgement.Bounds` says.
+    """
+    return next((x for x in verdict.stability(accuracy, []) if x.startswith("collapse")), "")
+
+
+def write(path: Path, text: str) -> None:
+    part = path.with_suffix(path.suffix + ".part")
+    part.write_text(text)
+    os.replace(part, path)
+
+
+@dataclass
+class Cells:
+    """The cells of one directory.  Raises ConfigError when a cell is there with other settings."""
+
+    directory: Path
+    configs: dict[str, Config] = field(default_factory=dict)
+
+    def add(self, name: str, config: Config, seed: int) -> None:
+        whole = msgspec.structs.replace(config, seed=seed)
+        path = self.path(name).with_suffix(".toml")
+        if path.exists() and load.load(path) != whole:
+            raise ConfigError(
+                f"{path} holds a run with other settings; choose another directory by --out"
+            )
+        self.configs[name] = whole
+
+    def path(self, name: str) -> Path:
+        return self.directory / "cells" / f"{name}.json"
+
+    def read(self, name: str) -> dict[str, Any]:
+        return dict(json.loads(self.path(name).read_text()))
+
+    def todo(self) -> list[str]:
+        return [n for n in self.configs if not self.path(n).exists()]
+
+    def run(self, workers: int, tell: Tell, *, abandon: bool = True) -> None:
+        """Make what is missing, in the order of `add`.  Raises AsyncrlError when a run fails; what
+        others finish by then is kept.
+        """
+        (self.directory / "cells").mkdir(parents=True, exist_ok=True)
+        for name, config in self.configs.items():
+            if not self.path(name).with_suffix(".toml").exists():
+                write(self.path(name).with_suffix(".toml"), load.dump(config))
+        queue = deque(self.todo())
+        team = [
+            Worker(self.directory, n, queue, tell, abandon) for n in range(min(workers, len(queue)))
+        ]
+        try:
+            for w in team:
+                w.thread.start()
+            for w in team:
+                while w.thread.is_alive():
+                    w.thread.join(0.2)  # a timeout lets Ctrl-C through
+        except BaseException:
+            queue.clear()
+            for w in team:
+                w.process.kill()
+            raise
+        if failed := [w.failed for w in team if w.failed]:
+            raise AsyncrlError(f"{failed[0]}; the same command goes on from here")
+
+
+class Worker:
+    """One process and the thread that feeds it.  It dies with this process."""
+
+    def __init__(
+        self, directory: Path, number: int, queue: deque[str], tell: Tell, abandon: bool
+    ) -> None:
+        self.queue = queue
+        self.tell = tell
+        self.failed = ""
+        self.log = directory / "logs" / f"worker_{number}.log"
+        self.log.parent.mkdir(exist_ok=True)
+        argv = importing.command(
+            "asyncrl.experiments.compare.warm_worker",
+            str(directory),
+            *(["--abandon"] if abandon else []),
+        )
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                argv,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+                preexec_fn=_die_with_parent,
+            )
+        self.thread = threading.Thread(target=self._feed, daemon=True)
+
+    def _feed(self) -> None:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        while self.queue and not self.failed:
+            try:
+                name = self.queue.popleft()
+            except IndexError:
+                break
+            try:
+                self.process.stdin.write(name + "\n")
+                self.process.stdin.flush()
+            except BrokenPipeError:
+                pass  # its death shows below, as the end of its stdout
+            done = False
+            while not done and not self.failed:
+                line = self.process.stdout.readline()
+                if not line:
+                    last = [x for x in self.log.read_text().splitlines() if x.strip()][-1:]
+                    self.failed = (
+                        f"run {name}: its process ended "
+                        f"({signal_name(self.process.wait())}) {' '.join(last)} (log: "
+                        f"{self.log})"
+                    )
+                    break
+                event = json.loads(line)
+                self.failed = f"run {name}: {event['error']}" if "error" in event else ""
+                done = "done" in event
+                if not self.failed:
+                    self.tell(name, event)
+        if self.failed:
+            self.queue.clear()
+        self.process.stdin.close()
+        self.process.wait()
+
+
+def cold(config: Config) -> str:
+    """Why `config` cannot run in a warm process; empty: it can."""
+    if config.generator.engine != "embedded":
+        return (
+            f"generator.engine: {config.generator.engine} does not run in a warm process; "
+            "use embedded"
+        )
+    if config.learner.backend != "torch":
+        return (
+            f"learner.backend: {config.learner.backend} does not run in a warm process; use torch"
+        )
+    return ""

@@ -1,0 +1,47 @@
+"""A warm worker of `pool`: `python -m asyncrl.experiments.compare.warm_worker DIR [--abandon]`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import load
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.importing import no_garbage
+from asyncrl.experiments.compare.warm_pool import collapsed, write
+
+
+def main(directory: Path, abandon: bool) -> None:
+    """A worker: until stdin ends."""
+    with no_garbage():
+        from asyncrl.experiments import serial
+
+    events = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # whatever a library or a reward function prints goes to the log
+
+    def say(**event: Any) -> None:
+        events.write(json.dumps(event) + "\n")
+        events.flush()
+
+    for line in sys.stdin:
+        path = directory / "cells" / f"{line.strip()}.toml"
+        config = load.load(path)
+
+        def watch(steps: list[float], accuracy: list[float]) -> str:
+            say(step=int(steps[-1]), accuracy=accuracy[-1])
+            return collapsed(steps, accuracy) if abandon else ""
+
+        try:
+            record = serial.one(config, config.seed, watch)
+        except AsyncrlError as e:
+            say(error=str(e))
+            continue
+        write(path.with_suffix(".json"), json.dumps(record))
+        say(done=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), "--abandon" in sys.argv[2:])

@@ -1,0 +1,401 @@
+"""Bias and variance of every KL configuration against the exact gradient of the reverse KL(theta ||
+ref) over whole answers.
+
+A term in the reward takes the score-function part of the gradient of E[k], a term in the loss the
+path-wise part; only their sum is the gradient of E[k].  Everything is an exact sum over all
+answers; what is sampled says so."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from asyncrl.algorithms import advantages, correction, kl, ratios, surrogates
+from asyncrl.experiments.lab.policy import Space, coefficients, cosine, exact_gradient, relative
+
+DISTANCES = (0.0, 0.003, 0.01, 0.03, 0.1, 0.3)
+UPDATES = (0, 1, 2, 4, 8, 16)
+DISCOUNTS = (0.0, 0.5, 0.8, 0.9, 0.95, 1.0)
+CUTS = (1.0, 1.5, 2.0, 3.0, 5.0, 10.0, math.inf)
+SIZES = (8, 32, 128, 512, 2048, 8192)
+GROUP = 8
+EXACT = 1e-9  # a relative error below this is rounding
+
+# coefficients [N] of grad lp, and of grad KL_k or None
+Parts = tuple[torch.Tensor, torch.Tensor | None]
+
+
+@dataclass
+class Case:
+    """Samples of mu, a policy theta and a reference, tables [K, V]."""
+
+    space: Space
+    theta: torch.Tensor
+    ref: torch.Tensor
+    mu: torch.Tensor
+
+    def __post_init__(self) -> None:
+        s = self.space
+        self.lp, self.lr, self.lm = (
+            s.logprobs(self.theta),
+            s.logprobs(self.ref),
+            s.logprobs(self.mu),
+        )
+        self.step_kl, self.probability = s.step_kl(self.theta, self.ref), s.probability(self.mu)
+        self.all = torch.ones_like(s.seq, dtype=torch.bool)
+        self.exact = exact_gradient(lambda t: s.kl(t, self.ref), self.theta)
+
+    def clamped(self) -> float:
+        """Share of answers, by mu, whose log-ratio to theta leaves [-20, 20]: there the formulas
+        clamp, and nothing is exact.
+        """
+        x = ratios.seq_sum(self.lp - self.lm, self.space.seq, self.space.n)
+        return float(self.probability[x.abs() > ratios.CLAMP].sum())
+
+    def over_answer(self, k: torch.Tensor) -> torch.Tensor:
+        """Sum of k [N] over each token's whole answer: [N]."""
+        return ratios.seq_sum(k, self.space.seq, self.space.n)[self.space.seq]
+
+    def weight(self, level: str) -> torch.Tensor:
+        """pi_theta / mu at a level of `correction.level`: [N]."""
+        return correction.weights(
+            ratios.difference(self.lp, self.lm), self.all, self.space.seq, self.space.n, level
+        )
+
+    def rows(self, parts: Parts) -> torch.Tensor:
+        return self.space.rows(self.theta, parts[0], parts[1], self.ref)
+
+    def judge(self, parts: Parts) -> dict[str, float]:
+        """relative_bias |E g - exact| / |exact|, cosine(E g, exact), and the trace of one answer's
+        covariance: plain, and over |exact|^2.
+        """
+        mean, variance = self.space.moments(self.rows(parts), self.probability)
+        size = float(self.exact.square().sum())
+        return {
+            "relative_bias": relative(mean, self.exact),
+            "cosine": cosine(mean, self.exact),
+            "variance": variance,
+            "relative_variance": variance / size,
+        }
+
+
+def in_loss(case: Case, name: str, weight: torch.Tensor | None = None) -> Parts:
+    """The estimator as a term of the loss, its gradient by autograd; weight [N] detached."""
+    w = torch.ones_like(case.lp) if weight is None else weight
+    return coefficients(
+        lambda lp: w * kl.term(lp, case.lr, case.lm, case.space.seq, estimator=name), case.lp
+    )[0], None
+
+
+def in_reward(
+    case: Case, name: str, weight: torch.Tensor | None = None, x: torch.Tensor | None = None
+) -> Parts:
+    """The estimator's value charged to the whole answer, times grad lp."""
+    charge = case.over_answer(
+        kl.estimate(name, ratios.log_ratio(case.lp, case.lr) if x is None else x)
+    )
+    return charge if weight is None else weight * charge, None
+
+
+def off_policy(
+    case: Case,
+    name: str,
+    *,
+    estimator: str = "k3",
+    discount: float = 1.0,
+    truncate: float = math.inf,
+) -> Parts:
+    """kl.loss.off_policy = ratio, prefix or prefix_full."""
+    lp, step = coefficients(
+        lambda lp, step: kl.term(
+            lp,
+            case.lr,
+            case.lm,
+            case.space.seq,
+            estimator=estimator,
+            off_policy=name,
+            discount=discount,
+            truncate=truncate,
+            step_kl=step,
+        ),
+        case.lp,
+        case.step_kl,
+    )
+    return lp, step if name == "prefix_full" else None
+
+
+def estimators(case: Case) -> dict[str, Parts]:
+    """Those that know of no behaviour policy: where samples are stale they are simply wrong by as
+    much as that costs.
+    """
+    out: dict[str, Parts] = {}
+    for name in kl.ESTIMATORS:
+        out[f"{name}_in_reward"] = in_reward(case, name)
+    for name in (*kl.ESTIMATORS, "k1+", "k3+", "abs+"):
+        out[f"{name}_in_loss"] = in_loss(case, name)
+    x = ratios.log_ratio(case.lp, case.lr)
+    seq = case.space.seq
+    out["k1_in_reward_to_go"] = ratios.discounted_suffix(kl.k1(x), seq, 1.0), None
+    mean = (case.probability * ratios.seq_sum(kl.k1(x), seq, case.space.n)).sum()
+    out["k1_in_reward_baseline"] = case.over_answer(kl.k1(x)) - mean, None
+    # on policy their weights are 1
+    return out | {name: off_policy(case, name) for name in ("prefix", "prefix_full")}
+
+
+def stale_estimators(case: Case) -> dict[str, Parts]:
+    """Those that look at pi_theta / mu."""
+    token = case.weight("token")
+    whole = case.weight("sequence")
+    x = ratios.log_ratio(case.lp, case.lr)
+    seq = case.space.seq
+    w = kl.prefix_weights(case.lp, case.lm, seq)
+    frozen = in_reward(
+        case,
+        "k1",
+        surrogates.vanilla(ratios.log_ratio(case.lp, case.lm), torch.ones_like(x)).coefficient,
+        ratios.log_ratio(case.lm, case.lr),
+    )
+    return {
+        "k1_in_reward_token": in_reward(case, "k1", token),
+        "k1_in_reward_sequence": in_reward(case, "k1", whole),
+        "k1_in_reward_per_decision": (ratios.discounted_suffix(w * kl.k1(x), seq, 1.0), None),
+        "k1_in_reward_frozen": frozen,
+        "k2_in_loss_token": in_loss(case, "k2", token),
+        "k3_in_loss_token": in_loss(case, "k3", token),
+        "k3+_in_loss_token": in_loss(case, "k3+", token),
+        "ratio": off_policy(case, "ratio"),
+        "ratio_k1": off_policy(case, "ratio", estimator="k1"),
+        "prefix_cut_2": off_policy(case, "prefix", truncate=2.0),
+        "prefix_full_cut_2": off_policy(case, "prefix_full", truncate=2.0),
+        "prefix_token": off_policy(case, "prefix", discount=0.0),
+        "prefix_full_token": off_policy(case, "prefix_full", discount=0.0),
+    }
+
+
+def identities(case: Case) -> dict[str, float]:
+    """Relative errors of what must hold exactly on policy (case.mu is case.theta)."""
+    s = case.space
+    theta = case.theta
+    p = case.probability
+    a = torch.log_softmax(theta, -1)
+    b = torch.log_softmax(case.ref, -1)
+    found = {name: s.mean(case.rows(parts), p) for name, parts in estimators(case).items()}
+    visits = torch.zeros(s.prefixes, dtype=theta.dtype).index_add_(0, s.place, p[s.seq])
+    reverse = exact_gradient(
+        lambda t: (
+            visits * (torch.log_softmax(t, -1).exp() * (torch.log_softmax(t, -1) - b)).sum(-1)
+        ).sum(),
+        theta,
+    )
+    forward = exact_gradient(
+        lambda t: -(visits * (b.exp() * torch.log_softmax(t, -1)).sum(-1)).sum(), theta
+    )
+    value = float((visits * (a.exp() * (a - b)).sum(-1)).sum() / s.kl(theta, case.ref) - 1)
+    return {
+        "chain rule: steps' KL sum to the answers'": abs(value),
+        "k1_in_reward = exact": relative(found["k1_in_reward"], case.exact),
+        "k1_in_loss = 0": float(found["k1_in_loss"].norm() / case.exact.norm()),
+        "k2_in_loss = token-level reverse KL": relative(found["k2_in_loss"], reverse),
+        "k3_in_loss = token-level forward KL": relative(found["k3_in_loss"], forward),
+        "k3_in_reward = exact - k3_in_loss": relative(
+            found["k3_in_reward"], case.exact - found["k3_in_loss"]
+        ),
+        "k1+ = k3+ = abs+ = k2 in loss": max(
+            relative(found[f"{n}_in_loss"], found["k2_in_loss"]) for n in ("k1+", "k3+", "abs+")
+        ),
+    }
+
+
+def parts(case: Case) -> dict[str, dict[str, float]]:
+    """Score-function part (the term in the reward), path-wise part (in the loss) and their sum,
+    each against the exact gradient.
+    """
+    out = {}
+    for name in kl.ESTIMATORS:
+        score = case.space.mean(case.rows(in_reward(case, name)), case.probability)
+        path = case.space.mean(case.rows(in_loss(case, name)), case.probability)
+        out[name] = {
+            "score": relative(score, case.exact),
+            "path": relative(path, case.exact),
+            "sum": relative(score + path, case.exact),
+            "score_size": float(score.norm() / case.exact.norm()),
+            "path_size": float(path.norm() / case.exact.norm()),
+        }
+    return out
+
+
+def updated(
+    space: Space,
+    mu: torch.Tensor,
+    count: int,
+    seed: int,
+    *,
+    samples: int = 256,
+    minibatches: int = 4,
+    rate: float = 0.5,
+) -> torch.Tensor:
+    """theta after `count` minibatch updates of vanilla policy gradient on answers drawn once from
+    mu; a third of the answers are right.
+    """
+    drawn = space.draw(mu, samples, seed)
+    right = (torch.rand(space.n, generator=torch.Generator().manual_seed(seed + 1)) < 1 / 3).to(
+        mu.dtype
+    )
+    adv = advantages.rloo(right[drawn], torch.arange(samples) // GROUP)
+    theta = mu.clone()
+    lm = space.logprobs(mu)
+    for step in range(count):
+        mine = torch.arange(samples)[step % minibatches :: minibatches]
+        each = torch.zeros(space.n, dtype=mu.dtype).index_add_(0, drawn[mine], adv[mine]) / len(
+            mine
+        )
+        trust = surrogates.vanilla(ratios.log_ratio(space.logprobs(theta), lm), each[space.seq])
+        theta = theta + rate * space.mean(
+            space.rows(theta, trust.coefficient), torch.ones(space.n, dtype=mu.dtype)
+        )
+    return theta
+
+
+def sampled(
+    case: Case, parts_: Parts, size: int, draws: int, seed: int, rloo: bool = False
+) -> float:
+    """Mean squared error of the mean over `size` sampled answers, over |exact|^2; rloo: the
+    whole-answer charge less that of the other answers of its group of 8."""
+    s = case.space
+    rows = case.rows(parts_)
+    drawn = s.draw(case.mu, size * draws, seed).reshape(draws, size)
+    unit = case.rows((torch.ones_like(case.lp), None)) if rloo else None
+    charge = parts_[0].reshape(s.n, -1)[:, 0]
+    total = 0.0
+    for row in drawn:
+        if unit is None:
+            count = torch.bincount(row, minlength=s.n).to(rows.dtype) / size
+            g = s.mean(rows, count)
+        else:
+            adv = advantages.rloo(charge[row], torch.arange(size) // GROUP)
+            g = s.mean(unit, torch.zeros(s.n, dtype=rows.dtype).index_add_(0, row, adv) / size)
+        total += float((g - case.exact).square().sum())
+    return total / draws / float(case.exact.square().sum())
+
+
+def average(each: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Mean over seeds of equal trees of numbers; for a leaf `relative_bias` also the worst
+    seed's.
+    """
+    out: dict[str, Any] = {}
+    for key, first in each[0].items():
+        out[key] = (
+            average([e[key] for e in each])
+            if isinstance(first, dict)
+            else sum(e[key] for e in each) / len(each)
+        )
+        if key == "relative_bias":
+            out["relative_bias_max"] = max(e[key] for e in each)
+    return out
+
+
+def measure(
+    vocabulary: int,
+    length: int,
+    seeds: int,
+    distance: float,
+    ref_kl: float,
+    draws: int,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """The whole experiment: the result as the JSON has it, means over `seeds` random policies."""
+    space = Space(vocabulary, length)
+    each: list[dict[str, Any]] = []
+    for seed in range(seeds):
+        say(f"seed {seed + 1} of {seeds}")
+        theta = space.table(1000 * seed)
+        ref = space.at_distance(theta, ref_kl, 1000 * seed + 1)
+        each.append(_one(space, theta, ref, distance, draws, 1000 * seed + 2))
+    result = average(each)
+    return {
+        "vocabulary": vocabulary,
+        "length": length,
+        "seeds": seeds,
+        "distance": distance,
+        "ref_kl": ref_kl,
+        "answers": space.n,
+    } | result
+
+
+def _one(
+    space: Space, theta: torch.Tensor, ref: torch.Tensor, distance: float, draws: int, seed: int
+) -> dict[str, Any]:
+    here = Case(space, theta, ref, theta)
+    away = Case(space, theta, ref, space.at_distance(theta, distance, seed))
+
+    def everything(case: Case) -> dict[str, Any]:
+        return {
+            name: case.judge(p) for name, p in (estimators(case) | stale_estimators(case)).items()
+        }
+
+    far = {f"{d:g}": Case(space, theta, ref, space.at_distance(theta, d, seed)) for d in DISTANCES}
+    at = {d: everything(case) for d, case in far.items()}
+    moved = {}
+    for m in UPDATES:
+        now = updated(space, theta, m, seed)
+        moved[str(m)] = {
+            "kl": float(space.kl(theta, now)) / space.length,
+            "estimators": everything(Case(space, now, ref, theta)),
+        }
+    curve = {
+        which: {
+            f"{d:g}": {
+                f"{c:g}": away.judge(off_policy(away, which, discount=d, truncate=c)) for c in CUTS
+            }
+            for d in DISCOUNTS
+        }
+        for which in ("prefix", "prefix_full")
+    }
+    return {
+        "estimators": {
+            "on_policy": {n: here.judge(p) for n, p in estimators(here).items()},
+            "off_policy": everything(away),
+        },
+        "clamped": {d: case.clamped() for d, case in far.items()},
+        "identities": identities(here),
+        "parts": parts(here),
+        "distances": at,
+        "updates": moved,
+        "curve": curve,
+        "mse": _mse(here, away, draws, seed),
+    }
+
+
+def _mse(here: Case, away: Case, draws: int, seed: int) -> dict[str, Any]:
+    """relative_bias^2 + relative_variance / n for each batch size n; and by sampling, where the
+    first is checked or has no formula.
+    """
+
+    def curve(case: Case, parts_: Parts) -> dict[str, float]:
+        j = case.judge(parts_)
+        return {str(n): j["relative_bias"] ** 2 + j["relative_variance"] / n for n in SIZES}
+
+    out: dict[str, Any] = {
+        "on_policy": {n: curve(here, p) for n, p in estimators(here).items()},
+        "off_policy": {
+            n: curve(away, p) for n, p in (estimators(away) | stale_estimators(away)).items()
+        },
+    }
+    charge = in_reward(here, "k1")
+    out["on_policy"]["k1_in_reward_rloo"] = {
+        str(n): sampled(here, charge, n, max(20, draws * 32 // n), seed + 3, rloo=True)
+        for n in SIZES[:4]
+    }
+    checked = {
+        "on_policy k1_in_reward": (here, charge),
+        "on_policy k3_in_loss": (here, in_loss(here, "k3")),
+        "off_policy prefix_full": (away, off_policy(away, "prefix_full")),
+    }
+    out["sampled over formula, n = 128"] = {
+        n: sampled(c, p, 128, draws, seed + 4) / curve(c, p)["128"] for n, (c, p) in checked.items()
+    }
+    return out

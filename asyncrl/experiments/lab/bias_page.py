@@ -1,0 +1,337 @@
+"""How `lab bias` is shown: what was claimed beforehand and whether it holds, tables, plots."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from asyncrl.experiments.lab.bias import CUTS, DISCOUNTS, DISTANCES, EXACT, SIZES
+from asyncrl.experiments.lab.page import Claim, Findings, Lines, Table, curves, dots, number
+
+ORDER = ("k1_in_reward", "k2_in_loss", "k3_in_loss", "k3_in_reward")
+UNBIASED = ("k1_in_reward_sequence", "k1_in_reward_per_decision", "prefix", "prefix_full")
+SHOWN = (
+    "k1_in_reward",
+    "k1_in_loss",
+    "k2_in_loss",
+    "k3_in_loss",
+    "k3_in_reward",
+    "k1_in_reward_sequence",
+    "k1_in_reward_frozen",
+    "ratio",
+    "prefix",
+    "prefix_full",
+    "prefix_full_cut_2",
+)
+
+
+def findings(r: dict[str, Any]) -> Findings:
+    """Of the result that `bias.measure` returns."""
+    setting = (
+        f"{r['vocabulary']} symbols, {r['length']} tokens: {r['answers']} answers, every one "
+        f"summed; means over {r['seeds']} random policies; "
+        f"KL to the reference {r['ref_kl']:g} nats a token, off policy KL(mu || theta) = "
+        f"{r['distance']:g}. Relative bias |E g - exact| / |exact|, "
+        "exact: gradient of KL(theta || ref) over whole answers; variance of one answer's gradient "
+        "over |exact|^2."
+    )
+    return Findings("bias", setting, r, _claims(r), _tables(r), _figures(r))
+
+
+def _claims(r: dict[str, Any]) -> list[Claim]:
+    on = r["estimators"]["on_policy"]
+    off = r["estimators"]["off_policy"]
+    bias = {n: on[n]["relative_bias"] for n in on}
+    clamped = [d for d, share in r["clamped"].items() if share > 0]
+    every = [
+        *(e for d, e in r["distances"].items() if d not in clamped),
+        *(m["estimators"] for m in r["updates"].values()),
+    ]
+    worst = max(e[n]["relative_bias_max"] for e in every for n in UNBIASED)
+    least = all(
+        min(UNBIASED, key=lambda n: e[n]["relative_variance"]) == "prefix_full" for e in every
+    )
+    noise = {n: off[n]["relative_variance"] for n in UNBIASED}
+    apart = abs(off["ratio"]["relative_bias"] - off["k2_in_loss_token"]["relative_bias"])
+    ratio = list(r["mse"]["sampled over formula, n = 128"].values())
+    out = [
+        Claim(
+            f"k1 in the reward is unbiased on policy "
+            f"(worst seed {bias_of(on, 'k1_in_reward'):.1e})",
+            bias_of(on, "k1_in_reward") < EXACT,
+        ),
+        Claim(
+            "k1 in the loss has no expected gradient on policy, only variance",
+            r["identities"]["k1_in_loss = 0"] < EXACT,
+        ),
+        Claim(
+            "k3 in the loss is the token-level forward KL, to "
+            f"{r['identities']['k3_in_loss = token-level forward KL']:.0e}; as a reverse KL it is "
+            "off by "
+            f"{bias['k3_in_loss']:.0%}",
+            r["identities"]["k3_in_loss = token-level forward KL"] < EXACT,
+        ),
+        Claim(
+            "k2 in the loss, and every + form, is the token-level reverse KL; off the whole "
+            f"answer's by {bias['k2_in_loss']:.0%}",
+            max(
+                r["identities"]["k2_in_loss = token-level reverse KL"],
+                r["identities"]["k1+ = k3+ = abs+ = k2 in loss"],
+            )
+            < EXACT,
+        ),
+        Claim(
+            f"k3 in the reward is strongly biased: {bias['k3_in_reward']:.0%}, cosine "
+            f"{on['k3_in_reward']['cosine']:.2f}",
+            bias["k3_in_reward"] > 0.5,
+        ),
+        Claim(
+            "its error is exactly what the reward cannot carry, the path-wise part: k3 in the loss",
+            r["identities"]["k3_in_reward = exact - k3_in_loss"] < EXACT,
+        ),
+        Claim(
+            "published order of the bias: " + " < ".join(ORDER),
+            all(bias[a] < bias[b] for a, b in pairwise(ORDER)),
+        ),
+        Claim(
+            f"off policy, whole answers: {', '.join(UNBIASED)} are unbiased at every distance and "
+            f"after every update (worst {worst:.1e})"
+            + (
+                f", but for {', '.join(clamped)}, where log-ratios of whole answers pass the clamp "
+                "at 20"
+                if clamped
+                else ""
+            ),
+            worst < EXACT,
+        ),
+        Claim(
+            "of these prefix_full has the least variance everywhere; at the distance above "
+            + ", ".join(f"{n} {noise[n]:.1f}" for n in UNBIASED),
+            least,
+        ),
+        Claim(
+            "`ratio` (gradient through the ratio) is the token-weighted k2: right on mu's states "
+            f"only, off by {off['ratio']['relative_bias']:.0%}",
+            apart < EXACT,
+        ),
+        Claim(
+            f"sampled errors over the formula's: {min(ratio):.2f} to {max(ratio):.2f}",
+            all(0.8 < x < 1.25 for x in ratio),
+        ),
+    ]
+    return out + _found(r)
+
+
+def _found(r: dict[str, Any]) -> list[Claim]:
+    """What nobody claimed before."""
+    on = r["estimators"]["on_policy"]
+    off = r["estimators"]["off_policy"]
+    out = []
+    for where in ("on_policy", "off_policy"):
+        table = {
+            n: c
+            for n, c in r["mse"][where].items()
+            if str(SIZES[-1]) in c and not n.startswith("low_var")
+        }
+        best = [(n, min(table, key=lambda e: table[e][str(n)])) for n in SIZES]
+        out.append(
+            Claim(
+                f"least squared error {where.replace('_', ' ')}, by answers in the batch: "
+                + ", ".join(f"{n}: {e}" for n, e in best)
+            )
+        )
+    cheap = [
+        (d, c, x)
+        for d, row in r["curve"]["prefix_full"].items()
+        for c, x in row.items()
+        if x["relative_bias"] < 0.05
+    ]
+    d, c, x = min(cheap, key=lambda e: e[2]["relative_variance"])
+    out.append(
+        Claim(
+            f"cheapest prefix_full with a bias below 5 %: discount {d}, truncation {c}: bias "
+            f"{x['relative_bias']:.1%}, variance "
+            f"{x['relative_variance']:.1f} of {off['prefix_full']['relative_variance']:.1f}"
+        )
+    )
+    last = list(r["updates"])[-1]
+    now = r["updates"][last]
+    gap = {
+        n: now["estimators"][n]["relative_bias"]
+        for n in ("k1_in_reward_frozen", "k3_in_loss", "prefix_full")
+    }
+    out.append(
+        Claim(
+            f"KL in the reward is charged once a batch: after {last} updates (KL {now['kl']:.3f} a "
+            "token) its gradient is off by "
+            f"{gap['k1_in_reward_frozen']:.0%}, k3 in the loss by {gap['k3_in_loss']:.0%}, "
+            f"prefix_full by {gap['prefix_full']:.0e}"
+        )
+    )
+    noise = {
+        n: on[n]["relative_variance"]
+        for n in ("k1_in_reward", "k1_in_reward_baseline", "prefix_full")
+    }
+    out.append(
+        Claim(
+            f"on policy, k1 in the reward has {noise['k1_in_reward'] / noise['prefix_full']:.1f} "
+            "times the variance of prefix_full; a baseline "
+            f"takes off {1 - noise['k1_in_reward_baseline'] / noise['k1_in_reward']:.0%}"
+        )
+    )
+    return out
+
+
+def bias_of(group: dict[str, Any], name: str) -> float:
+    """The worst seed's relative bias."""
+    return float(group[name]["relative_bias_max"])
+
+
+def _tables(r: dict[str, Any]) -> list[Table]:
+    head = (
+        "estimator",
+        "relative bias",
+        "worst seed",
+        "cosine",
+        "variance / |exact|^2",
+        "variance",
+    )
+    out = []
+    for where in ("on_policy", "off_policy"):
+        rows = [
+            [
+                n,
+                *(
+                    number(j[k])
+                    for k in (
+                        "relative_bias",
+                        "relative_bias_max",
+                        "cosine",
+                        "relative_variance",
+                        "variance",
+                    )
+                ),
+            ]
+            for n, j in r["estimators"][where].items()
+        ]
+        out.append(Table(where.replace("_", " ").capitalize(), head, rows))
+    rows = [
+        [n, *(number(p[k]) for k in ("score", "path", "sum", "score_size", "path_size"))]
+        for n, p in r["parts"].items()
+    ]
+    out.append(
+        Table(
+            "The gradient of E[k] taken apart, on policy (errors against the exact gradient; sizes "
+            "over its size)",
+            ("k", "score (in reward)", "path (in loss)", "sum", "size of score", "size of path"),
+            rows,
+        )
+    )
+    rows = [
+        [n, *(number(r["distances"][f"{d:g}"][n]["relative_bias"]) for d in DISTANCES)]
+        for n in SHOWN
+    ]
+    out.append(
+        Table(
+            "Relative bias by KL(mu || theta), nats a token",
+            ("estimator", *(f"{d:g}" for d in DISTANCES)),
+            rows,
+        )
+    )
+    rows = [
+        [n, *(number(m["estimators"][n]["relative_bias"]) for m in r["updates"].values())]
+        for n in SHOWN
+    ]
+    out.append(
+        Table(
+            "Relative bias after minibatch updates on samples of mu",
+            ("estimator", *(f"{m} (KL {x['kl']:.4f})" for m, x in r["updates"].items())),
+            rows,
+        )
+    )
+    for which in r["curve"]:
+        rows = [
+            [
+                f"discount {d:g}",
+                *(
+                    "{relative_bias:.3f} / {relative_variance:.1f}".format(
+                        **r["curve"][which][f"{d:g}"][f"{c:g}"]
+                    )
+                    for c in CUTS
+                ),
+            ]
+            for d in DISCOUNTS
+        ]
+        out.append(
+            Table(
+                f"{which}: bias / variance by discount and truncation",
+                ("", *(f"<= {c:g}" for c in CUTS)),
+                rows,
+            )
+        )
+    return out
+
+
+def _figures(r: dict[str, Any]) -> list[Any]:
+    xs = [d for d in DISTANCES if d > 0]
+    floor = 1e-3  # exact estimators stand at the bottom of a logarithmic axis
+
+    def by_distance(key: str) -> Lines:
+        return {n: (xs, [max(floor, r["distances"][f"{d:g}"][n][key]) for d in xs]) for n in SHOWN}
+
+    off = r["estimators"]["off_policy"]
+    order = sorted(
+        off, key=lambda n: (max(floor, off[n]["relative_bias"]), off[n]["relative_variance"])
+    )
+    bars = {
+        "relative bias (0.001: exact)": [max(floor, off[n]["relative_bias"]) for n in order],
+        "variance over |exact|^2": [max(floor, off[n]["relative_variance"]) for n in order],
+    }
+    cut: Lines = {
+        f"{w}, discount {d}": (
+            [x["relative_variance"] for x in row.values()],
+            [max(floor, x["relative_bias"]) for x in row.values()],
+        )
+        for w in r["curve"]
+        for d, row in r["curve"][w].items()
+    }
+    mse: Lines = {
+        n: ([int(k) for k in c], list(c.values()))
+        for n, c in r["mse"]["off_policy"].items()
+        if n in SHOWN or n == "prefix_full_token"
+    }
+    return [
+        curves(
+            "Bias against distance (0.001: exact)",
+            by_distance("relative_bias"),
+            "KL(mu || theta), nats a token",
+            "relative bias",
+            log_x=True,
+            log_y=True,
+        ),
+        curves(
+            "Variance against distance",
+            by_distance("relative_variance"),
+            "KL(mu || theta), nats a token",
+            "over |exact|^2",
+            log_x=True,
+            log_y=True,
+        ),
+        curves(
+            "Truncation along each line, 1 to inf",
+            cut,
+            "variance over |exact|^2",
+            "relative bias (0.001: exact)",
+            log_x=True,
+            log_y=True,
+        ),
+        curves(
+            "Squared error off policy",
+            mse,
+            "answers in the batch",
+            "over |exact|^2",
+            log_x=True,
+            log_y=True,
+        ),
+        dots("Bias and variance off policy, least biased first", order, bars),
+    ]

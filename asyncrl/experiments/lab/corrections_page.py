@@ -1,0 +1,263 @@
+"""How `lab corrections` is shown."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+from asyncrl.experiments.lab.corrections import DISTANCES, SIZES, candidates, squared_error
+from asyncrl.experiments.lab.page import Claim, Findings, Lines, Table, curves, number
+
+EXACT = 1e-9
+AWAY = [f"{d:g}" for d in DISTANCES if d > 0]
+SHOWN = (
+    "none",
+    "token truncate",
+    "sequence none",
+    "sequence truncate",
+    "sequence mask",
+    "geometric truncate",
+    "geometric mask",
+    "reject ratio sum",
+    "preset mis",
+    "preset icepop",
+    "preset m2po",
+)
+
+
+def findings(r: dict[str, Any]) -> Findings:
+    """Of the result that `corrections.measure` returns."""
+    setting = (
+        f"{r['vocabulary']} symbols, answers of up to {r['length']} tokens, every one summed; "
+        f"means over {r['seeds']} random policies, directions of mu "
+        "and rewards. Relative bias |E g - exact| / |exact|, exact: the gradient of theta's "
+        "expected reward; variance of one answer's gradient over "
+        "|exact|^2; distances KL(mu || theta) in nats a token; default bounds."
+    )
+    return Findings("corrections", setting, r, _claims(r["estimators"]), _tables(r), _figures(r))
+
+
+def best(at: dict[str, Any], size: int) -> str:
+    """The correction with the least squared error at `size` answers; the plainest of equals."""
+    return min(at, key=lambda n: (round(squared_error(at[n], size), 9), len(n)))
+
+
+def _claims(e: dict[str, Any]) -> list[Claim]:
+    longest = list(e)[-1]
+    far = AWAY[-1]
+
+    def everywhere(f: Any) -> bool:
+        return all(f(e[n][d]) for n in e for d in AWAY)
+
+    def along(name: str, key: str) -> list[float]:
+        return [e[longest][d][name][key] for d in e[longest]]
+
+    def noise_of(x: dict[str, Any], level: str) -> bool:
+        return bool(
+            x[f"{level} truncate"]["relative_variance"]
+            <= x[f"{level} none"]["relative_variance"] * (1 + EXACT)
+        )
+
+    worst = max(e[n][d]["sequence none"]["relative_bias_max"] for n in e for d in e[n])
+    here = max(e[n]["0"][name]["relative_bias"] for n in e for name in candidates())
+    none = along("none", "relative_bias")
+    noise = along("sequence none", "relative_variance")
+    return [
+        Claim(
+            f"at distance 0 every correction is exact and drops nothing (worst {here:.1e})",
+            here < EXACT,
+        ),
+        Claim(
+            "weights of whole answers without a bound are unbiased at every distance and length "
+            f"(worst {worst:.1e})",
+            worst < EXACT,
+        ),
+        Claim(
+            f"their price grows with distance: variance {noise[0]:.0f} -> {noise[-1]:.0f} at "
+            f"{longest} tokens",
+            noise[-1] > 2 * noise[0],
+        ),
+        Claim(
+            f"without a correction the bias grows with distance: {none[1]:.0%} -> {none[-1]:.0%} "
+            f"at {longest} tokens",
+            all(a < b for a, b in pairwise(none)),
+        ),
+        Claim(
+            "token weights take off part of the bias, never all of it: the states stay mu's",
+            everywhere(
+                lambda x: EXACT < x["token none"]["relative_bias"] < x["none"]["relative_bias"]
+            ),
+        ),
+        Claim(
+            "truncation never adds variance, at token and at sequence level",
+            everywhere(lambda x: all(noise_of(x, n) for n in ("token", "sequence"))),
+        ),
+        *_found(e, longest, far),
+    ]
+
+
+def _found(e: dict[str, Any], longest: str, far: str) -> list[Claim]:
+    near = AWAY[0]
+    left = ", ".join(f"{float(d):g}: {e[longest][d]['geometric mask']['left']:.0%}" for d in AWAY)
+    by_length = ", ".join(
+        f"{n} tokens "
+        f"{e[n]['0.01']['token none']['relative_bias'] / e[n]['0.01']['none']['relative_bias']:.0%}"
+        for n in e
+    )
+    mis = e[longest]["0.01"]["preset mis"]
+    plain = e[longest][far]["sequence mask"]
+    own = e[longest][far]["sequence mask normalised"]
+    cut = e[longest][far]["sequence truncate"]
+    free = e[longest][far]["sequence none"]
+    out = [
+        Claim(
+            f"the default geometric band [0.99, 1.01] is for long answers: at {longest} tokens "
+            f"what it leaves, by distance: {left}; `mis` at 0.01 has "
+            f"a bias of {mis['relative_bias']:.0%} ({mis['left']:.0%} left)"
+        ),
+        Claim(f"of the bias at distance 0.01 token weights leave: {by_length}"),
+        Claim(
+            f"truncation at 2 of whole answers' weights, {longest} tokens, distance {far}: "
+            f"variance {free['relative_variance']:.0f} -> "
+            f"{cut['relative_variance']:.0f}, bias 0 -> {cut['relative_bias']:.0%}, mean weight "
+            f"{cut['mean_weight']:.2f}"
+        ),
+        Claim(
+            "self-normalisation after a mask gives the few that are left all the weight: "
+            f"{plain['left']:.0%} left, variance "
+            f"{plain['relative_variance']:.0f} -> {own['relative_variance']:.0f}, bias "
+            f"{plain['relative_bias']:.0%} -> {own['relative_bias']:.0%}"
+        ),
+        Claim(
+            "`m2po` masks and does not weight: bias "
+            f"{e[longest]['0.01']['preset m2po']['relative_bias']:.0%} at 0.01 where no correction "
+            "has "
+            f"{e[longest]['0.01']['none']['relative_bias']:.0%}"
+        ),
+    ]
+    for size in SIZES[1::2]:
+        names = "; ".join(
+            f"{n} tokens: " + ", ".join(f"{float(d):g} {best(e[n][d], size)}" for d in AWAY)
+            for n in e
+        )
+        out.append(Claim(f"least squared error at {size} answers, from {near} to {far}: {names}"))
+    return out
+
+
+def _tables(r: dict[str, Any]) -> list[Table]:
+    e = r["estimators"]
+    out = []
+    longest = list(e)[-1]
+    rows = [
+        [
+            n,
+            *(
+                "{relative_bias:.2f} / {relative_variance:.0f} / {left:.2f}".format(
+                    **e[longest][d][n]
+                )
+                for d in e[longest]
+            ),
+        ]
+        for n in candidates()
+    ]
+    out.append(
+        Table(
+            f"{longest} tokens: relative bias / variance / share left, by distance",
+            ("correction", *e[longest]),
+            rows,
+        )
+    )
+    rows = [
+        [
+            n,
+            *(
+                number(e[length]["0.01"][n][k])
+                for length in e
+                for k in ("relative_bias", "relative_variance")
+            ),
+        ]
+        for n in candidates()
+    ]
+    out.append(
+        Table(
+            "Distance 0.01: bias and variance by length",
+            ("correction", *(f"{k} {n}" for n in e for k in ("bias", "var"))),
+            rows,
+        )
+    )
+    rows = [
+        [n, *("{mean_weight:.2f} / {ess:.2f}".format(**e[longest][d][n]) for d in e[longest])]
+        for n in candidates()
+    ]
+    out.append(
+        Table(
+            f"{longest} tokens: mean weight / effective sample size of tokens, by distance",
+            ("correction", *e[longest]),
+            rows,
+        )
+    )
+    for size in SIZES:
+        rows = [[f"{length} tokens", *(best(e[length][d], size) for d in AWAY)] for length in e]
+        out.append(Table(f"Least squared error with {size} answers", ("", *AWAY), rows))
+    return out
+
+
+def _figures(r: dict[str, Any]) -> list[Any]:
+    e = r["estimators"]
+    longest = list(e)[-1]
+    xs = [float(d) for d in AWAY]
+    floor = 1e-3
+
+    def by_distance(key: str) -> Lines:
+        return {n: (xs, [max(floor, e[longest][d][n][key]) for d in AWAY]) for n in SHOWN}
+
+    def by_length(key: str) -> Lines:
+        return {
+            n: ([float(k) for k in e], [max(floor, e[k]["0.01"][n][key]) for k in e]) for n in SHOWN
+        }
+
+    errors: Lines = {
+        n: (SIZES, [squared_error(e[longest]["0.03"][n], size) for size in SIZES]) for n in SHOWN
+    }
+    return [
+        curves(
+            f"Bias, {longest} tokens (0.001: exact)",
+            by_distance("relative_bias"),
+            "KL(mu || theta) a token",
+            "relative bias",
+            log_x=True,
+            log_y=True,
+        ),
+        curves(
+            f"Variance, {longest} tokens",
+            by_distance("relative_variance"),
+            "KL(mu || theta), nats a token",
+            "over |exact|^2",
+            log_x=True,
+            log_y=True,
+        ),
+        curves(
+            "Bias at distance 0.01",
+            by_length("relative_bias"),
+            "tokens in an answer",
+            "relative bias (0.001: exact)",
+            log_x=True,
+            log_y=True,
+        ),
+        curves(
+            "Variance at distance 0.01",
+            by_length("relative_variance"),
+            "tokens in an answer",
+            "over |exact|^2",
+            log_x=True,
+            log_y=True,
+        ),
+        curves(
+            f"Squared error at distance 0.03, {longest} tokens",
+            errors,
+            "answers in the batch",
+            "over |exact|^2",
+            log_x=True,
+            log_y=True,
+        ),
+    ]

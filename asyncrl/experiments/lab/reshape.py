@@ -1,0 +1,293 @@
+"""Many updates on one batch: how far IS-reshape drifts, beside no trust region and clipping, and
+which repairs bound it.
+
+The batch is drawn from mu = the policy at its start, trained for 16 epochs by the learner's own
+loss (`step_loss`, under configs that `config_load` accepts), and followed by another.  What is
+measured is exact: KL(mu || theta) in nats a token and the expected reward, over all answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from asyncrl.algorithms import loss as step_loss
+from asyncrl.algorithms import ratios
+from asyncrl.config import load
+from asyncrl.config.tree import Config
+from asyncrl.experiments.lab.corrections import rewards
+from asyncrl.experiments.lab.policy import Space, cosine
+
+GROUP = 8
+BUDGET = 0.05  # nats a token: the repairs' limit
+RESHAPE: dict[str, Any] = {"loss": {"surrogate": "reshape"}}
+STOP = {"stop": {"kl_max": BUDGET, "against": "behavior"}}
+SLOW = {"stop": {"kl_max": BUDGET, "against": "behavior", "action": "slow"}}
+
+
+def _with(**reshape: Any) -> dict[str, Any]:
+    return RESHAPE | {"reshape": reshape}
+
+
+ARMS: dict[str, dict[str, Any]] = {
+    "vanilla": {"loss": {"surrogate": "vanilla"}},
+    "clip": {"loss": {"surrogate": "ppo"}},
+    "v3.1": RESHAPE,
+    "v3.1 box-cox": _with(form="box_cox"),
+    "gamma base": _with(mode="base"),
+    "gamma 0.001": _with(mode="constant", gamma=0.001),
+    "gamma 0.5": _with(mode="constant", gamma=0.5),
+    "gamma 0 box-cox": _with(mode="constant", gamma=0.0, form="box_cox"),
+    "A": RESHAPE | STOP,
+    "B": _with(clip=0.2),
+    "C": _with(kl_penalty=1.0),
+    "D coefficient": _with(budget="tokens", kl_budget=BUDGET),
+    "D global": _with(budget="global", kl_budget=BUDGET),
+    "D learning rate": RESHAPE | SLOW,
+    "A+B": _with(clip=0.2) | STOP,
+    "A+D coefficient": _with(budget="tokens", kl_budget=BUDGET) | STOP,
+    "B+C": _with(clip=0.2, kl_penalty=1.0),
+    "B+D learning rate": _with(clip=0.2) | SLOW,
+    "A+B+C+D coefficient": _with(clip=0.2, kl_penalty=1.0, budget="tokens", kl_budget=BUDGET)
+    | STOP,
+    "vanilla+A": {"loss": {"surrogate": "vanilla"}} | STOP,
+    "vanilla+D learning rate": {"loss": {"surrogate": "vanilla"}} | SLOW,
+    "clip+D learning rate": {"loss": {"surrogate": "ppo"}} | SLOW,
+}
+
+
+def config(arm: str, epochs: int, minibatches: int) -> Config:
+    """The arm's settings, checked as a run's are."""
+    base = {
+        "model": {"path": "-"},
+        "task": {"name": "sort"},
+        "correction": {"proximal": "behavior", "level": "none", "bound": "none"},
+        "advantage": {"name": "grpo"},
+        "learner": {
+            "epochs": epochs,
+            "minibatches": minibatches,
+            "group_size": GROUP,
+            "groups": 32,
+        },
+    }
+    return load.convert(base | {k: dict(v) for k, v in ARMS[arm].items()}, f"lab reshape, {arm}")
+
+
+def batch(
+    space: Space, theta: torch.Tensor, right: torch.Tensor, samples: int, seed: int
+) -> tuple[torch.Tensor, step_loss.LossBatch]:
+    """Answers drawn from theta (int64 [B]) and their batch for the loss, in groups of 8."""
+    drawn = space.draw(theta, samples, seed)
+    n = samples * space.length
+    lp = space.logprobs(theta).reshape(space.n, -1)[drawn].reshape(-1)
+    return drawn, step_loss.LossBatch(
+        seq=torch.arange(samples).repeat_interleave(space.length),
+        behavior=lp,
+        anchor=lp,
+        mask=torch.ones(n, dtype=torch.bool),
+        token_lag=torch.zeros(n, dtype=torch.long),
+        rewards=right[drawn],
+        groups=torch.arange(samples) // GROUP,
+        truncated=torch.zeros(samples, dtype=torch.bool),
+    )
+
+
+class Trainer:
+    """A policy [K, V] under one arm and one optimizer, over several batches."""
+
+    def __init__(
+        self,
+        space: Space,
+        theta: torch.Tensor,
+        right: torch.Tensor,
+        c: Config,
+        optimizer: str,
+        rate: float,
+    ) -> None:
+        self.space = space
+        self.right = right
+        self.c = c
+        self.rate = rate
+        self.theta = theta.clone().requires_grad_(True)
+        self.start = theta.clone()
+        self.optimizer = (
+            torch.optim.SGD([self.theta], lr=rate)
+            if optimizer == "sgd"
+            else torch.optim.Adam([self.theta], lr=rate, betas=(0.9, 0.99))
+        )
+        self.last: torch.Tensor | None = None
+
+    def logprobs(self, drawn: torch.Tensor) -> torch.Tensor:
+        return self.space.logprobs(self.theta).reshape(self.space.n, -1)[drawn].reshape(-1)
+
+    def train(self, samples: int, seed: int) -> list[dict[str, float]]:
+        """One batch, all its epochs; a row for every optimizer step, the last one after it (nan:
+        not taken).
+        """
+        mu = self.theta.detach().clone()
+        drawn, b = batch(self.space, mu, self.right, samples, seed)
+        prep = step_loss.prepare(b, self.c)
+        out = []
+        stopped = False
+        parts = self.c.learner.minibatches
+        order = torch.Generator().manual_seed(seed)
+        for _ in range(self.c.learner.epochs):
+            deal = torch.randperm(samples // GROUP, generator=order)
+            for m in range(parts):
+                mine = torch.cat(
+                    [torch.arange(GROUP) + GROUP * int(g) for g in deal[m::parts].sort().values]
+                )
+                row = {} if stopped else self._step(prep, drawn, mine)
+                stopped = stopped or not row
+                out.append(row | self._state(mu, prep, drawn))
+        return out
+
+    def _state(
+        self, mu: torch.Tensor, prep: step_loss.Prepared, drawn: torch.Tensor
+    ) -> dict[str, float]:
+        """Where the policy is: exact, and by the batch's own k3."""
+        now = self.theta.detach()
+        s = self.space
+        log_w = ratios.log_ratio(self.logprobs(drawn).detach(), prep.batch.behavior)
+        return {
+            "kl": float(s.kl(mu, now)) / s.length,
+            "kl_batch": float((torch.expm1(log_w) - log_w).mean()),
+            "kl_start": float(s.kl(self.start, now)) / s.length,
+            "reward": float((s.probability(now) * self.right).sum()),
+            "entropy": s.entropy(now),
+        }
+
+    def _step(
+        self, prep: step_loss.Prepared, drawn: torch.Tensor, mine: torch.Tensor
+    ) -> dict[str, float]:
+        """One optimizer step, as the learner makes it; {} where early stopping skips it."""
+        every = self.logprobs(drawn)
+        done = prep.steps > 0
+        step = step_loss.begin_step(prep, mine, every.detach())
+        part = (mine[:, None] * self.space.length + torch.arange(self.space.length)).reshape(-1)
+        lp = every[part]
+        loss, sums = step_loss.micro_loss(prep, step, part, lp)
+        if done and (
+            step.lr_scale == 0
+            or (
+                self.c.stop.kl_max
+                and self.c.stop.action == "skip"
+                and self._over(prep, part, lp.detach())
+            )
+        ):
+            return {}
+        slope = torch.autograd.grad(loss, lp, retain_graph=True)[0]
+        g = torch.autograd.grad(lp, self.theta, slope)[0]
+        coefficient = -slope * len(part)
+        row = {
+            "grad_norm": float(g.norm()),
+            "cosine": math.nan if self.last is None else cosine(g, self.last),
+            "lr_scale": step.lr_scale,
+            "coefficient_var": float(coefficient.var()),
+            "share": step.reshape.share if step.reshape else math.nan,
+        }
+        found = step_loss.finish(sums) if self.c.loss.surrogate == "reshape" else {}
+        row["gamma"] = found.get("reshape/gamma", math.nan)
+        self.last = g
+        self.theta.grad = g
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.rate * step.lr_scale
+        self.optimizer.step()
+        return row
+
+    def _over(self, prep: step_loss.Prepared, part: torch.Tensor, lp: torch.Tensor) -> bool:
+        a, b = step_loss.stop_statistic(prep, part, lp)
+        return float(a / b) > self.c.stop.kl_max
+
+
+def measure(
+    vocabulary: int,
+    length: int,
+    seeds: int,
+    epochs: int,
+    batches: int,
+    minibatches: int,
+    samples: int,
+    rates: dict[str, float],
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """runs[optimizer][arm][quantity]: mean over seeds at every step; highest[optimizer][arm]: each
+    seed's largest KL of any batch.
+    """
+    space = Space(vocabulary, length)
+    start = _mean(
+        [
+            float((space.probability(space.table(1000 * n)) * rewards(space, 1000 * n + 1)).sum())
+            for n in range(seeds)
+        ]
+    )
+    runs: dict[str, Any] = {}
+    each: dict[str, Any] = {}
+    for optimizer, rate in rates.items():
+        runs[optimizer], each[optimizer] = {}, {}
+        for arm in ARMS:
+            say(f"{optimizer}: {arm}")
+            c = config(arm, epochs, minibatches)
+            rows = []
+            for seed in range(seeds):
+                trainer = Trainer(
+                    space,
+                    space.table(1000 * seed),
+                    rewards(space, 1000 * seed + 1),
+                    c,
+                    optimizer,
+                    rate,
+                )
+                rows.append(
+                    [
+                        r
+                        for n in range(batches)
+                        for r in trainer.train(samples, 1000 * seed + 10 + n)
+                    ]
+                )
+            names = (
+                "kl",
+                "kl_batch",
+                "kl_start",
+                "reward",
+                "entropy",
+                "grad_norm",
+                "cosine",
+                "gamma",
+                "share",
+                "lr_scale",
+                "coefficient_var",
+            )
+            runs[optimizer][arm] = {
+                n: [_mean([r[t].get(n, math.nan) for r in rows]) for t in range(len(rows[0]))]
+                for n in names
+            }
+            each[optimizer][arm] = {
+                "kl": [max(x["kl"] for x in r) for r in rows],
+                "kl_batch": [max(x["kl_batch"] for x in r) for r in rows],
+                "kl_first": [max(x["kl"] for x in r[: epochs * minibatches]) for r in rows],
+                "reward": [r[-1]["reward"] for r in rows],
+                "steps": [sum("grad_norm" in x for x in r) for r in rows],
+            }
+    return {
+        "vocabulary": vocabulary,
+        "length": length,
+        "seeds": seeds,
+        "epochs": epochs,
+        "batches": batches,
+        "minibatches": minibatches,
+        "samples": samples,
+        "rates": rates,
+        "budget": BUDGET,
+        "start_reward": start,
+        "highest": each,
+        "runs": runs,
+    }
+
+
+def _mean(x: list[float]) -> float:
+    """Of what is a number: seeds that stopped early take no step and have no gradient."""
+    kept = [v for v in x if not math.isnan(v)]
+    return sum(kept) / len(kept) if kept else math.nan

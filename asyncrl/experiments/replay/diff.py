@@ -1,0 +1,185 @@
+"""`asyncrl diff`: two runs side by side: which settings differ, the first step where anything
+differs and by how much, and the curves.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.contract.errors import ConfigError
+from asyncrl.experiments.compare.comparison import Cell, differences
+from asyncrl.records import metrics
+
+# says how fast a run was and where answers waited, not what it computed
+MACHINE = ("time/", "throughput/", "memory/", "buffer/", "lag/in_")
+NAMES = ("name", "runs")  # settings that only say where a run lies
+CURVES = (
+    ("eval/heldout", "Accuracy on held-out prompts", "accuracy"),
+    ("reward/mean", "Reward of the training batch", "mean"),
+    ("lag/mean", "Lag of trained tokens", "versions, mean"),
+    ("is/ess", "Effective sample size", "share"),
+    ("is/target_ess", "Effective sample size of the answers under the trained policy", "share"),
+    ("kl/behavior_target_k3", "KL from behaviour to target", "nats a token (k3)"),
+    ("policy/entropy", "Entropy", "nats a token"),
+    ("optim/grad_norm", "Gradient norm", "before clipping"),
+    ("answer/length", "Answer length", "tokens"),
+)
+
+
+def read(run_dir: Path) -> tuple[dict[str, Any], dict[int, dict[str, float]], str | None]:
+    """(config, step -> metrics, digest of the final weights).  Raises ConfigError for what is no
+    run directory.
+    """
+    if not (run_dir / "config.toml").is_file():
+        raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
+    by_step: dict[int, dict[str, float]] = {}
+    # a row of training and one of evaluation may share a step; after a resume the later one wins
+    for row in metrics.read(run_dir):
+        values = {
+            k: v for k, v in row.items() if k not in ("step", "t") and isinstance(v, int | float)
+        }
+        by_step.setdefault(int(row["step"]), {}).update(values)
+    if not by_step:
+        raise ConfigError(f"{run_dir}: no metrics in it yet; wait until the run has made a step")
+    digest = run_dir / "weights_digest"
+    return (
+        tomllib.loads((run_dir / "config.toml").read_text()),
+        by_step,
+        digest.read_text() if digest.exists() else None,
+    )
+
+
+def first_difference(
+    a: dict[int, dict[str, float]], b: dict[int, dict[str, float]]
+) -> dict[str, Any] | None:
+    """The first step where a number that is not of the machine differs: all that differ there, the
+    relatively largest first.
+    """
+    for step in sorted(a.keys() & b.keys()):
+        found = []
+        for name in sorted(a[step].keys() & b[step].keys()):
+            x = a[step][name]
+            y = b[step][name]
+            if not name.startswith(MACHINE) and x != y and not (math.isnan(x) and math.isnan(y)):
+                found.append((abs(x - y) / max(abs(x), abs(y), 1e-12), name, x, y))
+        if found:
+            found.sort(reverse=True)
+            return {
+                "step": step,
+                "metrics": [{"name": n, "a": x, "b": y, "relative": r} for r, n, x, y in found],
+            }
+    return None
+
+
+def diff(one: Path, two: Path) -> dict[str, Any]:
+    """What differs between two runs; `equal` means bitwise equal final weights and every metric the
+    same.
+    """
+    (ca, ra, da), (cb, rb, db) = read(one), read(two)
+    for c in (ca, cb):
+        for name in NAMES:
+            c.pop(name, None)
+    first = first_difference(ra, rb)
+    return {
+        "a": str(one),
+        "b": str(two),
+        "config": [x.replace(", now ", " | ") for x in differences(ca, cb)],
+        "steps": [max(ra), max(rb)],
+        "first_difference": first,
+        "weights_digests": [da, db],
+        "equal": first is None and da is not None and da == db,
+    }
+
+
+def text(found: dict[str, Any], most: int = 6) -> str:
+    """The same for a reader."""
+    lines = [f"A {found['a']}", f"B {found['b']}"]
+    lines += [f"  {x}" for x in found["config"]] or ["  configs are the same"]
+    first = found["first_difference"]
+    if found["equal"]:
+        return "\n".join([*lines, "bitwise equal: final weights and every metric at every step"])
+    if first is None:
+        known = all(found["weights_digests"])
+        lines.append(
+            f"no metric differs in the {min(found['steps'])} steps both have"
+            + ("; the final weights do" if known else "; not both have ended")
+        )
+    else:
+        lines.append(
+            f"first difference at step {first['step']}, in {len(first['metrics'])} metrics:"
+        )
+        lines += [
+            f"  {m['name']}: {m['a']:.9g} | {m['b']:.9g} (relative {m['relative']:.2g})"
+            for m in first["metrics"][:most]
+        ]
+    return "\n".join(lines)
+
+
+def write(one: Path, two: Path, path: Path) -> None:
+    """A page with both runs' curves overlaid."""
+    found = diff(one, two)
+    page(
+        "Two runs",
+        text(found),
+        {n: read(d)[1] for n, d in (("A", one), ("B", two))},
+        found,
+        path,
+        "diff",
+    )
+
+
+def page(
+    heading: str,
+    shown: str,
+    runs: Mapping[str, Mapping[int, Mapping[str, float]]],
+    found: dict[str, Any],
+    path: Path,
+    blob: str,
+) -> None:
+    """An HTML page: text, the curves of `runs` (name -> step -> metrics) overlaid, and `found` as
+    JSON in the element `blob`.
+    """
+    import plotly.io as pio
+
+    from asyncrl.experiments.compare.page import curves
+
+    cells: Sequence[Cell] = [
+        Cell(n, 0, {}, rows=[{"step": s} | dict(v) for s, v in sorted(rows.items())])
+        for n, rows in runs.items()
+    ]
+    body = ""
+    for name, title, unit in CURVES:
+        if not any(name in r for c in cells for r in c.rows):
+            continue
+        figure = curves(
+            title,
+            unit,
+            tuple(runs),
+            cells,
+            lambda c, name=name: [  # type: ignore[misc]
+                (float(r["step"]), float(r[name])) for r in c.rows if name in r
+            ],
+        )
+        body += pio.to_html(
+            figure,
+            include_plotlyjs=not body,
+            full_html=False,
+            config={"displaylogo": False, "displayModeBar": False},
+        )
+    shown = shown.replace("&", "&amp;").replace("<", "&lt;")
+    html = (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8"><title>asyncrl: '
+        f"{heading}</title><style>body {{ font: 15px/1.5 system-ui, "
+        f"sans-serif; margin: 2rem auto; max-width: 900px }} pre {{ white-space: pre-wrap "
+        f"}}</style></head><body><h1>{heading}</h1><pre>{shown}</pre>{body}"
+        '<script type="application/json" '
+        f'id="{blob}">{json.dumps(found).replace("</", "<" + chr(92) + "/")}</script></body></html>'
+    )
+    part = path.with_suffix(".part")
+    part.write_text(html)
+    part.replace(path)

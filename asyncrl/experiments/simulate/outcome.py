@@ -1,0 +1,203 @@
+"""One simulated run, and what comes out of it."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.experiments.simulate.sides import Generator, Learner, draws
+from asyncrl.experiments.simulate.times import Times
+from asyncrl.experiments.simulate.world import Buffer, Clock
+from asyncrl.tasks import get_task
+from buffer.evaluation import Evaluations
+from buffer.ledger import tokens_of
+from buffer.service import evaluations, settings
+from buffer.trained import mean, quantile
+
+LOST = (
+    "masked_stale",
+    "dropped_stale",
+    "abandoned",
+    "filtered",
+    "duplicate",
+    "orphaned",
+    "lost_with_process",
+    "failed",
+)
+
+
+FEW = 64  # generators
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """What one simulated run came to.  Times in simulated seconds, lag in versions, shares in [0,
+    1].
+    """
+
+    max_lag: float
+    generators: int
+    steps: int
+    seconds: float  # first ticket to last commit
+    step_s: float
+    tokens: int  # trained
+    tokens_per_s: float  # trained, per second
+    samples_per_s: float
+    idle_generator: float
+    idle_learner: float
+    idle_buffer: float
+    lag_mean: float
+    lag_p95: int
+    lag_max: int
+    lag_in_flight: float  # mean over samples: until delivery
+    lag_in_queue: float  # and from there to training
+    lag_histogram: dict[int, float]  # lag -> share of the trained tokens
+    tickets_mean: float  # groups that generators hold, over time
+    tickets_max: int
+    alive_mean: float  # groups outstanding, stored or leased
+    losses: dict[str, int]  # reason -> tokens, without those trained and those left at the end
+    generated: int
+    left_over: int
+    took_s: float  # real seconds of the simulation
+
+
+class Simulation:
+    """A run of `config` with `times`.  `quick=False` walks the store as the service does
+    (tests).
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        times: Times,
+        seed: int = 0,
+        *,
+        evaluate: bool = True,
+        quick: bool = True,
+    ) -> None:
+        self.config = config
+        self.clock = Clock()
+        self.d = d = draws(times, config, seed, lambda: self.learner.number / config.learner.steps)
+        made = evaluations(config, get_task(config.task)) if evaluate else Evaluations()
+        store_settings = without_deadlines(settings(config))
+        self.buffer = Buffer(self.clock, times, store_settings, made, quick=quick)
+        self.learner = Learner(self.clock, self.buffer, config, d, self.committed)
+        self.buffer.learner = self.learner
+        self.generators = [
+            Generator(i, self.clock, self.buffer, config, d) for i in range(config.generators)
+        ]
+        self.alive: list[int] = []
+        self.idle_shares: list[float] = []
+        self.counted = [(0.0, 0.0)] * len(self.generators)
+        self.last_commit = self.busy = 0.0
+
+    def run(self) -> Outcome:
+        """Raises AsyncrlError when the run comes to a stand, which the rules of the store exclude,
+        or past a failure budget.
+        """
+        began = time.perf_counter()
+        self.learner.hello()
+        for g in self.generators:
+            g.want()
+        collects = gc.isenabled()
+        # with a million small objects alive, the search for cycles is two fifths of the time
+        gc.disable()
+        try:
+            ended = self.clock.run()
+        finally:
+            if collects:
+                gc.enable()
+        if not ended:
+            raise AsyncrlError(
+                f"the simulated run stands still at batch {self.learner.number} of "
+                f"{self.config.learner.steps}: a bug of ours; please report it"
+            )
+        return self.outcome(time.perf_counter() - began)
+
+    def committed(self) -> None:
+        """Numbers at a commit, as the buffer's metrics have them: of few generators by their last
+        Renew, of many by their sum.
+        """
+        now = self.clock.now
+        before = self.last_commit
+        self.last_commit = now
+        self.alive.append(len(self.buffer.store.alive))
+        busy = idle = 0.0
+        if len(self.generators) > FEW:
+            busy, self.busy = self.d.busy - self.busy, self.d.busy
+            idle = max(0.0, len(self.generators) * (now - before) - busy)
+        for i, g in enumerate(self.generators if len(self.generators) <= FEW else ()):
+            b, w = g.heard()
+            was = self.counted[i]
+            busy = busy + max(0.0, b - was[0])
+            idle = idle + max(0.0, w - was[1])
+            self.counted[i] = (max(b, was[0]), max(w, was[1]))
+        if busy + idle > 0:
+            self.idle_shares.append(idle / (busy + idle))
+
+    def outcome(self, took: float) -> Outcome:
+        b = self.buffer
+        c = self.config
+        counts: dict[int, int] = {}
+        for row in b.lags.values():
+            for lag, n in row.items():
+                counts[lag] = counts.get(lag, 0) + n
+        tokens = sum(counts.values())
+        seconds = self.last_commit - (b.first_ticket or 0.0)
+        steps = len(b.lags)
+        ledger = b.store.ledger()
+        samples = steps * c.learner.groups * c.learner.group_size
+        return Outcome(
+            max_lag=c.staleness.max_lag,
+            generators=c.generators,
+            steps=steps,
+            seconds=seconds,
+            step_s=seconds / max(steps, 1),
+            tokens=tokens,
+            tokens_per_s=tokens / max(seconds, 1e-9),
+            samples_per_s=samples / max(seconds, 1e-9),
+            idle_generator=average(self.idle_shares),
+            idle_learner=average(self.learner.shares),
+            idle_buffer=max(0.0, 1 - b.worked / max(self.clock.now, 1e-9)),
+            lag_mean=mean(counts),
+            lag_p95=quantile(counts, 0.95),
+            lag_max=max(counts, default=0),
+            lag_in_flight=average([x for x, _ in b.splits.values()]),
+            lag_in_queue=average([x for _, x in b.splits.values()]),
+            lag_histogram={k: n / max(tokens, 1) for k, n in sorted(counts.items())},
+            tickets_mean=(b.out_seconds + b.out * max(0.0, self.last_commit - b.out_since))
+            / max(seconds, 1e-9),
+            tickets_max=b.most_out,
+            alive_mean=average(self.alive),
+            losses={k: int(ledger[k]["tokens"]) for k in LOST if ledger[k]["tokens"]},
+            generated=tokens_of(ledger),
+            left_over=int(ledger["left_over"]["tokens"]),
+            took_s=took,
+        )
+
+
+def without_deadlines(s: Any) -> Any:
+    """The store's settings with leases that only a lost generator ends (Generator.lose): nothing
+    here renews them.
+    """
+    s.lease_s = float("inf")
+    return s
+
+
+def average(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+def simulate(config: Config, times: Times, seed: int = 0, *, evaluate: bool = True) -> Outcome:
+    """One simulated run.  Raises ConfigError for what it does not simulate."""
+    if times.failed and config.reward.on_error == "stop":
+        raise ConfigError(
+            "--time failed=...: with reward.on_error = stop the first failed reward ends the run; "
+            "set it to drop"
+        )
+    return Simulation(config, times, seed, evaluate=evaluate).run()

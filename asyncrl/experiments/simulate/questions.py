@@ -1,0 +1,229 @@
+"""What another limit, more generators or a faster weight sync would give: simulated with the same
+seeds, said in a sentence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
+from asyncrl.experiments.simulate.outcome import Outcome, simulate
+from asyncrl.experiments.simulate.times import Times, change, scaled
+
+NOTHING = 0.02  # a change of throughput below this is called none
+BUSY = 0.1  # idle share below which a side is what limits, if it is less than half the other's
+BUFFER_BUSY = 0.2  # the same for the buffer, whose work comes in bursts
+WIDE = 0.2  # a range of the mean lag below this is not worth a word
+DRIFT = 0.05  # two sides of nearly the same speed: how far the learner's may be off
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """One question: `ratio` is the throughput against the base, seed by seed: mean, least, largest.
+
+    lag_range: the mean lag if the learner is DRIFT faster or slower than its times say, of
+    questions about the limit.  Where neither side is held up the lag adds up the difference of
+    their speeds, and a small one moves it."""
+
+    question: str
+    ratio: float
+    least: float
+    largest: float
+    sentence: str
+    outcome: dict[str, Any]
+    lag_range: tuple[float, float] | None = None
+
+
+def with_limit(config: Config, limit: float) -> Config:
+    """The config with another `staleness.max_lag`.  Raises ConfigError where injected lag would
+    pass it.
+    """
+    if not (limit == math.inf or (limit >= 0 and limit == int(limit))):
+        raise ConfigError(
+            f"--limit {limit:g}: a staleness limit is a whole number of at least 0, or inf"
+        )
+    inject = config.staleness.inject
+    if inject is not None and limit < (inject if isinstance(inject, int) else len(inject) - 1):
+        raise ConfigError(
+            f"--limit {limit:g}: below staleness.inject = {inject}; inject less, or leave the limit"
+        )
+    return msgspec.structs.replace(
+        config, staleness=msgspec.structs.replace(config.staleness, max_lag=float(limit))
+    )
+
+
+def with_generators(config: Config, n: int) -> Config:
+    return msgspec.structs.replace(config, generators=n)
+
+
+def with_steps(config: Config, n: int) -> Config:
+    return msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, steps=n))
+
+
+def with_sync(times: Times, factor: float) -> Times:
+    """Publishing and swapping `factor` times as fast."""
+    return change(
+        times, publish=scaled(times.publish, 1 / factor), swap=scaled(times.swap, 1 / factor)
+    )
+
+
+def with_learner(times: Times, factor: float) -> Times:
+    """Training `factor` times as long."""
+    return change(times, train=scaled(times.train, factor))
+
+
+def several(config: Config, times: Times, seeds: int, *, evaluate: bool = True) -> list[Outcome]:
+    return [simulate(config, times, config.seed + i, evaluate=evaluate) for i in range(seeds)]
+
+
+def together(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """The mean of each number over the seeds; lag_max and tickets_max: the largest."""
+    n = len(outcomes)
+    out: dict[str, Any] = {}
+    for name in Outcome.__struct_fields__:
+        values = [getattr(o, name) for o in outcomes]
+        if name in ("lag_max", "tickets_max"):
+            out[name] = max(values)
+        elif name in ("lag_histogram", "losses"):
+            keys = sorted({k for v in values for k in v})
+            out[name] = {str(k): sum(v.get(k, 0) for v in values) / n for k in keys}
+        elif name in ("max_lag", "generators", "steps"):
+            out[name] = "inf" if values[0] == math.inf else int(values[0])
+        else:
+            out[name] = sum(values) / n
+    return out
+
+
+def limited_by(o: dict[str, Any]) -> str:
+    """Which side holds the run up, in words."""
+    g = o["idle_generator"]
+    learner = o["idle_learner"]
+    if max(g, learner) < BUSY:
+        return f"both sides are busy (generators idle {g:.0%}, learner {learner:.0%})"
+    if learner < BUSY and learner < g / 2:
+        return f"the learner limits it (idle {learner:.0%}; the generators {g:.0%})"
+    if g < BUSY and g < learner / 2:
+        return f"the generators limit it (idle {g:.0%}; the learner {learner:.0%})"
+    if o["idle_buffer"] < BUFFER_BUSY:
+        return (
+            f"the buffer limits it (idle {o['idle_buffer']:.0%}; the generators {g:.0%}, "
+            f"the learner {learner:.0%})"
+        )
+    return f"both sides wait for each other (generators idle {g:.0%}, learner {learner:.0%})"
+
+
+def ask(
+    question: str,
+    instead: str,
+    base: Sequence[Outcome],
+    other: Sequence[Outcome],
+    ends: Sequence[Outcome] = (),
+) -> Answer:
+    """The answer to `question`, paired by seed; `instead` names what the base has; `ends`: the same
+    with a faster and a slower learner.
+    """
+    ratios = [o.tokens_per_s / max(b.tokens_per_s, 1e-9) for b, o in zip(base, other, strict=True)]
+    mean = sum(ratios) / len(ratios)
+    was = together(base)
+    now = together(other)
+    spread = f" (seeds {min(ratios):.2f} to {max(ratios):.2f})" if len(ratios) > 1 else ""
+    if abs(mean - 1) < NOTHING:
+        head = (
+            f"{question} instead of {instead}: no throughput to speak of, {mean:.2f} times{spread}"
+        )
+    else:
+        speeds = f"{now['tokens_per_s']:,.0f} tokens/s instead of {was['tokens_per_s']:,.0f}"
+        head = f"{question} instead of {instead}: {mean:.2f} times the throughput{spread}, {speeds}"
+    head = head[0].upper() + head[1:]
+    lags = [now["lag_mean"], *(o.lag_mean for o in ends)]
+    wide = (
+        f" ({min(lags):.2f} to {max(lags):.2f} if the learner's speed is {DRIFT:.0%} off)"
+        if max(lags) - min(lags) > WIDE
+        else ""
+    )
+    tail = (
+        f"mean lag {now['lag_mean']:.2f}{wide} instead of {was['lag_mean']:.2f}; then "
+        f"{limited_by(now)}."
+    )
+    return Answer(
+        question=question,
+        ratio=mean,
+        least=min(ratios),
+        largest=max(ratios),
+        sentence=f"{head}; {tail}",
+        outcome=now,
+        lag_range=(min(lags), max(lags)) if ends else None,
+    )
+
+
+def answers(
+    config: Config,
+    times: Times,
+    base: Sequence[Outcome],
+    limits: Sequence[float],
+    more: Sequence[int],
+    syncs: Sequence[float],
+    *,
+    evaluate: bool = True,
+) -> list[Answer]:
+    """Each question in turn, simulated with the seeds of `base`."""
+    n = len(base)
+    now = config.staleness.max_lag
+    out = []
+    for k in limits:
+        other = with_limit(config, k)
+        ends = [
+            simulate(other, with_learner(times, f), config.seed, evaluate=evaluate)
+            for f in (1 - DRIFT, 1 + DRIFT)
+        ]
+        out.append(
+            ask(
+                f"a limit of {k:g}",
+                f"{now:g}",
+                base,
+                several(other, times, n, evaluate=evaluate),
+                ends,
+            )
+        )
+    for m in more:
+        changed = with_generators(config, config.generators + m)
+        out.append(
+            ask(
+                f"{config.generators + m} generators",
+                f"{config.generators}",
+                base,
+                several(changed, times, n, evaluate=evaluate),
+            )
+        )
+    for f in syncs:
+        what = f"a weight sync {f:g} times as fast"
+        out.append(
+            ask(what, "this one", base, several(config, with_sync(times, f), n, evaluate=evaluate))
+        )
+    return out
+
+
+def sweep(
+    config: Config,
+    times: Times,
+    limits: Sequence[float],
+    generators: Sequence[int],
+    seeds: int,
+    done: Mapping[tuple[int, float], dict[str, Any]],
+    *,
+    evaluate: bool = True,
+) -> list[dict[str, Any]]:
+    """Every limit with every number of generators, with the same seeds as the questions; done:
+    those that were simulated already.
+    """
+
+    def one(g: int, k: float) -> dict[str, Any]:
+        return done.get((g, k)) or together(
+            several(with_limit(with_generators(config, g), k), times, seeds, evaluate=evaluate)
+        )
+
+    return [one(g, k) for g in generators for k in limits]

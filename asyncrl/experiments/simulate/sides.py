@@ -1,0 +1,502 @@
+"""The simulated sides: a generator (the loop of actors/generator.py around the real schedule) and
+the learner (learner/loop.py).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import os
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from actors.delivery import LINGER_S, size
+from actors.schedule import Schedule
+from asyncrl.config.tree import Config
+from asyncrl.contract.messages import EVAL_BASE, Announcement, Span, Ticket, Trajectory
+from asyncrl.contract.versions import Label
+from asyncrl.experiments.simulate.times import Draw, Times, along, draw
+from asyncrl.experiments.simulate.world import Buffer, Clock
+
+# of actors/generator.py, which imports torch
+DECODE_STEPS = 8
+IDLE_POLL_S = 0.02
+RENEW_S = 0.5
+EVERYTHING = 1 << 30
+_TOKENS: dict[int, bytes] = {}
+
+
+@dataclass
+class Draws:
+    """The times of one simulation, ready to draw from; shared by all generators."""
+
+    times: Times
+    rng: random.Random
+    noise: Draw
+    length: Callable[[Ticket, int], int]
+    reward: Draw
+    swap: Draw
+    train: Draw
+    batch: Draw
+    commit: Draw
+    publish: Draw
+    checkpoint: Draw
+    busy: float = 0.0  # seconds of all generators
+
+
+def draws(times: Times, config: Config, seed: int, stage: Draw) -> Draws:
+    """`stage`: the share of the batches that are trained."""
+    rng = random.Random(seed)
+
+    def of(name: str) -> Draw:
+        return draw(getattr(times, name), rng, name, stage)
+
+    return Draws(
+        times,
+        rng,
+        noise=of("noise"),
+        length=_lengths(times, config, rng),
+        reward=of("reward"),
+        swap=of("swap"),
+        train=of("train"),
+        batch=of("batch"),
+        commit=of("commit"),
+        publish=of("publish"),
+        checkpoint=of("checkpoint"),
+    )
+
+
+def _lengths(times: Times, config: Config, rng: random.Random) -> Callable[[Ticket, int], int]:
+    """Tokens of an answer.  Recorded groups are drawn whole, for the answers to one prompt are
+    about equally long, and along the run, as they change.
+    """
+    most = config.generator.max_new_tokens
+    if times.group_lengths is None:
+        one = draw(
+            times.lengths if times.lengths is not None else f"uniform({most / 2}, {most})",
+            rng,
+            "lengths",
+        )
+        return lambda ticket, sample: max(1, min(most, round(one())))
+    groups, drawn, whole = (
+        times.group_lengths,
+        dict[int, list[int]](),
+        config.learner.steps * config.learner.groups,
+    )
+    ticket_now = 0
+    at_stage = along(groups, rng, lambda: ticket_now / whole)
+
+    def of_group(ticket: Ticket, sample: int) -> int:
+        nonlocal ticket_now
+        if ticket.ticket >= EVAL_BASE:
+            return min(most, rng.choice(at_stage()))
+        group = drawn.get(ticket.ticket)
+        if group is None:
+            ticket_now = ticket.ticket
+            group = drawn[ticket.ticket] = at_stage()
+            drawn.pop(ticket.ticket - 100_000, None)
+        return min(most, group[sample] if sample < len(group) else rng.choice(group))
+
+    return of_group
+
+
+@dataclass(slots=True)
+class Row:
+    """An answer being written: `born` in the engine's steps, `mark` the weights it started with."""
+
+    ticket: Ticket
+    sample: int
+    born: int
+    length: int
+    mark: int
+
+
+def _reward_processes(config: Config) -> int:
+    """How many a generator has; "auto" with a function of one's own: as many as this machine has
+    cores.
+    """
+    workers = config.reward.workers
+    own = bool(config.reward.function)
+    if workers == "auto":
+        return len(os.sched_getaffinity(0)) if own else 0
+    return workers or int(own)
+
+
+class Generator:
+    """One generator.  `sleeping`: its engine is empty, and it waits for a message."""
+
+    def __init__(self, index: int, clock: Clock, buffer: Buffer, config: Config, d: Draws) -> None:
+        self.name = f"generator-{index}"
+        self.session = 1
+        self.clock, self.buffer, self.d, self.times = clock, buffer, d, d.times
+        self.slots = config.generator.slots
+        self.frame_bytes = config.wires.frame_bytes
+        self.lockstep = config.staleness.max_lag == 0 and config.generators == 1
+        self.drain = config.weights.in_flight == "between_groups"
+        self.workers = _reward_processes(config)
+        self.deadline = config.reward.deadline_s
+        self.lease_s = config.wires.lease_s
+        self.tokens = self.busy = self.idle = self.swaps = 0.0
+        self.said = (0.0, 0.0)  # busy and idle seconds of the last Renew
+        self.renewed = self.idle_since = 0.0
+        self.sequence = self.called = 0
+        self.lost = False
+        self.start()
+        if self.times.lost_every:
+            clock.at(d.rng.expovariate(1 / self.times.lost_every), self.lose)
+
+    def start(self) -> None:
+        """Empty hands."""
+        self.schedule = Schedule(drain_first=self.drain, lockstep=self.lockstep)
+        self.told: Label | None = None
+        self.loaded: Label | None = None
+        self.engine: dict[int, list[Row]] = {}  # step at which they end -> rows
+        self.ended: list[Row] = []  # in the decode call under way
+        self.live = self.engine_clock = 0
+        self.marks: list[tuple[int, Label]] = []
+        # when each reward process has judged all that it was given
+        self.free = [self.clock.now] * self.workers
+        # (when it is judged, its number, what)
+        self.calls: list[tuple[float, int, Trajectory]] = []
+        self.fresh: list[Trajectory] = []
+        self.fresh_since = 0.0
+        self.asked = 0
+        self.sleeping = True
+        self.buffer.awake.pop(self.name, None)
+
+    # ---- messages --------------------------------------------------------------------------------
+
+    def announced(self, session: int, said: Announcement) -> None:
+        if session == self.session and not self.lost:
+            self.schedule.announce(said)
+
+    def granted(
+        self, session: int, sequence: int, tickets: list[Ticket], said: Announcement
+    ) -> None:
+        if session != self.session or self.lost:
+            return
+        if self.sleeping:
+            self.catch_up()
+        self.schedule.announce(said)
+        if sequence == self.sequence:
+            self.asked = 0
+        self.schedule.take(tickets)
+        if self.sleeping:
+            self.wake()
+
+    def catch_up(self) -> None:
+        """While it slept it was told of each new version and loaded it, as far as time allowed."""
+        store = self.buffer.store
+        said_at = self.buffer.announced_at + self.times.wire
+        if (
+            store.policy is not None
+            and (self.loaded is None or store.policy > self.loaded)
+            and said_at + self.d.swap() < self.clock.now
+        ):
+            self.loaded = self.told = store.policy
+            self.marks = [(self.engine_clock, store.policy)]
+            self.swaps += 1
+
+    # ---- the loop --------------------------------------------------------------------------------
+
+    def heard(self) -> tuple[float, float]:
+        """Busy and idle seconds as the buffer knows them: of the last Renew, which comes in sleep
+        too.
+        """
+        if self.sleeping and (times := int((self.clock.now - self.renewed) / RENEW_S)) > 0:
+            self.renewed += times * RENEW_S
+            self.said = (self.busy, self.idle + max(0.0, self.renewed - self.idle_since))
+        return self.said
+
+    def wake(self) -> None:
+        """Work came: time asleep was idle, in whole looks at the socket (a look that brings work
+        counts as work).
+        """
+        self.heard()
+        slept = self.clock.now - self.idle_since
+        idle = slept if self.calls else math.floor(slept / IDLE_POLL_S) * IDLE_POLL_S
+        self.idle += idle
+        self.idle_since += idle
+        self.sleeping = False
+        self.buffer.awake[self.name] = self
+        self.begin()
+
+    def begin(self) -> None:
+        """Swap, start samples, decode; `end` comes when that is done."""
+        now = self.clock.now + self.swap()
+        admitted = self.admit()
+        if not self.live:
+            self.clock.at(now, self.end, self.session, 0, [])
+            return
+        rows = self.live
+        t = self.times
+        first = self.engine_clock
+        done: list[Row] = []
+        for step in range(first + 1, first + DECODE_STEPS + 1):
+            self.engine_clock = step
+            if (ended := self.engine.pop(step, None)) is not None:
+                done += ended
+                if len(done) == rows:
+                    break
+        self.live -= len(done)
+        self.ended = done
+        beside = t.beside if self.buffer.learner.training else 1.0
+        seconds = (
+            beside
+            * self.d.noise()
+            * ((self.engine_clock - first) * (t.step + t.row * rows) + t.admit * admitted)
+        )
+        self.clock.at(
+            now + seconds + t.look + t.finish * len(done), self.end, self.session, rows, done
+        )
+
+    def swap(self) -> float:
+        """Load what the schedule wants; returns the seconds it takes."""
+        goal = self.schedule.wanted(self.loaded)
+        if goal is None:
+            return 0.0
+        self.loaded = goal
+        if not self.live:
+            self.marks.clear()
+        self.marks.append((self.engine_clock, goal))
+        self.swaps += 1
+        return self.d.swap()
+
+    def admit(self) -> int:
+        room = self.slots - self.live
+        n = 0
+        if self.loaded is None or room <= 0:
+            return 0
+        for held, sample in self.schedule.admit(self.loaded, room):
+            length = self.d.length(held.ticket, sample)
+            row = Row(held.ticket, sample, self.engine_clock, length, len(self.marks) - 1)
+            self.engine.setdefault(self.engine_clock + length, []).append(row)
+            n += 1
+        self.live += n
+        return n
+
+    def end(self, session: int, rows: int, done: list[Row]) -> None:
+        """What came of the decode steps: rewards, deliveries, the next request."""
+        if session != self.session or self.lost:
+            return
+        now = self.clock.now
+        self.ended = []
+        self.tokens += sum(r.length for r in done)
+        if rows:
+            self.busy += now - self.idle_since
+            self.d.busy += now - self.idle_since
+        else:
+            self.idle += now - self.idle_since
+        self.idle_since = now
+        for r in done:
+            self.schedule.done((r.ticket.ticket, r.sample, r.ticket.attempt), r.length)
+            self.judge(self.trajectory(r))
+        self.collect()
+        self.deliver()
+        self.want()
+        if now - self.renewed >= RENEW_S:
+            self.renewed, self.said = now, (self.busy, self.idle)
+        if self.live or self.schedule.wanted(self.loaded) is not None or self._startable():
+            self.begin()
+            return
+        self.sleeping = True
+        self.buffer.awake.pop(self.name, None)
+        if self.calls:
+            self.clock.at(self.calls[0][0], self.judged_asleep, self.session)
+
+    def _startable(self) -> bool:
+        return any(h.ready(self.loaded) for h in self.schedule.order())
+
+    def judged_asleep(self, session: int) -> None:
+        if session == self.session and self.sleeping and not self.lost:
+            self.wake()
+
+    # ---- answers ---------------------------------------------------------------------------------
+
+    def trajectory(self, r: Row) -> Trajectory:
+        spans: list[Span] = []
+        for at, label in reversed(self.marks[r.mark :]):
+            end = spans[-1].start if spans else r.length
+            if (start := max(at - r.born, 0)) < end:
+                spans.append(Span(label, "", start, end, label))
+            if at <= r.born:
+                break
+        tokens = _TOKENS.get(r.length) or _TOKENS.setdefault(r.length, bytes(4 * r.length))
+        failed = self.times.failed and self.d.rng.random() < self.times.failed
+        reward = (
+            0.0 if r.ticket.ticket % 1000 < 1000 * self.times.no_spread else float(r.sample % 2)
+        )
+        return Trajectory(
+            r.ticket.ticket,
+            r.sample,
+            r.ticket.attempt,
+            b"",
+            tokens,
+            b"",
+            b"",
+            spans[::-1],
+            reward,
+            {},
+            "stop",
+            1.0,
+            failed="data: simulated" if failed else "",
+        )
+
+    def judge(self, t: Trajectory) -> None:
+        """In the order in which they end, by whichever process is free first: the processes are fed
+        whatever the engine does.
+        """
+        if not self.workers:
+            self.fresh.append(t)
+            return
+        seconds = self.d.reward()
+        if seconds > self.deadline:
+            seconds = self.deadline
+            t.failed = "data: the reward hung"
+        self.called += 1
+        done = max(self.clock.now, self.free[0]) + seconds
+        heapq.heapreplace(self.free, done)
+        heapq.heappush(self.calls, (done, self.called, t))
+
+    def collect(self) -> None:
+        """One look at what the reward processes have done."""
+        while self.calls and self.calls[0][0] <= self.clock.now:
+            self.fresh.append(heapq.heappop(self.calls)[2])
+
+    def deliver(self) -> None:
+        if not self.fresh:
+            return
+        now = self.clock.now
+        self.fresh_since = self.fresh_since or now
+        if (
+            not self.live
+            or now - self.fresh_since > LINGER_S
+            or sum(map(size, self.fresh)) >= self.frame_bytes
+        ):
+            self.buffer.tell(
+                self.buffer.on_deliver, self, self.fresh, work=self.times.buffer * len(self.fresh)
+            )
+            self.fresh = []
+            self.fresh_since = 0.0
+
+    def want(self) -> None:
+        free = self.slots - self.live - self.schedule.waiting()
+        if self.lockstep:
+            free = (
+                0
+                if self.live or self.schedule.waiting() or self.calls or self.fresh
+                else EVERYTHING
+            )
+        if free > 0 and free > self.asked:
+            self.sequence = self.sequence + 1
+            self.asked = free
+            self.buffer.tell(self.buffer.on_want, self, free, self.sequence)
+
+    # ---- a lost process --------------------------------------------------------------------------
+
+    def lose(self) -> None:
+        """The process ends now, with all it held; it comes back with a new session."""
+        if not self.lost:
+            written: dict[tuple[int, int], int] = {
+                k: h.tokens for k, h in self.schedule.held.items()
+            }
+            for rows in [*self.engine.values(), self.ended]:
+                for r in rows:
+                    written[r.ticket.ticket, r.ticket.attempt] += self.engine_clock - r.born
+            self.buffer.tell(
+                self.buffer.on_lost, [(t, a, n) for (t, a), n in written.items()], self
+            )
+            self.lost = True
+            self.buffer.awake.pop(self.name, None)
+            if self.times.restart > self.lease_s:  # the buffer does not wait for it
+                self.clock.at(
+                    self.clock.now + self.lease_s,
+                    self.buffer.tell,
+                    self.buffer.on_session,
+                    self,
+                    self.session + 1,
+                )
+            self.clock.at(self.clock.now + self.times.restart, self.back)
+        self.clock.at(self.clock.now + self.d.rng.expovariate(1 / self.times.lost_every), self.lose)
+
+    def back(self) -> None:
+        self.lost = False
+        self.session = self.session + 1
+        self.start()
+        self.idle += self.clock.now - self.idle_since
+        self.idle_since = self.clock.now
+        self.buffer.tell(self.buffer.on_session, self, self.session)
+        self.want()
+
+
+class Learner:
+    """The learner's loop: ask, train, publish, commit; now and then a checkpoint."""
+
+    def __init__(
+        self, clock: Clock, buffer: Buffer, config: Config, d: Draws, at_commit: Callable[[], None]
+    ) -> None:
+        self.clock, self.buffer, self.d, self.times, self.c = (
+            clock,
+            buffer,
+            d,
+            d.times,
+            config.learner,
+        )
+        self.max_lag = config.staleness.max_lag
+        self.at_commit = at_commit
+        self.number = 0
+        self.batches: dict[int, int] = {}  # number -> tokens
+        self.training = False
+        self.mark = self.busy = self.idle = 0.0
+        self.saved = [0]
+        self.shares: list[float] = []
+        self.steps: list[float] = []
+
+    def hello(self) -> None:
+        self.buffer.tell(self.buffer.on_hello, self.max_lag)
+        self.buffer.tell(self.buffer.on_ask, 0)
+
+    def arrived(self, number: int, tokens: int) -> None:
+        self.batches[number] = tokens
+        self.next()
+
+    def next(self) -> None:
+        if self.training or self.number not in self.batches:
+            return
+        tokens = self.batches.pop(self.number)
+        self.training = True
+        if self.c.prefetch and self.number + 1 < self.c.steps:
+            self.buffer.tell(self.buffer.on_ask, self.number + 1)
+        scale = tokens / self.times.train_tokens if self.times.train_tokens else 1.0
+        beside = self.times.beside if self.buffer.awake else 1.0
+        seconds = beside * self.d.train() * scale + self.d.publish()
+        self.clock.at(self.clock.now + seconds, self.trained, seconds)
+
+    def trained(self, seconds: float) -> None:
+        now = self.clock.now
+        number = self.number
+        whole = max(now - self.mark, 1e-9)
+        self.shares.append(max(0.0, 1.0 - seconds / whole))
+        self.steps.append(whole)
+        self.busy = self.busy + seconds
+        self.idle = self.idle + whole - seconds
+        self.mark = now
+        self.number += 1
+        self.buffer.tell(self.buffer.on_commit, number, work=self.d.commit())
+        pause = 0.0
+        if self.number % self.c.checkpoint_every == 0 or self.number == self.c.steps:
+            pause = self.d.checkpoint()
+            self.saved = [*self.saved, self.number][-self.c.keep_checkpoints :]
+        self.clock.at(now + pause, self.go_on, pause > 0)
+
+    def go_on(self, saved: bool) -> None:
+        self.training = False
+        if saved:
+            self.buffer.tell(self.buffer.on_checkpointed, self.saved[0])
+        if self.number == self.c.steps:
+            self.buffer.tell(self.buffer.on_goodbye)
+            return
+        if not self.c.prefetch:
+            self.buffer.tell(self.buffer.on_ask, self.number)
+        self.next()

@@ -1,0 +1,267 @@
+"""The simulated world: a clock, and the buffer process around the real store."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from asyncrl.contract.messages import LearnerHello, Prompt, Ticket, Trajectory, WeightsSource
+from asyncrl.contract.versions import Label
+from asyncrl.experiments.simulate.times import Times
+from buffer import batches
+from buffer.evaluation import Evaluations
+from buffer.groups import Group, Settings
+from buffer.store import Store
+
+if TYPE_CHECKING:
+    from asyncrl.experiments.simulate.sides import Generator, Learner
+
+EPOCH = 1
+SOURCE = WeightsSource(EPOCH, "", "", "")
+NO_PROMPT = Prompt(0, "")
+
+
+class Clock:
+    """Events by time; those of one time in the order in which they were made."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.stopped = False
+        self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._count = itertools.count()
+
+    def at(self, when: float, do: Callable[..., None], *args: Any) -> None:
+        heapq.heappush(self._heap, (when, next(self._count), do, args))
+
+    def run(self) -> bool:
+        """Until it is stopped: True; False when nothing is left to happen."""
+        while self._heap and not self.stopped:
+            self.now, _, do, args = heapq.heappop(self._heap)
+            do(*args)
+        return self.stopped
+
+
+class QuickStore(Store):
+    """The store, without its walk over the living groups where none can be due again: nothing
+    failed, dropped or was lost.
+
+    `disturbed` is set by whoever gives it cause; tests compare it with the plain store.
+    """
+
+    disturbed = False
+
+    def _line(self) -> Iterator[tuple[int, Group]]:
+        if self.disturbed and self.s.on_exceed != "drop":
+            self.disturbed = any(self._due(g) for g in self.alive.values())
+        return super()._line() if self.disturbed else iter(())
+
+    @staticmethod
+    def _due(g: Group) -> bool:
+        """Is something of the group to be written again, now or when its lease ends without it?"""
+        return not g.complete and (
+            g.lease is None or len(g.lease.todo) < sum(s is None for s in g.samples)
+        )
+
+
+class Buffer:
+    """buffer/service.py without sockets: one message at a time, then whatever it made possible."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        times: Times,
+        settings: Settings,
+        evaluations: Evaluations,
+        *,
+        quick: bool = True,
+    ) -> None:
+        self.clock = clock
+        self.times = times
+        self.free = self.worked = 0.0  # when it is free again; seconds of work so far
+        evaluations.prompt = (
+            (lambda split, i: NO_PROMPT) if evaluations.prompt is not None else None
+        )
+        self.store: Store = (QuickStore if quick else Store)(
+            settings, lambda i: NO_PROMPT, evaluations
+        )
+        self.disturb(settings.on_exceed == "drop")
+        self.learner: Learner
+        # name -> (generator, samples, sequence)
+        self.wants: dict[str, tuple[Generator, int, int]] = {}
+        self.awake: dict[str, Generator] = {}
+        self.asks: deque[int] = deque()
+        self.late: Group | None = None  # the group that the oldest ask waits for (ticket order)
+        self.enough = 0  # completions that it waits for (completion order)
+        self.goodbye = False
+        self.announced_at = 0.0
+        self.first_ticket: float | None = None
+        self.out = self.most_out = 0  # tickets in flight: groups that generators hold
+        self.out_since = self.out_seconds = 0.0  # and their integral over time
+        self.lags: dict[int, dict[int, int]] = {}  # batch -> trained tokens by lag
+        # batch -> mean lag of its samples in flight, in queue
+        self.splits: dict[int, tuple[float, float]] = {}
+
+    def disturb(self, really: bool = True) -> None:
+        if really and isinstance(self.store, QuickStore):
+            self.store.disturbed = True
+
+    def tell(self, handler: Callable[..., None], *args: Any, work: float = 0.0) -> None:
+        """A message to the buffer: it is handled after the wire and after those before it."""
+        self.free = max(self.clock.now + self.times.wire, self.free) + work
+        self.worked += work
+        self.clock.at(self.free, self._handle, handler, args)
+
+    def _handle(self, handler: Callable[..., None], args: tuple[Any, ...]) -> None:
+        handler(*args)
+        self.answer()
+
+    # ---- messages --------------------------------------------------------------------------------
+
+    def on_hello(self, max_lag: float) -> None:
+        self.store.hello(
+            LearnerHello(1, "", EPOCH, Label(EPOCH, 0), None, "0", 0, 0, max_lag, SOURCE, [])
+        )
+
+    def on_want(self, generator: Generator, samples: int, sequence: int) -> None:
+        self.wants[generator.name] = (generator, samples, sequence)
+
+    def on_deliver(self, generator: Generator, samples: list[Trajectory]) -> None:
+        now = self.clock.now
+        groups = {t.ticket: g for t in samples if (g := self.store.alive.get(t.ticket)) is not None}
+        before = sum(g.lease is not None for g in groups.values())
+        for t in samples:
+            if self.store.deliver(t, now) == "failed":
+                self.disturb()
+        self.hold(sum(g.lease is not None for g in groups.values()) - before)
+        self._news(generator)
+
+    def hold(self, more: int) -> None:
+        """So many tickets more, or fewer, are in flight."""
+        self.out_seconds += self.out * (self.clock.now - self.out_since)
+        self.out = self.out + more
+        self.out_since = self.clock.now
+        self.most_out = max(self.most_out, self.out)
+
+    def on_session(self, generator: Generator, session: int) -> None:
+        """A generator that was lost is back: its older leases end."""
+        self.store.end_sessions(generator.name, session)
+        self.hold(sum(g.lease is not None for g in self.store.alive.values()) - self.out)
+        self.wants.pop(generator.name, None)
+        self.disturb()
+
+    def on_lost(self, progress: list[tuple[int, int, int]], generator: Generator) -> None:
+        """The last that was heard of a lost generator's answers."""
+        self.store.renew(generator.name, generator.session, progress, self.clock.now)
+
+    def on_ask(self, number: int) -> None:
+        self.asks.append(number)
+
+    def on_commit(self, number: int) -> None:
+        self.store.commit(number, Label(EPOCH, number + 1), str(number + 1))
+        self.announced_at = self.clock.now
+        self.learner.at_commit()
+        for generator in list(self.awake.values()):
+            if generator.name in self.wants:
+                self._news(generator)
+
+    def on_checkpointed(self, oldest: int) -> None:
+        self.store.checkpointed(oldest)
+
+    def on_goodbye(self) -> None:
+        self.goodbye = True
+
+    # ---- answers ---------------------------------------------------------------------------------
+
+    def _news(self, generator: Generator) -> None:
+        """The announcement that rides on a reply; a sleeping generator's swap is reckoned when it
+        wakes (Generator.catch_up).
+        """
+        if not generator.sleeping and generator.told != self.store.policy:
+            generator.told = self.store.policy
+            self.clock.at(
+                self.clock.now + self.times.wire,
+                generator.announced,
+                generator.session,
+                self.store.announcement(),
+            )
+
+    def answer(self) -> None:
+        while self.asks and self._lease(self.asks[0]):
+            self.asks.popleft()
+        self._grant()
+        if self.goodbye and not self.store.evaluations.pending:
+            self.clock.stopped = True
+
+    def _lease(self, number: int) -> bool:
+        """Batch `number` to the learner, if it is complete."""
+        if (
+            self.late is not None
+            and not self.late.complete
+            and self.late.ticket in self.store.alive
+        ) or self.store.completions < self.enough:
+            return False
+        groups, _ = self.store.ask(EPOCH, number)
+        self.late, self.enough = (None, 0) if groups else self._what_is_missing()
+        if not groups:
+            return False
+        self._count(number, groups)
+        tokens = sum(s.trajectory.length for g in groups for s in g.stored())
+        self.clock.at(self.clock.now + self.learner.d.batch(), self.learner.arrived, number, tokens)
+        return True
+
+    def _what_is_missing(self) -> tuple[Group | None, int]:
+        """What makes it worth asking again: the oldest incomplete group (ticket order), or so many
+        completions (completion order).
+        """
+        s = self.store
+        line = (g for g in s.alive.values() if g.ticket not in s.composed)
+        if s.in_order and s.max_lag != float("inf"):
+            return next((g for g in itertools.islice(line, s.s.batch) if not g.complete), None), 0
+        if s.s.on_exceed == "drop":
+            return None, 0
+        return None, s.completions + s.s.batch - sum(g.complete for g in line)
+
+    def _count(self, number: int, groups: list[Group]) -> None:
+        """Trained tokens by lag, as buffer/trained.py counts them, and the split of the lag."""
+        limit = self.store.max_lag if self.store.s.on_exceed == "mask" else float("inf")
+        counts: dict[int, int] = {}
+        flight = queue = n = 0
+        for s in (s for g in groups for s in g.stored()):
+            worst = 0
+            for start, end, lag in batches.runs_of(self.store, s, number):
+                worst = max(worst, lag)
+                if lag <= limit:
+                    counts[lag] = counts.get(lag, 0) + end - start
+            early = min(s.in_flight, worst)
+            flight = flight + early
+            queue = queue + worst - early
+            n = n + 1
+        self.lags[number], self.splits[number] = counts, (flight / max(n, 1), queue / max(n, 1))
+
+    def _grant(self) -> None:
+        """Tickets for those that want some, who asked first first; when one gets none, the others
+        get none either.
+        """
+        while self.wants:
+            name, (generator, samples, sequence) = next(iter(self.wants.items()))
+            tickets: list[Ticket] = self.store.grant(
+                name, generator.session, samples, self.clock.now
+            )
+            if not tickets:
+                return
+            if self.first_ticket is None and any(t.kind == "train" for t in tickets):
+                self.first_ticket = self.clock.now
+            self.hold(sum(t.kind == "train" for t in tickets))
+            del self.wants[name]
+            generator.told = self.store.policy
+            self.clock.at(
+                self.clock.now + self.times.wire,
+                generator.granted,
+                generator.session,
+                sequence,
+                tickets,
+                self.store.announcement(),
+            )

@@ -1,0 +1,214 @@
+"""What can be known of a model directory before anything starts: that it is a causal LM, whole,
+finite, and fits tokenizer and settings.
+
+Imports no torch for a model of the packed forward.  Any other is loaded once by transformers, in a
+process of its own (`python -m asyncrl.supervise.start asyncrl.models.model_check PATH DTYPE`),
+because only its own classes know which weights they need."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from asyncrl.contract import importing
+from asyncrl.models import layout
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.models.tokenizer import check_weights, lacks, load_tokenizer, stop_tokens
+
+OTHER_HEADS = (
+    "ForMaskedLM",
+    "ForSequenceClassification",
+    "ForTokenClassification",
+    "ForQuestionAnswering",
+    "ForMultipleChoice",
+    "ForPreTraining",
+    "ForNextSentencePrediction",
+)
+POSITIONS = ("max_position_embeddings", "n_positions", "max_sequence_length", "seq_length")
+# safetensors' dtype -> numpy's unsigned type of that size and the bits of the exponent: all set in
+# infinities and NaN alone
+EXPONENT = {
+    "F64": ("<u8", 0x7FF0000000000000),
+    "F32": ("<u4", 0x7F800000),
+    "F16": ("<u2", 0x7C00),
+    "BF16": ("<u2", 0x7F80),
+}
+CHUNK = 1 << 20  # numbers looked at at once, so that they stay in the core's cache
+
+
+def check(config: Config) -> Any:
+    """Look at the model, its reference and the settings around them; returns the tokenizer.  Raises
+    ConfigError that says what differs.
+    """
+    c = config
+    path = Path(config.model.path)
+    raw = settings(path, "model.path")
+    kind(raw, path, "model.path")
+    check_weights(path)
+    tokenizer = load_tokenizer(path)
+    vocabulary(raw, path, tokenizer)
+    if (most := positions(raw)) is not None and c.generator.context > most:
+        raise ConfigError(
+            f"generator.context: {c.generator.context} tokens; the model in {path} has {most} "
+            "positions (config.json)"
+        )
+    if not stop_tokens(tokenizer, c):
+        raise ConfigError(
+            "model.path: no token ends an answer: neither the tokenizer nor "
+            f"generation_config.json in {path} has an end-of-sequence "
+            "token; give the texts of such tokens by generator.stop"
+        )
+    complete(raw, path, c.model.dtype, "model.path")
+    finite(path, "model.path")
+    if c.model.reference:
+        other = Path(c.model.reference)
+        theirs = settings(other, "model.reference")
+        kind(theirs, other, "model.reference")
+        check_weights(other)
+        if text(theirs).get("vocab_size") != text(raw).get("vocab_size"):
+            raise ConfigError(
+                f"model.reference: {other} has a vocabulary of {text(theirs).get('vocab_size')}, "
+                f"model.path of {text(raw).get('vocab_size')}"
+            )
+        complete(theirs, other, c.model.dtype, "model.reference")
+        finite(other, "model.reference")
+    return tokenizer
+
+
+def settings(path: Path, key: str) -> dict[str, Any]:
+    """config.json."""
+    try:
+        raw = json.loads((path / "config.json").read_text())
+    except FileNotFoundError as e:
+        raise ConfigError(f"{key}: {path} is no model directory (it has no config.json)") from e
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"{key}: {path / 'config.json'} cannot be read: {e}") from e
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{key}: {path / 'config.json'} is no JSON object")
+    return raw
+
+
+def text(raw: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a config."""
+    part = raw.get("text_config")
+    return part if isinstance(part, dict) else raw
+
+
+def kind(raw: dict[str, Any], path: Path, key: str) -> None:
+    """Refuse encoders, and models with another head."""
+    for name in raw.get("architectures") or []:
+        if str(name).endswith(OTHER_HEADS):
+            raise ConfigError(f"{key}: {path} is a {name} (config.json), not a causal LM")
+    if raw.get("is_encoder_decoder"):
+        raise ConfigError(
+            f"{key}: {path} is an encoder and a decoder (config.json), not a causal LM"
+        )
+
+
+def vocabulary(raw: dict[str, Any], path: Path, tokenizer: Any) -> None:
+    """Refuse a tokenizer with tokens that the model has no embedding for."""
+    size = text(raw).get("vocab_size")
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if isinstance(size, int) and largest >= size:
+        raise ConfigError(
+            f"model.path: the tokenizer in {path} has tokens up to number {largest}, the model's "
+            f"vocabulary ends at {size - 1} (vocab_size): "
+            "they do not belong together, or the embeddings were not resized"
+        )
+
+
+def positions(raw: dict[str, Any]) -> int | None:
+    """The model's longest text in tokens; None where its config does not say."""
+    raw = text(raw)
+    most = next((raw[k] for k in POSITIONS if isinstance(raw.get(k), int)), None)
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if (
+        most is not None
+        and isinstance(rope, dict)
+        and isinstance(factor := rope.get("factor"), int | float)
+    ):
+        most = max(most, int(factor * (rope.get("original_max_position_embeddings") or most)))
+    return most
+
+
+def headers(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
+    """(file, where its data begin, name -> dtype, shape, data_offsets) of each safetensors file;
+    `check_weights` has read them before.
+    """
+    for file in sorted(path.glob("*.safetensors")):
+        with file.open("rb") as f:
+            size = int.from_bytes(f.read(8), "little")
+            entries = json.loads(f.read(size))
+        entries.pop("__metadata__", None)
+        yield file, 8 + size, entries
+
+
+def finite(path: Path, key: str) -> None:
+    """Refuse weights with NaN or infinities."""
+    for file, begin, entries in headers(path):
+        with file.open("rb") as f:
+            for name, entry in entries.items():
+                if entry["dtype"] not in EXPONENT:
+                    continue
+                kind, mask = EXPONENT[entry["dtype"]]
+                f.seek(begin + entry["data_offsets"][0])
+                left = (entry["data_offsets"][1] - entry["data_offsets"][0]) // np.dtype(
+                    kind
+                ).itemsize
+                while left > 0:
+                    bits = np.fromfile(f, kind, min(left, CHUNK))
+                    left -= max(len(bits), 1)
+                    if ((bits & mask) == mask).any():
+                        raise ConfigError(
+                            f"{key}: {name} in {file} has NaN or infinities: copy the weights "
+                            "again, or train from an earlier checkpoint"
+                        )
+
+
+def complete(raw: dict[str, Any], path: Path, dtype: str, key: str) -> None:
+    """Refuse weights that lack what the config asks for, and models that see what comes after a
+    token.
+    """
+    if layout.plain(raw):
+        found = {
+            name: tuple(e["shape"])
+            for _, _, entries in headers(path)
+            for name, e in entries.items()
+        }
+        wanted = layout.names(raw)
+        if found == wanted:
+            return
+        if found.items() < wanted.items():
+            raise ConfigError(f"{key}: {lacks(path, sorted(set(wanted) - set(found)))}")
+    argv = importing.command("asyncrl.models.model_check", str(path), dtype, key)
+    done = subprocess.run(
+        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        said = [x for x in done.stderr.splitlines() if x.strip()] or [
+            f"exit code {done.returncode}"
+        ]
+        clear = [x.removeprefix("error: ") for x in said if x.startswith("error: ")]
+        raise ConfigError(clear[-1] if clear else f"{key}: {path} cannot be loaded: {said[-1]}")
+
+
+def main(path: str, dtype: str, key: str) -> None:
+    """Load the model as learner and generator will, on the CPU."""
+    from asyncrl.models import policy
+
+    try:
+        policy.load_policy(path, dtype, "cpu")
+    except AsyncrlError as e:
+        print(f"error: {str(e).replace('model.path', key, 1)}", file=sys.stderr)
+        sys.exit(e.exit_code)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:4])

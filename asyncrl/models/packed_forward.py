@@ -1,0 +1,541 @@
+"""A packed forward pass for Llama-like models (Llama, Qwen2, Qwen3, Mistral): the learner's fast
+path.
+
+Prompts shared by a group are encoded once; all tokens are packed through the linear layers; rows
+are padded for attention only.  The parameters are those of the transformers model, so gradients
+land there.  Equality with the plain path, value and gradient, is a test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from asyncrl.models import exact_operators
+
+FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
+LOGIT_CHUNK = 1 << 24  # elements of logits held at once (64 MB in fp32)
+
+
+@dataclass
+class ForwardOut:
+    """Packed over response tokens in sample order: logprobs [N], entropy [N] or None, hidden [N, H]
+    or None.
+    """
+
+    logprobs: torch.Tensor
+    entropy: torch.Tensor | None = None
+    hidden: torch.Tensor | None = None
+
+
+@dataclass
+class Layout:
+    """Where a Llama-like transformers model keeps its parts, and the constants of its layers."""
+
+    hf: Any
+    heads: int
+    kv_heads: int
+    head_dim: int
+    eps: float
+
+    @classmethod
+    def of(cls, hf: Any) -> Layout | None:
+        """The layout, or None for a model that needs the plain path (another family, a sliding
+        window, dynamic RoPE).
+        """
+        c = hf.config
+        if c.model_type not in FAMILIES or c.hidden_act != "silu":
+            return None
+        if getattr(c, "sliding_window", None) and (
+            c.model_type == "mistral" or getattr(c, "use_sliding_window", False)
+        ):
+            return None
+        if getattr(hf.model.rotary_emb, "rope_type", "default") not in (
+            "default",
+            "llama3",
+            "linear",
+        ):
+            return None
+        dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        return cls(hf, c.num_attention_heads, c.num_key_value_heads, dim, c.rms_norm_eps)
+
+    def rope(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos, sin [n, 1, head_dim] at integer positions [n]."""
+        with torch.no_grad():
+            cos, sin = self.hf.model.rotary_emb(
+                self.hf.model.embed_tokens.weight[:1], positions[None]
+            )
+        return cos[0, :, None], sin[0, :, None]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """x / rms(x) * w with a hand-written backward: three passes fewer than autograd's."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
+        xf = x.float()
+        r = torch.rsqrt(
+            torch.linalg.vector_norm(xf, dim=-1, keepdim=True).square_().div_(x.shape[-1]).add_(eps)
+        )
+        n = xf * r
+        ctx.save_for_backward(n, r, w)
+        return (n.to(x.dtype) * w).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        n, r, w = ctx.saved_tensors
+        g = grads[0].float()
+        gn = g * n
+        gw = gn.reshape(-1, n.shape[-1]).sum(0)
+        mean = (gn @ w.float()).div_(-n.shape[-1])[..., None]  # of -g w n
+        gx = torch.addcmul(g * w.float(), n, mean).mul_(r)
+        return gx.to(grads[0].dtype), gw.to(w.dtype), None
+
+
+def rms_norm(x: torch.Tensor, w: torch.Tensor, eps: float) -> torch.Tensor:
+    """Root-mean-square norm over the last axis, computed in fp32."""
+    return _RMSNorm.apply(x, w, eps)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of x [n, heads, d] in the half-split layout."""
+    half = x.shape[-1] // 2
+    turned = torch.cat((-x[..., half:], x[..., :half]), -1)
+    return x * cos + turned * sin
+
+
+class _Rotate(torch.autograd.Function):
+    """`rotate` whose backward turns back: no copies of turned halves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        half = x.shape[-1] // 2
+        ctx.save_for_backward(cos, sin)
+        out = x * cos
+        s = sin[..., half:]
+        out[..., :half].addcmul_(x[..., half:], s, value=-1)
+        out[..., half:].addcmul_(x[..., :half], s)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        g = grads[0]
+        half = grads[0].shape[-1] // 2
+        gx = g * cos
+        s = sin[..., half:]
+        gx[..., :half].addcmul_(g[..., half:], s)
+        gx[..., half:].addcmul_(g[..., :half], s, value=-1)
+        return gx, None, None
+
+
+def turn(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """`rotate`, differentiable in x; cos and sin [n, 1, d] repeat their first half, as rotary
+    embeddings do.
+    """
+    return _Rotate.apply(x, cos, sin)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _PickedLogprobs(torch.autograd.Function):
+    """Log-probability and entropy of picked tokens, chunk by chunk: logits are never held whole,
+    forward or backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        targets: torch.Tensor,
+        scale: torch.Tensor,
+        want_entropy: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        n = hidden.shape[0]
+        step = exact_operators.up(LOGIT_CHUNK // weight.shape[0], exact_operators.ROWS)
+        lp = hidden.new_empty(n, dtype=torch.float32)
+        ent = hidden.new_zeros(n if want_entropy else 0, dtype=torch.float32)
+        kept = None
+        for at in range(0, n, step):
+            s = slice(at, at + step)
+            logs = torch.log_softmax(
+                exact_operators.times(hidden[s], weight.T).float() * scale[s, None], -1
+            )
+            lp[s] = logs.gather(1, targets[s, None])[:, 0]
+            if want_entropy:
+                ent[s] = -(logs.exp() * logs).sum(-1)
+            kept = logs if n <= step else None
+        ctx.want_entropy = want_entropy
+        ctx.step = step
+        ctx.save_for_backward(
+            hidden, weight, targets, scale, ent, *([kept] if kept is not None else [])
+        )
+        return lp, ent
+
+    @staticmethod
+    def backward(
+        ctx: Any, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        hidden, weight, targets, scale, ent, *kept = ctx.saved_tensors
+        gh = torch.empty_like(hidden)
+        gw = torch.zeros_like(weight)
+        for at in range(0, hidden.shape[0], ctx.step):
+            s = slice(at, at + ctx.step)
+            logs = (
+                kept[0]
+                if kept
+                else torch.log_softmax(
+                    exact_operators.times(hidden[s], weight.T).float() * scale[s, None], -1
+                )
+            )
+            p = logs.exp()
+            d = p * -grads[0][s, None]
+            d.scatter_add_(1, targets[s, None], grads[0][s, None])
+            if ctx.want_entropy:
+                d -= p * (logs + ent[s, None]) * grads[1][s, None]
+            d = (d * scale[s, None]).to(hidden.dtype)
+            gh[s] = d @ weight
+            gw += d.T @ hidden[s]
+        return gh, gw, None, None, None
+
+
+class _StepKL(torch.autograd.Function):
+    """Exact KL(theta || ref) over the vocabulary at each state, chunk by chunk like
+    `_PickedLogprobs`; the reference has no gradient.
+    """
+
+    @staticmethod
+    def _chunk(
+        s: slice, hidden: Any, weight: Any, ref_hidden: Any, ref_weight: Any, scale: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Probabilities, log-ratios [n, V] and KL [n] of a chunk."""
+        a = torch.log_softmax((hidden[s] @ weight.T).float() * scale[s, None], -1)
+        gap = a - torch.log_softmax((ref_hidden[s] @ ref_weight.T).float() * scale[s, None], -1)
+        p = a.exp()
+        return p, gap, (p * gap).sum(-1)
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        ref_hidden: torch.Tensor,
+        ref_weight: torch.Tensor,
+        scale: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.step = max(1, LOGIT_CHUNK // weight.shape[0])
+        ctx.save_for_backward(hidden, weight, ref_hidden, ref_weight, scale)
+        cuts = range(0, len(hidden), ctx.step)
+        return torch.cat(
+            [
+                _StepKL._chunk(
+                    slice(at, at + ctx.step), hidden, weight, ref_hidden, ref_weight, scale
+                )[2]
+                for at in cuts
+            ]
+        )
+
+    @staticmethod
+    def backward(
+        ctx: Any, *grads: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, None, None, None]:
+        hidden, weight, ref_hidden, ref_weight, scale = ctx.saved_tensors
+        gh = torch.empty_like(hidden)
+        gw = torch.zeros_like(weight)
+        for at in range(0, len(hidden), ctx.step):
+            s = slice(at, at + ctx.step)
+            p, gap, k = _StepKL._chunk(s, hidden, weight, ref_hidden, ref_weight, scale)
+            d = (p * (gap - k[:, None]) * (grads[0][s] * scale[s])[:, None]).to(hidden.dtype)
+            gh[s] = d @ weight
+            gw += d.T @ hidden[s]
+        return gh, gw, None, None, None
+
+
+def step_kl(
+    lay: Layout,
+    hidden: torch.Tensor,
+    ref: Layout,
+    ref_hidden: torch.Tensor,
+    temperature: torch.Tensor,
+) -> torch.Tensor:
+    """KL(theta || ref) of the next token at each state [N], with gradient; hidden, ref_hidden [N,
+    H]: both models' states, temperature [N].
+    """
+    heads = lay.hf.get_output_embeddings().weight, ref.hf.get_output_embeddings().weight
+    scale = 1.0 / temperature.to(hidden.device, torch.float32)
+    return _StepKL.apply(hidden, heads[0], ref_hidden.detach(), heads[1].detach(), scale)  # type: ignore[no-any-return, no-untyped-call]
+
+
+@dataclass
+class Plan:
+    """How samples are packed.  Tokens: unique prompts first, then each response without its last
+    token.
+
+    ids, positions [n]; prompt_rows [G, Pmax] and response_rows [B, R] index the packed tokens
+    (padding: index 0), keys [B, Pmax + R]; bias_* are additive attention masks; picks [N] the token
+    whose state predicts each response token."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    prompt_rows: torch.Tensor
+    prompt_bias: torch.Tensor
+    prompt_flat: torch.Tensor  # where the packed prompt tokens lie in [G * Pmax]
+    response_rows: torch.Tensor
+    keys: torch.Tensor
+    response_bias: torch.Tensor
+    response_flat: torch.Tensor
+    picks: torch.Tensor
+    targets: torch.Tensor
+    sample: torch.Tensor  # [N] sample of each response token
+
+
+def _rows(
+    lengths: np.ndarray, start: int, to: int = 1
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Padded index table [B, max up to a multiple of `to`] of consecutive segments, its validity,
+    flat positions of the valid entries.
+    """
+    width = exact_operators.up(int(lengths.max(initial=0)), to)
+    begin = start + np.concatenate([[0], np.cumsum(lengths)[:-1]])
+    valid = np.arange(width)[None] < lengths[:, None]
+    table = np.where(valid, begin[:, None] + np.arange(width)[None], 0)
+    return table, valid, np.flatnonzero(valid)
+
+
+def plan(
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    groups: Sequence[int] | None,
+    device: torch.device,
+    fixed: bool = False,
+) -> Plan:
+    """Index plan for one micro-batch.  fixed: as exact mode wants it
+    (asyncrl/models/exact_operators.py): padded tokens, keys at their positions."""
+    keys = list(range(len(prompts))) if groups is None else list(groups)
+    order = {g: i for i, g in enumerate(dict.fromkeys(keys))}
+    unique = [prompts[keys.index(g)] for g in order]
+    owner = np.array([order[g] for g in keys])
+    plen = np.array([len(p) for p in unique])
+    rlen = np.array([len(r) for r in responses])
+    inner = rlen - 1
+    n_prompt = int(plen.sum())
+    ptab, pval, pflat = _rows(plen, 0, exact_operators.KEYS if fixed else 1)
+    rtab, rval, rflat = _rows(inner, n_prompt, exact_operators.QUERIES if fixed else 1)
+    ids = np.concatenate([*unique, *[r[:-1] for r in responses]])
+    own = plen[owner]
+    pos = np.concatenate(
+        [np.nonzero(pval)[1], (own[:, None] + np.arange(rtab.shape[1])[None])[rval]]
+    )
+    causal_p = pval[:, None, :] & np.tril(np.ones((ptab.shape[1],) * 2, bool))[None]
+    causal_r = rval[:, None, :] & np.tril(np.ones((rtab.shape[1],) * 2, bool))[None]
+    seen = np.concatenate(
+        [
+            np.broadcast_to(pval[owner][:, None, :], (len(owner), rtab.shape[1], ptab.shape[1])),
+            causal_r,
+        ],
+        2,
+    )
+    keys_at = np.concatenate([ptab[owner], rtab], 1)
+    if fixed:
+        column = np.arange(exact_operators.up(int((own + inner).max()), exact_operators.KEYS))[None]
+        begins = (
+            (np.cumsum(plen) - plen)[owner][:, None],
+            (n_prompt + np.cumsum(inner) - inner)[:, None],
+        )
+        inside = column < (own + inner)[:, None]
+        keys_at = np.where(
+            inside,
+            np.where(column < own[:, None], begins[0] + column, begins[1] + column - own[:, None]),
+            0,
+        )
+        seen = rval[:, :, None] & (
+            column[:, None] <= own[:, None, None] + np.arange(rtab.shape[1])[None, :, None]
+        )
+        extra = exact_operators.up(len(ids), exact_operators.ROWS) - len(ids)
+        ids = np.pad(ids, (0, extra))
+        pos = np.pad(pos, (0, extra))
+    last = (np.cumsum(plen) - 1)[owner]
+    begin = n_prompt + np.concatenate([[0], np.cumsum(inner)[:-1]])
+    within = np.arange(int(rlen.sum())) - np.repeat(np.cumsum(rlen) - rlen, rlen)
+    picks = np.where(within == 0, np.repeat(last, rlen), np.repeat(begin, rlen) + within - 1)
+
+    def put(x: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)).to(device)
+
+    def bias(ok: np.ndarray) -> torch.Tensor:
+        return torch.from_numpy(np.where(ok, np.float32(0), np.float32(-1e30))).to(device)
+
+    return Plan(
+        put(ids),
+        put(pos),
+        put(ptab),
+        bias(causal_p),
+        put(pflat),
+        put(rtab),
+        put(keys_at),
+        bias(seen),
+        put(rflat),
+        put(picks),
+        put(np.concatenate(responses)),
+        put(np.repeat(np.arange(len(responses)), rlen)),
+    )
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """Attention of q [B, Q, h, d] over k, v [B, K, h_kv, d] with an additive bias [B, Q, K];
+    returns [B, Q, h, d].
+    """
+    b, n, h, d = q.shape
+    share = h // k.shape[2]
+    q = q.transpose(1, 2).reshape(b, k.shape[2], share * n, d).reshape(-1, share * n, d)
+    k = k.permute(0, 2, 3, 1).reshape(-1, d, k.shape[1])
+    v = v.transpose(1, 2).reshape(-1, v.shape[1], d)
+    scores = torch.bmm(q * d**-0.5, k).view(b, -1, share, n, k.shape[2])
+    p = torch.softmax(scores.float() + bias[:, None, None], -1).to(q.dtype)
+    out = torch.bmm(p.view(-1, share * n, k.shape[2]), v)
+    return out.view(b, h, n, d).transpose(1, 2)
+
+
+def _attention(
+    lay: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pl: Plan
+) -> torch.Tensor:
+    """Both attention calls of one layer, on packed q, k, v [n, heads, d]; returns packed [n, heads
+    * d].
+    """
+
+    def rows(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        return x.index_select(0, table.flatten()).view(*table.shape, *x.shape[1:])
+
+    a = attend(
+        rows(q, pl.prompt_rows), rows(k, pl.prompt_rows), rows(v, pl.prompt_rows), pl.prompt_bias
+    )
+    b = attend(rows(q, pl.response_rows), rows(k, pl.keys), rows(v, pl.keys), pl.response_bias)
+    width = lay.heads * lay.head_dim
+    return torch.cat(
+        [
+            a.reshape(-1, width).index_select(0, pl.prompt_flat),
+            b.reshape(-1, width).index_select(0, pl.response_flat),
+        ]
+    )
+
+
+def block(
+    lay: Layout, layer: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pl: Plan
+) -> torch.Tensor:
+    """One transformer layer over packed tokens x [n, H]."""
+    att = layer.self_attn
+    mlp = layer.mlp
+    h = rms_norm(x, layer.input_layernorm.weight, lay.eps)
+    heads = (-1, lay.head_dim)
+    q = att.q_proj(h).view(len(h), *heads)
+    k = att.k_proj(h).view(len(h), *heads)
+    v = att.v_proj(h).view(len(h), *heads)
+    if hasattr(att, "q_norm"):
+        q = rms_norm(q, att.q_norm.weight, lay.eps)
+        k = rms_norm(k, att.k_norm.weight, lay.eps)
+    x = x + att.o_proj(_attention(lay, turn(q, cos, sin), turn(k, cos, sin), v, pl))
+    h = rms_norm(x, layer.post_attention_layernorm.weight, lay.eps)
+    return x + mlp.down_proj(F.silu(mlp.gate_proj(h)) * mlp.up_proj(h))  # type: ignore[no-any-return]
+
+
+def logprobs(
+    lay: Layout,
+    prompts: Sequence[np.ndarray],
+    responses: Sequence[np.ndarray],
+    temperature: torch.Tensor,
+    groups: Sequence[int] | None,
+    want_entropy: bool,
+    want_hidden: bool,
+    fixed: bool = False,
+) -> ForwardOut:
+    """See `PolicyModel.logprobs`.  fixed: by the operators of exact mode."""
+    model = lay.hf.model
+    weight = lay.hf.get_output_embeddings().weight
+    if fixed:
+        return _fixed_logprobs(
+            lay,
+            plan(prompts, responses, groups, weight.device, True),
+            temperature,
+            want_entropy,
+            want_hidden,
+        )
+    pl = plan(prompts, responses, groups, weight.device)
+    x = F.embedding(pl.ids, model.embed_tokens.weight)
+    cos, sin = lay.rope(pl.positions)
+    for layer in model.layers:
+        x = block(lay, layer, x, cos.to(x.dtype), sin.to(x.dtype), pl)
+    hidden = rms_norm(x, model.norm.weight, lay.eps).index_select(0, pl.picks)
+    scale = (1.0 / temperature.to(weight.device, torch.float32))[pl.sample]
+    lp, ent = _PickedLogprobs.apply(hidden, weight, pl.targets, scale, want_entropy)  # type: ignore[no-untyped-call]
+    return ForwardOut(lp, ent if want_entropy else None, hidden if want_hidden else None)
+
+
+def _fixed_logprobs(
+    lay: Layout, pl: Plan, temperature: torch.Tensor, want_entropy: bool, want_hidden: bool
+) -> ForwardOut:
+    """`logprobs` by the operators that the engine uses in exact mode."""
+    hf = lay.hf
+    weights = dict(hf.named_parameters())
+    top = exact_operators.fuse_top(
+        weights, hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
+    )
+    x = F.embedding(pl.ids, top["embed"])
+    cos, sin = lay.rope(pl.positions)
+    for i in range(len(hf.model.layers)):
+        w = {
+            name: t.contiguous() for name, t in exact_operators.fuse_layer(lay, i, weights).items()
+        }
+        q, k, v = exact_operators.project(lay, w, x, cos, sin)
+        prompt = _fixed_attention(
+            lay, q, k, v, pl.prompt_rows, pl.prompt_rows, pl.prompt_bias
+        ).index_select(0, pl.prompt_flat)
+        answer = _fixed_attention(
+            lay, q, k, v, pl.response_rows, pl.keys, pl.response_bias
+        ).index_select(0, pl.response_flat)
+        x = exact_operators.finish(lay, w, x, exact_operators.pad_rows(torch.cat([prompt, answer])))
+    n = len(pl.picks)
+    hidden = exact_operators.unit(exact_operators.pad_rows(x.index_select(0, pl.picks)), lay.eps)
+    scale = exact_operators.pad_rows((1.0 / temperature.to(x.device, torch.float32))[pl.sample])
+    head = top["head"].contiguous()
+    lp, ent = _PickedLogprobs.apply(
+        hidden, head.T, exact_operators.pad_rows(pl.targets), scale, want_entropy
+    )  # type: ignore[no-untyped-call]
+    normed = hidden[:n] * hf.model.norm.weight if want_hidden else None
+    return ForwardOut(lp[:n], ent[:n] if want_entropy else None, normed)
+
+
+def _fixed_attention(
+    lay: Layout,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: torch.Tensor,
+    keys: torch.Tensor,
+    bias: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of the queries at `rows` [B, Q] over the keys at `keys` [B, W], bias [B, Q, W];
+    returns [B * Q, heads * d].
+    """
+    b = len(rows)
+    n = rows.shape[1]
+    width = keys.shape[1]
+    share = lay.heads // lay.kv_heads
+    qs = (
+        q.index_select(0, rows.flatten())
+        .view(b, n, lay.kv_heads, share, lay.head_dim)
+        .permute(0, 2, 3, 1, 4)
+        .reshape(b, lay.kv_heads, -1, lay.head_dim)
+    )
+    ks, vs = (
+        t.index_select(0, keys.flatten())
+        .view(b, width, lay.kv_heads, -1)
+        .transpose(1, 2)
+        .reshape(-1, width, lay.head_dim)
+        for t in (k, v)
+    )
+    wide = bias[:, None, None].expand(b, 1, share, n, width).reshape(b, 1, share * n, width)
+    out = exact_operators.attend(qs, ks, vs, wide).view(b, lay.kv_heads, share, n, lay.head_dim)
+    return out.permute(0, 3, 1, 2, 4).reshape(b * n, lay.heads * lay.head_dim)

@@ -1,0 +1,458 @@
+"""Models: load, build, export, flat weights, and the log-probabilities of answers.  The only
+importer of transformers' models.
+
+`PolicyModel.logprobs` has two paths with the same result: a packed one for Llama-like models
+(fast_forward.py), and plain transformers for every other causal LM.  Neither holds [B, T, V] for a
+whole batch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch.utils.checkpoint import checkpoint
+
+from asyncrl.models import without_transformers, packed_forward
+from asyncrl.contract.errors import ConfigError
+from asyncrl.models.packed_forward import ForwardOut
+from asyncrl.models.tokenizer import lacks
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+PROBE_TOKENS = 8
+# relative, between rows that differ in a later token only: experts get other rows beside them
+NOISE = 1e-5
+NOISE_BF16 = 2e-2
+ALIGN = 64  # bytes; every tensor of the flat layout starts at a multiple
+Manifest = list[tuple[str, str, list[int], int, int]]  # name, dtype, shape, offset, bytes
+Arrays = Sequence[np.ndarray]
+
+
+@dataclass
+class PolicyModel:
+    """A causal LM that owns its parameters (`hf`), with the directory that its tokenizer came
+    from.
+    """
+
+    hf: Any
+    tokenizer_dir: str
+    # plain path: one forward a call and nothing recomputed, as hooks on the modules may need
+    one_pass: bool = False
+    exact: bool = False  # by the operators of exact mode (asyncrl/models/exact_operators.py)
+
+    def __post_init__(self) -> None:
+        self.fast = packed_forward.Layout.of(self.hf)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.hf.parameters()).device  # type: ignore[no-any-return]
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.hf.config.get_text_config().hidden_size)
+
+    def logprobs(
+        self,
+        prompts: Arrays,
+        responses: Arrays,
+        temperature: torch.Tensor,
+        *,
+        groups: Sequence[int] | None = None,
+        want_entropy: bool = False,
+        want_hidden: bool = False,
+    ) -> ForwardOut:
+        """Log-probabilities of response tokens under this model at `temperature` [B],
+        differentiable.
+
+        prompts, responses: B int32 arrays; no response is empty.  groups: B keys; samples with the
+        same key have the same prompt, which is then encoded once.  Returns packed tensors in sample
+        order, N = sum of response lengths: logprobs [N] fp32, entropy [N] or None (nats), hidden
+        [N, H] or None (the state that predicts each token)."""
+        if self.fast is not None:
+            return packed_forward.logprobs(
+                self.fast,
+                prompts,
+                responses,
+                temperature,
+                groups,
+                want_entropy,
+                want_hidden,
+                self.exact,
+            )
+        if self.one_pass:
+            return ForwardOut(
+                *_plain_rows(self.hf, prompts, responses, temperature, want_entropy, want_hidden)
+            )
+        return plain_logprobs(self.hf, prompts, responses, temperature, want_entropy, want_hidden)
+
+
+def plain_logprobs(
+    hf: Any,
+    prompts: Arrays,
+    responses: Arrays,
+    temperature: torch.Tensor,
+    want_entropy: bool,
+    want_hidden: bool,
+    rows: int = 8,
+) -> ForwardOut:
+    """`PolicyModel.logprobs` through transformers alone, `rows` samples at a time, each recomputed
+    in the backward pass.
+    """
+    parts = []
+    for at in range(0, len(prompts), rows):
+        piece = slice(at, at + rows)
+        args = (hf, prompts[piece], responses[piece], temperature[piece], want_entropy, want_hidden)
+        parts.append(
+            checkpoint(_plain_rows, *args, use_reentrant=False)
+            if torch.is_grad_enabled()
+            else _plain_rows(*args)
+        )
+    lp, ent, hid = zip(*parts, strict=True)
+    return ForwardOut(
+        torch.cat(lp),
+        torch.cat(ent) if want_entropy else None,
+        torch.cat(hid) if want_hidden else None,
+    )
+
+
+def _plain_rows(
+    hf: Any,
+    prompts: Arrays,
+    responses: Arrays,
+    temperature: torch.Tensor,
+    want_entropy: bool,
+    want_hidden: bool,
+) -> tuple[Any, ...]:
+    device = next(hf.parameters()).device
+    whole = [np.concatenate([p, r]) for p, r in zip(prompts, responses, strict=True)]
+    width = max(map(len, whole))
+    ids = np.zeros((len(whole), width), np.int64)
+    keep = np.zeros((len(whole), width), np.int64)
+    for i, w in enumerate(whole):
+        ids[i, : len(w)], keep[i, : len(w)] = w, 1
+    out = hf(
+        input_ids=torch.from_numpy(ids).to(device),
+        attention_mask=torch.from_numpy(keep).to(device),
+        use_cache=False,
+        output_hidden_states=want_hidden,
+    )
+    lp = []
+    ent = []
+    hid = []
+    for i, (p, r) in enumerate(zip(prompts, responses, strict=True)):
+        at = slice(len(p) - 1, len(p) + len(r) - 1)
+        logs = torch.log_softmax(out.logits[i, at].float() / temperature[i].to(device), -1)
+        lp.append(logs.gather(1, torch.from_numpy(r.astype(np.int64)).to(device)[:, None])[:, 0])
+        if want_entropy:
+            ent.append(-(logs.exp() * logs).sum(-1))
+        if want_hidden:
+            hid.append(out.hidden_states[-1][i, at])
+    return (
+        torch.cat(lp),
+        torch.cat(ent) if want_entropy else None,
+        torch.cat(hid) if want_hidden else None,
+    )
+
+
+# ---- directories ---------------------------------------------------------------------------------
+
+
+def load_policy(
+    path: str | Path, dtype: str = "float32", device: str = "auto", *, whole: bool = False
+) -> PolicyModel:
+    """The causal LM in the Hugging Face directory `path`.  Raises ConfigError when it is missing or
+    not a model.
+
+    whole: with transformers' own modules also where bare.py would do.
+    """
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"model.path: {path} is no model directory (it has no config.json)")
+    where = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    hf: Any = None if whole else without_transformers.load(path, dtype)
+    if hf is None:
+        import transformers
+
+        try:
+            hf, info = transformers.AutoModelForCausalLM.from_pretrained(
+                str(path),
+                dtype=getattr(torch, dtype),
+                attn_implementation="sdpa",
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, KeyError, RuntimeError) as e:
+            raise ConfigError(
+                f"model.path: {path} cannot be loaded as a causal LM: {str(e).splitlines()[0]}"
+            ) from e
+        if missing := sorted(info["missing_keys"]):
+            raise ConfigError(f"model.path: {lacks(path, missing)}")
+        hf = aligned(hf.to(where).eval())
+        if sees_ahead(hf):
+            raise ConfigError(
+                f"model.path: {path} is no causal LM: what it says of a token depends on those "
+                f"after it ({type(hf).__name__})"
+            )
+    return PolicyModel(hf.to(where).eval(), str(path))
+
+
+@torch.no_grad()
+def sees_ahead(hf: Any) -> bool:
+    """Whether the logits at a token change with a later one, as an encoder's do."""
+    a, b, c, d = probe_ids(hf.config.get_text_config())[:4]
+    ids = torch.tensor([[a, b, c], [a, b, d]], device=next(hf.parameters()).device)
+    logits = (
+        hf(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+        .logits[:, :2]
+        .float()
+    )
+    noise = NOISE if hf.dtype == torch.float32 else NOISE_BF16
+    return bool((logits[0] - logits[1]).abs().max() > noise * logits.abs().max())
+
+
+def aligned(hf: Any) -> Any:
+    """The same parameters where torch would have put them: as read, they begin wherever their file
+    has them.
+
+    A matrix product may round differently by where in memory its operands begin, so a model would
+    not repeat bitwise from file to file."""
+    for p in hf.parameters():
+        if p.data_ptr() % ALIGN:
+            p.data = p.data.clone()
+    return hf
+
+
+def text_config(path: str | Path) -> Any:
+    """transformers' config of the language model in the directory `path`, without its weights.
+    Raises ConfigError like `load_policy`.
+    """
+    import transformers
+
+    if not (Path(path) / "config.json").is_file():
+        raise ConfigError(f"model.path: {path} is no model directory (it has no config.json)")
+    try:
+        return transformers.AutoConfig.from_pretrained(str(path)).get_text_config()
+    except (OSError, ValueError, KeyError) as e:
+        raise ConfigError(
+            f"model.path: {path} cannot be loaded as a causal LM: {str(e).splitlines()[0]}"
+        ) from e
+
+
+def transformers_modules(model: without_transformers.Bare) -> Any:
+    """transformers' model around the parameters of `model`: the same tensors, not copies."""
+    import transformers
+
+    one = next(model.parameters())
+    config = transformers.AutoConfig.for_model(**vars(model.config))
+    with torch.random.fork_rng(devices=[]):  # its random start draws numbers
+        hf = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=one.dtype, attn_implementation="sdpa"
+        ).to(one.device)
+    for name, p in model.named_parameters(remove_duplicate=False):
+        place, _, leaf = name.rpartition(".")
+        setattr(hf.get_submodule(place), leaf, p)
+    return hf
+
+
+def transformers_tokenizer(path: str | Path) -> Any:
+    """The tokenizer in a model directory, as transformers' class.  Raises ConfigError when it does
+    not load.
+    """
+    import transformers
+
+    try:
+        return transformers.AutoTokenizer.from_pretrained(str(path))
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ConfigError(
+            f"model.path: {path} has no tokenizer that loads: {str(e).splitlines()[0]}"
+        ) from e
+
+
+def export(model: PolicyModel, path: str | Path) -> None:
+    """Write a Hugging Face directory with model and tokenizer, atomically: it is there whole or not
+    at all.
+    """
+    path, part = Path(path), Path(f"{path}.part{os.getpid()}")
+    shutil.rmtree(part, ignore_errors=True)
+    part.mkdir(parents=True)
+    try:
+        model.hf.save_pretrained(part)
+        copy_tokenizer(model.tokenizer_dir, part)
+        if path.exists():
+            shutil.rmtree(path)
+        os.replace(part, path)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def copy_tokenizer(source: str | Path, target: Path) -> None:
+    """Copy what belongs to the tokenizer, byte for byte."""
+    for pattern in (
+        "tokenizer*",
+        "special_tokens*",
+        "chat_template*",
+        "vocab*",
+        "merges*",
+        "added_tokens*",
+    ):
+        for file in Path(source).glob(pattern):
+            shutil.copy(file, target / file.name)
+
+
+def build_model(
+    path: str | Path,
+    symbols: str,
+    *,
+    hidden: int = 64,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int | None = None,
+    intermediate: int | None = None,
+    tied: bool = True,
+    family: str = "qwen3",
+    max_positions: int = 256,
+    seed: int = 0,
+) -> PolicyModel:
+    """Build a tiny causal LM and its character tokenizer, in Hugging Face format, at `path`.
+
+    symbols: the characters; pad and end-of-text tokens are added.  family: llama, qwen2, qwen3 or
+    mistral."""
+    import transformers
+
+    tokenizer = character_tokenizer(symbols)
+    configs = {
+        "llama": "LlamaConfig",
+        "qwen2": "Qwen2Config",
+        "qwen3": "Qwen3Config",
+        "mistral": "MistralConfig",
+    }
+    extra: dict[str, Any] = (
+        {"head_dim": hidden // heads} if family in ("qwen3", "mistral", "llama") else {}
+    )
+    extra |= {"sliding_window": None} if family == "mistral" else {}
+    config = getattr(transformers, configs[family])(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads or heads,
+        intermediate_size=intermediate or 2 * hidden,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tied,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        bos_token_id=None,
+        **extra,
+    )
+    torch.manual_seed(seed)
+    hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    Path(path).mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(str(path))
+    hf.save_pretrained(str(path))
+    return PolicyModel(hf.eval(), str(path))
+
+
+def character_tokenizer(symbols: str) -> Any:
+    """A fast tokenizer with one token a character, `<pad>` = 0 and `<eos>` = 1."""
+    import tokenizers
+    import transformers
+
+    vocab = {"<pad>": 0, "<eos>": 1, "<unk>": 2} | {
+        c: i + 3 for i, c in enumerate(dict.fromkeys(symbols))
+    }
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="<unk>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    inner.decoder = tokenizers.decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
+    )
+
+
+# ---- flat weights --------------------------------------------------------------------------------
+
+
+def named_weights(model: PolicyModel) -> list[tuple[str, torch.Tensor]]:
+    """(name, tensor) of every parameter in a fixed order, tied ones once."""
+    return [(n, p.detach()) for n, p in model.hf.named_parameters(remove_duplicate=True)]
+
+
+def manifest(model: PolicyModel) -> Manifest:
+    """The flat layout of the weights: name, dtype, shape, offset and bytes of each tensor."""
+    rows = []
+    at = 0
+    for name, tensor in named_weights(model):
+        size = tensor.numel() * tensor.element_size()
+        rows.append((name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape), at, size))
+        at += -(-size // ALIGN) * ALIGN
+    return rows
+
+
+def flat_bytes(layout: Manifest) -> int:
+    """Size of the flat layout in bytes."""
+    return -(-(layout[-1][3] + layout[-1][4]) // ALIGN) * ALIGN
+
+
+def write_flat(model: PolicyModel, buffer: memoryview) -> None:
+    """Copy the weights into `buffer` (at least `flat_bytes`); gaps are not written."""
+    views = read_flat(buffer, manifest(model))
+    for name, tensor in named_weights(model):
+        views[name].copy_(tensor)
+
+
+def read_flat(buffer: memoryview, layout: Manifest) -> dict[str, torch.Tensor]:
+    """name -> tensor that views `buffer` (a writable one); they share one storage."""
+    return views(torch.frombuffer(buffer, dtype=torch.uint8), layout)
+
+
+def views(flat: torch.Tensor, layout: Manifest) -> dict[str, torch.Tensor]:
+    """name -> tensor that views `flat` (uint8, on any device)."""
+    return {
+        name: flat[offset : offset + size].view(getattr(torch, dtype)).view(shape)
+        for name, dtype, shape, offset, size in layout
+    }
+
+
+def probe_ids(text_config: Any) -> list[int]:
+    """PROBE_TOKENS fixed tokens of a model's vocabulary, by which an engine shows that it computes
+    with the weights it was given.
+    """
+    return [(7 * i * i + 3 * i + 1) % int(text_config.vocab_size) for i in range(PROBE_TOKENS)]
+
+
+@torch.no_grad()
+def probe_logprobs(model: PolicyModel) -> np.ndarray:
+    """float32 [PROBE_TOKENS - 1]: log-probabilities of the probe's tokens after the first."""
+    ids = np.array(probe_ids(model.hf.config.get_text_config()), np.int32)
+    out: np.ndarray = (
+        model.logprobs([ids[:1]], [ids[1:]], torch.ones(1, device=model.device))
+        .logprobs.float()
+        .cpu()
+        .numpy()
+    )
+    return out
+
+
+def load_weights(model: PolicyModel, weights: Mapping[str, torch.Tensor]) -> None:
+    """Copy `weights` into the model's parameters, in place."""
+    with torch.no_grad():
+        for name, tensor in named_weights(model):
+            tensor.copy_(weights[name])
+
+
+def digest(buffer: memoryview | bytes | bytearray) -> str:
+    """xxh3-64 of the flat bytes, in hex."""
+    return xxhash.xxh3_64_hexdigest(buffer)
+
+
+def weights_digest(model: PolicyModel) -> str:
+    """Digest of the model's weights in their flat layout (gaps are zero)."""
+    buffer = bytearray(flat_bytes(manifest(model)))
+    write_flat(model, memoryview(buffer))
+    return digest(buffer)

@@ -1,0 +1,200 @@
+"""A Llama-like model without transformers: the parameters of one under transformers' names, in its
+order, from and to its own files.
+
+The packed forward (fast_forward.py) and the decoder need a model's parameters, a few numbers of its
+config and its rotary table; importing transformers for that costs each process seconds of CPU.
+`load` makes exactly that, for directories that say everything plainly, and None for all others,
+which transformers loads as before.  Whoever calls the model itself (a plain forward, `generate`)
+gets transformers' modules over the same parameters, built on that first call."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from asyncrl.models.layout import INDEX, WEIGHTS, head_dim, names, plain, rope_base
+
+
+class BareConfig(SimpleNamespace):
+    """The keys of config.json as attributes."""
+
+    def get_text_config(self) -> BareConfig:
+        return self
+
+
+class Rotary(torch.nn.Module):
+    """cos and sin [B, n, head_dim] of positions [B, n], halves repeated (Su et al. 2021, arXiv
+    2104.09864; half-split layout).
+    """
+
+    rope_type = "default"
+
+    def __init__(self, base: float, dim: int) -> None:
+        super().__init__()
+        self.register_buffer(
+            "frequencies",
+            1.0 / (base ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)),
+            persistent=False,
+        )
+
+    def forward(
+        self, like: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # also of a bf16 model
+        angles = positions[..., None].float() * self.frequencies.to(like.device, torch.float32)  # type: ignore[operator]
+        both = torch.cat((angles, angles), dim=-1)
+        return both.cos().to(like.dtype), both.sin().to(like.dtype)
+
+
+class Linear(torch.nn.Module):
+    """x W^T + b, made without the random start of torch's."""
+
+    bias: torch.nn.Parameter | None
+
+    def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
+        super().__init__()
+        self.weight = weight
+        self.register_parameter("bias", bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(x, self.weight, self.bias)
+
+
+class Weight(torch.nn.Module):
+    """An embedding's or a norm's weight."""
+
+    def __init__(self, weight: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+
+class Holder(torch.nn.Module):
+    """A named place in the tree of modules."""
+
+
+class Bare(torch.nn.Module):
+    """The model.  `files`: the directory's JSON files, kept for `save_pretrained`."""
+
+    def __init__(
+        self, raw: dict[str, Any], tensors: dict[str, torch.Tensor], files: dict[str, str]
+    ) -> None:
+        super().__init__()
+        c = self.config = BareConfig(**raw)
+        self._files = files
+        made = {name: torch.nn.Parameter(tensors[name]) for name in names(raw)}
+
+        def linear(at: str) -> Linear:
+            return Linear(made[at + ".weight"], made.get(at + ".bias"))
+
+        self.model = Holder()
+        self.model.embed_tokens = Weight(made["model.embed_tokens.weight"])
+        self.model.layers = torch.nn.ModuleList()
+        for i in range(c.num_hidden_layers):
+            at = f"model.layers.{i}."
+            layer = Holder()
+            layer.self_attn = Holder()
+            layer.mlp = Holder()
+            for n in "qkvo":
+                layer.self_attn.add_module(f"{n}_proj", linear(f"{at}self_attn.{n}_proj"))
+            for n in "qk" if c.model_type == "qwen3" else "":
+                layer.self_attn.add_module(
+                    f"{n}_norm", Weight(made[f"{at}self_attn.{n}_norm.weight"])
+                )
+            for n in ("gate", "up", "down"):
+                layer.mlp.add_module(f"{n}_proj", linear(f"{at}mlp.{n}_proj"))
+            layer.input_layernorm = Weight(made[at + "input_layernorm.weight"])
+            layer.post_attention_layernorm = Weight(made[at + "post_attention_layernorm.weight"])
+            self.model.layers.append(layer)
+        self.model.norm = Weight(made["model.norm.weight"])
+        self.model.rotary_emb = Rotary(rope_base(raw) or 0.0, head_dim(raw))
+        self.lm_head = Weight(
+            self.model.embed_tokens.weight if c.tie_word_embeddings else made["lm_head.weight"]
+        )
+        self._whole: list[Any] = []
+
+    def get_input_embeddings(self) -> Any:
+        return self.model.embed_tokens
+
+    def get_output_embeddings(self) -> Any:
+        return self.lm_head
+
+    def whole(self) -> Any:
+        """The same parameters in transformers' modules."""
+        if not self._whole:
+            from asyncrl.models.policy import transformers_modules
+
+            self._whole.append(transformers_modules(self))
+        return self._whole[0].train(self.training)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """By transformers' modules."""
+        return self.whole()(*args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """By transformers' modules."""
+        return self.whole().generate(*args, **kwargs)
+
+    def save_pretrained(self, path: str | Path) -> None:
+        """config.json, generation_config.json and one file of weights, as transformers reads and
+        writes them.
+        """
+        import safetensors.torch
+
+        for name, text in self._files.items():
+            (Path(path) / name).write_text(text)
+        state = {name: p.detach().contiguous() for name, p in self.named_parameters()}
+        safetensors.torch.save_file(state, Path(path) / WEIGHTS, metadata={"format": "pt"})
+
+
+def stored(path: Path) -> Iterator[Any]:
+    """The directory's open safetensors files."""
+    import safetensors
+
+    index = path / INDEX
+    files = (
+        sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        if index.is_file()
+        else [WEIGHTS]
+    )
+    for name in files:
+        with safetensors.safe_open(str(path / name), framework="pt") as f:
+            yield f
+
+
+def load(path: str | Path, dtype: str) -> Bare | None:
+    """The model in `path`, parameters as `dtype` on the CPU; None when it needs transformers, or
+    when anything about its files is unusual.
+    """
+    import safetensors
+
+    path = Path(path)
+    try:
+        files = {
+            n: (path / n).read_text()
+            for n in ("config.json", "generation_config.json")
+            if (path / n).is_file()
+        }
+        raw = json.loads(files["config.json"])
+        if not plain(raw):
+            return None
+        wanted = names(raw)
+        tensors = {}
+        for f in stored(path):
+            for name in f.keys():  # noqa: SIM118  # no mapping
+                if wanted.get(name) != tuple(f.get_slice(name).get_shape()):
+                    return None
+                tensors[name] = f.get_tensor(name).to(getattr(torch, dtype), copy=True)
+        if set(tensors) != set(wanted):
+            return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError):
+        return None  # transformers says what is wrong with it
+    key = "dtype" if "dtype" in raw or "torch_dtype" not in raw else "torch_dtype"
+    if raw.get(key) != dtype:
+        raw[key] = dtype
+        files["config.json"] = json.dumps(raw, indent=2, sort_keys=True) + "\n"
+    return Bare(raw, tensors, files)

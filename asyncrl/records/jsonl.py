@@ -1,0 +1,90 @@
+"""Files of rows, one JSON object a line: appended whole or not at all, and read past what a crash
+or a full disk has left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from asyncrl.contract.errors import AsyncrlError
+
+_said: set[tuple[str, int]] = set()  # (file, line) of damage that was told
+
+
+def full(path: Path, e: OSError) -> AsyncrlError:
+    """The error for a file of the run that cannot be written."""
+    return AsyncrlError(
+        f"{path} cannot be written: {e.strerror or e}; free some space or check the disk, then go "
+        "on with `asyncrl run --resume`"
+    )
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The rows of a file, none where there is none.  A line that is no object is left out, and said
+    once; a last line still being written is left out.
+    """
+    lines = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    rows: list[dict[str, Any]] = []
+    damaged: list[int] = []
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            row = None
+        if isinstance(row, dict):
+            rows.append(row)
+        elif number < len(lines):
+            damaged.append(number)
+    if damaged and (str(path), damaged[-1]) not in _said:
+        _said.add((str(path), damaged[-1]))
+        more = f" and {len(damaged) - 1} more" if len(damaged) > 1 else ""
+        print(
+            f"note: {path}: line {damaged[0]}{more} is torn or damaged and left out (a power cut "
+            "or a full disk does this)",
+            file=sys.stderr,
+            flush=True,
+        )
+    return rows
+
+
+class Appender:
+    """Appends rows.  A torn last line, as an earlier life may have left it, is ended first.
+
+    Raises AsyncrlError when the file cannot be written; it then ends with the last whole row.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            size = os.fstat(self.fd).st_size
+            if size and os.pread(self.fd, 1, size - 1) != b"\n":
+                self._append(b"\n")
+        except OSError as e:
+            raise full(path, e) from e
+
+    def write(self, row: dict[str, Any]) -> None:
+        self._append((json.dumps(row) + "\n").encode())
+
+    def _append(self, data: bytes) -> None:
+        size = os.fstat(self.fd).st_size
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(self.fd, view) :]
+        except OSError as e:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.fd, size)
+            raise full(self.path, e) from e
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd = -1

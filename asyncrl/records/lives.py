@@ -1,0 +1,183 @@
+"""Who lives in a run directory, and how those before ended: what `asyncrl doctor` reads when nobody
+answers.
+
+```
+RUN/logs/lives.jsonl   a row when a process begins, and one when it ends; who is killed leaves no
+                       second one, unless a supervisor saw it
+RUN/.NAME.alive        locked by the process of that name for as long as it lives: the kernel frees
+                       it, whatever ended it
+RUN/.parts.lock        shared by all that live; whoever can have it alone is the last one
+                       (asyncrl/supervise/run.py: `close_up`)
+```
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from asyncrl.contract.errors import ConfigError
+
+# exit codes: told to end; nothing left to do
+INTERRUPTED = 130
+NOTHING = 6
+AGAIN_S = 5.0  # a process that is started again waits this long for what is left of the one before
+_POLL_S = 0.05
+
+
+def path(run_dir: Path) -> Path:
+    return run_dir / "logs" / "lives.jsonl"
+
+
+def note(run_dir: Path, name: str, pid: int, event: str, **more: Any) -> None:
+    """Add a row.  Nobody is stopped by a directory that cannot be written: these rows are for
+    people who look.
+    """
+    row = {
+        "at": time.time(),
+        "name": name,
+        "pid": pid,
+        "host": socket.gethostname(),
+        "event": event,
+    } | more
+    try:
+        path(run_dir).parent.mkdir(exist_ok=True)
+        with path(run_dir).open("a") as f:
+            f.write(json.dumps(row) + "\n")
+    except OSError:
+        pass
+
+
+def rows(run_dir: Path) -> list[dict[str, Any]]:
+    """All rows, oldest first; a line that a power cut tore is left out."""
+    out = []
+    for line in (
+        path(run_dir).read_text(errors="replace").splitlines() if path(run_dir).exists() else ()
+    ):
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict) and {"at", "name", "pid", "event"} <= row.keys():
+            out.append(row)
+    return out
+
+
+def ends(run_dir: Path) -> list[dict[str, Any]]:
+    """The newest row of each process that has ended otherwise than well, or without a word; oldest
+    first.
+    """
+    newest = {row["name"]: row for row in rows(run_dir)}
+    bad = [
+        r
+        for r in newest.values()
+        if (
+            r.get("code") not in (0, NOTHING)
+            if r["event"] != "began"
+            else not alive(run_dir, r["name"])
+        )
+    ]
+    return sorted(bad, key=lambda r: float(r["at"]))
+
+
+def end_of(row: dict[str, Any]) -> str:
+    """One line: how a process ended.
+
+    >>> row = {"at": 0.0, "name": "learner", "pid": 7, "event": "ended", "code": 1}
+    >>> end_of(row | {"why": "KeyError: 3"}).split(" at ")[0]
+    'learner (process 7) ended with exit code 1: KeyError: 3'
+    """
+    who = f"{row['name']} (process {row['pid']})"
+    why = row.get("why") or ""
+    code = row.get("code")
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(row["at"])))
+    if row["event"] == "began":
+        return (
+            f"{who} was killed without a word (by SIGKILL, for want of memory, with its "
+            f"machine), some time after {when}"
+        )
+    if code == INTERRUPTED:
+        return f"{who} was told to end, and did at {when}"
+    how = signal.Signals(-code).name if isinstance(code, int) and code < 0 else f"exit code {code}"
+    return f"{who} ended with {how}{': ' + why if why else ''} at {when}"
+
+
+def alive(run_dir: Path, name: str) -> bool:
+    """Does a process of this name live, in this directory and on this machine?  `supervisor`,
+    too.
+    """
+    lock = run_dir / (".run.lock" if name == "supervisor" else f".{name}.alive")
+    try:
+        with lock.open("r") as f:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+class Life:
+    """One process of a run: its name is its own (`alone`; the learner's is not, the newer epoch
+    wins), and the others see that it lives.
+
+    Raises ConfigError when a process of this name lives already; one that a supervisor has started
+    waits a little for the one before."""
+
+    def __init__(self, run_dir: Path, name: str, *, alone: bool, supervised: bool = False) -> None:
+        self.run_dir = run_dir
+        self.name = name
+        self.all = (run_dir / ".parts.lock").open("a")
+        # waits while the last one of those before writes summary and report
+        fcntl.flock(self.all, fcntl.LOCK_SH)
+        self.mine: IO[str] = (run_dir / f".{name}.alive").open("a+")
+        until = time.monotonic() + (AGAIN_S if supervised else 0.0)
+        while True:
+            try:
+                fcntl.flock(self.mine, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as e:
+                if time.monotonic() > until:
+                    raise ConfigError(
+                        f"{name} of {run_dir} is running already{self._holder()}: {_other(name)}"
+                    ) from e
+                time.sleep(_POLL_S)
+        self.mine.truncate(0)
+        self.mine.write(str(os.getpid()))
+        self.mine.flush()
+        note(run_dir, name, os.getpid(), "began", supervised=supervised)
+
+    def _holder(self) -> str:
+        self.mine.seek(0)
+        pid = self.mine.read().strip()
+        return f" as process {pid}" if pid else ""
+
+    def end(self, code: int, why: str = "") -> bool:
+        """It ends with this exit code; why: its error, if any.  True: it is the last one of the
+        directory, which is then its own until `free`.
+        """
+        note(self.run_dir, self.name, os.getpid(), "ended", code=code, why=why)
+        self.mine.close()
+        try:
+            # gives the shared lock up first: of two that end at once, one gets it
+            fcntl.flock(self.all, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def free(self) -> None:
+        self.all.close()
+
+
+def _other(name: str) -> str:
+    return (
+        "give this one another --index, or end that one first"
+        if name.startswith("generator")
+        else "end that one first"
+    )

@@ -1,0 +1,378 @@
+"""Every metric: unit and meaning, in one table; and the one writer of metrics.jsonl and the
+TensorBoard events.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asyncrl.algorithms.metric_names import BY_LAG, METRIC_NAMES
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.records import jsonl
+
+
+class Metric(NamedTuple):
+    unit: str
+    meaning: str
+
+
+METRICS: dict[str, Metric] = {
+    "reward/mean": Metric("reward", "mean reward of the batch's samples"),
+    "reward/std": Metric("reward", "standard deviation of the batch's rewards"),
+    "reward/no_spread_share": Metric(
+        "share", "samples in groups whose rewards are all equal: no learning signal"
+    ),
+    "advantage/std": Metric("-", "standard deviation of the advantages"),
+    "answer/length": Metric("tokens", "mean length of the batch's answers"),
+    "answer/truncated_share": Metric("share", "answers cut at max_new_tokens"),
+    "lag/mean": Metric("versions", "mean lag over trained tokens"),
+    "lag/max": Metric("versions", "largest lag of a trained token"),
+    "lag/p95": Metric("versions", "95th percentile of the lag over trained tokens"),
+    "lag/in_flight": Metric("versions", "part of the mean sample lag that arose until delivery"),
+    "lag/in_queue": Metric("versions", "part of the mean sample lag that arose in the buffer"),
+    "lag/samples": Metric("versions", "histogram of the samples' lag"),
+    "is/mean_weight": Metric("-", "mean importance weight: an effective learning rate"),
+    "is/ess": Metric(
+        "share",
+        "effective sample size of the raw ratios start/behaviour: what staleness and mismatch "
+        "leave of a batch",
+    ),
+    "is/ratio_max": Metric("-", "largest start/behaviour ratio of a token"),
+    "is/zero_share": Metric("share", "tokens whose weight the bound set to 0"),
+    "kl/behavior_start_k1": Metric(
+        "nats/token",
+        "k1 estimate of KL(behaviour || start), start: the learner as the batch begins",
+    ),
+    "kl/behavior_start_k3": Metric(
+        "nats/token",
+        "k3 estimate of KL(behaviour || start): staleness and engine mismatch, whatever the loss "
+        "divides by",
+    ),
+    "kl/start_target_k3": Metric(
+        "nats/token", "k3 estimate of KL(start || target), mean over the batch's updates"
+    ),
+    "kl/behavior_target_k3": Metric("nats/token", "k3 estimate of KL(behaviour || target)"),
+    "kl/moved": Metric(
+        "nats/token",
+        "k3 estimate of KL(policy before the batch || policy after it), with record.kl_moved",
+    ),
+    "kl/target_ref_k1": Metric("nats/token", "k1 estimate of KL(target || reference)"),
+    "kl/target_ref_k3": Metric("nats/token", "k3 estimate of KL(target || reference)"),
+    "kl/beta": Metric("-", "coefficient of KL in the reward in this batch"),
+    "mismatch/k3_at_lag_0": Metric(
+        "nats/token",
+        "k3 between engine and learner on tokens that the starting weights drew, on keys and "
+        "values of theirs",
+    ),
+    "mismatch/max_at_lag_0": Metric(
+        "nats", "largest |log ratio| of such a token: 0 to the last bit in exact mode"
+    ),
+    "mismatch/k3_one_version": Metric(
+        "nats/token",
+        "k3 between engine and learner under the version that drew a token and all its keys and "
+        "values",
+    ),
+    "mismatch/max_one_version": Metric(
+        "nats", "largest |log ratio| of such a token: 0 to the last bit in exact mode, at any lag"
+    ),
+    "split/mismatch": Metric(
+        "nats/token",
+        "mean of log mu - log pi_v, pi_v: the learner's forward with the weights that drew the "
+        "token (record.split_every)",
+    ),
+    "split/staleness": Metric(
+        "nats/token",
+        "mean of log pi_v - log pi_start: what the weights have moved since the token was drawn",
+    ),
+    "split/update": Metric(
+        "nats/token", "mean of log pi_start - log pi_theta, at the batch's last pass"
+    ),
+    "split/total": Metric(
+        "nats/token", "mean of log mu - log pi_theta on the same tokens: the sum of the three"
+    ),
+    "split/mismatch_k3": Metric("nats/token", "k3 of the first part: engine mismatch"),
+    "split/staleness_k3": Metric("nats/token", "k3 of the second part: staleness"),
+    "split/update_k3": Metric("nats/token", "k3 of the third part: the batch's own update"),
+    "split/coverage": Metric(
+        "share", "of the sampled tokens whose version the ring still held (weights.slots)"
+    ),
+    "clip/share": Metric("share", "tokens whose gradient the trust region cut"),
+    "loss/policy": Metric("-", "value of the (negated) surrogate objective"),
+    "loss/kl": Metric("-", "KL term of the loss, before its coefficient"),
+    "policy/entropy": Metric("nats/token", "entropy of the target policy on sampled states"),
+    "policy/behavior_nll": Metric(
+        "nats/token", "mean of -log mu: the behaviour policy's own surprise"
+    ),
+    "optim/grad_norm": Metric(
+        "-", "gradient norm before clipping, mean over the batch's optimizer steps"
+    ),
+    "optim/lr": Metric("-", "learning rate"),
+    "optim/steps": Metric("steps", "optimizer steps made on the batch"),
+    "optim/early_stops": Metric(
+        "count", "batches that KL early stopping has ended before their last step, so far"
+    ),
+    "optim/stop_kl": Metric("nats/token", "the KL that early stopping last measured"),
+    "optim/skipped": Metric(
+        "count", "optimizer steps skipped for a loss or gradient that is not finite, so far"
+    ),
+    "throughput/learner_tokens_per_s": Metric(
+        "tokens/s", "response tokens trained per second of wall time"
+    ),
+    "throughput/generator_tokens_per_s": Metric(
+        "tokens/s", "tokens written per second of wall time, all generators"
+    ),
+    "time/step": Metric("s", "wall time of the learner's step"),
+    "time/train": Metric("s", "time in forward, backward and update"),
+    "time/publish": Metric("s", "time to write the weights into the ring"),
+    "time/learner_idle_share": Metric("share", "of the learner's time spent waiting for a batch"),
+    "time/generator_idle_share": Metric("share", "of the generators' time with no row to decode"),
+    "time/reward_wait_share": Metric(
+        "share",
+        "of the generators' time with no row to decode, while answers waited for their rewards",
+    ),
+    "reward/queue": Metric(
+        "answers",
+        "finished, without a reward yet, at all generators; only where reward processes judge",
+    ),
+    "reward/wait_s": Metric(
+        "s", "from an answer's end to its reward, mean since the last step that knows"
+    ),
+    "reward/call_s": Metric(
+        "s", "an answer's share of a call of the reward function, the same mean"
+    ),
+    "reward/workers": Metric("processes", "that judge, of all generators"),
+    "time/swap": Metric("s", "time the generators spent on swapping weights since the last step"),
+    "buffer/groups": Metric("groups", "groups alive: outstanding, stored or leased"),
+    "buffer/leases": Metric("groups", "groups that a generator holds"),
+    "buffer/bytes": Metric("bytes", "trajectories stored"),
+    "eval/heldout": Metric("reward", "mean reward on held-out prompts"),
+    "eval/heldout_n": Metric("samples", "held-out prompts evaluated"),
+    "eval/heldout_length": Metric("tokens", "mean length of held-out answers"),
+    "eval/ood": Metric("reward", "mean reward on out-of-distribution prompts"),
+    "eval/ood_n": Metric("samples", "out-of-distribution prompts evaluated"),
+    "eval/ood_length": Metric("tokens", "mean length of out-of-distribution answers"),
+    "memory/learner_mb": Metric("MiB", "resident memory of the learner"),
+}
+METRICS |= {_name: Metric(*_entry) for _name, _entry in METRIC_NAMES.items()}
+BUCKETS = ("0", "1", "2", "3to4", "5to8", "9plus")
+for _b in BUCKETS:
+    METRICS[f"by_lag/k3_{_b}"] = Metric("nats/token", f"kl/behavior_start_k3 of tokens at lag {_b}")
+    METRICS[f"by_lag/weight_{_b}"] = Metric("-", f"mean importance weight of tokens at lag {_b}")
+    for _part in ("mismatch", "staleness"):
+        METRICS[f"by_lag/{_part}_{_b}"] = Metric(
+            "nats/token", f"split/{_part} of tokens at lag {_b}"
+        )
+        METRICS[f"by_lag/{_part}_k3_{_b}"] = Metric(
+            "nats/token", f"split/{_part}_k3 of tokens at lag {_b}"
+        )
+    METRICS[f"by_age/mismatch_k3_{_b}"] = Metric(
+        "nats/token",
+        f"split/mismatch_k3 of tokens whose oldest keys and values are {_b} versions older than "
+        "the weights that drew them",
+    )
+    METRICS[f"by_lag/tokens_{_b}"] = Metric(
+        "tokens", f"trained tokens at lag {_b}, summed over optimizer steps"
+    )
+PATTERNS = {re.compile(r"reward_part/.+"): Metric("reward", "mean of a named part of the reward")}
+
+
+def known(name: str) -> bool:
+    return name in METRICS or any(p.fullmatch(name) for p in PATTERNS)
+
+
+def markdown() -> str:
+    """docs/metrics.md."""
+    rows = [
+        f"| `{n}` | {m.unit} | {m.meaning} |"
+        for n, m in METRICS.items()
+        if not n.startswith(("by_lag/", "by_age/"))
+    ]
+    by_lag = (
+        ("k3", "nats/token", "kl/behavior_start_k3"),
+        ("weight", "-", "mean importance weight"),
+        ("tokens", "tokens", "trained tokens"),
+        *(
+            (f"{part}{k}", "nats/token", f"`split/{part}{k}`")
+            for part in ("mismatch", "staleness")
+            for k in ("", "_k3")
+        ),
+        *((k, u, f"`{m}`") for k, (u, m) in BY_LAG.items()),
+    )
+    rows += [
+        f"| `by_lag/{kind}_B` | {unit} | {what} at lag B, one of {', '.join(BUCKETS)} |"
+        for kind, unit, what in by_lag
+    ]
+    older = (
+        "`split/mismatch_k3` by how many versions older the oldest keys and values are, "
+        f"{', '.join(BUCKETS)}"
+    )
+    rows.append(f"| `by_age/mismatch_k3_B` | nats/token | {older} |")
+    rows.append("| `reward_part/NAME` | reward | mean of a named part of the reward |")
+    head = (
+        "# Metrics\n\nGenerated from `asyncrl/records/metrics.py` by `asyncrl config "
+        "metrics`.\n\n| name | unit | meaning |\n|---|---|---|\n"
+    )
+    return head + "\n".join(rows) + "\n"
+
+
+def _summary_writer() -> Any:
+    """tensorboardX's writer, imported without torch where torch is not in use: it would cost the
+    buffer 200 MB and seconds.
+    """
+    absent = "torch" not in sys.modules
+    if absent:
+        # `import torch` raises ImportError, which tensorboardX expects
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        from tensorboardX import SummaryWriter
+    finally:
+        if absent:
+            del sys.modules["torch"]
+    return SummaryWriter
+
+
+class _Guarded:
+    """TensorBoard's event file: what cannot be written is dropped, and said once; metrics.jsonl has
+    it all.
+
+    Unguarded, a full disk ends the writer's thread, and whoever adds a number then waits for good.
+    """
+
+    def __init__(self, writer: Any, directory: Path) -> None:
+        self.writer = writer
+        self.directory = directory
+        self.failed = False
+
+    def _try(self, call: Callable[..., Any], *args: Any) -> None:
+        try:
+            if not self.failed:
+                call(*args)
+        except OSError as e:
+            self.failed = True
+            print(
+                f"note: {self.directory} cannot be written any more: {e.strerror or e}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def write_event(self, event: Any) -> None:
+        self._try(self.writer.write_event, event)
+
+    def flush(self) -> None:
+        self._try(self.writer.flush)
+
+    def close(self) -> None:
+        self._try(self.writer.close)
+
+
+def _guard(board: Any, directory: Path) -> None:
+    events = board.file_writer.event_writer
+    events._ev_writer = events._worker._record_writer = _Guarded(events._ev_writer, directory)
+
+
+class MetricsWriter:
+    """RUN/metrics.jsonl, one row per call, and RUN/tensorboard.
+
+    Raises AsyncrlError for a name that the table lacks, and when metrics.jsonl cannot be written.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        SummaryWriter = _summary_writer()
+        self.not_finite: set[str] = set()  # names that were said
+        self.file = jsonl.Appender(run_dir / "metrics.jsonl")
+        try:
+            self.board: Any = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=5)
+        except OSError as e:
+            raise jsonl.full(run_dir / "tensorboard", e) from e
+        _guard(self.board, run_dir / "tensorboard")
+
+    def write(
+        self,
+        step: int,
+        values: dict[str, float],
+        t: float = 0.0,
+        histograms: dict[str, list[float]] | None = None,
+    ) -> None:
+        """One row: `step` counts versions, t is the RunClock's.  What is not finite is no JSON:
+        left out, and said once a name.
+        """
+        if unknown := [n for n in values if not known(n)]:
+            raise AsyncrlError(
+                f"metrics not in the table of asyncrl/records/metrics.py: {', '.join(unknown)}"
+            )
+        if lost := {n for n, x in values.items() if not math.isfinite(x)}:
+            values = {n: x for n, x in values.items() if n not in lost}
+            if lost - self.not_finite:
+                print(
+                    f"step {step}: not finite, left out of the metrics: "
+                    f"{', '.join(sorted(lost - self.not_finite))}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+                self.not_finite |= lost
+        row: dict[str, Any] = {"step": step, "t": round(t, 4)} | values
+        counts = {
+            name: Counter(f"{x:g}" for x in many) for name, many in (histograms or {}).items()
+        }
+        self.file.write(row | counts)
+        for name, many in (histograms or {}).items():
+            if many:
+                import numpy as np
+
+                self.board.add_histogram(name, np.asarray(many), step)
+        for name, value in values.items():
+            self.board.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        self.file.close()
+        self.board.close()
+
+
+def read(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl that count, in their order; torn lines are left out.
+
+    After a resume the later row of a step wins: a row of training at step s ends those of training
+    from s on, and the evaluations of versions past s, which are of the branch before; an evaluation
+    ends an earlier one of the same version and split."""
+    # (step, "" for training or the names of an evaluation)
+    kept: dict[tuple[int, str], dict[str, Any]] = {}
+    newest = -1  # step of training
+    for row in jsonl.read(run_dir / "metrics.jsonl"):
+        step = row.get("step")
+        names = sorted(n for n in row if n not in ("step", "t"))
+        if not isinstance(step, int):
+            continue
+        what = ",".join(names) if all(n.startswith("eval/") for n in names) else ""
+        if not what:
+            for key in (
+                [k for k in kept if k[0] > step or k == (step, "")] if step <= newest else ()
+            ):
+                del kept[key]
+            newest = step
+        kept.pop((step, what), None)
+        kept[step, what] = row
+    return list(kept.values())
+
+
+class RunClock:
+    """Seconds of a run's work: from the first ticket on, over every life of its buffer, without the
+    pauses between them.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        """A resumed run goes on from the last row of its metrics.jsonl."""
+        self.before = max((float(r.get("t", 0.0)) for r in read(run_dir)), default=0.0)
+        self.began = 0.0  # in this life; 0: not yet
+
+    def start(self, now: float) -> None:
+        """Work is handed out at `now` (time.monotonic()); the first time counts."""
+        self.began = self.began or now
+
+    def at(self, now: float) -> float:
+        return self.before + (max(0.0, now - self.began) if self.began else 0.0)

@@ -1,0 +1,185 @@
+"""A run directory: what lies in it, where its sockets and shared memory are, and who may use it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
+
+SHM = Path("/dev/shm")
+
+
+def prepare(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
+    """Make a new run directory, with the resolved config, the command and the commit; run: id of
+    the run, where it has one elsewhere.
+
+    Raises ConfigError when the directory is used.
+    """
+    if (run_dir / "config.toml").exists():
+        raise ConfigError(
+            f"{run_dir} holds a run already: go on with it by `asyncrl run --resume {run_dir}`, or "
+            "choose another name by --set name=..."
+        )
+    try:
+        for part in ("checkpoints", "logs", "trace"):
+            (run_dir / part).mkdir(parents=True, exist_ok=True)
+        (run_dir / "run_id").write_text(run or uuid.uuid4().hex[:12])
+    except OSError as e:
+        raise unwritable(run_dir, e) from e
+    (run_dir / "command").write_text(" ".join(sys.argv) + "\n")
+    git = (
+        subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout
+        if shutil.which("git")
+        else ""
+    )
+    (run_dir / "commit").write_text(git or "unknown\n")
+    part_file = run_dir / "config.toml.part"
+    part_file.write_text(toml)
+    os.replace(part_file, run_dir / "config.toml")
+
+
+def ensure(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
+    """The same for processes started by hand, in any order: whoever comes first makes the
+    directory.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        making = (run_dir / ".making").open("w")
+    except OSError as e:
+        raise unwritable(run_dir, e) from e
+    with making as f:
+        fcntl.flock(f, fcntl.LOCK_EX)
+        if not (run_dir / "config.toml").exists():
+            prepare(config, toml, run_dir, run)
+
+
+def unwritable(run_dir: Path, e: OSError) -> ConfigError:
+    """A run directory that cannot be made."""
+    return ConfigError(
+        f"runs: the run directory {run_dir} cannot be made: {e.strerror}; choose another place by "
+        "--set runs=DIR (or --run-dir)"
+    )
+
+
+def directory(config: Config, source: str) -> Path:
+    """runs/NAME; without a name, the config file's and the time."""
+    return Path(config.runs) / (
+        config.name or f"{Path(source).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    )
+
+
+def note_limit(run_dir: Path, limit: float) -> None:
+    """Remember the staleness limit that a run had until it was resumed with another one."""
+    with (run_dir / "limits").open("a") as f:
+        f.write(f"{limit:g}\n")
+
+
+def limits(run_dir: Path) -> list[float]:
+    """The staleness limits of the run's earlier lives, where they were others."""
+    path = run_dir / "limits"
+    return [float(x) for x in path.read_text().split()] if path.exists() else []
+
+
+def run_id(run_dir: Path) -> str:
+    return (run_dir / "run_id").read_text().strip()
+
+
+def here(run_dir: Path) -> str:
+    """Names this directory on this machine: a copy of it has the run's id too, and must not share
+    its socket and its weights.
+    """
+    return f"{run_id(run_dir)}-{run_dir.stat().st_ino:x}"
+
+
+def socket_dir(run_dir: Path) -> Path:
+    """A private directory with a short path, for unix sockets (their paths may have 107 bytes)."""
+    path = Path(tempfile.gettempdir()) / f"asyncrl-{os.getuid()}" / here(run_dir)
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return path
+
+
+def buffer_address(config: Config, run_dir: Path) -> str:
+    return config.wires.address or f"ipc://{socket_dir(run_dir) / 'buffer'}"
+
+
+def shm_dir(run_dir: Path) -> Path:
+    """The run's directory on the shared-memory file system."""
+    base = SHM if SHM.is_dir() and os.access(SHM, os.W_OK) else Path(tempfile.gettempdir())
+    return base / f"asyncrl-{os.getuid()}-{here(run_dir)}"
+
+
+def ring_dir(run_dir: Path, epoch: int) -> Path:
+    return shm_dir(run_dir) / f"epoch_{epoch}"
+
+
+def outside(run_dir: Path) -> tuple[Path, Path]:
+    """What a run has outside its directory: sockets and shared memory."""
+    return shm_dir(run_dir), socket_dir(run_dir)
+
+
+def remove(places: Sequence[Path]) -> None:
+    """Remove what `outside` named while the run's directory was there: it may be gone by now."""
+    for place in places:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def clean(run_dir: Path) -> None:
+    """Remove what a run leaves outside its directory."""
+    remove(outside(run_dir))
+
+
+def ended(run_dir: Path, steps: int) -> bool:
+    """Has the run made its `steps`, been evaluated, and left its model?  Its last buffer says so at
+    its end; one that begins takes it back.
+    """
+    try:
+        left = json.loads((run_dir / "buffer_summary.json").read_text())
+        return (
+            bool(left["finished"])
+            and left["steps"] >= steps
+            and (run_dir / "weights_digest").exists()
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+
+
+def take_back(run_dir: Path) -> None:
+    """A buffer begins: what was said of the run's end before does not hold any more."""
+    for name in ("buffer_summary.json", "summary.json"):
+        (run_dir / name).unlink(missing_ok=True)
+
+
+class Lock:
+    """One supervisor, or one set of processes, at a time in a run directory; freed by the kernel
+    when its holder dies.
+    """
+
+    def __init__(self, run_dir: Path, what: str = "run") -> None:
+        self.file = (run_dir / f".{what}.lock").open("a+")
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as e:
+            self.file.seek(0)
+            raise ConfigError(
+                f"{run_dir} is in use by process {self.file.read().strip() or '?'}: stop that run "
+                "first, or choose another name"
+            ) from e
+        self.file.truncate(0)
+        self.file.write(str(os.getpid()))
+        self.file.flush()
+
+    def close(self) -> None:
+        self.file.close()

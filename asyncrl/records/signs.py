@@ -1,0 +1,462 @@
+"""Signs that a run does not learn what it was meant to: rules over metrics.jsonl, with what to try.
+
+Pure: reads no file and imports no torch.  `asyncrl run` says each sign once on the terminal; the
+summary and the report's first lines keep them.  A rule is a function of the rows that returns a
+`Sign` or None; it belongs into RULES, or into END_RULES if only a finished run can be judged by it,
+or into KNOWN_RULES if it must know the run's settings (`About`) as well.  Every rule looks at what
+was measured: settings that are known to go wrong, and did not, are no sign.
+
+>>> one = {"reward/mean": 0.0, "reward/no_spread_share": 1.0, "reward/min": 0.0, "reward/max": 0.0}
+>>> stuck = [{"step": n} | one for n in range(8)]
+>>> [s.name for s in signs(stuck)]
+['constant_rewards']
+>>> signs(stuck)[0].said
+'every answer of the last 8 batches was given the reward 0: no group has a spread to learn from'
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from statistics import median, median_low
+from typing import Any, NamedTuple
+
+from asyncrl.config.tree import Config
+
+Rows = Sequence[Mapping[str, Any]]
+
+# batches that a rule looks at: at least, at most
+LEAST = 5
+WINDOW = 20
+NEARLY_ALL = 0.95
+# share of the generators' time, from which on rewards are said to be what they wait for
+HELD_UP = 0.1
+Z = 1.96  # of a 95 % interval
+Z_EACH = 3.0  # of an interval that is looked at after every evaluation: 1 in 700 of one side
+ALARM = 0.001  # chance that one look at a series of independent noise calls it growing
+PARTS = 18  # a series is reduced to the medians of so many stretches, at most
+GROWN = 2.0  # late over early, from which on growth is worth a word
+HARMLESS = 1e-5  # nats a token: a mismatch below it moves the weights of no answer
+MOVED = 0.02  # nats a token to the reference: a policy that has moved so little needs no KL term
+# nats a token: KL terms that work held it below this (docs/log.md), runs without end at 0.2 to 0.4
+DRIFT = 0.1
+RISING = 1.25  # late third over middle third: 1 for a level, 5/3 for a line
+MISMATCH = "mismatch/k3_at_lag_0"
+SILENT = 0.01  # share of the gradient below which a KL term decides nothing
+
+
+class Sign(NamedTuple):
+    """One finding."""
+
+    name: str  # a fixed name, for programs
+    said: str  # what was seen, with its numbers
+    try_this: str  # what to change, with its key
+
+    def line(self) -> str:
+        return f"{self.said}; {self.try_this}"
+
+
+class About(NamedTuple):
+    """What a rule may know of a run beside its rows."""
+
+    config: Config
+    # nats a token: the largest healthy k3 between engine and learner at equal weights
+    mismatch: float = 1e-3
+
+
+def trained(rows: Rows, least: int = LEAST, window: int = WINDOW) -> Rows:
+    """The rows of the last `window` batches; none while there are fewer than `least`."""
+    batches = [r for r in rows if "reward/mean" in r]
+    return batches[-window:] if len(batches) >= least else []
+
+
+def mean(rows: Rows, name: str) -> float | None:
+    """Mean of a metric over the rows that have it."""
+    values = [float(r[name]) for r in rows if name in r]
+    return sum(values) / len(values) if values else None
+
+
+def series(rows: Rows, name: str) -> list[float]:
+    """A metric's finite values, in order."""
+    return [float(r[name]) for r in rows if name in r and math.isfinite(r[name])]
+
+
+@cache
+def _orders(m: int, n: int) -> tuple[int, ...]:
+    """Of the orders of m late and n early values: how many have u pairs with the late one above, u
+    = 0, 1, ..., m n.
+    """
+    if not m or not n:
+        return (1,)
+    # the largest of all is a late one, above n; or an early one
+    above = _orders(m - 1, n)
+    below = _orders(m, n - 1)
+    out = [0] * (m * n + 1)
+    for u, k in enumerate(above):
+        out[u + n] += k
+    for u, k in enumerate(below):
+        out[u] += k
+    return tuple(out)
+
+
+def chance_above(late: Sequence[float], early: Sequence[float]) -> float:
+    """Chance that `late` lies above `early` so often, if their order is none: Mann and Whitney's U,
+    exact, one-sided; ties count as below.
+    """
+    u = sum(x > y for x in late for y in early)
+    orders = _orders(len(late), len(early))
+    return sum(orders[u:]) / sum(orders)
+
+
+def grown(values: Sequence[float]) -> tuple[float, float] | None:
+    """(early, late): medians of the first and the last third of a series that grows; None: it does
+    not.
+
+    The series is cut into at most PARTS stretches, whose medians forget single spikes and what
+    neighbours have in common.  It grows when the last third lies above the rest by more than chance
+    (`chance_above` at most ALARM) and is GROWN times the first third.  So independent noise is
+    called growing at no more than one look in 1000, and noise whose level does not double hardly
+    ever."""
+    n = len(values)
+    many = min(PARTS, len(values))
+    parts = [median(values[i * n // many : (i + 1) * n // many]) for i in range(many)]
+    third = many // 3
+    if not third or chance_above(parts[-third:], parts[:-third]) > ALARM:
+        return None
+    early = median(parts[:third])
+    late = median(parts[-third:])
+    return (early, late) if late >= GROWN * early else None
+
+
+def constant_rewards(rows: Rows) -> Sign | None:
+    """Nearly no group has rewards that differ, so nearly every advantage is zero."""
+    last = trained(rows)
+    share = mean(last, "reward/no_spread_share")
+    if share is None or share < NEARLY_ALL:
+        return None
+    values = {float(r[k]) for r in last for k in ("reward/min", "reward/max") if k in r}
+    if len(values) != 1:
+        said = (
+            f"in {share:.0%} of the groups of the last {len(last)} batches all answers have the "
+            "same "
+            "reward: hardly anything to learn from"
+        )
+    else:
+        said = (
+            f"every answer of the last {len(last)} batches was given the reward {values.pop():g}: "
+            "no group has a spread to learn from"
+        )
+    return Sign(
+        "constant_rewards",
+        said,
+        "look at rewards by `asyncrl task try`; prompts of another "
+        "difficulty, or a reward with more steps, give a spread",
+    )
+
+
+def all_truncated(rows: Rows) -> Sign | None:
+    """Nearly no answer comes to its end."""
+    last = trained(rows)
+    share = mean(last, "answer/truncated_share")
+    if share is None or share < NEARLY_ALL:
+        return None
+    said = (
+        f"{share:.0%} of the answers of the last {len(last)} batches were cut at "
+        "generator.max_new_tokens"
+    )
+    return Sign(
+        "all_truncated",
+        said,
+        "raise it, or look whether the model ends its answers at all (its end-of-sequence token)",
+    )
+
+
+def interval(p: float, n: float, lo: float, hi: float) -> float:
+    """Half the 95 % interval of a mean p of n values in [lo, hi]: their variance is at most (p -
+    lo)(hi - p).
+    """
+    return Z * math.sqrt(max((p - lo) * (hi - p), 0.0) / max(n, 1.0))
+
+
+def unmoved_accuracy(rows: Rows) -> Sign | None:
+    """Held-out accuracy at the end differs from that at the start by less than chance may make of
+    it.
+    """
+    evals = sorted((r for r in rows if r.get("eval/heldout_n")), key=lambda r: r["step"])
+    batches = trained(rows, least=1, window=len(rows))
+    if len(evals) < 2 or not batches or evals[0]["step"] == evals[-1]["step"]:
+        return None
+    first = evals[0]
+    last = evals[-1]
+    a = float(first["eval/heldout"])
+    b = float(last["eval/heldout"])
+    seen = [float(r[k]) for r in batches for k in ("reward/min", "reward/max") if k in r]
+    lo = min([0.0, a, b, *seen])
+    hi = max([1.0, a, b, *seen])
+    sizes = [float(r["eval/heldout_n"]) for r in (first, last)]
+    half = math.hypot(interval(a, sizes[0], lo, hi), interval(b, sizes[1], lo, hi))
+    if abs(b - a) > half:
+        return None
+    n = " and ".join(f"{x:g}" for x in dict.fromkeys(sizes))
+    said = (
+        f"held-out accuracy went from {a:.3f} to {b:.3f} in {len(batches)} batches, which is "
+        "within "
+        f"chance (+-{half:.3f} at n = {n})"
+    )
+    return Sign(
+        "unmoved_accuracy",
+        said,
+        "more steps, a larger learner.lr, or more evaluation.final_prompts to see smaller gains",
+    )
+
+
+def answers_missing(path: str, without: int, of: int) -> Sign:
+    """`without` of the `of` prompts have nothing that the built-in reward could compare with."""
+    said = (
+        f"{path}: {without} of {of} prompts have no `answer`, which the task's own reward compares "
+        "with: it is 0 for them"
+    )
+    return Sign("answers_missing", said, "add answers to the file, or give reward.function")
+
+
+def out_of_distribution(rows: Rows) -> Sign | None:
+    """What is trained gets better while what is not trained gets worse, both by more than
+    chance.
+    """
+    far = sorted((r for r in rows if r.get("eval/ood_n")), key=lambda r: r["step"])
+    near = sorted((r for r in rows if r.get("eval/heldout_n")), key=lambda r: r["step"])
+    batches = trained(rows, window=len(rows))
+    if len(far) < 2 or len(near) < 2 or not batches:
+        return None
+
+    def change(
+        first: Mapping[str, Any], last: Mapping[str, Any], split: str
+    ) -> tuple[float, float, float]:
+        """Before, after, and what chance may make of their difference."""
+        ends = [(float(r[f"eval/{split}"]), float(r[f"eval/{split}_n"])) for r in (first, last)]
+        lo = min(0.0, *(p for p, _ in ends))
+        hi = max(1.0, *(p for p, _ in ends))
+        half = math.hypot(*(interval(p, n, lo, hi) for p, n in ends)) * Z_EACH / Z
+        return ends[0][0], ends[1][0], half
+
+    a, b, chance = change(far[0], far[-1], "ood")
+    if not b < a - chance:
+        return None
+    what, (c, d, margin) = "held-out accuracy", change(near[0], near[-1], "heldout")
+    if not d > c + margin:  # as with a checker that can be fooled
+        width = max(1, len(batches) // 5)
+        rewards = [mean(x, "reward/mean") or 0.0 for x in (batches[:width], batches[-width:])]
+        what = "the training reward"
+        c = rewards[0]
+        d = rewards[1]
+        if not d > c + chance:
+            return None
+    said = (
+        f"{what} rose from {c:.3f} to {d:.3f} while out-of-distribution accuracy fell from {a:.3f} "
+        f"to {b:.3f}, "
+        f"more than chance (+-{chance:.3f})"
+    )
+    return Sign(
+        "out_of_distribution",
+        said,
+        "end the run earlier, hold it to its start by a KL term (kl.reward.coefficient), or train "
+        "on "
+        "prompts of that kind too",
+    )
+
+
+def growing_mismatch(rows: Rows) -> Sign | None:
+    """Engine and learner at equal weights come further and further apart, as they do before runs
+    collapse.
+    """
+    for name in (MISMATCH, "split/mismatch_k3"):
+        found = grown(series(rows, name))
+        if found is not None and found[1] >= HARMLESS:
+            said = (
+                f"the mismatch of engine and learner at equal weights grows: {name} from "
+                f"{found[0]:.1e} to {found[1]:.1e} nats a token"
+            )
+            return Sign(
+                "growing_mismatch",
+                said,
+                "keep a checkpoint of now; lower learner.lr, or let the engine compute as the "
+                "learner does "
+                "(generator.dtype, exact)",
+            )
+    return None
+
+
+# ---- with the run's settings ---------------------------------------------------------------------
+
+
+def rewards_hold_up(rows: Rows) -> Sign | None:
+    """Generators that stand idle while their answers wait for rewards."""
+    batches = trained(rows)
+    share = mean(batches, "time/reward_wait_share")
+    if share is None or share < HELD_UP:
+        return None
+    queue, wait, call, workers = (
+        mean(batches, f"reward/{x}") or 0.0 for x in ("queue", "wait_s", "call_s", "workers")
+    )
+    return Sign(
+        "rewards_hold_up",
+        f"in the last {len(batches)} batches the generators stood idle {share:.0%} of their time "
+        f"for rewards: {queue:.0f} answers waited, "
+        f"{wait:.2g} s each, calls took {call:.2g} s "
+        f"in {workers:.0f} process{'es' * (workers > 1)}",
+        "a function that waits for something should be `async def` (reward.concurrency), one that "
+        "has much to set up for each call take lists "
+        "(`batched = True`, reward.batch); reward.workers adds processes",
+    )
+
+
+def engine_mismatch(rows: Rows, about: About) -> Sign | None:
+    """Engine and learner differ at equal weights by more than rounding explains, in half of the
+    measurements or more.
+
+    One batch says little: few of its tokens may be of lag 0, and some of these continue an answer
+    on keys and values of older weights.  Where the split is measured, tokens without such keys tell
+    the two apart."""
+    found = series(rows, MISMATCH)[-WINDOW:]
+    own = series(rows, "by_age/mismatch_k3_0")[-WINDOW:]
+    if not found or (k3 := median_low(found)) <= about.mismatch:
+        return None
+    said = (
+        f"engine and learner differ at equal weights by k3 = {k3:.1e} nats a token "
+        f"({MISMATCH}), above {about.mismatch:g}"
+    )
+    if own and median_low(own) <= about.mismatch:
+        said += (
+            f", but by {median_low(own):.1e} where no older keys and values are read "
+            "(by_age/mismatch_k3_0)"
+        )
+        return Sign(
+            "engine_mismatch",
+            said,
+            'it is the answers continued across weights: weights.in_flight = "recompute_kv" or '
+            '"between_groups"',
+        )
+    return Sign(
+        "engine_mismatch",
+        said,
+        "look at generator.dtype and weights.in_flight, or correct for it ([correction])",
+    )
+
+
+def drift(rows: Rows) -> tuple[float, float] | None:
+    """KL to the reference (k3, nats a token) in the middle and the last third of a run, if it is
+    large and still rises.
+    """
+    kls = series(rows, "kl/target_ref_k3")
+    third = len(kls) // 3
+    if third < LEAST:
+        return None
+    middle = median(kls[third : 2 * third])
+    late = median(kls[-third:])
+    return (middle, late) if late >= DRIFT and late >= RISING * middle else None
+
+
+def kl_drift(rows: Rows, about: About) -> Sign | None:
+    """k1 in the loss: its expected gradient on policy is zero, so it holds nothing (k1+ has that of
+    k2).
+    """
+    k = about.config.kl.loss
+    found = drift(rows)
+    if found is None or not (k.coefficient > 0 and k.estimator == "k1" and k.off_policy == "none"):
+        return None
+    said = (
+        f"KL to the reference rises from {found[0]:.2f} to {found[1]:.2f} nats a token "
+        "(kl/target_ref_k3) under a KL term with k1 in the loss, "
+        "which has no expected gradient on policy"
+    )
+    return Sign(
+        "kl_drift",
+        said,
+        'kl.loss.estimator = "k3" (or "k2"), or k1 in the reward (kl.reward.coefficient)',
+    )
+
+
+def kl_collapse(rows: Rows, about: About) -> Sign | None:
+    """k3 in the reward: its gradient is far from that of the KL, pushes away from the reference,
+    and accuracy goes.
+    """
+    k = about.config.kl.reward
+    if not (k.coefficient > 0 and k.estimator in ("k3", "k3+", "low_var_kl", "low_var_kl+")):
+        return None
+    accuracy = series(sorted(rows, key=lambda r: r.get("step", 0)), "eval/heldout")
+    found = drift(rows)
+    if len(accuracy) > 1 and accuracy[-1] < max(accuracy) / 2:
+        what = f"held-out accuracy fell to {accuracy[-1]:.3f} from {max(accuracy):.3f}"
+    elif found is not None:
+        what = (
+            f"KL to the reference rises from {found[0]:.2f} to {found[1]:.2f} nats a token "
+            "(kl/target_ref_k3)"
+        )
+    else:
+        return None
+    return Sign(
+        "kl_collapse",
+        f"{what} under a KL term with k3 in the reward, whose gradient is known to collapse",
+        'kl.reward.estimator = "k1", or k3 in the loss (kl.loss.coefficient); go back to an '
+        "earlier checkpoint",
+    )
+
+
+def kl_without_effect(rows: Rows, about: About) -> Sign | None:
+    """The policy has moved away from the reference, and the KL term's gradient is too small to
+    matter.
+    """
+    last = trained(rows, least=WINDOW)
+    moved = series(last, "kl/target_ref_k3")
+    terms = (
+        ("kl.loss", about.config.kl.loss, "kl/gradient_share"),
+        ("kl.reward", about.config.kl.reward, "kl/reward_gradient_share"),
+    )
+    for key, k, metric in terms:
+        share = series(last, metric)
+        if (
+            not k.coefficient > 0
+            or not share
+            or not moved
+            or median(share) >= SILENT
+            or median(moved) < MOVED
+        ):
+            continue
+        said = (
+            f"the KL term's gradient is {median(share):.1%} of the policy term's ({metric}) at a "
+            f"KL of {median(moved):.2f} nats a token to the "
+            "reference: it has no effect"
+        )
+        return Sign(
+            "kl_without_effect",
+            said,
+            f"raise {key}.coefficient = {k.coefficient:g} tenfold or more, or leave the term out",
+        )
+    return None
+
+
+RULES: tuple[Callable[[Rows], Sign | None], ...] = (
+    constant_rewards,
+    all_truncated,
+    rewards_hold_up,
+    out_of_distribution,
+    growing_mismatch,
+)
+END_RULES: tuple[Callable[[Rows], Sign | None], ...] = (unmoved_accuracy,)
+
+KNOWN_RULES: tuple[Callable[[Rows, About], Sign | None], ...] = (
+    engine_mismatch,
+    kl_drift,
+    kl_collapse,
+    kl_without_effect,
+)
+
+
+def signs(rows: Rows, about: About | None = None, *, ended: bool = False) -> list[Sign]:
+    """What the rules find in a run's rows so far; about: its settings; ended: also what only its
+    end tells.
+    """
+    found = [rule(rows) for rule in (*RULES, *(END_RULES if ended else ()))]
+    found += [rule(rows, about) for rule in KNOWN_RULES] if about is not None else []
+    return [s for s in found if s is not None]

@@ -1,0 +1,287 @@
+"""A run's stream on disk: what `asyncrl replay` trains on again.  Written by the learner
+(learner/recorder.py), one file a life.
+
+```
+RUN/recording/epoch_E.log             a Life, then one Step a batch, each as
+                                      [mark 4 | length 4 | number 8 | xxh3-64 8 | zlib(msgpack)]
+RUN/recording/weights/number_N/       a checkpoint: model, optimizer, state; always the first, and
+                                      every record.weights_every batches
+```
+
+A later life starts over from its checkpoint, so its steps replace those of the lives before it from
+there on.  A record cut short at the end of a file is where a process died: the stream ends there.
+An unreadable record with a readable one behind it is damage."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import msgspec
+import xxhash
+
+from asyncrl.contract.errors import ConfigError, Damaged
+from asyncrl.contract.messages import Batch
+
+FORMAT = 1
+MARK = b"aRR1"
+HEAD = struct.Struct("<4sIQQ")
+# in the place of a batch's number: the first record of a file; nothing follows, for want of room
+LIFE = 2**64 - 1
+FULL = 2**64 - 2
+MIB = 2**20
+
+
+class Life(msgspec.Struct, array_like=True):
+    """The first record of a file.  start: the version that this life begins from, with weights
+    `digest`.
+    """
+
+    format: int
+    epoch: int
+    start: int
+    digest: str
+    config: str  # TOML, resolved
+
+
+class Step(msgspec.Struct, array_like=True):
+    """One batch as it was trained, without texts and the ledger; its metrics, and the digest of the
+    weights that came out.
+    """
+
+    batch: Batch
+    metrics: dict[str, float]
+    digest: str
+
+
+def directory(run_dir: Path) -> Path:
+    return run_dir / "recording"
+
+
+def size(run_dir: Path) -> int:
+    """Bytes of a run's recording, weights included."""
+    return sum(p.stat().st_size for p in directory(run_dir).rglob("*") if p.is_file())
+
+
+def logs(run_dir: Path) -> dict[int, Path]:
+    """epoch -> its file, ascending."""
+    found = {
+        int(m.group(1)): p
+        for p in directory(run_dir).glob("epoch_*.log")
+        if (m := re.fullmatch(r"epoch_(\d+)\.log", p.name))
+    }
+    return dict(sorted(found.items()))
+
+
+def weights(run_dir: Path) -> dict[int, Path]:
+    """version -> checkpoint directory of the weights that were kept."""
+    place = directory(run_dir) / "weights"
+    found = {
+        int(m.group(1)): p
+        for p in place.glob("number_*")
+        if (m := re.fullmatch(r"number_(\d+)", p.name))
+    }
+    return dict(sorted(found.items()))
+
+
+def frame(number: int, value: msgspec.Struct | None) -> bytes:
+    """One record."""
+    payload = zlib.compress(msgspec.msgpack.encode(value), 1) if value is not None else b""
+    return HEAD.pack(MARK, len(payload), number, _sum(number, payload)) + payload
+
+
+def slim(batch: Batch) -> Batch:
+    """A batch without what training does not read: texts, the ledger, the cursors of a
+    checkpoint.
+    """
+    samples = [msgspec.structs.replace(s, text="", prompt_text="") for s in batch.samples]
+    return msgspec.structs.replace(batch, samples=samples, ledger={}, stats={}, trained_above=[])
+
+
+def _sum(number: int, payload: bytes) -> int:
+    return int(xxhash.xxh3_64_intdigest(struct.pack("<Q", number) + payload))
+
+
+def _whole(data: bytes, at: int) -> tuple[int, int] | None:
+    """(number, length of the payload) of an undamaged record at byte `at`, or None."""
+    if at + HEAD.size > len(data):
+        return None
+    mark, length, number, checksum = HEAD.unpack_from(data, at)
+    payload = data[at + HEAD.size : at + HEAD.size + length]
+    return (
+        (number, length)
+        if mark == MARK and len(payload) == length and _sum(number, payload) == checksum
+        else None
+    )
+
+
+@dataclass
+class Recording:
+    """What a recording holds: places of its steps by number, contiguous from `start`; lives as
+    (first batch, life).
+    """
+
+    run_dir: Path
+    # number -> (file, offset of the payload, length)
+    places: dict[int, tuple[Path, int, int]] = field(default_factory=dict)
+    lives: list[tuple[int, Life]] = field(default_factory=list)
+    torn: str = ""  # a record cut short at the end of the newest file
+    full: bool = False
+    hole: bool = False  # later batches were recorded, but they cannot be reached
+
+    @property
+    def start(self) -> int:
+        return self.lives[0][0]
+
+    @property
+    def end(self) -> int:
+        """The version that the last recorded batch makes."""
+        return self.start + len(self.places)
+
+    def step(self, number: int) -> Step:
+        path, at, length = self.places[number]
+        with path.open("rb") as f:
+            f.seek(at)
+            return msgspec.msgpack.decode(zlib.decompress(f.read(length)), type=Step)
+
+    def steps(self, start: int, end: int) -> Iterator[Step]:
+        """The batches start, ..., end - 1."""
+        return (self.step(n) for n in range(start, end))
+
+    def life(self, number: int) -> Life:
+        """The life that trained batch `number`."""
+        return [x for first, x in self.lives if first <= number][-1]
+
+    def cut(self, steps: int) -> str:
+        """Why the stream ends before batch `steps`; empty when it does not."""
+        if self.end >= steps:
+            return ""
+        why = (
+            "the run ended there"
+            if not self.torn
+            else f"the run died while it wrote the next record ({self.torn})"
+        )
+        if self.full:
+            why = "it had reached record.stream_mib"
+        if self.hole:
+            why = (
+                f"batch {self.end} was not recorded (a life had reached record.stream_mib, "
+                "or went on without record.stream)"
+            )
+        return f"the recording has {self.end} of {steps} batches: {why}; replayed up to there"
+
+
+def read(run_dir: Path) -> Recording:
+    """The stream that survives in a run's files.  Raises ConfigError when there is none, Damaged
+    when it is unreadable in the middle.
+    """
+    if not (run_dir / "config.toml").is_file():
+        raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
+    if not logs(run_dir):
+        raise ConfigError(
+            f"{run_dir}: no recording in it; record a run's stream with `asyncrl run CONFIG --set "
+            "record.stream=true`"
+        )
+    out = Recording(run_dir)
+    for path in logs(run_dir).values():
+        _read(path, out)
+    if not out.lives:
+        raise ConfigError(
+            f"{run_dir}: its recording ends before its first batch; there is nothing to replay"
+        )
+    end = out.start
+    # a hole: the bound was reached, or a life did not record; what lies behind it cannot be reached
+    while end in out.places:
+        end += 1
+    out.hole = any(n > end for n in out.places)
+    out.places = {n: p for n, p in out.places.items() if out.start <= n < end}
+    out.lives = [(first, life) for first, life in out.lives if first < max(out.end, out.start + 1)]
+    return out
+
+
+def _read(path: Path, out: Recording) -> None:
+    """One life's file on top of what the lives before it left."""
+    data = path.read_bytes()
+    at = 0
+    life = None
+    out.torn = ""
+    out.full = False
+    while at < len(data):
+        found = _whole(data, at)
+        if found is None:
+            later = data.find(MARK, at + 1)
+            while later >= 0 and _whole(data, later) is None:
+                later = data.find(MARK, later + 1)
+            if later >= 0:
+                raise Damaged(
+                    f"{path} is damaged at byte {at} of {len(data)}: a record there cannot be read "
+                    "and later ones can; restore the file"
+                )
+            out.torn = f"{path.name}, byte {at} of {len(data)}"
+            return
+        number, length = found
+        where = at + HEAD.size
+        at = where + length
+        if number == LIFE:
+            life = msgspec.msgpack.decode(zlib.decompress(data[where:at]), type=Life)
+            if life.format != FORMAT:
+                raise Damaged(
+                    f"{path} is a recording of format {life.format}; this version reads {FORMAT}: "
+                    "replay it with the version that made it"
+                )
+            out.places = {n: p for n, p in out.places.items() if n < life.start}
+            out.lives = [(first, x) for first, x in out.lives if first < life.start] + [
+                (life.start, life)
+            ]
+        elif number == FULL:
+            out.full = True
+        else:
+            out.places[number] = (path, where, length)
+
+
+class Log:
+    """The file of one life, being written.  Stops at `most` bytes (of the whole recording, `used`
+    of them taken) and says so by `full`.
+    """
+
+    def __init__(self, run_dir: Path, life: Life, used: int, most: int) -> None:
+        self.path = directory(run_dir) / f"epoch_{life.epoch}.log"
+        self.path.parent.mkdir(exist_ok=True)
+        self.fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self.used = used
+        self.most = most
+        self.full = False
+        self.written = 0
+        self._put(frame(LIFE, life))
+
+    def room(self, more: int) -> bool:
+        """May `more` bytes be added?  The first no is final: a stream with holes cannot be
+        replayed.
+        """
+        if not self.full and self.used + more > self.most - HEAD.size:
+            self._put(frame(FULL, None))
+            self.full = True
+        return not self.full
+
+    def add(self, number: int, step: Step) -> bool:
+        """Append a batch; False when there is no room for it."""
+        data = frame(number, step)
+        if not self.room(len(data)):
+            return False
+        self._put(data)
+        return True
+
+    def _put(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self.fd, view) :]
+        self.used += len(data)
+        self.written += len(data)
+
+    def close(self) -> None:
+        os.close(self.fd)

@@ -1,0 +1,183 @@
+"""What is known of a run: from its buffer when that answers, else from what its processes left
+behind.  `asyncrl doctor RUN_DIR` prints it.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config.tree import Config
+from asyncrl.contract.messages import Status
+from asyncrl.contract.waits import Watchdog
+from asyncrl.records import lives, metrics, rundir
+from asyncrl.supervise import live
+
+SHOWN = ("reward/mean", "eval/heldout", "lag/mean", "optim/grad_norm")
+
+
+def deadline_s(config: Config, run_dir: Path) -> float:
+    """Seconds without a commit after which the supervisor calls this run's next step overdue."""
+    w = config.watchdog
+    dog = Watchdog(w.multiple, w.floor_s, w.startup_s)
+    for n, t in enumerate([r["t"] for r in metrics.read(run_dir) if "reward/mean" in r], 1):
+        dog.observe(n, n, t)
+    return dog.deadline
+
+
+def last_line(path: Path) -> str:
+    """The last line of a log that has something in it; "" when there is none."""
+    try:
+        with path.open("rb") as f:
+            f.seek(max(0, path.stat().st_size - 4096))
+            found = [x.strip() for x in f.read().decode(errors="replace").splitlines() if x.strip()]
+    except OSError:
+        return ""
+    return found[-1] if found else ""
+
+
+def processes(config: Config, run_dir: Path) -> list[dict[str, Any]]:
+    """Every process that the run should have or has had: does it live, how did it end, and the last
+    line of its log.
+    """
+    newest = {row["name"]: row for row in lives.rows(run_dir)}
+    logs = sorted(
+        (run_dir / "logs").glob("attempt_*"),
+        key=lambda p: int(p.name.removeprefix("attempt_") or 0),
+    )
+    names = ["buffer", "learner", *(f"generator-{i}" for i in range(config.generators))]
+    names += sorted(
+        {*newest, *(["supervisor"] if lives.alive(run_dir, "supervisor") else [])} - {*names}
+    )
+    out = []
+    for name in names:
+        row = newest.get(name)
+        lives_now = lives.alive(run_dir, name)
+        if lives_now:
+            pid = (
+                (run_dir / (".run.lock" if name == "supervisor" else f".{name}.alive"))
+                .read_text()
+                .strip()
+            )
+            said = f"{name} is running (process {pid})"
+        else:
+            said = f"{name} has not been started" if row is None else lives.end_of(row)
+        log = logs[-1] / f"{name}.log" if logs else None
+        known = (
+            log is not None and log.exists() and (row is None or row.get("supervised") is not False)
+        )
+        out.append(
+            {
+                "name": name,
+                "alive": lives_now,
+                "known": row is not None,
+                "said": said,
+                "code": None if lives_now or row is None else row.get("code"),
+                "log": str(log) if known else "",
+                "last_line": last_line(log) if known and log is not None else "",
+            }
+        )
+    return out
+
+
+def checkpoint(run_dir: Path) -> dict[str, Any] | None:
+    """The newest checkpoint, unread: version and path."""
+    found = [
+        p
+        for p in (run_dir / "checkpoints").glob("epoch_*/number_*")
+        if p.parent.suffix == "" and p.name[7:].isdigit()
+    ]
+    best = max(found, key=lambda p: (int(p.parent.name[6:]), int(p.name[7:])), default=None)
+    return None if best is None else {"version": int(best.name[7:]), "path": str(best)}
+
+
+def look(config: Config, run_dir: Path, status: Status | None) -> dict[str, Any]:
+    """All of it; `running`: somebody of the run lives; `ended`: all its steps are made."""
+    rows = [r for r in metrics.read(run_dir) if "reward/mean" in r]
+    every = processes(config, run_dir)
+    committed = (
+        status.committed
+        if status is not None
+        else max((int(r["step"]) for r in rows), default=-1) + 1
+    )
+    path = run_dir / "metrics.jsonl"
+    return {
+        "running": status is not None or any(p["alive"] for p in every),
+        "ended": status is None and rundir.ended(run_dir, config.learner.steps),
+        "committed": committed,
+        "steps": config.learner.steps,
+        "deadline_s": deadline_s(config, run_dir),
+        "processes": every,
+        "waits": [dict(zip(("who", "what", "on", "seconds"), w, strict=True)) for w in status.waits]
+        if status is not None
+        else [],
+        "rewards": live.rewards(status.metrics) if status is not None else "",
+        "checkpoint": checkpoint(run_dir),
+        "last_metrics": {n: rows[-1][n] for n in SHOWN if n in rows[-1]} if rows else {},
+        "silent_s": time.time() - path.stat().st_mtime if rows else None,
+    }
+
+
+def missing(seen: dict[str, Any]) -> list[str]:
+    """Processes without which it cannot go on, and that somebody must start: none where a
+    supervisor does.
+    """
+    alive = {p["name"] for p in seen["processes"] if p["alive"]}
+    enough = any(n.startswith("generator") for n in alive)  # any generator will do
+    needed = [
+        p["name"]
+        for p in seen["processes"]
+        if not p["alive"] and (p["name"] in ("buffer", "learner") or not enough)
+    ]
+    return [] if "supervisor" in alive or seen["ended"] else needed
+
+
+def advice(config: Config, run_dir: Path, seen: dict[str, Any]) -> str:
+    """What to do next, in one line."""
+    alive = {p["name"] for p in seen["processes"] if p["alive"]}
+    config_path = run_dir / "config.toml"
+    lost = missing(seen)
+    if seen["ended"]:
+        return (
+            f"the run has ended: {run_dir / 'report.html'}, {run_dir / 'model'}; `asyncrl "
+            f"run --resume {run_dir} --set learner.steps=N` trains on"
+        )
+    if "supervisor" in alive:
+        return (
+            "a supervisor looks after it: it starts again what dies, and ends the run when "
+            "that does not help"
+        )
+    if alive and lost:
+        start = [
+            f"asyncrl {n.partition('-')[0]} {config_path} --run-dir {run_dir}"
+            + (f" --index {n[10:]}" if n[10:] else "")
+            for n in lost
+        ]
+        return "it waits for what is not there; start it: " + "; ".join(start)
+    if alive:
+        return "all its processes are running: it is starting, or one of them hangs"
+    return (
+        f"nothing of it runs; `asyncrl run --resume {run_dir}` goes on from its last "
+        f"checkpoint, `asyncrl report {run_dir}` shows what there is"
+    )
+
+
+def lines(config: Config, run_dir: Path, seen: dict[str, Any]) -> list[str]:
+    """For people, of a run whose buffer does not answer."""
+    out = [
+        f"step {seen['committed']}/{seen['steps']}"
+        + "".join(f"  {n} {x:.3g}" for n, x in seen["last_metrics"].items())
+    ]
+    if seen["silent_s"] is not None and not seen["ended"]:
+        out[0] += f"  (the last one {seen['silent_s']:.0f} s ago)"
+    for p in seen["processes"]:
+        out.append(p["said"])
+        if p["last_line"] and not seen["ended"]:
+            out.append(f"    {p['log']}: {p['last_line'][:300]}")
+    if seen["checkpoint"] is not None and not seen["ended"]:
+        out.append(
+            f"newest checkpoint: version {seen['checkpoint']['version']}, "
+            f"{seen['checkpoint']['path']}"
+        )
+    return [*out, advice(config, run_dir, seen)]

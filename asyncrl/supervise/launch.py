@@ -1,0 +1,296 @@
+"""Starts, watches, restarts and ends the processes of one run, on this machine.
+
+Each child has a session of its own (Ctrl-C reaches the supervisor, which ends them in order:
+learner, generators, buffer), dies with its parent, and writes RUN/logs/attempt_N/PROCESS.log."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from asyncrl.config.tree import Config
+from asyncrl.contract import importing, refusal
+from asyncrl.contract.errors import NothingToDo, ProcessLost
+from asyncrl.contract.messages import Status
+from asyncrl.contract.waits import Watchdog, culprit
+from asyncrl.records import lives
+
+# a process that sends nothing for this long, when the run is overdue, is the one to blame
+SILENT_S = 5.0
+LATE_S = 5.0  # after the end of buffer and learner a generator has this long to hear of it
+END_S = 30.0  # a process asked to end is killed after this long
+_PR_SET_PDEATHSIG = 1
+
+
+def _die_with_parent() -> None:
+    """In the child: SIGKILL when the supervisor's main thread ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def signal_name(code: int) -> str:
+    """`exit code 3` or `SIGKILL`."""
+    return signal.Signals(-code).name if code < 0 else f"exit code {code}"
+
+
+@dataclass
+class Child:
+    name: str
+    argv: list[str]
+    threads: int
+    restartable: bool
+    process: subprocess.Popen[bytes] | None = None
+    log: Path = Path()
+    restarts: int = 0
+    code: int | None = None  # of its exit, 0 when that was no loss; None: it runs
+    pipe: int = -1  # its refusal comes here
+
+    def hang_up(self) -> None:
+        """Close the pipe of the life before."""
+        if self.pipe >= 0:
+            os.close(self.pipe)
+            self.pipe = -1
+
+
+@dataclass
+class Supervisor:
+    """The processes of a run.  `say` prints a line for the user."""
+
+    config: Config
+    run_dir: Path
+    say: Callable[[str], None]
+    children: list[Child] = field(default_factory=list)
+    interrupts: int = 0
+    alone_since: float = 0.0
+    status: Status | None = None
+    heard: float = 0.0
+    looked: float = 0.0
+
+    def __post_init__(self) -> None:
+        w = self.config.watchdog
+        self.watchdog = Watchdog(w.multiple, w.floor_s, w.startup_s)
+
+    def start(self) -> None:
+        attempt = 1 + sum(1 for _ in (self.run_dir / "logs").glob("attempt_*"))
+        self.logs = self.run_dir / "logs" / f"attempt_{attempt}"
+        self.logs.mkdir(parents=True)
+        base = importing.command("asyncrl.cli")
+        where = [str(self.run_dir / "config.toml"), "--run-dir", str(self.run_dir)]
+        c = self.config
+        self.children = [
+            Child(
+                "buffer", [*base, "buffer", *where], 1, restartable=c.durability.mode != "memory"
+            ),
+            Child("learner", [*base, "learner", *where], c.learner.threads, True),
+        ]
+        self.children += [
+            Child(
+                f"generator-{i}",
+                [*base, "generator", *where, "--index", str(i)],
+                c.generator.threads,
+                True,
+            )
+            for i in range(c.generators)
+        ]
+        for child in self.children:
+            self.spawn(child)
+        self.heard = time.monotonic()
+        self.watchdog.restart(self.heard)
+
+    def spawn(self, child: Child) -> None:
+        child.log = self.logs / f"{child.name}.log"
+        child.hang_up()
+        child.pipe, theirs = os.pipe()
+        env = os.environ | {
+            "OMP_NUM_THREADS": str(child.threads),
+            "ASYNCRL_SUPERVISED": "1",
+            "PYTHONUNBUFFERED": "1",
+            refusal.VARIABLE: str(theirs),
+        }
+        try:
+            with child.log.open("ab") as log:
+                child.process = subprocess.Popen(
+                    child.argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=env,
+                    start_new_session=True,
+                    pass_fds=[theirs],
+                    preexec_fn=_die_with_parent,
+                )
+        finally:
+            os.close(theirs)
+        child.code = None
+
+    # ---- watching --------------------------------------------------------------------------------
+
+    def poll(self) -> bool:
+        """Look after the children; True when all have ended well.  Raises ProcessLost or
+        AsyncrlError when the run cannot go on.
+        """
+        for child in self.children:
+            if child.process is None or child.code is not None:
+                continue
+            if (code := child.process.poll()) is not None:
+                child.code = code
+                if code != 0 and not self.interrupts:
+                    self.died(child, code)
+        self.look()
+        if all(c.code == 0 for c in self.children):
+            return True
+        if self.ended and not self.interrupts:
+            self.alone_since = self.alone_since or time.monotonic()
+            self.end_late(time.monotonic() - self.alone_since)
+        return False
+
+    @property
+    def ended(self) -> bool:
+        """The buffer has ended well: every step is made and evaluated, and the model was exported
+        before the learner said so.
+        """
+        return any(c.name == "buffer" and c.code == 0 for c in self.children)
+
+    def end_late(self, seconds: float) -> None:
+        """What outlives the buffer by `seconds`: the learner may take its time to close; what is
+        started too late to be told has nothing to do.
+        """
+        heard = self.status.peers if self.status is not None else {}
+        for c in self.children:
+            patience = END_S if c.name == "learner" and c.name in heard else LATE_S
+            if c.code is None and c.process is not None and seconds > patience:
+                c.process.kill()
+                c.process.wait()
+                c.code = 0
+                self.say(
+                    f"{c.name} was still {'ending' if patience == END_S else 'starting'} when the "
+                    "run had ended"
+                )
+
+    def observe(self, status: Status) -> None:
+        """The buffer's newest status: what the watchdog knows of the run."""
+        self.status = status
+        self.heard = time.monotonic()
+        self.watchdog.observe(status.progress, status.committed, self.heard)
+
+    def look(self) -> None:
+        """End by rule what does not go on: the process that holds the run up is killed, and started
+        again while it may be.
+        """
+        now = time.monotonic()
+        asleep = now - self.looked > SILENT_S
+        self.looked = now
+        # this process was stopped (Ctrl-Z) or starved: what it has not seen, nobody is blamed for
+        if asleep:
+            self.heard = now
+            self.watchdog.restart(now)
+        alive = {c.name: c for c in self.children if c.process is not None and c.code is None}
+        if self.interrupts or "buffer" not in alive or not (why := self.watchdog.overdue(now)):
+            return
+        waits = self.status.waits if self.status else []
+        says = (
+            "; ".join(f"{who} waits {age:.0f} s for {what}" for who, what, _, age in waits)
+            or "nobody says what it waits for"
+        )
+        patience = min(self.watchdog.deadline / 2, SILENT_S)
+        name = culprit(
+            [n for n in alive if n != "buffer"],
+            waits,
+            self.status.peers if self.status else {},
+            now - self.heard,
+            patience,
+        )
+        if not name:
+            raise ProcessLost(
+                f"the run stands still: {why}; {says}; logs: {self.logs} (watchdog.multiple, "
+                "watchdog.floor_s)"
+            )
+        self.say(f"the run stands still: {why}; {says}; {name} holds it up and is ended")
+        child = alive[name]
+        assert child.process is not None
+        child.process.kill()
+        child.process.wait()
+        self.watchdog.restart(now)
+
+    def died(self, child: Child, code: int) -> None:
+        """A child has ended otherwise than well: no loss at the run's end, started again after a
+        crash; raises what it refused, or ProcessLost.
+        """
+        if self.ended or (code == NothingToDo.exit_code and child.name != "buffer"):
+            child.code = 0  # the run is over, as it knows or as its buffer does
+            self.say(f"{child.name} ended ({signal_name(code)}) when the run was over")
+            return
+        refused = refusal.heard(child.pipe)
+        if refused is None and child.process is not None:
+            lives.note(
+                self.run_dir,
+                child.name,
+                child.process.pid,
+                "died",
+                code=code,
+                why=(self.tail(child, 1) or [""])[-1][:500],
+            )
+        self.say(f"{child.name} died: {signal_name(code)}; its log: {child.log}")
+        last = self.tail(child)
+        for line in last:
+            self.say(f"    {line}")
+        if refused is not None:  # starting again would meet it again
+            raise refused
+        if not child.restartable or child.restarts >= self.config.watchdog.restarts:
+            raise ProcessLost(
+                f"{child.name} died ({signal_name(code)}) and cannot be started again; log: "
+                f"{child.log}"
+            )
+        child.restarts += 1
+        self.say(
+            f"starting {child.name} again ({child.restarts} of {self.config.watchdog.restarts})"
+        )
+        self.spawn(child)
+
+    @staticmethod
+    def tail(child: Child, lines: int = 20) -> list[str]:
+        return (
+            child.log.read_text(errors="replace").splitlines()[-lines:]
+            if child.log.exists()
+            else []
+        )
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def end(self, *, gently: bool) -> None:
+        """End what runs, in order; a learner that ends gently finishes its batch and writes a
+        checkpoint.
+        """
+        for kind in ("learner", "generator", "buffer"):
+            mine = [
+                c
+                for c in self.children
+                if c.name.startswith(kind) and c.process is not None and c.process.poll() is None
+            ]
+            for c in mine:
+                assert c.process is not None
+                c.process.send_signal(signal.SIGTERM if gently else signal.SIGKILL)
+            deadline = time.monotonic() + END_S
+            for c in mine:
+                assert c.process is not None
+                while c.process.poll() is None:
+                    if self.interrupts > 1 or time.monotonic() > deadline:
+                        c.process.kill()
+                    time.sleep(0.02)
+                c.code = c.process.returncode
+                if c.code < 0:
+                    lives.note(
+                        self.run_dir,
+                        c.name,
+                        c.process.pid,
+                        "died",
+                        code=c.code,
+                        why="by its supervisor, which ends the run",
+                    )
+        for c in self.children:
+            c.hang_up()

@@ -1,0 +1,252 @@
+"""The live view of a run: a table on a terminal, a plain line every ten seconds elsewhere; both on
+stderr.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from asyncrl.contract.messages import Status, Watch
+from asyncrl.records.signs import HELD_UP
+from asyncrl.transport.sockets import PeerSocket
+
+PLAIN_S = 10.0
+LIVE_S = 0.25
+UNUSED = 0.01  # share of the tokens of trained batches that is worth a word
+PACE_BATCHES = 20
+
+
+def ask(address: str, curve_dir: str, timeout: float) -> Status | None:
+    """The buffer's status, or None when nobody answers in time."""
+    socket = PeerSocket(address, curve_dir)
+    try:
+        socket.send(Watch())
+        reply = socket.recv(timeout)
+        return reply if isinstance(reply, Status) else None
+    finally:
+        socket.close()
+
+
+class Pace:
+    """How long the rest of a run takes, by its last batches.
+
+    >>> pace = Pace()
+    >>> for n in range(5): pace.observe(n, 10.0 * n)
+    >>> pace.left(10, now=40.0), pace.left(10, now=90.0)
+    (60.0, 108.0)
+    """
+
+    def __init__(self) -> None:
+        # (when seen, batches then)
+        self.commits: deque[tuple[float, int]] = deque(maxlen=PACE_BATCHES + 1)
+
+    def observe(self, committed: int, now: float) -> None:
+        if not self.commits or committed > self.commits[-1][1]:
+            self.commits.append((now, committed))
+
+    def left(self, steps: int, now: float) -> float | None:
+        """Seconds until `steps` batches are committed; None before there are two to go by.  A batch
+        that takes long counts while it lasts.
+        """
+        if len(self.commits) < 2:
+            return None
+        (first, at_first), (last, committed) = self.commits[0], self.commits[-1]
+        batches = committed - at_first
+        return (steps - committed) * max((last - first) / batches, (now - first) / (batches + 1))
+
+
+def duration(seconds: float) -> str:
+    """A reader's estimate: `40 s`, `12 min`, `3.5 h`, `2.1 days`."""
+    for limit, unit, name, form in (
+        (90, 1, "s", ".0f"),
+        (5400, 60, "min", ".0f"),
+        (129600, 3600, "h", ".1f"),
+    ):
+        if seconds < limit:
+            return f"{seconds / unit:{form}} {name}"
+    return f"{seconds / 86400:.1f} days"
+
+
+def rewards(metrics: Mapping[str, float]) -> str:
+    """That rewards hold the run up, by its last step; "" while they do not.
+
+    >>> last = {"time/reward_wait_share": 0.42, "reward/queue": 120.0, "reward/call_s": 0.2}
+    >>> print(rewards(last | {"reward/workers": 1.0}).replace(", ", ",\\n  "))
+    rewards hold the generators up: idle 42% of the time for them,
+      120 answers wait,
+      0.2 s a call (processes: 1)
+    """
+    if metrics.get("time/reward_wait_share", 0.0) < HELD_UP:
+        return ""
+    queue, call, workers = (
+        metrics.get(f"reward/{x}", math.nan) for x in ("queue", "call_s", "workers")
+    )
+    return (
+        f"rewards hold the generators up: idle {metrics['time/reward_wait_share']:.0%} of the time "
+        f"for them, {queue:.0f} answers wait, "
+        f"{call:.2g} s a call (processes: {workers:.0f})"
+    )
+
+
+def unused(ledger: Mapping[str, Mapping[str, float]]) -> str:
+    """Of the tokens of trained batches, those that moved nothing; "" while they are few.
+
+    >>> ledger = {"trained": {"tokens": 60.0}, "skipped": {"tokens": 30.0}}
+    >>> unused(ledger | {"rejected": {"tokens": 10.0}})
+    'of the tokens of its batches 30% skipped by early stopping, 10% rejected'
+    """
+    tokens = {
+        name: ledger.get(name, {}).get("tokens", 0.0) for name in ("trained", "skipped", "rejected")
+    }
+    total = max(sum(tokens.values()), 1.0)
+    words = (("skipped", "skipped by early stopping"), ("rejected", "rejected"))
+    said = [
+        f"{tokens[name] / total:.0%} {what}"
+        for name, what in words
+        if tokens[name] / total >= UNUSED
+    ]
+    return f"of the tokens of its batches {', '.join(said)}" if said else ""
+
+
+def line(s: Status, left: float | None = None) -> str:
+    """One line: progress, seconds left if known, accuracy, speed of both sides, lag, who waits."""
+    m = s.metrics
+
+    def show(name: str, form: str) -> str:
+        return format(m[name], form) if name in m else "-"
+
+    rest = f" ({duration(left)} left)" if left else ""
+    held = [f"{who} waits {age:.0f} s for {what}" for who, what, _, age in s.waits if age > 1]
+    waits = "; ".join(filter(None, (rewards(m), unused(s.ledger), *held)))
+    return (
+        f"step {s.committed}/{s.steps}{rest}  reward {show('reward/mean', '.3f')}  held-out "
+        f"{show('eval/heldout', '.3f')}  "
+        f"generate {show('throughput/generator_tokens_per_s', ',.0f')} tok/s  learn "
+        f"{show('throughput/learner_tokens_per_s', ',.0f')} tok/s  "
+        f"lag {show('lag/mean', '.2f')} (max {show('lag/max', '.0f')})"
+        + (f"  {waits}" if waits else "")
+    )
+
+
+def table(s: Status, left: float | None = None) -> Any:
+    """The terminal's view, with the seconds left if known; the learner and what matters most come
+    first, because short windows cut the bottom.
+    """
+    from rich.progress_bar import ProgressBar
+    from rich.table import Table
+
+    m = s.metrics
+    t = Table.grid(padding=(0, 2))
+    t.add_row(
+        "step",
+        f"{s.committed}/{s.steps}",
+        ProgressBar(s.steps, s.committed, width=40),
+        f"{duration(left)} left" if left else "",
+    )
+
+    def row(title: str, *parts: tuple[str, str, str]) -> None:
+        t.add_row(
+            title,
+            "",
+            "   ".join(
+                f"{label} {format(m[name], form) if name in m else '-'}"
+                for label, name, form in parts
+            ),
+        )
+
+    row(
+        "accuracy",
+        ("held-out", "eval/heldout", ".3f"),
+        ("out of distribution", "eval/ood", ".3f"),
+        ("reward", "reward/mean", ".3f"),
+    )
+    row(
+        "learner",
+        ("tok/s", "throughput/learner_tokens_per_s", ",.0f"),
+        ("idle", "time/learner_idle_share", ".0%"),
+        ("step s", "time/step", ".2f"),
+    )
+    row(
+        "generators",
+        ("tok/s", "throughput/generator_tokens_per_s", ",.0f"),
+        ("idle", "time/generator_idle_share", ".0%"),
+    )
+    if "reward/queue" in m:
+        row(
+            "rewards",
+            ("waiting", "reward/queue", ".0f"),
+            ("s until judged", "reward/wait_s", ".2g"),
+            ("s a call", "reward/call_s", ".2g"),
+            ("processes", "reward/workers", ".0f"),
+            ("generators idle for them", "time/reward_wait_share", ".0%"),
+        )
+    row(
+        "lag",
+        ("mean", "lag/mean", ".2f"),
+        ("max", "lag/max", ".0f"),
+        ("ESS", "is/ess", ".3f"),
+        ("KL mu-start", "kl/behavior_start_k3", ".2e"),
+    )
+    row(
+        "policy",
+        ("entropy", "policy/entropy", ".3f"),
+        ("length", "answer/length", ".1f"),
+        ("grad norm", "optim/grad_norm", ".3f"),
+    )
+    if said := unused(s.ledger):
+        t.add_row("not used", "", said)
+    for who, what, on, age in s.waits:
+        t.add_row("waits", who, f"{age:.1f} s for {what} ({on})")
+    return t
+
+
+def follow(
+    address: str,
+    curve_dir: str,
+    tick: Callable[[], bool],
+    observe: Callable[[Status], None] = lambda _: None,
+) -> None:
+    """Show the run until `tick` (called about 20 times a second) says that it is over."""
+    socket = PeerSocket(address, curve_dir)
+    fancy = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+    live: Any = None
+    if fancy:
+        from rich.console import Console
+        from rich.live import Live
+
+        live = Live(console=Console(stderr=True), auto_refresh=False, transient=True)
+        live.start()
+    asked = 0.0
+    shown = time.monotonic()
+    newest = None
+    pace = Pace()
+    try:
+        while not tick():
+            now = time.monotonic()
+            if now - asked > LIVE_S:
+                asked = now
+                socket.send(Watch())
+            reply = socket.recv(0.05)
+            if isinstance(reply, Status):
+                newest = reply
+                pace.observe(reply.committed, now)
+                observe(reply)
+            if newest is None:
+                continue
+            if live is not None and reply is not None:
+                live.update(table(newest, pace.left(newest.steps, now)), refresh=True)
+            elif live is None and now - shown > PLAIN_S:
+                shown = now
+                print(line(newest, pace.left(newest.steps, now)), file=sys.stderr, flush=True)
+        if newest is not None and live is None:
+            print(line(newest), file=sys.stderr, flush=True)
+    finally:
+        if live is not None:
+            live.stop()
+        socket.close()

@@ -1,0 +1,361 @@
+"""`asyncrl run`: checks, warm start, all processes under a supervisor, the live view, summary and
+report.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import load
+from asyncrl.config.tree import Config
+from asyncrl.contract import importing
+from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo
+from asyncrl.contract.messages import Status
+from asyncrl.models import devices
+from asyncrl.records import lives, metrics, rundir, signs, stream, trace
+from asyncrl.supervise import live, run_page
+from asyncrl.supervise.launch import Supervisor
+from asyncrl.supervise.summary import about, task_signs
+from asyncrl.supervise.summary import write as summarise
+
+FIXED_ON_RESUME = (
+    "seed",
+    "model.path",
+    "model.dtype",
+    "task",
+    "learner.groups",
+    "learner.group_size",
+    "durability",
+)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+class Watcher:
+    """Says each sign that a run goes wrong once, while it goes on.
+
+    It reads the whole of metrics.jsonl when the run has grown by a quarter, so all its readings
+    together cost as much as five at the end.
+    """
+
+    def __init__(
+        self, run_dir: Path, say: Callable[[str], None], about: signs.About | None = None
+    ) -> None:
+        self.run_dir = run_dir
+        self.say = say
+        self.about = about
+        self.said: set[str] = set()
+        self.next = signs.LEAST
+        # what `latest` was, for every new mismatch in it
+        self.measured: list[Mapping[str, float]] = []
+
+    def tell(self, found: Sequence[signs.Sign]) -> None:
+        for sign in found:
+            if sign.name not in self.said:
+                self.said.add(sign.name)
+                self.say(f"note: {sign.line()}")
+
+    def look(self, committed: int, latest: Mapping[str, float] = {}) -> None:
+        """After `committed` batches of the run.
+
+        latest: the newest value of each metric, of whatever batch; it tells of an engine that
+        differs in the first batch already."""
+        before = self.measured[-1] if self.measured else {}
+        if self.about is not None and latest.get(signs.MISMATCH) != before.get(signs.MISMATCH):
+            self.measured = [*self.measured[-signs.WINDOW :], latest]
+            if found := signs.engine_mismatch(self.measured, self.about):
+                self.tell([found])
+        if committed >= self.next:
+            self.next = max(committed + 1, committed * 5 // 4)
+            self.tell(signs.signs(metrics.read(self.run_dir), self.about))
+
+
+def preflight(config: Config) -> None:
+    """What can be known before anything starts: model directory, tokenizer, task, room for the
+    prompts, reward function.
+    """
+    from asyncrl.models.installed import missing_vllm
+    from asyncrl.tasks import get_task
+    from asyncrl.tasks.file import FileTask
+
+    if config.generator.engine == "vllm" and (why := missing_vllm()):
+        raise ConfigError(f"generator.engine = vllm: {why}")
+    if why := devices.missing(config):
+        raise ConfigError(why)
+    task = get_task(config.task)
+    path = Path(config.model.path)
+    if not (path / "config.json").is_file():
+        if not config.model.warm_start:
+            raise ConfigError(
+                f"model.path: {path} is no model directory (it has no config.json); "
+                "model.warm_start = true builds one for a built-in task"
+            )
+        from asyncrl.tasks.warm_start import warm_start
+
+        say(f"building and warm-starting a tiny model for `{config.task.name}` in {path}")
+        done = warm_start(config, path)
+        say(f"warm start: {done['steps']} steps in {done['seconds']} s, loss {done['loss']:.3f}")
+    from actors.rewards import check
+    from asyncrl.models import model_check
+    from asyncrl.models.tokenizer import encode_prompt
+
+    tokenizer = model_check.check(config)
+    room = config.generator.context - config.generator.max_new_tokens
+    for split in ("train", "heldout", "ood"):
+        size = len(task.sets[split]) if isinstance(task, FileTask) else task.size(split)
+        for i in range(64 if size is None else min(size, 2000)):
+            prompt = task.prompt(split, i, config.seed)
+            n = len(encode_prompt(tokenizer, prompt))
+            if not n:
+                raise ConfigError(
+                    f"task: {split} prompt {prompt.id} has no token under the tokenizer in {path}: "
+                    "it is empty, or of other symbols"
+                )
+            if n > room:
+                raise ConfigError(
+                    f"generator.context: {split} prompt {prompt.id} has {n} tokens; context "
+                    f"{config.generator.context} less "
+                    f"max_new_tokens {config.generator.max_new_tokens} leaves {room}"
+                )
+    if config.reward.function and ":" not in config.reward.function:
+        raise ConfigError(f"reward.function: {config.reward.function} is not module:function")
+    if config.reward.function:
+        check(config)
+    if config.exact:
+        from asyncrl.supervise import exact_check
+
+        wrong = exact_check.failure(exact_check.check(config))
+        if wrong and config.exact is True:
+            raise ConfigError(
+                f'exact: {wrong}; `asyncrl doctor --exact CONFIG` shows the table, exact = "try" '
+                "goes on"
+            )
+        say(
+            f'exact: {wrong}; going on, as exact = "try" asks'
+            if wrong
+            else "exact: engine and learner agree bitwise in the self-test"
+        )
+
+
+def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
+    """The config of a run to go on with.  Raises ConfigError for keys that may not change,
+    NothingToDo when it is finished.
+    """
+    if not (run_dir / "config.toml").is_file():
+        raise ConfigError(f"--resume {run_dir}: no run directory (it has no config.toml)")
+    before = load.load(run_dir / "config.toml")
+    config = load.load(run_dir / "config.toml", sets)
+    for item in sets:
+        key = item.partition("=")[0].strip()
+        if any(key == f or key.startswith(f + ".") for f in FIXED_ON_RESUME):
+            raise ConfigError(
+                f"--set {item}: {key} cannot change when a run is resumed; start a new run"
+            )
+    said = run_dir / "summary.json"
+    if said.exists() and json.loads(said.read_text())["steps"] >= config.learner.steps:
+        raise NothingToDo(
+            f"{run_dir} has made all its {config.learner.steps} steps; raise it by --set "
+            "learner.steps=N to train on"
+        )
+    if config.staleness.max_lag != before.staleness.max_lag:
+        rundir.note_limit(run_dir, before.staleness.max_lag)
+    if config != before:
+        part = run_dir / "config.toml.part"
+        part.write_text(load.dump(config))
+        os.replace(part, run_dir / "config.toml")
+    return config
+
+
+def removed(run_dir: Path) -> AsyncrlError:
+    return AsyncrlError(
+        f"{run_dir} was removed or moved while the run went on; what it had written is where it "
+        "went, and the run has ended"
+    )
+
+
+def supervise(config: Config, run_dir: Path, watcher: Watcher) -> int:
+    """Run all processes to their end; 130 when interrupted.  Raises what ended the run
+    otherwise.
+    """
+    lock = rundir.Lock(run_dir)
+    outside = rundir.outside(run_dir)
+    lives.note(run_dir, "supervisor", os.getpid(), "began")
+    supervisor = Supervisor(config, run_dir, say)
+    sweeper = subprocess.Popen(
+        importing.command("asyncrl.supervise.cleanup", str(run_dir)),
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+    def interrupt(number: int, _frame: Any) -> None:
+        supervisor.interrupts += 1
+        say(
+            "stopping: the learner finishes its batch and writes a checkpoint; once more stops at "
+            "once"
+            if supervisor.interrupts == 1
+            else "stopping now"
+        )
+
+    def observe(status: Status) -> None:
+        supervisor.observe(status)
+        if not (run_dir / "config.toml").exists():
+            raise removed(run_dir)
+        watcher.look(status.committed, status.metrics)
+
+    previous = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        supervisor.start()
+        live.follow(
+            rundir.buffer_address(config, run_dir),
+            config.wires.curve_dir,
+            lambda: supervisor.poll() or supervisor.interrupts > 0,
+            observe,
+        )
+        supervisor.end(gently=supervisor.interrupts < 2)
+        return 130 if supervisor.interrupts else 0
+    except (AsyncrlError, OSError) as e:
+        # whichever process met that first, in whatever words
+        if not (run_dir / "config.toml").exists():
+            raise removed(run_dir) from e
+        raise
+    finally:
+        supervisor.end(gently=False)
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+        rundir.remove(outside)
+        lock.close()
+        sweeper.communicate()
+
+
+def within(summary: Mapping[str, Any]) -> str:
+    """How sure the last held-out accuracy is, over prompts."""
+    sure = summary.get("certainty", {}).get("heldout")
+    return f" +-{sure['half']:.3f} (n = {sure['n']:,})" if sure else ""
+
+
+def run(config: Config, run_dir: Path, *, resume: bool) -> tuple[int, dict[str, Any]]:
+    """The whole of `asyncrl run`; returns the exit code and the summary."""
+    for warning in load.warnings(config):
+        say(f"note: {warning}")
+    preflight(config)
+    watcher = Watcher(run_dir, say, about(config))
+    watcher.tell(task_signs(config))
+    if not resume:
+        rundir.prepare(config, load.dump(config), run_dir)
+    say(
+        f"run {run_dir}: {config.generators} generator(s), {config.learner.steps} steps of "
+        f"{config.learner.groups} x {config.learner.group_size}"
+    )
+    began = time.monotonic()
+    if resume and rundir.ended(run_dir, config.learner.steps):
+        say("all its steps are made: what was missing is its summary")
+        return 0, conclude(config, run_dir, 0, began)
+    try:
+        code = supervise(config, run_dir, watcher)
+    except BaseException as e:
+        why = str(e) if isinstance(e, AsyncrlError) else f"{type(e).__name__}: {e}"
+        lives.note(
+            run_dir, "supervisor", os.getpid(), "ended", code=getattr(e, "exit_code", 1), why=why
+        )
+        account(run_dir)
+        raise
+    lives.note(run_dir, "supervisor", os.getpid(), "ended", code=code, why="")
+    if code and not (run_dir / "buffer_summary.json").exists():
+        trace.merge(run_dir)
+        say(f"stopped at once, without a summary; go on with: asyncrl run --resume {run_dir}")
+        return code, {}
+    return code, conclude(config, run_dir, code, began, watcher)
+
+
+def conclude(
+    config: Config,
+    run_dir: Path,
+    code: int,
+    began: float | None = None,
+    watcher: Watcher | None = None,
+) -> dict[str, Any]:
+    """The end of a run whose buffer has written its summary: timeline, summary, report, and what to
+    do next.  Returns the summary.
+
+    code: 0 when it has made all its steps; began: time.monotonic() at its start, where one process
+    saw it; watcher: what was said already."""
+    trace.merge(run_dir)
+    found = summarise(config, run_dir)
+    (watcher or Watcher(run_dir, say, about(config))).tell(
+        [signs.Sign(**s) for s in found["signs"]]
+    )
+    run_page.write(run_dir)
+    in_all = "" if began is None else f" ({time.monotonic() - began:.0f} s in all)"
+    say(
+        f"{run_dir}: held-out {_show(found['heldout_start'])} -> "
+        f"{_show(found['heldout_end'])}{within(found)} in {found['wall_s']:.0f} s of RL{in_all}, "
+        f"mean lag {found['lag']['mean']:.2f}"
+    )
+    if config.record.stream:
+        say(
+            f"recording: {stream.size(run_dir) / stream.MIB:.1f} MiB, bound "
+            f"{config.record.stream_mib} MiB; asyncrl replay {run_dir}"
+        )
+    say(
+        f"report: {run_dir / 'report.html'}"
+        if code == 0
+        else f"go on with: asyncrl run --resume {run_dir}"
+    )
+    return found
+
+
+def account(run_dir: Path) -> None:
+    """A run that did not end well: its timeline and its report of what there is; the error that
+    ended it is what matters, so none of these.
+    """
+    if not run_dir.is_dir():
+        return
+    try:
+        trace.merge(run_dir)
+        if metrics.read(run_dir):
+            say(f"report of what there is: {run_page.write(run_dir)}")
+    except Exception as e:
+        say(
+            f"no report could be written ({type(e).__name__}: {e}); `asyncrl report {run_dir}` "
+            "tries again"
+        )
+
+
+def close_up(life: lives.Life) -> None:
+    """The last process of a run that nobody supervises ends it as a supervisor does, once; the
+    others leave that to it.
+    """
+    run_dir = life.run_dir
+    try:
+        lock = rundir.Lock(run_dir)
+    except ConfigError:
+        return  # a supervisor ends it
+    try:
+        if not (run_dir / "buffer_summary.json").exists():
+            # no buffer has ended here: it was killed, or this directory is another machine's
+            return
+        if not (run_dir / "summary.json").exists():
+            config = load.load(run_dir / "config.toml")
+            conclude(config, run_dir, 0 if rundir.ended(run_dir, config.learner.steps) else 1)
+        rundir.clean(run_dir)
+    except (AsyncrlError, OSError) as e:
+        say(
+            f"the run's summary and report could not be written: {e}; `asyncrl report {run_dir}` "
+            "tries again"
+        )
+    finally:
+        lock.close()
+
+
+def _show(x: float | None) -> str:
+    return "-" if x is None else f"{x:.3f}"

@@ -1,0 +1,399 @@
+"""The report: one self-contained HTML page of a run, with plots, the ledger, and its numbers as
+JSON for programs.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.config import load
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
+from asyncrl.records import jsonl, lives, metrics, page_kit, trace
+from asyncrl.records.signs import interval
+
+TIMELINE_S = 3.0
+# Of the timeline: a kind of work has the same colour on every page.
+KINDS = {
+    "decode": "#2563eb",
+    "prefill": "#7c3aed",
+    "weights": "#d97706",
+    "reward": "#0891b2",
+    "train": "#dc2626",
+    "publish": "#059669",
+    "checkpoint": "#6b7280",
+}
+OTHER_KIND = "#111827"
+
+
+def _figure(title: str, unit: str) -> Any:
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    figure.update_layout(
+        title={"text": title, "font": {"size": 14}, "y": 0.97},
+        height=325,
+        margin={"l": 55, "r": 15, "t": 77, "b": 40},
+        template="plotly_white",
+        legend={"orientation": "h", "y": 1.0, "x": 0, "xanchor": "left", "yanchor": "bottom"},
+        colorway=page_kit.COLOURS,
+    )
+    figure.update_yaxes(title=unit, rangemode="tozero")
+    return figure
+
+
+def _lines(
+    rows: list[dict[str, Any]],
+    title: str,
+    unit: str,
+    series: Sequence[tuple[str, str]],
+    x: str = "step",
+    marks: bool = False,
+) -> Any:
+    figure = _figure(title, unit)
+    for name, label in series:
+        points = [(r[x], r[name]) for r in rows if name in r]
+        if points:
+            figure.add_scatter(
+                x=[p[0] for p in points],
+                y=[p[1] for p in points],
+                name=label,
+                mode="lines+markers" if marks else "lines",
+            )
+    figure.update_xaxes(title="version" if x == "step" else "seconds of RL")
+    return figure
+
+
+def _histogram(counts: dict[str, int]) -> Any:
+    figure = _figure("Lag of trained tokens", "share of tokens")
+    total = max(sum(counts.values()), 1)
+    figure.add_bar(x=[int(k) for k in counts], y=[n / total for n in counts.values()])
+    figure.update_xaxes(title="lag, in versions", dtick=1)
+    return figure
+
+
+def spread(rows: Sequence[Mapping[str, Any]]) -> tuple[float, float]:
+    """The range that rewards lie in: [0, 1], or as far as those of the run went."""
+    seen = [
+        float(r[k])
+        for r in rows
+        for k in ("reward/min", "reward/max", "eval/heldout", "eval/ood")
+        if k in r
+    ]
+    return min([0.0, *seen]), max([1.0, *seen])
+
+
+def certainty(rows: Sequence[Mapping[str, Any]], split: str) -> list[tuple[int, float]]:
+    """(n, half the 95 % interval over prompts) of each of a run's evaluations."""
+    lo, hi = spread(rows)
+    return [
+        (
+            int(r[f"eval/{split}_n"]),
+            interval(float(r[f"eval/{split}"]), r[f"eval/{split}_n"], lo, hi),
+        )
+        for r in rows
+        if f"eval/{split}" in r
+    ]
+
+
+def _plots(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[Any]:
+    accuracy = _lines(
+        rows,
+        "Accuracy",
+        "mean reward",
+        [
+            ("eval/heldout", "held-out"),
+            ("reward/mean", "training batch"),
+            ("eval/ood", "out of distribution"),
+        ],
+    )
+    for split, label in (("heldout", "held-out"), ("ood", "out of distribution")):
+        bars = {
+            "type": "data",
+            "array": [half for _, half in certainty(rows, split)],
+            "thickness": 1,
+            "width": 3,
+        }
+        accuracy.update_traces(mode="lines+markers", error_y=bars, selector={"name": label})
+    if spread(rows) == (0.0, 1.0):
+        accuracy.update_yaxes(range=[0, 1.02])
+    return [
+        accuracy,
+        _histogram(summary["lag_histogram"]),
+        _lines(
+            rows,
+            "Lag over time",
+            "versions",
+            [
+                ("lag/mean", "mean"),
+                ("lag/max", "max"),
+                ("lag/in_flight", "in flight"),
+                ("lag/in_queue", "in queue"),
+            ],
+        ),
+        _lines(
+            rows,
+            "KL: behaviour, learner's start, target",
+            "nats a token (k3)",
+            [
+                ("kl/behavior_start_k3", "behaviour to start"),
+                ("kl/behavior_target_k3", "behaviour to target"),
+                ("mismatch/k3_at_lag_0", "mismatch at lag 0"),
+                ("kl/target_ref_k3", "target to reference"),
+            ],
+        ),
+        _lines(
+            rows,
+            "Log ratio to the behaviour policy, in three parts",
+            "nats a token (k3)",
+            [
+                ("split/mismatch_k3", "engine mismatch"),
+                ("split/staleness_k3", "staleness"),
+                ("split/update_k3", "update"),
+            ],
+        ),
+        _lines(
+            rows,
+            "Effective sample size",
+            "share",
+            [
+                ("is/ess", "at the learner's start"),
+                ("is/weight_ess", "of the loss's weights"),
+                ("is/target_ess", "under the trained policy"),
+                ("is/mean_weight", "mean weight"),
+                ("clip/share", "clipped"),
+            ],
+        ),
+        _lines(
+            rows,
+            "Entropy",
+            "nats a token",
+            [
+                ("policy/entropy", "target policy"),
+                ("policy/behavior_nll", "behaviour's own surprise"),
+            ],
+        ),
+        _lines(
+            rows,
+            "Answer length",
+            "tokens",
+            [("answer/length", "training"), ("eval/heldout_length", "held-out")],
+        ),
+        _lines(rows, "Gradient norm", "before clipping", [("optim/grad_norm", "gradient norm")]),
+        _lines(
+            rows,
+            "Throughput",
+            "tokens a second",
+            [
+                ("throughput/generator_tokens_per_s", "generators"),
+                ("throughput/learner_tokens_per_s", "learner"),
+            ],
+            "t",
+        ),
+        _lines(
+            rows,
+            "Idle share",
+            "of each side's time",
+            [
+                ("time/generator_idle_share", "generators"),
+                ("time/reward_wait_share", "generators, for rewards"),
+                ("time/learner_idle_share", "learner"),
+            ],
+            "t",
+        ),
+    ]
+
+
+def _timeline(spans: dict[str, list[tuple[str, float, float]]]) -> tuple[Any, float]:
+    """A few seconds of every process, one lane each, from the middle of the run."""
+    import plotly.graph_objects as go
+
+    figure = go.Figure()
+    every = [s for lane in spans.values() for s in lane]
+    if not every:
+        return figure, 0.0
+    trains = sorted(s for n, s, _ in spans.get("learner", []) if n == "train") or sorted(
+        s for _, s, _ in every
+    )
+    start = trains[len(trains) // 2]
+    found = {n for n, _, _ in every}
+    for name in [*(n for n in KINDS if n in found), *sorted(found - set(KINDS))]:
+        base = []
+        width = []
+        lanes = []
+        for process, lane in spans.items():
+            for n, a, b in lane:
+                if n == name and b > start and a < start + TIMELINE_S:
+                    base.append(max(a, start) - start)
+                    width.append(min(b, start + TIMELINE_S) - max(a, start))
+                    lanes.append(process)
+        figure.add_bar(
+            x=width,
+            base=base,
+            y=lanes,
+            orientation="h",
+            name=name,
+            marker={"color": KINDS.get(name, OTHER_KIND), "line": {"width": 0}},
+        )
+    figure.update_layout(
+        barmode="overlay",
+        height=120 + 45 * len(spans),
+        margin={"l": 100, "r": 15, "t": 45, "b": 40},
+        template="plotly_white",
+        bargap=0.3,
+        legend={"orientation": "h", "y": 1.0, "x": 0, "xanchor": "left", "yanchor": "bottom"},
+    )
+    figure.update_xaxes(title="seconds", range=[0, TIMELINE_S])
+    return figure, TIMELINE_S
+
+
+def _cards(s: dict[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """(label, value, id, a note below the value)."""
+    evals = {
+        split: [f"+-{half:.3f} (n = {n:,})" for n, half in certainty(rows, split)] or [""]
+        for split in ("heldout", "ood")
+    }
+
+    def share(x: float | None) -> str:
+        return "-" if x is None else f"{x:.3f}"
+
+    idle = s["speed"]["idle_share"]
+    return [
+        ("held-out at the start", share(s["heldout_start"]), "heldout-start", evals["heldout"][0]),
+        ("held-out at the end", share(s["heldout_end"]), "heldout-end", evals["heldout"][-1]),
+        (
+            "out of distribution: start / end",
+            f"{share(s.get('ood_start'))} / {share(s['ood_end'])}",
+            "ood-end",
+            evals["ood"][-1],
+        ),
+        ("RL took", f"{s['wall_s']:.0f} s", "wall", ""),
+        ("steps", str(s["steps"]), "steps", ""),
+        ("mean lag", f"{s['lag']['mean']:.2f}", "lag-mean", ""),
+        ("largest lag / limit", f"{s['lag']['max']} / {s['lag']['limit']}", "lag-max", ""),
+        ("generated", f"{s['speed']['generator_tokens_per_s']:,.0f} tok/s", "gen", ""),
+        ("trained", f"{s['speed']['learner_tokens_per_s']:,.0f} tok/s", "learn", ""),
+        (
+            "idle: generators / learner",
+            f"{idle['generator']:.0%} / {idle['learner']:.0%}",
+            "idle",
+            "",
+        ),
+    ]
+
+
+def _ledger(s: dict[str, Any]) -> list[tuple[str, ...]]:
+    total = max(s["ledger"]["generated"], 1)
+    rows: list[tuple[str, ...]] = [("generated", f"{s['ledger']['generated']:,}", "", "", "", "")]
+    for name, x in s["ledger_lines"].items():
+        counted = x["samples"] > 0
+        rows.append(
+            (
+                name,
+                f"{x['tokens']:,.0f}",
+                f"{x['tokens'] / total:.2%}",
+                f"{x['samples']:,.0f}",
+                f"{x['mean_length']:.1f}" if counted else "-",
+                f"{x['mean_reward']:.3f}" if counted else "-",
+            )
+        )
+    return rows
+
+
+def by_length(s: dict[str, Any]) -> list[tuple[str, ...]]:
+    """A head, then a row for each length of answers: its tokens, and the share of them that ended
+    in each line that is not empty.
+
+    `faded` is what `downweight` took of the trained ones: tokens times (1 - weight).
+    """
+    lines: dict[str, dict[int, float]] = {}
+    for name, x in s["ledger_lines"].items():
+        lines[name] = {
+            int(k.removeprefix("upto_")): v for k, v in x.items() if k.startswith("upto_")
+        }
+        lines["faded"] = lines.get("faded", {}) | {
+            int(k.removeprefix("faded_upto_")): v
+            for k, v in x.items()
+            if k.startswith("faded_upto_")
+        }
+    faded = lines.pop("faded", {})
+    shown = {n: x for n, x in lines.items() if x} | ({"faded": faded} if faded else {})
+    rows: list[tuple[str, ...]] = [("answer length", "tokens", *shown)]
+    for upto in sorted({k for x in lines.values() for k in x}):
+        total = sum(x.get(upto, 0) for x in lines.values())
+        rows.append(
+            (
+                f"{upto // 2 + 1} to {upto}" if upto > 1 else "1",
+                f"{total:,.0f}",
+                *(f"{x.get(upto, 0) / max(total, 1):.2%}" for x in shown.values()),
+            )
+        )
+    return rows
+
+
+def _text(path: Path) -> str:
+    return path.read_text(errors="replace").strip() if path.is_file() else "unknown"
+
+
+def unfinished(config: Config, run_dir: Path, summary: dict[str, Any]) -> list[str]:
+    """What a reader must know of a run that has not made all its steps; nothing of one that has."""
+    if summary["steps"] >= config.learner.steps and not summary.get("partial"):
+        return []
+    said = [
+        f"Not finished: {summary['steps']} of {config.learner.steps} steps.",
+        *(lives.end_of(row) for row in lives.ends(run_dir)),
+    ]
+    return said + ([summary["partial"]] if summary.get("partial") else [])
+
+
+def write(run_dir: Path) -> Path:
+    """Write RUN/report.html (by rename, so a reader never sees half of it), also of a run that goes
+    on or has not ended well.
+
+    Raises ConfigError where there is no run, or nothing of it yet.
+    """
+
+    from asyncrl.supervise.summary import compose  # which needs `certainty`
+
+    if not (run_dir / "config.toml").is_file():
+        raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
+    config = load.load(run_dir / "config.toml")
+    rows = metrics.read(run_dir)
+    try:
+        summary = json.loads((run_dir / "summary.json").read_text())
+    except (OSError, ValueError):
+        summary = compose(config, run_dir)
+    if not rows:
+        raise ConfigError(
+            f"{run_dir}: nothing to report yet, no batch has been trained; `asyncrl doctor "
+            f"{run_dir}` says how it stands"
+        )
+
+    timeline, seconds = _timeline(trace.read(run_dir))
+    samples = jsonl.read(run_dir / "samples.jsonl")
+    commit, command = (_text(run_dir / name) for name in ("commit", "command"))
+    page = page_kit.render(
+        "run.html",
+        name=run_dir.name,
+        subtitle=f"commit {commit[:12]} · {command}",
+        unfinished=unfinished(config, run_dir, summary),
+        library=page_kit.library(),
+        signs=summary.get("signs", []),
+        cards=_cards(summary, rows),
+        plots=[page_kit.plot(f) for f in _plots(rows, summary)],
+        timeline=page_kit.plot(timeline),
+        seconds=f"{seconds:g}",
+        ledger=_ledger(summary),
+        by_length=by_length(summary),
+        samples=[*samples[:4], *samples[-8:]],
+        config=(run_dir / "config.toml").read_text(),
+        summary_json=page_kit.embedded(summary),
+    )
+    part = run_dir / "report.html.part"
+    part.write_text(page)
+    os.replace(part, run_dir / "report.html")
+    return run_dir / "report.html"

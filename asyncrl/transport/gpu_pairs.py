@@ -1,0 +1,341 @@
+"""Weights from the learner to each generator through torch.distributed: NCCL between two GPUs, Gloo
+between two CPUs.
+
+A group with every generator in it would stand still when one of them is killed, and could take no
+new one.  So each generator makes a group of two with the learner, and a new one when it, or the
+learner, starts again:
+
+```
+store     a TCPStore of the learner's: the layout, and a counter of which the next generator takes
+          its number n
+control   a Gloo group of two: "version, digest" from the generator; "digest, probe, mark" or "not
+          here" from the learner
+data      the flat bytes in pieces; the control group itself, or an NCCL group of two
+```
+
+The learner serves each pair from a thread, out of its ring (asyncrl/transport/ring.py), so training
+waits for nobody; a transfer that stands still longer than the deadline, or whose other end has
+gone, ends that thread alone.  What has arrived is compared with a mark (`mark`) computed where the
+weights lie, so that they need not leave the GPU for it; the ring's own checksum was checked before.
+One machine only: the store and the groups neither encrypt nor ask for keys."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+import torch
+import torch.distributed
+
+from asyncrl.contract.errors import PeerUnreachable
+from asyncrl.contract.versions import Label
+from asyncrl.models.policy import flat_bytes
+from asyncrl.transport.ring import RingReader, Rows
+
+dist: Any = torch.distributed  # whose types leave out most of what is used here
+cuda: Any = torch.cuda
+
+Backend = Literal["gloo", "nccl"]
+LETTER = 512  # bytes of a control message, padded
+PIECE = 64 << 20  # bytes of one send
+WORDS = 1 << 18  # of the flat bytes that one factor of the mark spans
+IDLE = timedelta(days=365)  # a generator asks when it likes
+ODD = 0x9E3779B97F4A7C15
+
+
+class _Ask(msgspec.Struct, frozen=True):
+    label: Label
+    digest: str  # "": whatever carries the label
+
+
+class _Reply(msgspec.Struct, frozen=True):
+    digest: str  # "": not here
+    probe: bytes = b""
+    mark: int = 0
+
+
+def mark(flat: torch.Tensor) -> int:
+    """A 64-bit sum over the words of `flat` (uint8, a multiple of 8 bytes), each mixed with an odd
+    factor by its place; computed where it lies.
+    """
+    words = flat.view(torch.int64)
+    factors = torch.arange(WORDS, device=flat.device) * 2 + 1
+    factors *= ODD - (1 << 64)  # wraps, as everything here does, modulo 2^64
+    sums = torch.stack(
+        [((x := w * factors[: len(w)]) ^ (x >> 32)).sum() for w in torch.split(words, WORDS)]
+    ).tolist()
+    out = 0
+    for s in sums:
+        out = (out * ODD + s) % (1 << 64)
+    return out
+
+
+def device_of(backend: Backend) -> torch.device:
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if backend == "nccl"
+        else torch.device("cpu")
+    )
+
+
+def group(backend: Backend, store: Any, name: str, rank: int, deadline_s: float) -> Any:
+    """A group of two that torch's global state knows nothing of.  Raises RuntimeError when the
+    other one does not come in time.
+    """
+    store = dist.PrefixStore(name, store)
+    group_type = dist.ProcessGroup.BackendType
+    out = dist.ProcessGroup(store, rank, 2)
+    if backend == "gloo":
+        inner: Any = dist.ProcessGroupGloo(store, rank, 2, timeout=timedelta(seconds=deadline_s))
+    else:
+        options = dist.ProcessGroupNCCL.Options()
+        # its own watchdog would end the process; `finish` holds the deadline and gives up the pair
+        # alone
+        options._timeout = timedelta(days=1)
+        inner = dist.ProcessGroupNCCL(store, rank, 2, options)
+    kind = group_type.GLOO if backend == "gloo" else group_type.NCCL
+    out._set_default_backend(kind)
+    out._register_backend(device_of(backend), kind, inner)
+    return out
+
+
+def finish(work: Any, device: torch.device, deadline: timedelta) -> None:
+    """Wait for a send or receive.  Raises RuntimeError when it fails or lasts too long."""
+    if device.type == "cpu":
+        work.wait(deadline)
+        return
+    work.wait()  # the stream waits, the host does not
+    event = cuda.Event()
+    end = time.monotonic() + deadline.total_seconds()
+    event.record()
+    while not event.query():
+        if time.monotonic() > end:
+            raise RuntimeError(f"a transfer has stood still for {deadline.total_seconds():g} s")
+        time.sleep(0.0005)
+
+
+class Pair:
+    """One end of a pair.  rank: 0 the learner, 1 the generator."""
+
+    def __init__(
+        self, backend: Backend, store: Any, number: int, rank: int, deadline_s: float
+    ) -> None:
+        self.rank = rank
+        self.device = device_of(backend)
+        self.deadline = timedelta(seconds=deadline_s)
+        self.control = group("gloo", store, f"{number}/control", rank, deadline_s)
+        self.data = (
+            group("nccl", store, f"{number}/data", rank, deadline_s)
+            if backend == "nccl"
+            else self.control
+        )
+
+    def write(self, message: msgspec.Struct) -> None:
+        data = msgspec.msgpack.encode(message)
+        letter = torch.zeros(LETTER, dtype=torch.uint8)
+        letter[: len(data) + 2] = torch.frombuffer(
+            bytearray(len(data).to_bytes(2, "little") + data), dtype=torch.uint8
+        )
+        finish(self.control.send([letter], 1 - self.rank, 0), letter.device, self.deadline)
+
+    def read(self, kind: Any, deadline: timedelta | None = None) -> Any:
+        letter = torch.zeros(LETTER, dtype=torch.uint8)
+        finish(
+            self.control.recv([letter], 1 - self.rank, 0), letter.device, deadline or self.deadline
+        )
+        data = letter.numpy().tobytes()
+        return msgspec.msgpack.decode(data[2 : 2 + int.from_bytes(data[:2], "little")], type=kind)
+
+    def move(self, flat: torch.Tensor) -> None:
+        """Send or receive the flat bytes."""
+        for piece in torch.split(flat, PIECE):
+            work = (
+                self.data.send([piece], 1, 1) if self.rank == 0 else self.data.recv([piece], 0, 1)
+            )
+            finish(work, self.device, self.deadline)
+
+    def close(self) -> None:
+        for g in (self.data, self.control):
+            try:
+                g.abort()
+            except RuntimeError:
+                pass
+
+
+@dataclass
+class _Held:
+    """A version as it is sent, on the learner's device, and how many threads are sending it."""
+
+    label: Label
+    reply: _Reply
+    flat: torch.Tensor
+    users: int = 0
+
+
+class PairServer:
+    """The learner's end: serves the versions in the ring at `directory`.  deadline_s: for one
+    piece, and for a group to come together.
+    """
+
+    def __init__(self, directory: Path, backend: Backend, layout: Rows, deadline_s: float) -> None:
+        self.backend = backend
+        self.deadline_s = deadline_s
+        self.bytes_sent = 0
+        self.store = dist.TCPStore(
+            "127.0.0.1",
+            0,
+            None,
+            True,
+            timeout=timedelta(seconds=deadline_s),
+            wait_for_workers=False,
+        )
+        self.store.set("layout", msgspec.json.encode(layout).decode())
+        self.address = f"tcp://127.0.0.1:{self.store.port}"
+        self.device = device_of(backend)
+        self.size = flat_bytes(layout)
+        self.reader = RingReader(directory, "pairs")
+        self.lock = threading.Lock()
+        self.newest: _Held | None = None
+        self.spare: list[torch.Tensor] = []
+        self.host = bytearray(self.size)
+        self.ended = False
+        self.thread = threading.Thread(target=self._accept, name="weight-pairs", daemon=True)
+        self.thread.start()
+
+    def _accept(self) -> None:
+        known = 0
+        while not self.ended:
+            while known < self.store.add("pairs", 0):
+                known += 1
+                threading.Thread(
+                    target=self._serve, args=(known,), name=f"weight-pair-{known}", daemon=True
+                ).start()
+            time.sleep(0.05)
+
+    def _serve(self, number: int) -> None:
+        pair = None
+        try:
+            with cuda.stream(cuda.Stream(self.device)) if self.backend == "nccl" else nullcontext():
+                pair = Pair(
+                    self.backend, connect(self.address, self.deadline_s), number, 0, self.deadline_s
+                )
+                while not self.ended:
+                    ask = pair.read(_Ask, IDLE)
+                    if self.ended:
+                        return
+                    with self._hold(ask.label, ask.digest) as held:
+                        pair.write(held.reply if held is not None else _Reply(""))
+                        if held is not None:
+                            pair.move(held.flat)
+                            self.bytes_sent += self.size
+        except (RuntimeError, ValueError, OSError):
+            # the generator has gone or stands still; should it wake, it makes a new pair
+            pass
+        finally:
+            if pair is not None:
+                pair.close()
+
+    @contextmanager
+    def _hold(self, label: Label, digest: str) -> Iterator[_Held | None]:
+        """The version, not overwritten while it is being sent; None when the ring does not have
+        it.
+        """
+        with self.lock:
+            held = self.newest
+            if held is None or held.label != label or digest not in ("", held.reply.digest):
+                held = self._stage(label, digest)
+            if held is not None:
+                held.users += 1
+        try:
+            yield held
+        finally:
+            with self.lock:
+                if held is not None:
+                    held.users -= 1
+                    if held is not self.newest and not held.users:
+                        self.spare.append(held.flat)
+
+    def _stage(self, label: Label, digest: str) -> _Held | None:
+        digest = digest or self.reader.labels().get(label, "")
+        if not digest or not self.reader.read(label, digest, memoryview(self.host)):
+            return None
+        flat = (
+            self.spare.pop()
+            if self.spare
+            else torch.zeros(self.size, dtype=torch.uint8, device=self.device)
+        )
+        flat.copy_(torch.frombuffer(self.host, dtype=torch.uint8))
+        held = _Held(label, _Reply(digest, self.reader.probe, mark(flat)), flat)
+        if self.newest is not None and not self.newest.users:
+            self.spare.append(self.newest.flat)
+        self.newest = held
+        return held
+
+    def close(self) -> None:
+        """Serve no more: a pair that is asked again closes."""
+        self.ended = True
+        self.thread.join(2)
+        with self.lock:
+            self.reader.close()
+
+
+def connect(address: str, deadline_s: float) -> Any:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    # nobody there: told at once, and without the store's own pages of text
+    socket.create_connection((host, int(port)), deadline_s).close()
+    return dist.TCPStore(
+        host, int(port), None, False, timeout=timedelta(seconds=deadline_s), wait_for_workers=False
+    )
+
+
+class PairClient:
+    """A generator's end.  Raises PeerUnreachable when the learner has gone or does not answer in
+    time.
+    """
+
+    def __init__(self, address: str, backend: Backend, deadline_s: float) -> None:
+        self.address = address
+        self.bytes_received = 0
+        self.probe = b""
+        with self._peer():
+            store = connect(address, deadline_s)
+            self.layout: Rows = msgspec.json.decode(store.get("layout"), type=Rows)
+            self.pair = Pair(backend, store, store.add("pairs", 1), 1, deadline_s)
+        self.flat = torch.zeros(flat_bytes(self.layout), dtype=torch.uint8, device=self.pair.device)
+
+    @contextmanager
+    def _peer(self) -> Iterator[None]:
+        try:
+            yield
+        except (RuntimeError, OSError) as e:
+            why = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+            raise PeerUnreachable(
+                f"the learner's weights at {self.address}: {why[:200]}; is the learner running?"
+            ) from e
+
+    def fetch(self, label: Label, digest: str) -> str:
+        """Receive version `label` into `flat`; returns its digest, "" when the learner does not
+        have it (any more).
+        """
+        with self._peer():
+            self.pair.write(_Ask(label, digest))
+            reply: _Reply = self.pair.read(_Reply)
+            if not reply.digest:
+                return ""
+            self.pair.move(self.flat)
+            if mark(self.flat) != reply.mark:
+                raise RuntimeError(f"version {label} has changed on its way")
+        self.bytes_received += self.flat.numel()
+        self.probe = reply.probe
+        return reply.digest
+
+    def close(self) -> None:
+        self.pair.close()
