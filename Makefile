@@ -2,6 +2,7 @@
 # make test   from nothing: environment, then every test (14 minutes on two cores after the installation, which takes 2 to 5)
 # make check  lint, types, import rules, fast tests (files of at most 10 CPU seconds)
 # make mutants  do the fast tests notice a changed line: 400 mutants by a seed (10 to 20 minutes; `make mutants MUTANTS="--module weights"`)
+# make shape  what a reader meets: columns, tokens a line, lengths, names; each with its limit
 # make bench  every benchmark, one table
 # make requirements  compile requirements/cpu.txt and gpu.txt anew
 VENV ?= .venv
@@ -9,7 +10,7 @@ PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env demo test check mutants bench browser requirements
+.PHONY: env demo test check shape mutants bench browser requirements
 
 $(VENV)/.demo: pyproject.toml
 	test -x $(PY) || python3 -m venv $(VENV)
@@ -59,6 +60,9 @@ check: env
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(TESTS) $(SLOW:%=--ignore=tests/test_%.py)
+
+shape:
+	python3 benchmarks/shape.py --where
 
 MUTANTS ?= --sample 400 --seed 0
 mutants: env

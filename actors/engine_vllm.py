@@ -69,8 +69,8 @@ class SwapExtension:
             try:
                 direct = Direct(model, weights, worker.model_runner.model_config.dtype)
                 direct.same(weights)
-            except Unknown as e:
-                direct = str(e)
+            except Unknown as error:
+                direct = str(error)
             worker.asyncrl_direct = direct
         if isinstance(direct, str):
             return direct
@@ -480,11 +480,11 @@ def start(
     try:
         with no_garbage():  # it imports as much again
             return LLMEngine.from_engine_args(args)
-    except (ValueError, RuntimeError, NotImplementedError, AssertionError) as e:
+    except (ValueError, RuntimeError, NotImplementedError, AssertionError) as error:
         raise ConfigError(
             f"model.path: vLLM refuses {Path(path)}: "
-            f"{str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__}"
-        ) from e
+            f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
+        ) from error
 
 
 def make_engine(config: Config) -> VllmEngine:

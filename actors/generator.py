@@ -226,17 +226,17 @@ class Generator:
         gone for longer than any start takes; under a supervisor, whose watchdog judges, never."""
         try:
             got = self.weights.pull(said.source, goal, said.digest if goal == said.label else None)
-        except (PeerUnreachable, FileNotFoundError) as e:
+        except (PeerUnreachable, FileNotFoundError) as error:
             if self.gone is None or self.gone[0] != said.source:
                 self.gone = said.source, time.monotonic()
             gone_s = time.monotonic() - self.gone[1]
             if gone_s > self.patience_s:
                 raise PeerUnreachable(
-                    f"weights {goal} have been gone for {gone_s:.0f} s: {e}; is the learner "
+                    f"weights {goal} have been gone for {gone_s:.0f} s: {error}; is the learner "
                     "running?"
-                ) from e
+                ) from error
             self.wait(
-                f"weights {goal}, which are gone ({e}); the learner's next life brings others"
+                f"weights {goal}, which are gone ({error}); the learner's next life brings others"
             )
             return None
         self.gone = None

@@ -96,12 +96,12 @@ def one_line(text: str) -> str:
     return first[:WHY_CHARACTERS].encode("utf-8", "replace").decode()
 
 
-def said(e: BaseException) -> str:
+def said(error: BaseException) -> str:
     """`raised KeyError: 'x'`, on one line; for an exit, that it was one."""
     return one_line(
-        f"called sys.exit({e.code!r})"
-        if isinstance(e, SystemExit)
-        else f"raised {type(e).__name__}: {e}"
+        f"called sys.exit({error.code!r})"
+        if isinstance(error, SystemExit)
+        else f"raised {type(error).__name__}: {error}"
     )
 
 
@@ -154,10 +154,10 @@ def usable(value: Any, tokens: int) -> Judged | str:
     """`checked`, or why not."""
     try:
         return checked(value, tokens)
-    except Exception as e:
+    except Exception as error:
         return one_line(
             "what the reward function returned cannot be used: "
-            f"{e if type(e) is ValueError else said(e)}"
+            f"{error if type(error) is ValueError else said(error)}"
         )
 
 
@@ -188,11 +188,12 @@ def resolve(path: str) -> Callable[..., Any]:
     importing.here_last()
     try:
         found = getattr(importlib.import_module(module), name)
-    except (Exception, SystemExit) as e:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"reward.function = {path}: importing it {said(e)}; write module:function, importable "
+            f"reward.function = {path}: importing it {said(error)}; write module:function, "
+            "importable "
             "from here"
-        ) from e
+        ) from error
     if not callable(found):
         raise ConfigError(f"reward.function = {path}: is not a function")
     return found  # type: ignore[no-any-return]
@@ -274,9 +275,9 @@ def encoded(reply: Reply) -> bytes:
         payload = msgspec.msgpack.encode(reply)
         if len(payload) > FRAME_BYTES:
             raise ValueError(f"it makes {len(payload)} bytes, more than {FRAME_BYTES}")
-    except Exception as e:
+    except Exception as error:
         payload = msgspec.msgpack.encode(
-            msgspec.structs.replace(reply, kind="failed", results=[], why=said(e))
+            msgspec.structs.replace(reply, kind="failed", results=[], why=said(error))
         )
     return frame(payload)
 
@@ -289,8 +290,8 @@ def judge(function: Callable[..., Any], unit: Unit) -> Reply:
     try:
         found = results(function, _awaited(called(function, unit.calls)), unit.calls)
         return Reply("ok", unit.id, found, "", began, time.monotonic())
-    except BaseException as e:
-        return Reply("failed", unit.id, [], said(e), began, time.monotonic())
+    except BaseException as error:
+        return Reply("failed", unit.id, [], said(error), began, time.monotonic())
 
 
 async def judge_later(function: Callable[..., Any], unit: Unit, deadline_s: float) -> Reply:
@@ -303,8 +304,8 @@ async def judge_later(function: Callable[..., Any], unit: Unit, deadline_s: floa
         try:
             found = results(function, await called(function, unit.calls), unit.calls)
             return Reply("ok", unit.id, found, "", began, time.monotonic())
-        except BaseException as e:  # an exit in a task would end the loop
-            return Reply("failed", unit.id, [], said(e), began, time.monotonic())
+        except BaseException as error:  # an exit in a task would end the loop
+            return Reply("failed", unit.id, [], said(error), began, time.monotonic())
 
     task = asyncio.create_task(guarded())
     done, _ = await asyncio.wait({task}, timeout=deadline_s)
@@ -320,8 +321,8 @@ def serve(wire: socket.socket) -> None:
     setup = msgspec.msgpack.decode(_read(stream) or b"", type=Setup)
     try:
         function = resolve(setup.path) if setup.path else get_task(setup.task).reward
-    except ConfigError as e:
-        wire.sendall(encoded(Reply("broken", why=str(e))))
+    except ConfigError as error:
+        wire.sendall(encoded(Reply("broken", why=str(error))))
         return
     window = setup.concurrency if is_async(function) else 1
     wire.sendall(encoded(Reply("ready", batched=takes_lists(function), window=window)))

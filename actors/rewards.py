@@ -261,8 +261,8 @@ class _Pool(threading.Thread):
         try:
             while not self.closing:
                 self.turn()
-        except BaseException as e:  # said by the next poll
-            self.error = e
+        except BaseException as error:  # said by the next poll
+            self.error = error
 
     def end(self) -> None:
         """Close what it has; when its thread runs, end that first."""
@@ -317,8 +317,8 @@ class _Pool(threading.Thread):
         dead = p.process.poll() is not None  # looked at before the last of its replies is read
         try:
             replies, closed = p.receive()
-        except msgspec.MsgspecError as e:
-            self._replace(p, f"machinery: what the reward process sent is no reply ({e})")
+        except msgspec.MsgspecError as error:
+            self._replace(p, f"machinery: what the reward process sent is no reply ({error})")
             return
         for reply in replies:
             self._on_reply(p, reply)
@@ -566,8 +566,8 @@ class RewardRunner:
             self.done.append(
                 (key, *call(self.task.reward, prompt, text, [int(x) for x in tokens]), "")
             )
-        except Exception as e:
-            self.done.append((key, 0.0, {}, None, f"data: the reward {said(e)}"))
+        except Exception as error:
+            self.done.append((key, 0.0, {}, None, f"data: the reward {said(error)}"))
 
     def poll(self) -> list[Result]:
         """What is done by now: (key, reward, parts, token rewards, "" or why it failed).  Raises

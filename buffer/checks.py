@@ -137,8 +137,10 @@ def hello(h: LearnerHello) -> None:
             f"{who} has a ledger with other lines than {', '.join(DISPOSITIONS)}",
         )
         Ledger.restore(h.ledger)
-    except (KeyError, ValueError, OverflowError) as e:
-        raise BadMessage(f"{who} has a ledger that does not read: {type(e).__name__} {e}") from e
+    except (KeyError, ValueError, OverflowError) as error:
+        raise BadMessage(
+            f"{who} has a ledger that does not read: {type(error).__name__} {error}"
+        ) from error
 
 
 def ask(store: Store, number: int) -> None:

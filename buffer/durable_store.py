@@ -158,19 +158,19 @@ _decode = msgspec.msgpack.Decoder(Record).decode
 
 
 def snapshot(s: Store) -> bytes:
-    e = s.evaluations
+    error = s.evaluations
     tree = s.tree
     kept = EvalState(
-        e.every,
-        e.prompts,
-        e.final_prompts,
-        e.ood_prompts,
-        e.temperature,
-        list(e.queue),
-        [(a, *entry) for a, entry in e.out.items()],
-        e.rounds,
-        [(split, n, values) for (split, n), values in e.results.items()],
-        e.ood_every,
+        error.every,
+        error.prompts,
+        error.final_prompts,
+        error.ood_prompts,
+        error.temperature,
+        list(error.queue),
+        [(a, *entry) for a, entry in error.out.items()],
+        error.rounds,
+        [(split, n, values) for (split, n), values in error.results.items()],
+        error.ood_every,
     )
     plain = {name: getattr(s, name) for name in PLAIN} | {"finished": int(s.finished)}
     return _encode(
@@ -226,14 +226,14 @@ def _restore(s: Store, x: Snapshot) -> None:
     s.leased = set(x.leased)
     s.carried = x.carried
     s.in_order = x.settings.in_order
-    e = s.evaluations
+    error = s.evaluations
     kept = x.evaluations
     for name in EVALUATED:
-        setattr(e, name, getattr(kept, name))
-    e.queue = deque(kept.queue)
-    e.rounds = kept.rounds
-    e.results = {(split, n): v for split, n, v in kept.results}
-    e.out = {a: (job, who, session, expires) for a, job, who, session, expires in kept.out}
+        setattr(error, name, getattr(kept, name))
+    error.queue = deque(kept.queue)
+    error.rounds = kept.rounds
+    error.results = {(split, n): v for split, n, v in kept.results}
+    error.out = {a: (job, who, session, expires) for a, job, who, session, expires in kept.out}
 
 
 class RecordedStore(Store):
@@ -286,10 +286,11 @@ class RecordedStore(Store):
             _restore(self, first)
             for payload in records:
                 self._apply(_decode(payload))
-        except (StopIteration, msgspec.MsgspecError, KeyError) as e:
+        except (StopIteration, msgspec.MsgspecError, KeyError) as error:
             raise Damaged(
-                f"{path} does not fold: {e or 'it is empty'}; start a new run, or restore the file"
-            ) from e
+                f"{path} does not fold: {error or 'it is empty'}; start a new run, or restore the "
+                "file"
+            ) from error
 
     def _apply(self, r: Record) -> None:
         """One record again, by the plain store's own methods."""
@@ -303,8 +304,8 @@ class RecordedStore(Store):
         elif isinstance(r, Delivered):
             try:
                 super().deliver(r.trajectory, 0.0)
-            except AsyncrlError as e:
-                raise Damaged(f"the journal does not fold: {e}") from e
+            except AsyncrlError as error:
+                raise Damaged(f"the journal does not fold: {error}") from error
         elif isinstance(r, Renewed):
             super().renew(r.producer, r.session, r.progress, r.now, r.judging)
         elif isinstance(r, Expired):
@@ -329,10 +330,10 @@ class RecordedStore(Store):
         for g in self.alive.values():
             if g.lease is not None:
                 g.lease.expires = now + self.s.lease_s
-        e = self.evaluations
-        e.out = {
+        error = self.evaluations
+        error.out = {
             a: (job, who, session, now + self.s.lease_s)
-            for a, (job, who, session, _) in e.out.items()
+            for a, (job, who, session, _) in error.out.items()
         }
 
     def _record(self, record: Any) -> None:

@@ -136,9 +136,11 @@ class Journal:
         self.waiting = []
         try:
             _write(self.fd, data)
-        except OSError as e:
-            self.failure = e  # what was written of it is a torn tail: nothing may come behind it
-            raise full(self.directory, e) from e
+        except OSError as error:
+            self.failure = (
+                error  # what was written of it is a torn tail: nothing may come behind it
+            )
+            raise full(self.directory, error) from error
         self.size += len(data)
         if not self.sync:
             self.durable = self.appended
@@ -160,9 +162,9 @@ class Journal:
                 self._busy = True
             try:
                 os.fdatasync(fd)
-            except OSError as e:
+            except OSError as error:
                 with self._wake:
-                    self.failure = e
+                    self.failure = error
                     self._busy = False
                     self._wake.notify_all()
                 return
@@ -197,11 +199,11 @@ class Journal:
             os.replace(part, path)
             if self.sync:
                 _sync_directory(self.directory)
-        except OSError as e:
+        except OSError as error:
             if fd >= 0:
                 os.close(fd)
             part.unlink(missing_ok=True)
-            raise full(part, e) from e
+            raise full(part, error) from error
         with self._wake:
             self._wake.wait_for(lambda: not self._busy)
             old = self.fd

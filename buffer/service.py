@@ -75,20 +75,20 @@ def settings(config: Config) -> Settings:
 
 def evaluations(config: Config, task: Task) -> Evaluations:
     """What this run evaluates; never more prompts than the task has."""
-    e = config.evaluation
+    error = config.evaluation
 
     def most(n: int, split: str) -> int:
         size = task.size(split)
         return n if size is None else min(n, size)
 
     return Evaluations(
-        e.every,
-        most(e.prompts, "heldout"),
-        most(e.final_prompts, "heldout"),
-        most(e.ood_prompts, "ood"),
-        e.temperature,
+        error.every,
+        most(error.prompts, "heldout"),
+        most(error.final_prompts, "heldout"),
+        most(error.ood_prompts, "ood"),
+        error.temperature,
         lambda split, i: task.prompt(split, i, config.seed),
-        e.ood_every,
+        error.ood_every,
     )
 
 
@@ -197,11 +197,11 @@ class Service:
         kind = type(message).__name__
         try:
             getattr(self, f"on_{kind}")(peer, message)
-        except BadMessage as e:
+        except BadMessage as error:
             self.refused += 1
             if self.refused <= REFUSALS_SAID:
-                say(f"refused a {kind}: {e}")
-            self.send(peer, m.Refused(str(e), e.exit_code))
+                say(f"refused a {kind}: {error}")
+            self.send(peer, m.Refused(str(error), error.exit_code))
 
     # ---- generators ------------------------------------------------------------------------------
 
@@ -633,7 +633,11 @@ class Service:
         """Of the reward processes, where there are any: `totals` since the last step, in which the
         generators have `spent` so many seconds.
         """
-        stats = [e["stats"] for e in self.generators.values() if "reward/workers" in e["stats"]]
+        stats = [
+            error["stats"]
+            for error in self.generators.values()
+            if "reward/workers" in error["stats"]
+        ]
         if not stats:
             return {}
         now = {
@@ -702,7 +706,7 @@ class Service:
 
     def status(self) -> m.Status:
         now = time.monotonic()
-        peers = {name: now - e["at"] for name, e in self.generators.items()}
+        peers = {name: now - error["at"] for name, error in self.generators.items()}
         if self.learner:
             peers["learner"] = now - self.learner["at"]
         s = self.store
@@ -765,9 +769,9 @@ class Service:
         try:
             part.write_text(json.dumps(self.summary()))
             os.replace(part, path)
-        except OSError as e:
+        except OSError as error:
             part.unlink(missing_ok=True)
-            raise jsonl.full(path, e) from e
+            raise jsonl.full(path, error) from error
 
     def close(self) -> str:
         """End everything; returns what could not be written, "" when all is well."""
@@ -781,8 +785,8 @@ class Service:
         ):
             try:
                 end()
-            except (AsyncrlError, OSError) as e:
-                wrong.append(str(e))
+            except (AsyncrlError, OSError) as error:
+                wrong.append(str(error))
         self.socket.close()
         return wrong[0] if wrong else ""
 
@@ -807,13 +811,13 @@ def main(config: Config, run_dir: Path) -> bool:
     try:
         service.loop()
         return bool(service.ended_at)
-    except AsyncrlError as e:
-        service.error = str(e)
+    except AsyncrlError as error:
+        service.error = str(error)
         for entry in [
             *service.generators.values(),
             *([service.learner] if "peer" in service.learner else []),
         ]:
-            service.socket.send(entry["peer"], m.Refused(str(e), e.exit_code))
+            service.socket.send(entry["peer"], m.Refused(str(error), error.exit_code))
         raise
     finally:
         wrong = service.close()

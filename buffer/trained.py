@@ -118,8 +118,8 @@ class Trained:
         try:
             part.write_text(json.dumps(self.lent))
             os.replace(part, self.lent_path)
-        except OSError as e:
-            raise jsonl.full(self.lent_path, e) from e
+        except OSError as error:
+            raise jsonl.full(self.lent_path, error) from error
 
     def begin(self, number: int) -> None:
         """A learner begins at `number`: batches from there on are trained again, those before it

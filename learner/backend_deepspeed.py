@@ -120,11 +120,11 @@ class DeepSpeedBackend(TorchBackend):
                 auto_mpi_discovery=False,
                 verbose=False,
             )
-        except (RuntimeError, ValueError) as e:
+        except (RuntimeError, ValueError) as error:
             raise RankLost(
                 "the ranks of the learner did not come together within "
-                f"{c.rank_timeout_s + START_S:g} s: {_first_line(e)}"
-            ) from e
+                f"{c.rank_timeout_s + START_S:g} s: {_first_line(error)}"
+            ) from error
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
         if c.zero_stage == 3:
@@ -225,9 +225,9 @@ class DeepSpeedBackend(TorchBackend):
         self.inside = self.inside or (time.monotonic() if self.rank == 0 else 0.0)
         try:
             yield
-        except RuntimeError as e:
-            if not isinstance(e, dist.DistError) and not any(
-                word in str(e).lower() for word in TRANSPORT
+        except RuntimeError as error:
+            if not isinstance(error, dist.DistError) and not any(
+                word in str(error).lower() for word in TRANSPORT
             ):
                 raise  # an error of this rank's own
             time.sleep(0.2)  # its end is seen a little after its connection's
@@ -239,8 +239,8 @@ class DeepSpeedBackend(TorchBackend):
             )
             raise RankLost(
                 f"{who} (learner.rank_timeout_s = {self.config.learner.rank_timeout_s:g}): "
-                f"{_first_line(e)}"
-            ) from e
+                f"{_first_line(error)}"
+            ) from error
         finally:
             self.inside = outer
 
@@ -464,8 +464,8 @@ def universal(source: Path, target: Path) -> None:
         )
 
 
-def _first_line(e: BaseException) -> str:
-    return str(e).strip().splitlines()[0][:300] if str(e).strip() else type(e).__name__
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
 
 
 def follow(core: Any) -> None:

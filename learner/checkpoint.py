@@ -137,13 +137,13 @@ def save(
     except AsyncrlError:  # a lost rank: not the disk's fault
         shutil.rmtree(part, ignore_errors=True)
         raise
-    except Exception as e:
+    except Exception as error:
         # torch and safetensors each have error classes of their own for a full disk
         shutil.rmtree(part, ignore_errors=True)
         raise AsyncrlError(
-            f"checkpoint {final} could not be written: {e}; the ones before it are whole: free "
+            f"checkpoint {final} could not be written: {error}; the ones before it are whole: free "
             "some space and resume"
-        ) from e
+        ) from error
     kept = numbers(directory)
     for n in kept[:-keep]:
         shutil.rmtree(directory / f"number_{n}")
@@ -162,8 +162,8 @@ def verify(path: Path) -> str:
     """What is wrong with a checkpoint; empty when it is whole."""
     try:
         files = json.loads((path / "manifest").read_text())
-    except (OSError, ValueError) as e:
-        return f"its manifest: {e}"
+    except (OSError, ValueError) as error:
+        return f"its manifest: {error}"
     for name, (size, checksum) in files.items():
         p = path / name
         if not p.is_file() or p.stat().st_size != size:

@@ -356,12 +356,12 @@ def main(config: Config, run_dir: Path) -> bool:
         try:
             learner.loop()
             return learner.finished
-        except Fenced as e:
+        except Fenced as error:
             if learner.welcomed or not tries_left:
-                print(f"learner: {e}; this one ends", file=sys.stderr)
+                print(f"learner: {error}; this one ends", file=sys.stderr)
                 return True
             print(
-                f"learner: {e} while this one was starting; it starts over from the newest "
+                f"learner: {error} while this one was starting; it starts over from the newest "
                 "checkpoint",
                 file=sys.stderr,
             )

@@ -36,11 +36,11 @@ class Recorder:
         life = Life(stream.FORMAT, epoch, self.start, digest, load.dump(config))
         try:
             self.log = Log(run_dir, life, stream.size(run_dir), config.record.stream_mib * MIB)
-        except OSError as e:
+        except OSError as error:
             raise AsyncrlError(
-                f"record.stream: {stream.directory(run_dir)} cannot be written: {e}; free some "
+                f"record.stream: {stream.directory(run_dir)} cannot be written: {error}; free some "
                 "space, or leave record.stream out"
-            ) from e
+            ) from error
         # expected, until some are written
         self.weights_bytes = policy.flat_bytes(core.layout) * (
             3 if config.learner.optimizer == "adamw" else 1
@@ -59,8 +59,8 @@ class Recorder:
             return
         try:
             added = self.log.add(batch.number, Step(stream.slim(batch), metrics, digest))
-        except OSError as e:
-            return self.stop(f"{self.log.path} cannot be written: {e}")
+        except OSError as error:
+            return self.stop(f"{self.log.path} cannot be written: {error}")
         if not added:
             return self.stop(f"record.stream_mib = {self.config.record.stream_mib} is reached")
         every = self.config.record.weights_every
@@ -74,8 +74,8 @@ class Recorder:
             self.directory.mkdir(parents=True, exist_ok=True)
             try:
                 checkpoint.save(self.directory, self.core, {}, sys.maxsize)
-            except AsyncrlError as e:
-                return self.stop(str(e))
+            except AsyncrlError as error:
+                return self.stop(str(error))
             path = self.directory / f"number_{self.core.state.number}"
             written = sum(p.stat().st_size for p in path.rglob("*") if p.is_file())
             # the first have no moments of the optimizer yet

@@ -262,8 +262,10 @@ def load_function(path: str) -> Callable[..., Any]:
     module, _, name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module), name, None)
-    except ImportError as e:
-        raise ConfigError(f"correction.function = {path}: cannot import {module}: {e}") from e
+    except ImportError as error:
+        raise ConfigError(
+            f"correction.function = {path}: cannot import {module}: {error}"
+        ) from error
     if not callable(found):
         raise ConfigError(
             f"correction.function = {path}: {module} has no function {name!r}; write module:name"

@@ -43,21 +43,22 @@ class Group(click.Group):
         as_json = "--json" in words
         try:
             return super().main(*args, **(kwargs | {"standalone_mode": False}))
-        except click.exceptions.Exit as e:
-            sys.exit(e.exit_code)
+        except click.exceptions.Exit as error:
+            sys.exit(error.exit_code)
         except (click.Abort, KeyboardInterrupt):
             fail("interrupted", 130, as_json)
-        except click.ClickException as e:
-            fail(e.format_message(), 2, as_json)
-        except AsyncrlError as e:
-            refusal.tell(e)
-            fail(str(e), e.exit_code, as_json)
-        except OSError as e:
+        except click.ClickException as error:
+            fail(error.format_message(), 2, as_json)
+        except AsyncrlError as error:
+            refusal.tell(error)
+            fail(str(error), error.exit_code, as_json)
+        except OSError as error:
             # of no file: a programming error, with its traceback
-            if e.filename is None and e.errno not in DISK:
+            if error.filename is None and error.errno not in DISK:
                 raise
             fail(
-                f"{e.filename or 'writing failed'}: {e.strerror}; is the disk full, or was the "
+                f"{error.filename or 'writing failed'}: {error.strerror}; is the disk full, or was "
+                "the "
                 "file removed or made read-only?",
                 1,
                 as_json,
@@ -276,13 +277,13 @@ def part_command(name: str, doc: str) -> None:
         except KeyboardInterrupt:
             code = lives.INTERRUPTED
             why = ""
-        except AsyncrlError as e:
-            code = e.exit_code
-            why = str(e)
+        except AsyncrlError as error:
+            code = error.exit_code
+            why = str(error)
             raise
-        except Exception as e:
+        except Exception as error:
             code = 1
-            why = f"{type(e).__name__}: {e}"
+            why = f"{type(error).__name__}: {error}"
             raise
         finally:
             last = life.end(code, why)

@@ -86,12 +86,12 @@ def load(path: str | Path, sets: typing.Sequence[str] = ()) -> Config:
         # some editors put a byte order mark first
         text = Path(path).read_text(encoding="utf-8-sig")
         raw = tomllib.loads(text)
-    except FileNotFoundError as e:
-        raise ConfigError(f"{path}: no such config file") from e
-    except (OSError, UnicodeDecodeError) as e:
-        raise ConfigError(f"{path}: cannot be read: {e}") from e
-    except tomllib.TOMLDecodeError as e:
-        raise ConfigError(f"{path}: not TOML: {e}") from e
+    except FileNotFoundError as error:
+        raise ConfigError(f"{path}: no such config file") from error
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{path}: not TOML: {error}") from error
     for item in sets:
         apply(raw, item)
     forget(raw, sets)
@@ -140,13 +140,13 @@ def convert(
             raw[section] = _fill(table, presets[table["preset"]])
     try:
         config = msgspec.convert(raw, Config)
-    except msgspec.ValidationError as e:
-        message, _, at = str(e).partition(" - at `$")
+    except msgspec.ValidationError as error:
+        message, _, at = str(error).partition(" - at `$")
         key = re.sub(r"\[\.\.\.\]|\[\d+\]", "", at.strip("`").lstrip("."))
         key = key or (m.group(1) if (m := re.search(r"field `(\w+)`", message)) else "")
         raise ConfigError(
             f"{_where(key, source, text, sets)}: {key}: {message}{_allowed(key)}"
-        ) from e
+        ) from error
     if problems := check(config):
         key = problems[0].split(":")[0].split(" ")[0]
         raise ConfigError(f"{_where(key, source, text, sets)}: {problems[0]}")

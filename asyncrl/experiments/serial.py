@@ -380,7 +380,7 @@ def one(config: Config, seed: int, watch: Watch | None = None) -> dict[str, Any]
     run = Run(whole, watch)
     try:
         return run.go()
-    except AsyncrlError as e:
-        if "not finite" not in str(e):
+    except AsyncrlError as error:
+        if "not finite" not in str(error):
             raise
-        return run.record(0.0) | {"failed": str(e)}
+        return run.record(0.0) | {"failed": str(error)}

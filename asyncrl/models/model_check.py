@@ -86,10 +86,10 @@ def settings(path: Path, key: str) -> dict[str, Any]:
     """config.json."""
     try:
         raw = json.loads((path / "config.json").read_text())
-    except FileNotFoundError as e:
-        raise ConfigError(f"{key}: {path} is no model directory (it has no config.json)") from e
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"{key}: {path / 'config.json'} cannot be read: {e}") from e
+    except FileNotFoundError as error:
+        raise ConfigError(f"{key}: {path} is no model directory (it has no config.json)") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{key}: {path / 'config.json'} cannot be read: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError(f"{key}: {path / 'config.json'} is no JSON object")
     return raw
@@ -178,9 +178,9 @@ def complete(raw: dict[str, Any], path: Path, dtype: str, key: str) -> None:
     """
     if layout.plain(raw):
         found = {
-            name: tuple(e["shape"])
+            name: tuple(error["shape"])
             for _, _, entries in headers(path)
-            for name, e in entries.items()
+            for name, error in entries.items()
         }
         wanted = layout.names(raw)
         if found == wanted:
@@ -205,9 +205,9 @@ def main(path: str, dtype: str, key: str) -> None:
 
     try:
         policy.load_policy(path, dtype, "cpu")
-    except AsyncrlError as e:
-        print(f"error: {str(e).replace('model.path', key, 1)}", file=sys.stderr)
-        sys.exit(e.exit_code)
+    except AsyncrlError as error:
+        print(f"error: {str(error).replace('model.path', key, 1)}", file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -188,10 +188,10 @@ def load_policy(
                 attn_implementation="sdpa",
                 output_loading_info=True,
             )
-        except (OSError, ValueError, KeyError, RuntimeError) as e:
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
             raise ConfigError(
-                f"model.path: {path} cannot be loaded as a causal LM: {str(e).splitlines()[0]}"
-            ) from e
+                f"model.path: {path} cannot be loaded as a causal LM: {str(error).splitlines()[0]}"
+            ) from error
         if missing := sorted(info["missing_keys"]):
             raise ConfigError(f"model.path: {lacks(path, missing)}")
         hf = aligned(hf.to(where).eval())
@@ -239,10 +239,10 @@ def text_config(path: str | Path) -> Any:
         raise ConfigError(f"model.path: {path} is no model directory (it has no config.json)")
     try:
         return transformers.AutoConfig.from_pretrained(str(path)).get_text_config()
-    except (OSError, ValueError, KeyError) as e:
+    except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"model.path: {path} cannot be loaded as a causal LM: {str(e).splitlines()[0]}"
-        ) from e
+            f"model.path: {path} cannot be loaded as a causal LM: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def transformers_modules(model: without_transformers.Bare) -> Any:
@@ -269,10 +269,10 @@ def transformers_tokenizer(path: str | Path) -> Any:
 
     try:
         return transformers.AutoTokenizer.from_pretrained(str(path))
-    except (OSError, ValueError, KeyError, TypeError) as e:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"model.path: {path} has no tokenizer that loads: {str(e).splitlines()[0]}"
-        ) from e
+            f"model.path: {path} has no tokenizer that loads: {str(error).splitlines()[0]}"
+        ) from error
 
 
 def export(model: PolicyModel, path: str | Path) -> None:

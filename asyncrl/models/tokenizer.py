@@ -158,10 +158,10 @@ def load_tokenizer(path: str | Path) -> Any:
 
         try:
             return Qwen2Tokenizer.from_pretrained(str(path))
-        except (OSError, ValueError, KeyError, TypeError) as e:
+        except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigError(
-                f"model.path: {path} has no tokenizer that loads: {str(e).splitlines()[0]}"
-            ) from e
+                f"model.path: {path} has no tokenizer that loads: {str(error).splitlines()[0]}"
+            ) from error
     from asyncrl.models.policy import transformers_tokenizer
 
     return transformers_tokenizer(path)
@@ -222,12 +222,12 @@ def in_template(tokenizer: Any, prompt: Prompt) -> list[int]:
                 prompt.messages, add_generation_prompt=True, tokenize=True, return_dict=False
             )
         )
-    except Exception as e:  # whatever a template raises: it is a program of its own
+    except Exception as error:  # whatever a template raises: it is a program of its own
         raise ConfigError(
             f"task: {prompt.split} prompt {prompt.id}: the chat template in {where} fails on its "
             "`messages`: "
-            f"{type(e).__name__}: {' '.join(str(e).split())}"
-        ) from e
+            f"{type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
 
 
 def lacks(path: str | Path, missing: Sequence[str]) -> str:
@@ -253,7 +253,7 @@ def check_weights(path: str | Path) -> None:
         try:
             with safetensors.safe_open(str(file), framework="np") as f:
                 f.keys()
-        except (OSError, safetensors.SafetensorError) as e:
+        except (OSError, safetensors.SafetensorError) as error:
             raise ConfigError(
-                f"model.path: {file} is damaged ({e}): copy or download it again"
-            ) from e
+                f"model.path: {file} is damaged ({error}): copy or download it again"
+            ) from error

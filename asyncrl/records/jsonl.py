@@ -16,10 +16,11 @@ from asyncrl.contract.errors import AsyncrlError
 _said: set[tuple[str, int]] = set()  # (file, line) of damage that was told
 
 
-def full(path: Path, e: OSError) -> AsyncrlError:
+def full(path: Path, error: OSError) -> AsyncrlError:
     """The error for a file of the run that cannot be written."""
     return AsyncrlError(
-        f"{path} cannot be written: {e.strerror or e}; free some space or check the disk, then go "
+        f"{path} cannot be written: {error.strerror or error}; free some space or check the disk, "
+        "then go "
         "on with `asyncrl run --resume`"
     )
 
@@ -67,8 +68,8 @@ class Appender:
             size = os.fstat(self.fd).st_size
             if size and os.pread(self.fd, 1, size - 1) != b"\n":
                 self._append(b"\n")
-        except OSError as e:
-            raise full(path, e) from e
+        except OSError as error:
+            raise full(path, error) from error
 
     def write(self, row: dict[str, Any]) -> None:
         self._append((json.dumps(row) + "\n").encode())
@@ -79,10 +80,10 @@ class Appender:
         try:
             while view:
                 view = view[os.write(self.fd, view) :]
-        except OSError as e:
+        except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self.fd, size)
-            raise full(self.path, e) from e
+            raise full(self.path, error) from error
 
     def close(self) -> None:
         if self.fd >= 0:

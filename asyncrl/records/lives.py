@@ -142,11 +142,11 @@ class Life:
             try:
                 fcntl.flock(self.mine, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
                 break
-            except BlockingIOError as e:
+            except BlockingIOError as error:
                 if time.monotonic() > until:
                     raise ConfigError(
                         f"{name} of {run_dir} is running already{self._holder()}: {_other(name)}"
-                    ) from e
+                    ) from error
                 time.sleep(_POLL_S)
         self.mine.truncate(0)
         self.mine.write(str(os.getpid()))

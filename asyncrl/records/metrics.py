@@ -253,10 +253,10 @@ class _Guarded:
         try:
             if not self.failed:
                 call(*args)
-        except OSError as e:
+        except OSError as error:
             self.failed = True
             print(
-                f"note: {self.directory} cannot be written any more: {e.strerror or e}",
+                f"note: {self.directory} cannot be written any more: {error.strerror or error}",
                 file=sys.stderr,
                 flush=True,
             )
@@ -288,8 +288,8 @@ class MetricsWriter:
         self.file = jsonl.Appender(run_dir / "metrics.jsonl")
         try:
             self.board: Any = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=5)
-        except OSError as e:
-            raise jsonl.full(run_dir / "tensorboard", e) from e
+        except OSError as error:
+            raise jsonl.full(run_dir / "tensorboard", error) from error
         _guard(self.board, run_dir / "tensorboard")
 
     def write(

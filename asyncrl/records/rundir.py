@@ -35,8 +35,8 @@ def prepare(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
         for part in ("checkpoints", "logs", "trace"):
             (run_dir / part).mkdir(parents=True, exist_ok=True)
         (run_dir / "run_id").write_text(run or uuid.uuid4().hex[:12])
-    except OSError as e:
-        raise unwritable(run_dir, e) from e
+    except OSError as error:
+        raise unwritable(run_dir, error) from error
     (run_dir / "command").write_text(" ".join(sys.argv) + "\n")
     git = (
         subprocess.run(
@@ -58,18 +58,19 @@ def ensure(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         making = (run_dir / ".making").open("w")
-    except OSError as e:
-        raise unwritable(run_dir, e) from e
+    except OSError as error:
+        raise unwritable(run_dir, error) from error
     with making as f:
         fcntl.flock(f, fcntl.LOCK_EX)
         if not (run_dir / "config.toml").exists():
             prepare(config, toml, run_dir, run)
 
 
-def unwritable(run_dir: Path, e: OSError) -> ConfigError:
+def unwritable(run_dir: Path, error: OSError) -> ConfigError:
     """A run directory that cannot be made."""
     return ConfigError(
-        f"runs: the run directory {run_dir} cannot be made: {e.strerror}; choose another place by "
+        f"runs: the run directory {run_dir} cannot be made: {error.strerror}; choose another place "
+        "by "
         "--set runs=DIR (or --run-dir)"
     )
 
@@ -171,12 +172,12 @@ class Lock:
         self.file = (run_dir / f".{what}.lock").open("a+")
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as e:
+        except BlockingIOError as error:
             self.file.seek(0)
             raise ConfigError(
                 f"{run_dir} is in use by process {self.file.read().strip() or '?'}: stop that run "
                 "first, or choose another name"
-            ) from e
+            ) from error
         self.file.truncate(0)
         self.file.write(str(os.getpid()))
         self.file.flush()

@@ -223,10 +223,10 @@ def supervise(config: Config, run_dir: Path, watcher: Watcher) -> int:
         )
         supervisor.end(gently=supervisor.interrupts < 2)
         return 130 if supervisor.interrupts else 0
-    except (AsyncrlError, OSError) as e:
+    except (AsyncrlError, OSError) as error:
         # whichever process met that first, in whatever words
         if not (run_dir / "config.toml").exists():
-            raise removed(run_dir) from e
+            raise removed(run_dir) from error
         raise
     finally:
         supervisor.end(gently=False)
@@ -262,10 +262,15 @@ def run(config: Config, run_dir: Path, *, resume: bool) -> tuple[int, dict[str, 
         return 0, conclude(config, run_dir, 0, began)
     try:
         code = supervise(config, run_dir, watcher)
-    except BaseException as e:
-        why = str(e) if isinstance(e, AsyncrlError) else f"{type(e).__name__}: {e}"
+    except BaseException as error:
+        why = str(error) if isinstance(error, AsyncrlError) else f"{type(error).__name__}: {error}"
         lives.note(
-            run_dir, "supervisor", os.getpid(), "ended", code=getattr(e, "exit_code", 1), why=why
+            run_dir,
+            "supervisor",
+            os.getpid(),
+            "ended",
+            code=getattr(error, "exit_code", 1),
+            why=why,
         )
         account(run_dir)
         raise
@@ -324,9 +329,10 @@ def account(run_dir: Path) -> None:
         trace.merge(run_dir)
         if metrics.read(run_dir):
             say(f"report of what there is: {run_page.write(run_dir)}")
-    except Exception as e:
+    except Exception as error:
         say(
-            f"no report could be written ({type(e).__name__}: {e}); `asyncrl report {run_dir}` "
+            f"no report could be written ({type(error).__name__}: {error}); `asyncrl report "
+            f"{run_dir}` "
             "tries again"
         )
 
@@ -348,9 +354,10 @@ def close_up(life: lives.Life) -> None:
             config = load.load(run_dir / "config.toml")
             conclude(config, run_dir, 0 if rundir.ended(run_dir, config.learner.steps) else 1)
         rundir.clean(run_dir)
-    except (AsyncrlError, OSError) as e:
+    except (AsyncrlError, OSError) as error:
         say(
-            f"the run's summary and report could not be written: {e}; `asyncrl report {run_dir}` "
+            f"the run's summary and report could not be written: {error}; `asyncrl report "
+            f"{run_dir}` "
             "tries again"
         )
     finally:

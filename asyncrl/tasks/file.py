@@ -24,25 +24,27 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
         if line.strip():
             try:
                 yield f"{path}:{n}", json.loads(line.decode())
-            except json.JSONDecodeError as e:
+            except json.JSONDecodeError as error:
                 raise ConfigError(
-                    f"{path}:{n}: not JSON: {e.msg} at column {e.colno}; one object a line"
-                ) from e
-            except UnicodeDecodeError as e:
+                    f"{path}:{n}: not JSON: {error.msg} at column {error.colno}; one object a line"
+                ) from error
+            except UnicodeDecodeError as error:
                 raise ConfigError(
-                    f"{path}:{n}: not UTF-8 at byte {e.start + 1}; save the file as UTF-8"
-                ) from e
+                    f"{path}:{n}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8"
+                ) from error
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
     try:
         import pyarrow.parquet as pq
-    except ImportError as e:
-        raise ConfigError(f"{path}: parquet needs pyarrow: pip install 'asyncrl[parquet]'") from e
+    except ImportError as error:
+        raise ConfigError(
+            f"{path}: parquet needs pyarrow: pip install 'asyncrl[parquet]'"
+        ) from error
     try:
         rows = pq.read_table(path).to_pylist()
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"{path}: not a parquet file: {str(e).splitlines()[0]}") from e
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: not a parquet file: {str(error).splitlines()[0]}") from error
     for n, row in enumerate(rows, 1):
         yield f"{path}: row {n}", row
 

@@ -315,11 +315,11 @@ class PairClient:
     def _peer(self) -> Iterator[None]:
         try:
             yield
-        except (RuntimeError, OSError) as e:
-            why = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        except (RuntimeError, OSError) as error:
+            why = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise PeerUnreachable(
                 f"the learner's weights at {self.address}: {why[:200]}; is the learner running?"
-            ) from e
+            ) from error
 
     def fetch(self, label: Label, digest: str) -> str:
         """Receive version `label` into `flat`; returns its digest, "" when the learner does not

@@ -91,11 +91,12 @@ class Ring:
         try:
             for _ in range(slots):
                 self._grow()
-        except OSError as e:
+        except OSError as error:
             raise AsyncrlError(
-                f"no room for {slots} weight slots of {size / 2**20:.1f} MiB in {directory}: {e}; "
+                f"no room for {slots} weight slots of {size / 2**20:.1f} MiB in {directory}: "
+                f"{error}; "
                 "lower weights.slots"
-            ) from e
+            ) from error
         self.rows = rows
         self._declare()
 
@@ -123,10 +124,10 @@ class Ring:
             # the old ones end with their last reader: the chunk server's thread may be in one
             self.slots = fresh
             self._declare()
-        except OSError as e:
+        except OSError as error:
             raise AsyncrlError(
-                f"the weights' directory {self.directory} is gone and cannot be made again: {e}"
-            ) from e
+                f"the weights' directory {self.directory} is gone and cannot be made again: {error}"
+            ) from error
         return True
 
     def _grow(self) -> int:
@@ -237,8 +238,8 @@ class RingReader:
             self._manifest = msgspec.msgpack.decode(
                 (directory / "manifest").read_bytes(), type=_Manifest
             )
-        except msgspec.MsgspecError as e:
-            raise Damaged(f"{directory / 'manifest'} is no manifest of weights: {e}") from e
+        except msgspec.MsgspecError as error:
+            raise Damaged(f"{directory / 'manifest'} is no manifest of weights: {error}") from error
         self.slots: list[mmap.mmap] = []
         self._made = self._inode()
         self._pin = _map(directory / f"pin_{reader_id}", 64, create=True)

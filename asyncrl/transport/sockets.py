@@ -128,10 +128,10 @@ class BufferSocket:
         self._guard = _secure(self.socket, curve_dir, server=True)
         try:
             self.socket.bind(address)
-        except zmq.ZMQError as e:
+        except zmq.ZMQError as error:
             raise ConfigError(
-                f"wires.address: cannot listen on {address}: {e}; is another run using it?"
-            ) from e
+                f"wires.address: cannot listen on {address}: {error}; is another run using it?"
+            ) from error
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._decoder = msgspec.msgpack.Decoder(FromPeer)
         self.undecodable = 0  # frames refused so far
@@ -145,12 +145,13 @@ class BufferSocket:
         frames = self.socket.recv_multipart()
         try:
             return frames[0], self._decoder.decode(frames[-1])
-        except UNDECODABLE as e:
+        except UNDECODABLE as error:
             self.undecodable += 1
             self.send(
                 frames[0],
                 Refused(
-                    f"a message that is not of this protocol: {type(e).__name__}: {str(e)[:200]!r}",
+                    f"a message that is not of this protocol: {type(error).__name__}: "
+                    f"{str(error)[:200]!r}",
                     4,
                 ),
             )
@@ -208,8 +209,10 @@ class PeerSocket:
             return None
         try:
             return self._decoder.decode(self.socket.recv())  # type: ignore[no-any-return]
-        except UNDECODABLE as e:
-            raise PeerUnreachable(f"{self.address} does not speak this protocol: {e}") from e
+        except UNDECODABLE as error:
+            raise PeerUnreachable(
+                f"{self.address} does not speak this protocol: {error}"
+            ) from error
 
     def close(self) -> None:
         self.socket.close()
@@ -329,8 +332,10 @@ class ChunkClient:
             )
         try:
             chunk: _Chunk = self._decoder.decode(self.socket.recv())
-        except UNDECODABLE as e:
-            raise PeerUnreachable(f"{self.address} does not speak this protocol: {e}") from e
+        except UNDECODABLE as error:
+            raise PeerUnreachable(
+                f"{self.address} does not speak this protocol: {error}"
+            ) from error
         if xxhash.xxh3_64_intdigest(chunk.data) != chunk.checksum:
             raise PeerUnreachable(f"a damaged chunk of weights from {self.address}")
         self.bytes_received += len(chunk.data)

@@ -149,8 +149,8 @@ def resolve(source: str, sets: Sequence[str], arms: Sequence[Arm]) -> dict[str, 
                 )
         try:
             out[a.name] = load.load(source, [*sets, *a.sets])
-        except ConfigError as e:
-            raise ConfigError(f"--arm {a.name}: {e}") from e
+        except ConfigError as error:
+            raise ConfigError(f"--arm {a.name}: {error}") from error
         if twin := next((n for n, c in out.items() if n != a.name and c == out[a.name]), None):
             raise ConfigError(
                 f"--arm {a.name}: resolves to the same config as {twin}; leave one out, or write "
@@ -370,13 +370,13 @@ def uses_gpu(config: Config) -> bool:
 
 def warm_signs(cell: Cell, config: Config) -> list[signs.Sign]:
     """What `asyncrl run` would say of a warm run, as far as its record goes."""
-    e = config.evaluation
+    error = config.evaluation
     ends = (cell.steps[0], cell.steps[-1])
     rows = [
         {
             "step": s,
             "eval/heldout": x,
-            "eval/heldout_n": e.final_prompts if s in ends else e.prompts,
+            "eval/heldout_n": error.final_prompts if s in ends else error.prompts,
         }
         for s, x in zip(cell.steps, cell.accuracy, strict=True)
     ]
@@ -384,7 +384,7 @@ def warm_signs(cell: Cell, config: Config) -> list[signs.Sign]:
         {
             "step": s,
             "eval/ood": x,
-            "eval/ood_n": e.ood_prompts if s in ends else min(e.prompts, e.ood_prompts),
+            "eval/ood_n": error.ood_prompts if s in ends else min(error.prompts, error.ood_prompts),
         }
         for s, x in cell.ood.items()
     ]

@@ -185,8 +185,8 @@ def plan(
         for limit in limits:
             try:
                 c = load.load(source, [*sets, *items, *limit_sets(limit, injected)])
-            except ConfigError as e:
-                raise ConfigError(f"--correction {name}, limit {label(limit)}: {e}") from e
+            except ConfigError as error:
+                raise ConfigError(f"--correction {name}, limit {label(limit)}: {error}") from error
             twin = next((n for n, other in out.arms.items() if other == c), None)
             if (
                 twin is not None

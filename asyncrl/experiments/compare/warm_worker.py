@@ -36,8 +36,8 @@ def main(directory: Path, abandon: bool) -> None:
 
         try:
             record = serial.one(config, config.seed, watch)
-        except AsyncrlError as e:
-            say(error=str(e))
+        except AsyncrlError as error:
+            say(error=str(error))
             continue
         write(path.with_suffix(".json"), json.dumps(record))
         say(done=True)

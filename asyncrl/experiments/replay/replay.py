@@ -247,11 +247,11 @@ class Replay:
                     told = time.monotonic()
                     say(f"replayed {number + 1 - self.start} of {self.end - self.start} batches")
             self.measure(evaluator, core, self.end, write)
-        except AsyncrlError as e:
-            if "not finite" not in str(e):
+        except AsyncrlError as error:
+            if "not finite" not in str(error):
                 raise
-            done.failed = str(e)
-            say(f"ended: {e}")
+            done.failed = str(error)
+            say(f"ended: {error}")
         finally:
             writer.close()
             if evaluator is not None:

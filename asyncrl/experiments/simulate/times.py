@@ -183,8 +183,8 @@ def load(path: Path, base: Times | None = None) -> Times:
     """Times from a TOML file, on top of `base`.  Raises ConfigError with the key."""
     try:
         table = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError) as e:
-        raise ConfigError(f"{path}: {e}") from e
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
     return merged(base or Times(), table, str(path))
 
 
@@ -212,8 +212,8 @@ def merged(base: Times, table: dict[str, Any], where: str) -> Times:
         table = {"train_tokens": None} | table
     try:
         times: Times = msgspec.convert(msgspec.to_builtins(base) | table, Times)
-    except msgspec.ValidationError as e:
-        raise ConfigError(f"{where}: {e}") from e
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{where}: {error}") from error
     rng = random.Random(0)
     for name in DRAWN:
         if (spec := getattr(times, name)) is not None:

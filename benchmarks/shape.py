@@ -1,0 +1,148 @@
+"""The shape of the product's code: what a reader meets, as numbers with limits (`make shape`).
+
+    python benchmarks/shape.py            the figures, each with its limit; exit 1 beyond one
+    python benchmarks/shape.py --where    and the places beyond, worst first
+
+Counted over asyncrl, actors, buffer and learner.  Tokens a line: names, operators, numbers and
+strings, over the lines that hold any.  One-letter names: what is bound outside comprehensions,
+lambdas and the modules of MATHEMATICS, where a letter is the formula's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import sys
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+PRODUCT = ("asyncrl", "actors", "buffer", "learner")
+MATHEMATICS = (
+    "asyncrl/algorithms",
+    "asyncrl/experiments/lab",
+    "asyncrl/models/exact_operators.py",
+    "asyncrl/models/packed_forward.py",
+    "actors/decoder.py",
+)
+CODE = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
+COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.Lambda)
+
+
+class Figure(NamedTuple):
+    """A number, the most it may be, and the places that make it up, worst first."""
+
+    name: str
+    value: float
+    limit: float
+    places: list[str]
+
+
+def files() -> list[Path]:
+    return [path for part in PRODUCT for path in sorted((ROOT / part).rglob("*.py"))]
+
+
+def where(path: Path, line: int) -> str:
+    return f"{path.relative_to(ROOT)}:{line}"
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def bound(node: ast.AST) -> str | None:
+    """The name that a node binds, if any."""
+    if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return node.id if isinstance(node, ast.Name) else node.attr
+    if isinstance(node, ast.arg):
+        return node.arg
+    return node.name if isinstance(node, ast.ExceptHandler) else None
+
+
+def letters(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """(line, name) of every one-letter name bound outside comprehensions and lambdas."""
+    inside = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, COMPREHENSIONS)
+        for child in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        name = bound(node)
+        if name and len(name) == 1 and name != "_" and id(node) not in inside:
+            yield getattr(node, "lineno", 0), name
+
+
+def density(text: str) -> Counter[int]:
+    """Line -> tokens of code."""
+    found = tokenize.generate_tokens(io.StringIO(text).readline)
+    return Counter(token.start[0] for token in found if token.type in CODE)
+
+
+def figures() -> list[Figure]:
+    tokens = lines = 0
+    folders: Counter[str] = Counter()
+    wide: list[str] = []
+    skips: list[str] = []
+    long: list[tuple[int, str]] = []
+    calls: list[tuple[int, str]] = []
+    short: list[str] = []
+    for path in files():
+        text = path.read_text()
+        tree = ast.parse(text)
+        each = density(text)
+        tokens += sum(each.values())
+        lines += len(each)
+        if path.name != "__init__.py":
+            folders[str(path.parent.relative_to(ROOT))] += 1
+        for number, line in enumerate(text.split("\n"), 1):
+            if len(line) > 100:
+                wide.append(where(path, number))
+            if "fmt: skip" in line or "fmt: off" in line:
+                skips.append(where(path, number))
+        for function in functions(tree):
+            size = (function.end_lineno or 0) - function.lineno + 1
+            long.append((size, f"{where(path, function.lineno)} {function.name}, {size} lines"))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and len(node.args) > 6:
+                what = f"{where(path, node.lineno)} {len(node.args)} arguments by position"
+                calls.append((len(node.args), what))
+        if not str(path.relative_to(ROOT)).startswith(MATHEMATICS):
+            short += [f"{where(path, line)} {name}" for line, name in letters(tree)]
+    long.sort(reverse=True)
+    calls.sort(reverse=True)
+    full = [f"{folder}: {count}" for folder, count in folders.most_common()]
+    return [
+        Figure("modules in a folder, most", max(folders.values()), 14, full[:3]),
+        Figure("lines wider than 100 columns", len(wide), 0, wide),
+        Figure("fmt: skip", len(skips), 0, skips),
+        Figure("tokens a line, mean", round(tokens / lines, 2), 8, []),
+        Figure("lines of a function, most", long[0][0], 80, [place for _, place in long[:10]]),
+        Figure("calls with over 6 arguments by position", len(calls), 0, [c for _, c in calls]),
+        Figure("one-letter names", len(short), 0, short),
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--where", action="store_true", help="name the places beyond a limit")
+    asked = parser.parse_args()
+    beyond = False
+    for figure in figures():
+        over = figure.value > figure.limit
+        beyond |= over
+        mark = "beyond" if over else "ok"
+        print(f"{figure.name:<42}{figure.value:>8g}   at most {figure.limit:g}   {mark}")
+        if asked.where and over:
+            print("\n".join(f"    {place}" for place in figure.places))
+    sys.exit(beyond)
+
+
+if __name__ == "__main__":
+    main()
