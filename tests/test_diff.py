@@ -11,6 +11,8 @@ from typing import Any
 
 from conftest import ENV, ROOT
 
+from asyncrl.experiments.replay.diff import first_difference
+
 
 def diff(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -21,6 +23,17 @@ def diff(*words: str) -> subprocess.CompletedProcess[str]:
         text=True,
         timeout=120,
     )
+
+
+def test_how_fast_a_run_was_is_no_difference() -> None:
+    """Where answers waited, and for how long, is the machine's; the mean reward is the run's."""
+    slow = {"time/step": 9.0, "reward/queue": 21.0, "reward/wait_s": 0.3, "reward/call_s": 0.1}
+    fast = {"time/step": 1.0, "reward/queue": 14.0, "reward/wait_s": 0.1, "reward/call_s": 0.2}
+    slow |= {"reward/workers": 2.0, "throughput/learner_tokens_per_s": 5.0, "memory/peak": 1.0}
+    fast |= {"reward/workers": 1.0, "throughput/learner_tokens_per_s": 9.0, "memory/peak": 2.0}
+    assert not first_difference({0: slow | {"reward/mean": 0.5}}, {0: fast | {"reward/mean": 0.5}})
+    found = first_difference({0: slow | {"reward/mean": 0.5}}, {0: fast | {"reward/mean": 0.4}})
+    assert [m["name"] for m in found["metrics"]] == ["reward/mean"]
 
 
 def test_two_runs_side_by_side(forked: Callable[..., dict[str, Any]], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -735,6 +736,8 @@ def test_a_buffer_folded_after_the_end_waits_for_the_learner_only_if_its_model_i
     assert bool(again.service.ended_at) == exported == again.service.store.finished
     generator, learner = again.peer(), again.peer()
     generator.send(m.Want("generator-0", 2, 1, 4, None))
+    while not exported and "generator-0" not in again.service.generators:
+        time.sleep(0.001)  # heard before the learner ends the run, or nobody would be left to tell
     if not exported:
         assert ask(learner, again.hello(2, number=1, origin=1), m.Welcome).epoch == 2
         assert ask(learner, m.Goodbye(2, 1), m.Finished).epoch == 2

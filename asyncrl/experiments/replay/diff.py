@@ -16,7 +16,17 @@ from asyncrl.experiments.compare.comparison import Cell, differences
 from asyncrl.records import metrics
 
 # says how fast a run was and where answers waited, not what it computed
-MACHINE = ("time/", "throughput/", "memory/", "buffer/", "lag/in_")
+MACHINE = (
+    "time/",
+    "throughput/",
+    "memory/",
+    "buffer/",
+    "lag/in_",
+    "reward/queue",
+    "reward/wait_s",
+    "reward/call_s",
+    "reward/workers",
+)
 NAMES = ("name", "runs")  # settings that only say where a run lies
 CURVES = (
     ("eval/heldout", "Accuracy on held-out prompts", "accuracy"),
