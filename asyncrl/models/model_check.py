@@ -16,10 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from asyncrl.contract import importing
-from asyncrl.models import layout
 from asyncrl.config.tree import Config
+from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.models import layout
 from asyncrl.models.tokenizer import check_weights, lacks, load_tokenizer, stop_tokens
 
 OTHER_HEADS = (

@@ -19,8 +19,8 @@ import torch
 import xxhash
 from torch.utils.checkpoint import checkpoint
 
-from asyncrl.models import without_transformers, packed_forward
 from asyncrl.contract.errors import ConfigError
+from asyncrl.models import packed_forward, without_transformers
 from asyncrl.models.packed_forward import ForwardOut
 from asyncrl.models.tokenizer import lacks
 

@@ -26,7 +26,7 @@ def warm_start(
     config: Config, path: str | Path, *, steps: int | None = None, threads: int = 2
 ) -> dict[str, Any]:
     """Write a Hugging Face directory at `path`, atomically.  Deterministic for (task, seed,
-    threads).  Returns what it did.
+    threads).  Returns what it did: steps, seconds, the last loss, the accuracy before RL.
     """
     import torch
 
