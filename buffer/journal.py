@@ -21,6 +21,7 @@ from pathlib import Path
 import xxhash
 
 from asyncrl.contract.errors import Damaged
+from asyncrl.records import atomic_write
 from asyncrl.records.jsonl import full
 
 MARK = b"aRJ1"
@@ -86,12 +87,6 @@ def _judge_tail(path: Path, data: bytes, bad: int) -> None:
     with path.open("r+b") as f:
         f.truncate(bad)
         os.fsync(f.fileno())
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.close(fd)
 
 
 class Journal:
@@ -192,17 +187,12 @@ class Journal:
         data = frame(snapshot, 0)
         fd = -1
         try:
-            fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-            _write(fd, data)
-            if self.sync:
-                os.fsync(fd)
-            os.replace(part, path)
-            if self.sync:
-                _sync_directory(self.directory)
+            with atomic_write.replacing(path, part=part, sync=self.sync):
+                fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
+                _write(fd, data)
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
-            part.unlink(missing_ok=True)
             raise full(part, error) from error
         with self._wake:
             self._wake.wait_for(lambda: not self._busy)

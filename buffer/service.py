@@ -24,7 +24,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, BadMessage
 from asyncrl.contract.waits import WaitLog
-from asyncrl.records import jsonl, metrics
+from asyncrl.records import atomic_write, jsonl, metrics
 from asyncrl.records.metrics import MetricsWriter, RunClock
 from asyncrl.records.rundir import Lock, buffer_address, run_id, take_back
 from asyncrl.tasks import Task, get_task
@@ -764,13 +764,10 @@ class Service:
         """RUN/buffer_summary.json, whole or as it was.  Raises AsyncrlError when the disk is
         full.
         """
-        part = self.run_dir / "buffer_summary.json.part"
         path = self.run_dir / "buffer_summary.json"
         try:
-            part.write_text(json.dumps(self.summary()))
-            os.replace(part, path)
+            atomic_write.write(path, json.dumps(self.summary()))
         except OSError as error:
-            part.unlink(missing_ok=True)
             raise jsonl.full(path, error) from error
 
     def close(self) -> str:

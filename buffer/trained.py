@@ -5,7 +5,6 @@ a resumed run goes on with it.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 import xxhash
 
 from asyncrl.contract.messages import Batch, Trajectory
-from asyncrl.records import jsonl
+from asyncrl.records import atomic_write, jsonl
 
 
 @dataclass
@@ -114,10 +113,8 @@ class Trained:
         self.lent = {n: x for n, x in self.lent.items() if not self.knows(n)} | {
             batch.number: _row(batch, limit)
         }
-        part = self.lent_path.with_suffix(".part")
         try:
-            part.write_text(json.dumps(self.lent))
-            os.replace(part, self.lent_path)
+            atomic_write.write(self.lent_path, json.dumps(self.lent))
         except OSError as error:
             raise jsonl.full(self.lent_path, error) from error
 

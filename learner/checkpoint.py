@@ -29,6 +29,7 @@ import xxhash
 
 from asyncrl.contract.errors import AsyncrlError, Damaged
 from asyncrl.models.policy import export, load_policy, load_weights, manifest, named_weights
+from asyncrl.records import atomic_write
 from learner.state import State
 from learner.step import LearnerCore
 
@@ -102,44 +103,15 @@ def save(
     Raises AsyncrlError (disk full).
     """
     number = core.state.number
-    part = directory / f".number_{number}.part"
     final = directory / f"number_{number}"
-    shutil.rmtree(part, ignore_errors=True)
+    hidden = directory / f".number_{number}.part"
     try:
-        part.mkdir()
-        core.backend.tell("save", str(part))
-        optimizer = core.backend.state(part)
-        with core.backend.whole():
-            export(core.model, part / "model")
-        critic = core.critic.state() if core.critic is not None else None
-        torch.save(
-            {
-                "optimizer": optimizer,
-                "critic": critic,
-                "state": asdict(core.state),
-                "extra": dict(extra),
-            },
-            part / "state.pt",
-        )
-        for n, data in (older or {}).items():
-            (part / f"older_{n}.bin").write_bytes(data)
-        files = {
-            str(p.relative_to(part)): [p.stat().st_size, xxhash.xxh3_64_hexdigest(p.read_bytes())]
-            for p in sorted(part.rglob("*"))
-            if p.is_file()
-        }
-        (part / "manifest").write_text(json.dumps(files))
-        for p in part.rglob("*"):
-            _sync(p)
-        shutil.rmtree(final, ignore_errors=True)
-        os.rename(part, final)
-        _sync(directory)
+        with atomic_write.replacing(final, part=hidden, sync=True) as part:
+            _fill(part, core, extra, older or {})
     except AsyncrlError:  # a lost rank: not the disk's fault
-        shutil.rmtree(part, ignore_errors=True)
         raise
     except Exception as error:
         # torch and safetensors each have error classes of their own for a full disk
-        shutil.rmtree(part, ignore_errors=True)
         raise AsyncrlError(
             f"checkpoint {final} could not be written: {error}; the ones before it are whole: free "
             "some space and resume"
@@ -150,12 +122,36 @@ def save(
     return kept[-keep:][0]
 
 
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+def _fill(
+    part: Path, core: LearnerCore, extra: Mapping[str, Any], older: Mapping[int, bytes]
+) -> None:
+    """Everything of a checkpoint into the new directory `part`, with sizes and checksums."""
+    part.mkdir()
+    core.backend.tell("save", str(part))
+    optimizer = core.backend.state(part)
+    with core.backend.whole():
+        export(core.model, part / "model")
+    critic = core.critic.state() if core.critic is not None else None
+    torch.save(
+        {
+            "optimizer": optimizer,
+            "critic": critic,
+            "state": asdict(core.state),
+            "extra": dict(extra),
+        },
+        part / "state.pt",
+    )
+    for number, data in older.items():
+        (part / f"older_{number}.bin").write_bytes(data)
+    files = {
+        str(file.relative_to(part)): [
+            file.stat().st_size,
+            xxhash.xxh3_64_hexdigest(file.read_bytes()),
+        ]
+        for file in sorted(part.rglob("*"))
+        if file.is_file()
+    }
+    (part / "manifest").write_text(json.dumps(files))
 
 
 def verify(path: Path) -> str:

@@ -24,6 +24,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import WaitLog
 from asyncrl.models.devices import bind_learner
 from asyncrl.models.policy import export, weights_digest
+from asyncrl.records import atomic_write
 from asyncrl.records.rundir import buffer_address, ended, run_id
 from asyncrl.records.trace import Tracer
 from asyncrl.transport.sockets import PeerSocket
@@ -244,9 +245,8 @@ class Learner:
         self.core.backend.tell("export")
         with self.core.backend.whole():
             export(self.core.model, self.run_dir / "model")
-            part = self.run_dir / "weights_digest.part"
-            part.write_text(weights_digest(self.core.model))
-            os.replace(part, self.run_dir / "weights_digest")
+            digest = weights_digest(self.core.model)
+            atomic_write.write(self.run_dir / "weights_digest", digest)
 
     def next_batch(self) -> m.Batch | None:
         """The batch to train on; None when told to stop while waiting."""

@@ -23,6 +23,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.models import packed_forward, without_transformers
 from asyncrl.models.packed_forward import ForwardOut
 from asyncrl.models.tokenizer import lacks
+from asyncrl.records import atomic_write
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -279,17 +280,11 @@ def export(model: PolicyModel, path: str | Path) -> None:
     """Write a Hugging Face directory with model and tokenizer, atomically: it is there whole or not
     at all.
     """
-    path, part = Path(path), Path(f"{path}.part{os.getpid()}")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir(parents=True)
-    try:
+    own_part = Path(f"{path}.part{os.getpid()}")
+    with atomic_write.replacing(Path(path), part=own_part) as part:
+        part.mkdir(parents=True)
         model.hf.save_pretrained(part)
         copy_tokenizer(model.tokenizer_dir, part)
-        if path.exists():
-            shutil.rmtree(path)
-        os.replace(part, path)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
 
 
 def copy_tokenizer(source: str | Path, target: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
+from asyncrl.records import atomic_write
 
 SHM = Path("/dev/shm")
 
@@ -46,9 +47,7 @@ def prepare(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
         else ""
     )
     (run_dir / "commit").write_text(git or "unknown\n")
-    part_file = run_dir / "config.toml.part"
-    part_file.write_text(toml)
-    os.replace(part_file, run_dir / "config.toml")
+    atomic_write.write(run_dir / "config.toml", toml)
 
 
 def ensure(config: Config, toml: str, run_dir: Path, run: str = "") -> None:

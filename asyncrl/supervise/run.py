@@ -20,7 +20,7 @@ from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo
 from asyncrl.contract.messages import Status
 from asyncrl.models import devices
-from asyncrl.records import lives, metrics, rundir, signs, stream, trace
+from asyncrl.records import atomic_write, lives, metrics, rundir, signs, stream, trace
 from asyncrl.supervise import live, run_page
 from asyncrl.supervise.launch import Supervisor
 from asyncrl.supervise.summary import about, task_signs
@@ -170,9 +170,7 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
     if config.staleness.max_lag != before.staleness.max_lag:
         rundir.note_limit(run_dir, before.staleness.max_lag)
     if config != before:
-        part = run_dir / "config.toml.part"
-        part.write_text(load.dump(config))
-        os.replace(part, run_dir / "config.toml")
+        atomic_write.write(run_dir / "config.toml", load.dump(config))
     return config
 
 

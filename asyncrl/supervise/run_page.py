@@ -5,7 +5,6 @@ JSON for programs.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.records import jsonl, lives, metrics, page_kit, trace
+from asyncrl.records import atomic_write, jsonl, lives, metrics, page_kit, trace
 from asyncrl.records.signs import interval
 
 TIMELINE_S = 3.0
@@ -393,7 +392,5 @@ def write(run_dir: Path) -> Path:
         config=(run_dir / "config.toml").read_text(),
         summary_json=page_kit.embedded(summary),
     )
-    part = run_dir / "report.html.part"
-    part.write_text(page)
-    os.replace(part, run_dir / "report.html")
+    atomic_write.write(run_dir / "report.html", page)
     return run_dir / "report.html"

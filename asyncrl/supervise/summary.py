@@ -5,13 +5,12 @@ to say of one that has not.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.records import metrics, rundir, signs
+from asyncrl.records import atomic_write, metrics, rundir, signs
 from asyncrl.supervise.run_page import certainty
 
 PARTIAL = (
@@ -193,7 +192,5 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
 def write(config: Config, run_dir: Path) -> dict[str, Any]:
     """Compose it and keep it as RUN/summary.json."""
     summary = compose(config, run_dir)
-    part = run_dir / "summary.json.part"
-    part.write_text(json.dumps(summary, indent=1))
-    os.replace(part, run_dir / "summary.json")
+    atomic_write.write(run_dir / "summary.json", json.dumps(summary, indent=1))
     return summary

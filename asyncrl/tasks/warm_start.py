@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ import numpy as np
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
+from asyncrl.records import atomic_write
 from asyncrl.tasks import synthetic
 
 BATCH = 64
@@ -38,37 +38,34 @@ def warm_start(
             "a model of your own"
         )
     task = synthetic.TASKS[config.task.name]()
-    part = Path(f"{path}.part{os.getpid()}")
-    shutil.rmtree(part, ignore_errors=True)
-    part.parent.mkdir(parents=True, exist_ok=True)
+    own_part = Path(f"{path}.part{os.getpid()}")
+    own_part.parent.mkdir(parents=True, exist_ok=True)
     before = torch.get_num_threads()
     began = time.monotonic()
     torch.set_num_threads(threads)
     try:
-        # vLLM on a CPU has kernels for 32 dimensions a head and more
-        model = models.build_model(
-            part,
-            task.symbols,
-            seed=config.seed,
-            heads=2 if config.generator.engine == "vllm" else 4,
-        )
-        count = task.steps if steps is None else steps
-        loss = _fit(model, task.demonstrations(count * BATCH, config.seed), count)
-        models.export(model, part)
-        what = {
-            "task": task.name,
-            "seed": config.seed,
-            "steps": count,
-            "loss": loss,
-            "accuracy": accuracy(model, task, config.seed),
-            "seconds": round(time.monotonic() - began, 1),
-        }
-        (part / "warm_start.json").write_text(json.dumps(what))
-        shutil.rmtree(path, ignore_errors=True)
-        os.replace(part, path)
+        with atomic_write.replacing(Path(path), part=own_part) as part:
+            # vLLM on a CPU has kernels for 32 dimensions a head and more
+            model = models.build_model(
+                part,
+                task.symbols,
+                seed=config.seed,
+                heads=2 if config.generator.engine == "vllm" else 4,
+            )
+            count = task.steps if steps is None else steps
+            loss = _fit(model, task.demonstrations(count * BATCH, config.seed), count)
+            models.export(model, part)
+            what = {
+                "task": task.name,
+                "seed": config.seed,
+                "steps": count,
+                "loss": loss,
+                "accuracy": accuracy(model, task, config.seed),
+                "seconds": round(time.monotonic() - began, 1),
+            }
+            (part / "warm_start.json").write_text(json.dumps(what))
     finally:
         torch.set_num_threads(before)
-        shutil.rmtree(part, ignore_errors=True)
     return what
 
 

@@ -29,6 +29,7 @@ import xxhash
 
 from asyncrl.contract.errors import AsyncrlError, Damaged
 from asyncrl.contract.versions import Label
+from asyncrl.records import atomic_write
 
 HEADER = 4096  # one page, so that the bytes are aligned
 _SLOT = struct.Struct("<QqqQ")  # sequence, epoch, number, checksum
@@ -101,9 +102,8 @@ class Ring:
         self._declare()
 
     def _declare(self) -> None:
-        part = self.directory / "manifest.part"
-        part.write_bytes(msgspec.msgpack.encode(_Manifest(self.epoch, self.size, self.rows)))
-        os.replace(part, self.directory / "manifest")
+        manifest = msgspec.msgpack.encode(_Manifest(self.epoch, self.size, self.rows))
+        atomic_write.write(self.directory / "manifest", manifest)
 
     def mend(self) -> bool:
         """Make the directory anew, with all that the ring holds, if somebody has removed it; True

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from asyncrl.config.tree import Config
 from asyncrl.experiments.compare import verdict
 from asyncrl.experiments.compare.comparison import KL_BATCHES, Cell, mean, signs_told
-from asyncrl.records import page_kit
+from asyncrl.records import atomic_write, page_kit
 from asyncrl.records.page_kit import COLOURS
 from asyncrl.records.signs import interval
 
@@ -241,9 +240,7 @@ def write(
         blob=page_kit.embedded(blob),
     )
     for path, text in ((directory / "report.html", page), (directory / "comparison.json", blob)):
-        part = path.with_suffix(".part")
-        part.write_text(text)
-        os.replace(part, path)
+        atomic_write.write(path, text)
     _board(directory / "tensorboard", cells, settings)
     return directory / "report.html"
 

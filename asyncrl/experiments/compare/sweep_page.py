@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any
 from asyncrl.experiments.compare import verdict
 from asyncrl.experiments.compare.comparison import KL_BATCHES, signs_told
 from asyncrl.experiments.compare.page import clean
-from asyncrl.records import page_kit
+from asyncrl.records import atomic_write, page_kit
 from asyncrl.supervise.run_page import by_length
 
 HEAD = (
@@ -337,7 +336,5 @@ def write(
         blob=page_kit.embedded(blob),
     )
     for path, text in ((directory / "report.html", page), (directory / "result.json", blob)):
-        part = path.with_suffix(".part")
-        part.write_text(text)
-        os.replace(part, path)
+        atomic_write.write(path, text)
     return directory / "report.html"

@@ -25,6 +25,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.experiments.compare import verdict
+from asyncrl.records import atomic_write
 from asyncrl.supervise.launch import _die_with_parent, signal_name
 
 # (cell, {"step", "accuracy"} along the way or {"done": True})
@@ -36,12 +37,6 @@ def collapsed(_steps: list[float], accuracy: list[float]) -> str:
     as `judgement.Bounds` says.
     """
     return next((x for x in verdict.stability(accuracy, []) if x.startswith("collapse")), "")
-
-
-def write(path: Path, text: str) -> None:
-    part = path.with_suffix(path.suffix + ".part")
-    part.write_text(text)
-    os.replace(part, path)
 
 
 @dataclass
@@ -76,7 +71,7 @@ class Cells:
         (self.directory / "cells").mkdir(parents=True, exist_ok=True)
         for name, config in self.configs.items():
             if not self.path(name).with_suffix(".toml").exists():
-                write(self.path(name).with_suffix(".toml"), load.dump(config))
+                atomic_write.write(self.path(name).with_suffix(".toml"), load.dump(config))
         queue = deque(self.todo())
         team = [
             Worker(self.directory, n, queue, tell, abandon) for n in range(min(workers, len(queue)))

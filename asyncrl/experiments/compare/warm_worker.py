@@ -11,7 +11,8 @@ from typing import Any
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.importing import no_garbage
-from asyncrl.experiments.compare.warm_pool import collapsed, write
+from asyncrl.experiments.compare.warm_pool import collapsed
+from asyncrl.records import atomic_write
 
 
 def main(directory: Path, abandon: bool) -> None:
@@ -39,7 +40,7 @@ def main(directory: Path, abandon: bool) -> None:
         except AsyncrlError as error:
             say(error=str(error))
             continue
-        write(path.with_suffix(".json"), json.dumps(record))
+        atomic_write.write(path.with_suffix(".json"), json.dumps(record))
         say(done=True)
 
 

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from asyncrl.records import page_kit
+from asyncrl.records import atomic_write, page_kit
 from asyncrl.records.page_kit import COLOURS
 
 Lines = dict[str, tuple[Sequence[float], Sequence[float]]]  # xs and ys by name
@@ -191,7 +190,5 @@ def write(directory: Path, found: Findings) -> tuple[Path, Path]:
     )
     paths = directory / f"{found.name}.html", directory / f"{found.name}.json"
     for path, text in zip(paths, (page, blob), strict=True):
-        part = path.with_suffix(".part")
-        part.write_text(text)
-        os.replace(part, path)
+        atomic_write.write(path, text)
     return paths

@@ -13,7 +13,7 @@ from typing import Any
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare.comparison import Cell, differences
-from asyncrl.records import metrics
+from asyncrl.records import atomic_write, metrics
 
 # says how fast a run was and where answers waited, not what it computed
 MACHINE = (
@@ -190,6 +190,4 @@ def page(
         '<script type="application/json" '
         f'id="{blob}">{json.dumps(found).replace("</", "<" + chr(92) + "/")}</script></body></html>'
     )
-    part = path.with_suffix(".part")
-    part.write_text(html)
-    part.replace(path)
+    atomic_write.write(path, html)

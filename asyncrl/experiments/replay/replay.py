@@ -13,7 +13,6 @@ so."""
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 import tomllib
@@ -34,7 +33,7 @@ from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.replay import diff
 from asyncrl.experiments.replay.offline_eval import Evaluator
 from asyncrl.models.policy import export, weights_digest
-from asyncrl.records import metrics, stream
+from asyncrl.records import atomic_write, metrics, stream
 from learner import checkpoint
 from learner.step import LearnerCore
 
@@ -500,9 +499,7 @@ def text(found: dict[str, Any]) -> str:
 
 def write(where: Path, r: Replay, done: Replayed, found: dict[str, Any]) -> None:
     """OUT/replay.json and OUT/report.html: the curves of both, and the text."""
-    part = where / "replay.json.part"
-    part.write_text(json.dumps(clean(found), indent=1))
-    os.replace(part, where / "replay.json")
+    atomic_write.write(where / "replay.json", json.dumps(clean(found), indent=1))
     diff.page(
         "A replay",
         text(found),

@@ -4,12 +4,11 @@ self-contained page.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.records import page_kit
+from asyncrl.records import atomic_write, page_kit
 from asyncrl.records.page_kit import COLOURS
 
 HEAD = (
@@ -122,7 +121,5 @@ def write(
         library=page_kit.library(),
         data=page_kit.embedded(points),
     )
-    part = path.with_name(path.name + ".part")
-    part.write_text(page)
-    os.replace(part, path)
+    atomic_write.write(path, page)
     return path

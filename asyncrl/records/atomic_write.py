@@ -1,0 +1,63 @@
+"""Files and directories that are there whole or not at all: filled beside their place under another
+name, then renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+
+def write(path: Path, content: str | bytes) -> None:
+    """Put a file in `path`'s place.  Raises OSError; what was there is then as it was."""
+    with replacing(path) as part:
+        if isinstance(content, bytes):
+            part.write_bytes(content)
+        else:
+            part.write_text(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, part: Path | None = None, sync: bool = False) -> Iterator[Path]:
+    """The part to fill, a file or a directory: at the end it takes `path`'s place, after a failure
+    it is removed.  What a killed process left of it is removed first.
+
+    part: its name, `path` with ".part" as a rule; several processes that may write the same path
+    need one each.  sync: it survives a power cut, every file and the directory that holds it.
+    Raises OSError.
+    """
+    part = part or path.with_name(path.name + ".part")
+    remove(part)
+    try:
+        yield part
+        if sync:
+            for written in (part, *part.rglob("*")):
+                _sync(written)
+        if path.is_dir():
+            shutil.rmtree(path)
+        os.replace(part, path)
+        if sync:
+            _sync(path.parent)
+    except BaseException:
+        remove(part)
+        raise
+
+
+def remove(path: Path) -> None:
+    """Remove a file or a directory, as far as that can be done, without a word."""
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

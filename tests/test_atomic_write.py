@@ -1,0 +1,81 @@
+"""Files and directories that are there whole or not at all."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from asyncrl.records import atomic_write
+
+
+def test_text_and_bytes_take_the_place_of_what_was_there_and_leave_no_part(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    atomic_write.write(path, "first")
+    assert path.read_text() == "first"
+    atomic_write.write(path, b"\x00\xff")
+    assert path.read_bytes() == b"\x00\xff"
+    assert os.listdir(tmp_path) == ["summary.json"]
+
+
+def test_a_failure_leaves_what_was_there_and_no_part(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    path.write_text("first")
+    with pytest.raises(OSError, match="full"), atomic_write.replacing(path) as part:
+        part.write_text("half")
+        assert path.read_text() == "first"
+        raise OSError("full")
+    assert path.read_text() == "first" and os.listdir(tmp_path) == ["summary.json"]
+
+
+def test_an_interrupt_leaves_no_part_of_a_directory(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt), atomic_write.replacing(tmp_path / "model") as part:
+        part.mkdir()
+        (part / "weights").write_text("half")
+        raise KeyboardInterrupt
+    assert not os.listdir(tmp_path)
+
+
+def test_a_directory_takes_the_place_of_another_and_of_what_a_killed_process_left(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "model"
+    hidden = tmp_path / ".mine"
+    for directory in (path, hidden):
+        directory.mkdir()
+        (directory / "old").write_text("old")
+    with atomic_write.replacing(path, part=hidden) as part:
+        assert part == hidden
+        part.mkdir()
+        (part / "new").write_text("new")
+    assert os.listdir(tmp_path) == ["model"] and os.listdir(path) == ["new"]
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_with_sync_every_file_and_the_directories_reach_the_disk_before_and_after_the_renaming(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: bool
+) -> None:
+    done: list[str] = []
+
+    def fsync(descriptor: int) -> None:
+        done.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+    replace = os.replace
+
+    def replaced(source: Path, target: Path) -> None:
+        done.append("renamed")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replaced)
+    with atomic_write.replacing(tmp_path / "kept" / "model", sync=sync) as part:
+        part.mkdir(parents=True)
+        (part / "weights").write_text("all")
+    expected = ["model.part", "weights", "renamed", "kept"] if sync else ["renamed"]
+    assert done == expected
+
+
+def test_what_cannot_be_removed_is_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    atomic_write.remove(tmp_path / "file" / "below")
+    atomic_write.remove(tmp_path / "nothing")
+    assert os.listdir(tmp_path) == ["file"]
