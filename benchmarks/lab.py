@@ -17,7 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import results_file
 import rounds
 
-from asyncrl.cli.lab import say
+from asyncrl.cli.base import say
 from asyncrl.experiments.lab import (
     bias,
     bias_page,

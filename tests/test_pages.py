@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import ROOT, SMALL
 
-from asyncrl import cli
+from asyncrl.cli import run as cli
 from asyncrl.config.load import load
 from asyncrl.config.tree import Config
 from asyncrl.experiments.compare import page as compare_page

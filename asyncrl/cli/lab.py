@@ -10,11 +10,8 @@ from typing import Any
 import click
 
 from asyncrl.cli import result
+from asyncrl.cli.base import PATH, say
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def finish(found: Any, out: Path, as_json: bool) -> None:
@@ -26,21 +23,21 @@ def finish(found: Any, out: Path, as_json: bool) -> None:
     say(f"plots: {html}   numbers: {data}")
     if as_json:
         result.put(found.json())
-    if wrong := [c.text for c in found.claims if c.holds is False]:
+    if wrong := [claim.text for claim in found.claims if claim.holds is False]:
         raise AsyncrlError(f"lab {found.name}: {len(wrong)} claim(s) do not hold: {wrong[0]}")
 
 
 def common(name: str, vocabulary: int, length: int, seeds: int) -> Callable[[Any], Any]:
     """Options that every experiment has."""
 
-    def add(f: Any) -> Any:
+    def add(command: Any) -> Any:
         for option in (
             click.option(
                 "--json", "as_json", is_flag=True, help="the last line of stdout is one JSON object"
             ),
             click.option(
                 "--out",
-                type=click.Path(path_type=Path),
+                type=PATH,
                 default=Path("runs/lab"),
                 show_default=True,
                 help=f"directory of {name}.html and {name}.json",
@@ -67,8 +64,8 @@ def common(name: str, vocabulary: int, length: int, seeds: int) -> Callable[[Any
                 help="symbols",
             ),
         ):
-            f = option(f)
-        return f
+            command = option(command)
+        return command
 
     return add
 
@@ -121,7 +118,9 @@ def bias(
 
     finish(
         bias_page.findings(
-            experiment.measure(vocabulary, length, seeds, distance, ref_kl, draws, say)
+            experiment.measure(
+                vocabulary, length, seeds, distance=distance, ref_kl=ref_kl, draws=draws, say=say
+            )
         ),
         out,
         as_json,
@@ -208,7 +207,15 @@ def reshape(
     finish(
         reshape_page.findings(
             experiment.measure(
-                vocabulary, length, seeds, epochs, batches, minibatches, samples, rates, say
+                vocabulary,
+                length,
+                seeds,
+                epochs=epochs,
+                batches=batches,
+                minibatches=minibatches,
+                samples=samples,
+                rates=rates,
+                say=say,
             )
         ),
         out,

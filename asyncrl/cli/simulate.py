@@ -1,161 +1,88 @@
-"""`asyncrl simulate`: what the command does."""
+"""`asyncrl simulate`: the command; simulating.py has what it does."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+import json
 from pathlib import Path
 from typing import Any
 
-import msgspec
+import click
 
-from asyncrl.config import load
-from asyncrl.config.tree import Config
-from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.simulate import page, questions, times
-from asyncrl.experiments.simulate.fit import fit
-from asyncrl.experiments.simulate.times import Times
-
-LIMITS = (0, 1, 2, 4, 8, 16)  # of --plot
-MOST_GENERATORS = 10_000
+from asyncrl.cli.base import PATH, options
 
 
-def numbers(words: str, what: str, least: int, most: int) -> list[int]:
-    """`1,10,100` as numbers.  Raises ConfigError."""
-    try:
-        found = [int(x) for x in words.split(",")]
-    except ValueError:
-        found = []
-    if not found or not all(least <= x <= most for x in found):
-        raise ConfigError(
-            f"{what} {words}: write whole numbers from {least} to {most}, with commas between them"
-        )
-    return found
-
-
-def times_for(from_run: Path | None, file: Path | None, words: Sequence[str]) -> tuple[Times, str]:
-    """The times, and in words where they are from: defaults, then a run, then a file, then single
-    ones.
-    """
-    found = Times()
-    source = "defaults, those of configs/demo.toml on one 2.5 GHz core a process"
-    if from_run is not None:
-        found = fit(from_run)[0]
-        source = f"fitted to {from_run}"
-    if file is not None:
-        found = times.load(file, found)
-        source = f"{file}" + (f" on those of {from_run}" if from_run else "")
-    if words:
-        found = times.parse(found, words)
-        source = f"{source}; {', '.join(words)}"
-    return found, source
-
-
+@click.command()
+@options()
+@click.option("--from", "from_run", type=PATH, help="take the times from this run directory")
+@click.option("--times", "file", type=PATH, help="take times from this TOML file")
+@click.option(
+    "--time",
+    "words",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="one time, as in swap=0.5 or reward=pareto(0.2,2.5,4); repeatable",
+)
+@click.option(
+    "--limit",
+    "limits",
+    type=float,
+    multiple=True,
+    metavar="K",
+    help="what would this limit give? repeatable",
+)
+@click.option(
+    "--more",
+    type=int,
+    multiple=True,
+    metavar="N",
+    help="what would N more generators give? repeatable",
+)
+@click.option(
+    "--sync",
+    "syncs",
+    type=float,
+    multiple=True,
+    metavar="X",
+    help="what would a weight sync X times as fast give? repeatable",
+)
+@click.option(
+    "--generators",
+    default="",
+    metavar="N,N,...",
+    help="simulate with each of these numbers of generators, 1 to 10000",
+)
+@click.option("--seeds", type=click.IntRange(1), default=3, show_default=True)
+@click.option("--steps", type=click.IntRange(1), help="batches; the config's when absent")
+@click.option("--no-evaluation", is_flag=True, help="leave out held-out evaluation")
+@click.option(
+    "--plot",
+    type=PATH,
+    metavar="FILE.html",
+    help="throughput, idle shares and lag against the limit",
+)
 def simulate(
-    config: Config,
-    known: Times,
     source: str,
-    *,
-    name: str,
-    limits: Sequence[float],
-    more: Sequence[int],
-    syncs: Sequence[float],
-    generators: str,
-    seeds: int,
-    steps: int | None,
-    evaluate: bool,
-    plot: Path | None,
-) -> dict[str, Any]:
-    """Everything that the command shows, as one object."""
-    if config.staleness.delay:
-        raise ConfigError(
-            "staleness.delay: is not simulated; leave it out, and give the tail by --time "
-            "reward=pareto(LEAST,EXPONENT,MOST)"
-        )
-    if steps is not None:
-        config = questions.with_steps(config, steps)
-    for x in syncs:
-        if not (x > 0 and math.isfinite(x)):
-            raise ConfigError(f"--sync {x:g}: how many times as fast; a number above 0")
-    if plot is not None and not plot.parent.is_dir():
-        raise ConfigError(f"--plot {plot}: there is no directory {plot.parent}")
-    counts = (
-        numbers(generators, "--generators", 1, MOST_GENERATORS)
-        if generators
-        else [config.generators]
-    )
-    for m in more:
-        if not 1 <= config.generators + m <= MOST_GENERATORS:
-            raise ConfigError(
-                f"--more {m}: {config.generators + m} generators; write one that leaves 1 to "
-                f"{MOST_GENERATORS}"
-            )
-    base = questions.several(config, known, seeds, evaluate=evaluate)
-    if not (limits or more or syncs):
-        k = config.staleness.max_lag
-        inject = config.staleness.inject
-        limits = [] if inject is not None or k == math.inf else [2 * k or 1]
-        more = [1]
-        syncs = [2.0]
-    answers = questions.answers(config, known, base, limits, more, syncs, evaluate=evaluate)
-    shown = questions.together(base)
-    out: dict[str, Any] = {
-        "tokens_per_s": shown["tokens_per_s"],
-        "idle_share": {"generator": shown["idle_generator"], "learner": shown["idle_learner"]},
-        "lag": {k: shown[f"lag_{k}"] for k in ("mean", "p95", "max")},
-        "base": shown,
-        "seeds": seeds,
-        "times": source,
-        "limited_by": questions.limited_by(shown),
-        "answers": [msgspec.structs.asdict(a) for a in answers],
-    }
-    if generators or plot is not None:
-        now = config.staleness.max_lag
-        line = (
-            sorted({*map(float, LIMITS), *map(float, limits), now})
-            if plot is not None and config.staleness.inject is None
-            else [now]
-        )
-        done = {(config.generators, now): shown} | {
-            (config.generators, float(k)): a.outcome for k, a in zip(limits, answers, strict=False)
-        }
-        out["sweep"] = questions.sweep(config, known, line, counts, seeds, done, evaluate=evaluate)
-    if plot is not None:
-        sentences = [f"As configured, {out['limited_by']}.", *(a.sentence for a in answers)]
-        out["page"] = str(
-            page.write(plot, name, source, out["sweep"], sentences, load.dump(config))
-        )
-    return out
+    sets: tuple[str, ...],
+    as_json: bool,
+    from_run: Path | None,
+    file: Path | None,
+    words: tuple[str, ...],
+    no_evaluation: bool,
+    **given: Any,
+) -> None:
+    """Simulate CONFIG without a model: throughput, idle shares, lag; and what another limit,
+    generator or weight sync would give.
+    """
+    from asyncrl.cli import simulating
+    from asyncrl.config import load
 
-
-def text(out: dict[str, Any]) -> str:
-    """The same for a reader."""
-    b = out["base"]
-    lines = [
-        f"times: {out['times']}",
-        f"{b['steps']} steps, {b['generators']:,} generator(s), limit {b['max_lag']}: "
-        f"{b['step_s']:.3g} s a step, {b['tokens_per_s']:,.0f} tokens/s trained",
-        f"idle: generators {b['idle_generator']:.1%}, learner {b['idle_learner']:.1%}; "
-        f"{out['limited_by']}",
-        f"lag: mean {b['lag_mean']:.2f} ({b['lag_in_flight']:.2f} in flight, "
-        f"{b['lag_in_queue']:.2f} in queue), p95 {b['lag_p95']:g}, max {b['lag_max']}: "
-        + ", ".join(f"{k}: {v:.1%}" for k, v in b["lag_histogram"].items()),
-        f"tickets in flight: mean {b['tickets_mean']:.1f}, most {b['tickets_max']}; groups alive "
-        f"at a commit: {b['alive_mean']:.1f}",
-        "tokens lost: "
-        + (
-            ", ".join(f"{k} {v / max(b['generated'], 1):.2%}" for k, v in b["losses"].items())
-            or "none"
-        ),
-    ]
-    lines += [a["sentence"] for a in out["answers"]]
-    if "sweep" in out:
-        rows = [page.HEAD, *(page.row(o) for o in out["sweep"])]
-        widths = [max(len(r[i]) for r in rows) for i in range(len(page.HEAD))]
-        lines += ["  ".join(x.rjust(w) for x, w in zip(r, widths, strict=True)) for r in rows]
-    took = b["took_s"]
-    lines.append(
-        f"simulated with {out['seeds']} seed(s), {took:.1f} s each"
-        + (f"; page: {out['page']}" if "page" in out else "")
+    known, where = simulating.times_for(from_run, file, words)
+    out = simulating.simulate(
+        load.load(source, sets),
+        known,
+        where,
+        name=f"simulate {source}",
+        evaluate=not no_evaluation,
+        **given,
     )
-    return "\n".join(lines)
+    print(json.dumps(out) if as_json else simulating.text(out))

@@ -1,0 +1,253 @@
+"""`asyncrl compare`: one config under several settings; `asyncrl sweep`: limits x corrections."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from asyncrl.cli import result
+from asyncrl.cli.base import PATH, options, say
+
+if TYPE_CHECKING:
+    from asyncrl.config.tree import Config
+    from asyncrl.experiments.compare.sweep import Plan
+
+# column of the page's table -> its heading in a terminal, where fewer fit
+COMPARED = {
+    "arm": "arm",
+    "end": "end",
+    "area": "area",
+    "seconds of RL": "seconds",
+    "trained tok/s": "tok/s",
+    "mean lag": "lag",
+    "ESS": "ESS",
+    "unstable": "unstable",
+    "processes": "",
+}
+SWEPT = ("correction", "limit", "end", "vs sync", "interval", "ESS", "unstable", "speed")
+
+
+@click.command()
+@options()
+@click.option(
+    "--arm",
+    "arms",
+    multiple=True,
+    metavar="NAME:KEY=VALUE,...",
+    help="an arm; the first is what the others are compared with; repeatable",
+)
+@click.option(
+    "--seeds",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="seeds of each arm, from the config's on",
+)
+@click.option("--out", type=PATH, help="the comparison's directory; an unfinished one goes on")
+@click.option(
+    "--jobs",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="real runs at a time; more than one disturbs the timings",
+)
+@click.option(
+    "--real",
+    is_flag=True,
+    help="every run as processes of its own, also those that could go in a warm one",
+)
+@click.option("--dry-run", is_flag=True, help="print the arms and what would run")
+def compare(
+    source: str,
+    sets: tuple[str, ...],
+    as_json: bool,
+    arms: tuple[str, ...],
+    seeds: int,
+    out: Path | None,
+    jobs: int,
+    real: bool,
+    dry_run: bool,
+) -> None:
+    """Train CONFIG under several settings, fairly, and say whether they differ."""
+    from asyncrl.config import load
+    from asyncrl.experiments.compare import comparison as comparing
+    from asyncrl.experiments.compare import page
+    from asyncrl.experiments.compare.progress import CompareProgress
+    from asyncrl.supervise.run import preflight
+
+    base = load.load(source, sets)
+    chosen = [comparing.parse_arm(words) for words in arms] or comparing.default_arms(base)
+    if dry_run:
+        configs = comparing.resolve(source, sets, chosen)
+        print_arms(base, configs, set() if real else comparing.warm_arms(configs))
+        print(f"would make {len(chosen) * seeds} runs", file=sys.stderr)
+        return
+    where = out or Path(base.runs) / f"compare-{base.name or Path(source).stem}"
+    comparison = comparing.Comparison(where, source, sets, chosen, seeds, say, real=real)
+    for config in comparison.configs.values():
+        preflight(config)
+    with CompareProgress(comparison) as progress:
+        cells = comparison.run(jobs, progress.tell)
+    found = comparing.analyse(cells, comparison.configs)
+    settings = [
+        (arm.name, ", ".join(comparison.sets_of(arm)) or "as configured") for arm in comparison.arms
+    ]
+    html = page.write(where, where.name, cells, found, settings, base)
+    if as_json:
+        result.put(page.clean(found))
+        return
+    print_comparison(found, f"{where.name}: {seeds} seed(s)")
+    say(f"report: {html}")
+
+
+def print_arms(base: Config, configs: Mapping[str, Config], warm: set[str]) -> None:
+    """--dry-run: what each arm changes, and in what processes it would run."""
+    from msgspec import to_builtins
+
+    from asyncrl.experiments.compare.comparison import differences
+
+    for name, config in configs.items():
+        differs = differences(
+            json.loads(json.dumps(to_builtins(base))), json.loads(json.dumps(to_builtins(config)))
+        )
+        print(
+            f"{name}: {'; '.join(differs) or 'as configured'} "
+            f"({'a warm process' if name in warm else 'real processes'})"
+        )
+
+
+def print_comparison(found: dict[str, Any], title: str) -> None:
+    """The table, the verdicts and what faster arms give up."""
+    from asyncrl.experiments.compare import page
+    from asyncrl.experiments.compare.progress import print_beside, print_table
+
+    start = next(iter(found["arms"].values()))["heldout_start"]
+    rows = page.rows(found)
+    print_table(page.HEAD, rows, COMPARED, f"{title}, held-out accuracy from {start:.3f}")
+    print_beside(page.HEAD, rows, ("arm",), ("OOD start", "OOD end", "KL to ref"))
+    for verdict in found["verdicts"]:
+        print(verdict["text"])
+    for sentence in found["trade"]:
+        print(sentence)
+
+
+@click.command()
+@options()
+@click.option(
+    "--limits",
+    default="1,2,4,8",
+    show_default=True,
+    help="staleness limits (with --inject: lags), separated by commas",
+)
+@click.option(
+    "--correction",
+    "chosen",
+    multiple=True,
+    metavar="NAME or NAME:KEY=VALUE,...",
+    help="repeatable; default: configured, none",
+)
+@click.option(
+    "--inject",
+    is_flag=True,
+    help="inject each limit as a constant lag; without it the lag is what generators and "
+    "learner make of it",
+)
+@click.option(
+    "--seeds",
+    type=click.IntRange(1),
+    default=3,
+    show_default=True,
+    help="seeds of each cell, from the config's on",
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="warm processes, one core each",
+)
+@click.option("--out", type=PATH, help="the sweep's directory; an unfinished one goes on")
+@click.option("--no-abandon", is_flag=True, help="train collapsed runs to their end too")
+@click.option("--dry-run", is_flag=True, help="print the cells and what would run")
+def sweep(
+    source: str,
+    sets: tuple[str, ...],
+    as_json: bool,
+    limits: str,
+    chosen: tuple[str, ...],
+    inject: bool,
+    seeds: int,
+    workers: int,
+    out: Path | None,
+    no_abandon: bool,
+    dry_run: bool,
+) -> None:
+    """Staleness limits x corrections: how stale may a sample be?  Ends with a limit to paste."""
+    from asyncrl.config import load
+    from asyncrl.experiments.compare import page, sweep_page
+    from asyncrl.experiments.compare import sweep as sweeping
+    from asyncrl.experiments.compare.comparison import design
+    from asyncrl.experiments.compare.progress import SweepProgress
+    from asyncrl.experiments.compare.sweep_analysis import analyse
+    from asyncrl.supervise.run import preflight
+
+    corrections = [sweeping.parse_correction(words) for words in chosen or ("configured", "none")]
+    plan = sweeping.plan(
+        source, sets, corrections, sweeping.parse_limits(limits, inject), injected=inject
+    )
+    if dry_run:
+        print_cells(plan, seeds)
+        return
+    base = load.load(source, sets)
+    where = out or Path(base.runs) / f"sweep-{base.name or Path(source).stem}"
+    made = sweeping.Sweep(where, plan, seeds, say)
+    longest = [plan.cell[name, plan.limits[-1]] for name, _ in corrections]
+    for arm in dict.fromkeys([sweeping.SYNC, *longest]):
+        preflight(plan.arms[arm])
+    say(design(len(plan.arms), seeds))
+    with SweepProgress(made) as progress:
+        made.run(workers, progress.tell, abandon=not no_abandon)
+    found = analyse(made)
+    told = [
+        (name, sweeping.CORRECTIONS.get(name, ("", []))[0] or ", ".join(items))
+        for name, items in corrections
+    ]
+    shape = f"{base.learner.steps} steps of {base.learner.groups} x {base.learner.group_size}"
+    lag = f"{'injected' if inject else 'natural'} lag, {seeds} seed(s), {shape}"
+    html = sweep_page.write(where, where.name, found, told, lag)
+    if as_json:
+        result.put(page.clean(found))
+        return
+    print_sweep(found, f"{where.name}: {seeds} seed(s)")
+    say(f"report: {html}")
+
+
+def print_cells(plan: Plan, seeds: int) -> None:
+    """--dry-run: the arm of every cell, and how many runs that makes."""
+    from asyncrl.experiments.compare.sweep import label
+
+    for (name, limit), arm in plan.cell.items():
+        print(f"{name}, limit {label(limit)}: {arm}")
+    print(
+        f"would make {len(plan.arms) * seeds} runs, and {len(plan.probes)} short ones for the "
+        "speed of each limit",
+        file=sys.stderr,
+    )
+
+
+def print_sweep(found: dict[str, Any], title: str) -> None:
+    """The table, and the limit to paste."""
+    from asyncrl.experiments.compare import sweep_page
+    from asyncrl.experiments.compare.progress import print_beside, print_table
+
+    rows = sweep_page.rows(found)
+    print_table(sweep_page.HEAD, rows, {heading: heading for heading in SWEPT}, title)
+    print_beside(sweep_page.HEAD, rows, ("correction", "limit"), ("OOD end", "KL to ref"))
+    print(found["suggestion"]["reason"])
+    if found["suggestion"]["set"]:
+        print(found["suggestion"]["set"])

@@ -1,0 +1,128 @@
+"""`asyncrl doctor`: how a run stands; `asyncrl engines`: what works on this machine."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from asyncrl.cli import result
+from asyncrl.cli.base import PATH, emit
+from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
+from asyncrl.records import lives
+
+
+@click.command()
+@click.argument("run_dir", type=PATH, required=False)
+@click.option(
+    "--exact",
+    "exact",
+    is_flag=True,
+    help="the self-test of exact mode instead: for a CONFIG, a RUN_DIR, or small models "
+    "when none is given",
+)
+@click.option("--json", "as_json", is_flag=True)
+def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
+    """How a run stands: who waits for whom, since when; of one that does not run, what ended it;
+    --exact: which operators agree bitwise.
+    """
+    from asyncrl.config import load
+    from asyncrl.records import rundir
+    from asyncrl.supervise import doctor as doctors
+    from asyncrl.supervise import live
+
+    if exact:
+        return exact_mode(run_dir, as_json)
+    if run_dir is None:
+        raise ConfigError("give a RUN_DIR (or --exact for the self-test of exact mode)")
+    if not (run_dir / "config.toml").exists():
+        raise ConfigError(f"{run_dir}: no run directory (it has no config.toml)")
+    config = load.load(run_dir / "config.toml")
+    there = bool(config.wires.address) or lives.alive(run_dir, "buffer")
+    status = (
+        live.ask(rundir.buffer_address(config, run_dir), config.wires.curve_dir, 3.0)
+        if there
+        else None
+    )
+    seen = doctors.look(config, run_dir, status)
+    if as_json:
+        print(json.dumps(seen))
+    elif status is None:
+        print("\n".join(doctors.lines(config, run_dir, seen)))
+    else:
+        print_running(config, run_dir, status, seen)
+    if not seen["running"] and not seen["ended"]:
+        print(
+            f"error: the run in {run_dir} is not running, and has made {seen['committed']} of "
+            f"{seen['steps']} steps",
+            file=sys.stderr,
+        )
+        sys.exit(PeerUnreachable.exit_code)  # not raised: the JSON object above is the answer
+
+
+def print_running(config: Any, run_dir: Path, status: Any, seen: dict[str, Any]) -> None:
+    """A run whose buffer answers: who waits for whom, who was heard when, who died."""
+    from asyncrl.supervise import doctor as doctors
+    from asyncrl.supervise import live
+
+    print(live.line(status))
+    for who, what, on, age in status.waits:
+        print(f"{who} waits {age:.1f} s for {what} (on {on})")
+    for name, age in status.peers.items():
+        print(f"{name}: heard {age:.1f} s ago")
+    dead = [
+        process
+        for process in seen["processes"]
+        if not process["alive"] and (process["known"] or process["name"] not in status.peers)
+    ]
+    print("".join(process["said"] + "\n" for process in dead), end="")
+    if {process["name"] for process in dead if process["known"]} & set(doctors.missing(seen)):
+        print(doctors.advice(config, run_dir, seen))
+    watchdog = config.watchdog
+    print(
+        f"a step is overdue after {seen['deadline_s']:.1f} s without a commit "
+        f"({watchdog.multiple:g} medians of the run's own steps, at least {watchdog.floor_s:g} s)"
+    )
+
+
+def exact_mode(source: Path | None, as_json: bool) -> None:
+    """`doctor --exact`: the table by operator; exit code 1 when something differs."""
+    from dataclasses import asdict
+
+    from asyncrl.config import load
+    from asyncrl.supervise import exact_check
+
+    if source is None:
+        rows = exact_check.small_models()
+    else:
+        rows = exact_check.check(load.load(source / "config.toml" if source.is_dir() else source))
+    wrong = exact_check.failure(rows)
+    print(exact_check.table(rows), file=sys.stderr if as_json else sys.stdout)
+    if as_json:
+        emit({"equal": not wrong, "operators": [asdict(row) for row in rows]}, as_json)
+    if wrong:
+        raise AsyncrlError(f"exact mode does not hold on this machine: {wrong}")
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True)
+def engines(as_json: bool) -> None:
+    """Which engines and learner backends work on this machine; for the others, why and what to
+    install.
+    """
+    from asyncrl.models import installed
+
+    rows = installed.look()
+    device = installed.device()
+    if as_json:
+        result.put({"device": device, "engines": rows})
+        return
+    print(f"device: {device}")
+    for row in rows:
+        print(
+            f"{row['setting']:32} {row['version'] or '-':10} "
+            f"{'works' if row['works'] else 'no: ' + row['why']}"
+        )

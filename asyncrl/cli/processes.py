@@ -1,0 +1,168 @@
+"""`asyncrl buffer`, `generator`, `learner`: one process of a run, started by hand or by the
+supervisor; and `keys`, for those on several machines.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from asyncrl.cli import result
+from asyncrl.cli.base import PATH, emit, options
+from asyncrl.contract import refusal
+from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo, PeerUnreachable
+from asyncrl.contract.importing import no_garbage
+from asyncrl.records import lives
+
+
+def agreed(
+    source: str, sets: tuple[str, ...], run_dir: Path | None, *, joins: bool
+) -> tuple[Any, Path]:
+    """Config and run directory of one process; whoever starts first makes the directory.
+
+    joins: a generator, which may be on another machine than the buffer: what it makes then belongs
+    to the buffer's run."""
+    from asyncrl.config import load
+    from asyncrl.records import rundir
+
+    config = load.load(source, sets)
+    where = run_dir or rundir.directory(config, source)
+    if os.environ.get("ASYNCRL_SUPERVISED"):
+        return config, where
+    if run_dir is None and not config.name:
+        raise ConfigError(
+            "processes started one by one need to agree on a directory: give --run-dir DIR (or "
+            "name in the config)"
+        )
+    if not (where / "config.toml").exists():
+        served = joins and config.wires.address.startswith("tcp://")
+        rundir.ensure(config, load.dump(config), where, joined_run(config, where) if served else "")
+    found = load.load(where / "config.toml")
+    load.agree(config, found, sets, where / "config.toml")
+    if rundir.ended(where, found.learner.steps):
+        raise NothingToDo(
+            f"the run in {where} has ended, all its {found.learner.steps} steps are made: `asyncrl "
+            f"run --resume {where} --set learner.steps=N` trains on"
+        )
+    return found, where
+
+
+def joined_run(config: Any, where: Path) -> str:
+    """Id of the run that the buffer at wires.address serves; "" when another process makes the
+    directory meanwhile.
+    """
+    import time
+
+    from asyncrl.supervise import live
+
+    until = time.monotonic() + config.wires.connect_s
+    while not (where / "config.toml").exists():
+        if (status := live.ask(config.wires.address, config.wires.curve_dir, 1.0)) is not None:
+            return status.run
+        if time.monotonic() > until:
+            raise PeerUnreachable(
+                f"no buffer answers at {config.wires.address} after {config.wires.connect_s:g} s "
+                "(wires.connect_s): is it running, and with keys of the same `asyncrl keys`?"
+            )
+    return ""
+
+
+def lived(name: str, config: Any, where: Path, index: int) -> bool:
+    """One process's life, to the run's end (True) or until it is told to end (False)."""
+    if name == "buffer":
+        with no_garbage():
+            from buffer.service import main as start_buffer
+        return start_buffer(config, where)
+    if name == "learner":
+        with no_garbage():
+            from learner.loop import main as start_learner
+        return start_learner(config, where)
+    with no_garbage():
+        import torch  # noqa: F401  # which its engine needs
+
+        from actors.generator import main as start_generator
+    return start_generator(config, where, index)
+
+
+def recorded(name: str, config: Any, where: Path, index: int) -> int:
+    """The same, with its beginning and end on record in the run directory.  Returns the exit
+    code.
+    """
+    supervised = bool(os.environ.get("ASYNCRL_SUPERVISED"))
+    life = lives.Life(
+        where,
+        f"generator-{index}" if name == "generator" else name,
+        alone=name != "learner",
+        supervised=supervised,
+    )
+    code = 1
+    why = "killed"
+    try:
+        code, why = (0 if lived(name, config, where, index) else lives.INTERRUPTED), ""
+    except KeyboardInterrupt:
+        code, why = lives.INTERRUPTED, ""
+    except AsyncrlError as error:
+        code, why = error.exit_code, str(error)
+        raise
+    except Exception as error:
+        code, why = 1, f"{type(error).__name__}: {error}"
+        raise
+    finally:
+        last = life.end(code, why)
+        if last and not supervised:
+            from asyncrl.supervise.run import close_up
+
+            close_up(life)
+        life.free()
+    return code
+
+
+def process(name: str, doc: str) -> click.Command:
+    """The command of one kind of process."""
+
+    @click.option("--run-dir", type=PATH, help="directory of the run; made by whoever starts first")
+    @click.option("--index", default=0, help="number of this generator")
+    @options()
+    def command(
+        source: str, sets: tuple[str, ...], as_json: bool, run_dir: Path | None, index: int
+    ) -> None:
+        refusal.listen()
+        config, where = agreed(source, sets, run_dir, joins=name == "generator")
+        # a rank of the learner's: it lives and ends with rank 0
+        if int(os.environ.get("RANK", "0")) > 0:
+            sys.exit(0 if lived(name, config, where, index) else lives.INTERRUPTED)
+        code = recorded(name, config, where, index)
+        if as_json:
+            result.put({"run_dir": str(where), "process": name})
+        sys.exit(code)
+
+    command.__doc__ = doc
+    return click.command(name)(command)
+
+
+buffer = process("buffer", "The buffer process of a run.")
+generator = process(
+    "generator", "One generator process of a run; as many as wanted, with different --index."
+)
+learner = process("learner", "The learner process of a run.")
+
+
+@click.command()
+@click.argument("directory", type=PATH)
+@click.option("--json", "as_json", is_flag=True)
+def keys(directory: Path, as_json: bool) -> None:
+    """Make CURVE keys in DIRECTORY, for wires.curve_dir of a run on several machines."""
+    from asyncrl.transport.sockets import make_keys
+
+    give = make_keys(directory)
+    if not as_json:
+        print(
+            f"copy {' and '.join(key.name for key in give)} to a directory on each other machine "
+            "and name it there as wires.curve_dir;\n"
+            f"keys in {directory / 'clients'} are let in, all others are not"
+        )
+    emit({"curve_dir": str(directory), "copy": [str(key) for key in give]}, as_json)

@@ -1,0 +1,108 @@
+"""`asyncrl run`, and what a finished run gives: its page (`report`), its model (`export`)."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from asyncrl.cli.base import PATH, emit, options
+from asyncrl.contract.errors import ConfigError
+
+
+@click.command()
+@options(source=False)
+@click.option("--resume", type=PATH, help="go on with this run directory")
+@click.option("--dry-run", is_flag=True, help="print the resolved config and what would start")
+def run(
+    source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path | None, dry_run: bool
+) -> None:
+    """Run all processes of CONFIG, supervised; or go on with a run by --resume."""
+    from asyncrl.config import load
+    from asyncrl.models import devices
+    from asyncrl.records import rundir
+    from asyncrl.supervise import run as runner
+
+    if (source is None) == (resume is None):
+        raise ConfigError("give either a CONFIG or --resume RUN_DIR")
+    if resume is not None:
+        config = runner.resolve_resume(resume, sets)
+        run_dir = resume
+    else:
+        config = load.load(str(source), sets)
+        run_dir = rundir.directory(config, str(source))
+    if dry_run:
+        print(load.dump(config))
+        print(
+            f"would start in {run_dir}: buffer, {', '.join(devices.placement(config))}",
+            file=sys.stderr,
+        )
+        return
+    code, summary = runner.run(config, run_dir, resume=resume is not None)
+    emit(summary if as_json or not summary else outline(summary), as_json)
+    sys.exit(code)
+
+
+def outline(summary: dict[str, Any]) -> dict[str, Any]:
+    """A run's summary for a reader; summary.json has all of it."""
+    from asyncrl.supervise.run import within
+
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3f}"
+
+    lag = summary["lag"]
+    speed = summary["speed"]
+    idle = speed["idle_share"]
+    ledger = summary["ledger"]
+    total = max(ledger["generated"], 1)
+    ends = {end: tokens for end, tokens in ledger.items() if end != "generated" and tokens}
+    return {
+        "held-out": f"{share(summary['heldout_start'])} -> {share(summary['heldout_end'])}"
+        f"{within(summary)}   "
+        f"out of distribution {share(summary['ood_start'])} -> {share(summary['ood_end'])}",
+        "trained": f"{summary['steps']} steps, {summary['trajectories']:,} trajectories, "
+        f"{summary['tokens']:,} tokens in {summary['wall_s']:.1f} s",
+        "lag": f"mean {lag['mean']:.2f}, p95 {lag['p95']:g}, max {lag['max']:g} of "
+        f"{lag['limit']} versions",
+        "speed": f"generators {speed['generator_tokens_per_s']:,.0f} tokens/s "
+        f"({idle['generator']:.0%} idle), "
+        f"learner {speed['learner_tokens_per_s']:,.0f} tokens/s ({idle['learner']:.0%} idle)",
+        "ledger": f"{ledger['generated']:,} tokens generated: "
+        + ", ".join(f"{end} {tokens / total:.1%}" for end, tokens in ends.items()),
+    }
+
+
+@click.command()
+@click.argument("run_dir", type=PATH)
+@click.option("--json", "as_json", is_flag=True)
+def report(run_dir: Path, as_json: bool) -> None:
+    """Write RUN_DIR/report.html again."""
+    from asyncrl.supervise import run_page
+
+    emit({"report": str(run_page.write(run_dir))}, as_json)
+
+
+@click.command()
+@click.argument("run_dir", type=PATH)
+@click.argument("path", type=PATH)
+@click.option("--json", "as_json", is_flag=True)
+def export(run_dir: Path, path: Path, as_json: bool) -> None:
+    """Copy the newest trained model of RUN_DIR to PATH, as a Hugging Face directory."""
+    import shutil
+
+    from learner import checkpoint
+
+    if path.exists():
+        raise ConfigError(f"{path} exists already; choose another place")
+    source = run_dir / "model"
+    if not source.is_dir():
+        root = run_dir / "checkpoints"
+        claimed = checkpoint.epochs(root, claimed=True)
+        newest = checkpoint.newest(root / f"epoch_{claimed[-1]}") if claimed else None
+        if newest is None:
+            raise ConfigError(f"{run_dir}: no model and no checkpoint in it")
+        source = newest / "model"
+    shutil.copytree(source, path)
+    emit({"model": str(path), "from": str(source)}, as_json)
