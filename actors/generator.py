@@ -27,7 +27,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, NothingToDo, PeerUnreachable, ProtocolError
 from asyncrl.contract.versions import Label
-from asyncrl.contract.waits import WaitLog
+from asyncrl.contract.waits import BUFFER, Wait, WaitLog
 from asyncrl.models.devices import bind
 from asyncrl.models.tokenizer import encode_prompt, load_tokenizer, stop_tokens
 from asyncrl.records.rundir import buffer_address, ended, run_id
@@ -365,6 +365,13 @@ class Generator:
             self.waiting_for = what
             self.waiting_since = time.monotonic()
 
+    def waiting(self, now: float) -> Wait | None:
+        """What it waits for, as the others are told; None when it has work."""
+        if not self.waiting_for:
+            return None
+        on = f"{self.producer}-rewards" if self.waiting_for == m.REWARDS_WAITED_FOR else BUFFER
+        return Wait(self.producer, self.waiting_for, on, now - self.waiting_since)
+
     def want(self) -> None:
         """Ask for as many samples as will find a free row soon; one request at a time, repeated
         when unanswered.
@@ -415,19 +422,9 @@ class Generator:
         self.renewed = now
         if now - self.greeted > GREET_S:
             self.greet()
-        waits = (
-            [
-                (
-                    self.producer,
-                    self.waiting_for,
-                    f"the buffer at {self.socket.address}",
-                    now - self.waiting_since,
-                )
-            ]
-            if self.waiting_for
-            else []
-        )
-        for line in self.wait_log.lines(waits):
+        waiting = self.waiting(now)
+        buffer = f"the buffer at {self.socket.address}"
+        for line in self.wait_log.lines([waiting._replace(on=buffer)] if waiting else []):
             print(line, file=sys.stderr, flush=True)
         live = self.engine.progress()
         tokens = {k: h.tokens for k, h in self.schedule.held.items()}
@@ -435,7 +432,6 @@ class Generator:
             if (key[0], key[2]) in tokens:
                 tokens[key[0], key[2]] += count
         progress = [(t, a, n) for (t, a), n in tokens.items()]
-        waiting = f"{self.waiting_for}|{now - self.waiting_since:.1f}" if self.waiting_for else ""
         stats = self.stats | self.rewards.numbers()
         self.request(
             m.Renew(

@@ -5,18 +5,29 @@ Functions over the store.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from asyncrl.contract import admission
 from asyncrl.contract.errors import ProtocolError
 from asyncrl.contract.messages import Batch
+from asyncrl.contract.waits import BUFFER
 from buffer.groups import MAX_DROPS, Group, Stored, size
 
 if TYPE_CHECKING:
     from buffer.store import Store
 
 
-def pick(store: Store, number: int) -> tuple[list[Group], str]:
+class Lack(NamedTuple):
+    """Why a batch cannot be handed out: what it waits for, and the process that holds it."""
+
+    what: str
+    on: str = BUFFER
+
+    def __str__(self) -> str:
+        return self.what
+
+
+def pick(store: Store, number: int) -> tuple[list[Group], Lack | None]:
     line = [g for g in store.alive.values() if g.ticket not in store.composed and not g.filtered]
     if store.in_order and not math.isinf(store.max_lag):
         picked = line[: store.s.batch]  # in ticket order, as `alive` is
@@ -32,8 +43,9 @@ def pick(store: Store, number: int) -> tuple[list[Group], str]:
         )
         picked = ready[: store.s.batch]
     if len(picked) < store.s.batch:
-        return [], f"{store.s.batch - len(picked)} more groups: tickets are out or wait for room"
-    return picked, ""
+        more = store.s.batch - len(picked)
+        return [], Lack(f"{more} more groups: tickets are out or wait for room")
+    return picked, None
 
 
 def rank(store: Store, g: Group, number: int) -> int:
@@ -45,10 +57,11 @@ def rank(store: Store, g: Group, number: int) -> int:
     return max(admission.sample_lag(runs_of(store, s, number)) for s in g.stored())
 
 
-def why(g: Group) -> str:
+def why(g: Group) -> Lack:
+    lacks = f"ticket {g.ticket}: {len(g.missing())} samples"
     if g.lease is None:
-        return f"ticket {g.ticket}: {len(g.missing())} samples to be granted again"
-    return f"ticket {g.ticket}: {len(g.missing())} samples at {g.lease.producer}"
+        return Lack(f"{lacks} to be granted again")
+    return Lack(f"{lacks} at {g.lease.producer}", on=g.lease.producer)
 
 
 def runs_of(store: Store, s: Stored, number: int) -> list[tuple[int, int, int]]:

@@ -13,12 +13,14 @@ from typing import TYPE_CHECKING
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.messages import DISPOSITIONS, EVAL_BASE, LearnerHello, Renew, Trajectory
 from asyncrl.contract.versions import Label
+from asyncrl.contract.waits import BUFFER
 from buffer.ledger import Ledger
 
 if TYPE_CHECKING:
     from buffer.store import Store
 
 NAME_LENGTH = 200
+TEXT_LENGTH = 1000
 TICKET_END = 1 << 48
 
 
@@ -91,18 +93,25 @@ def progress(store: Store, rows: list[tuple[int, int, int]]) -> None:
 
 
 def renew(message: Renew) -> None:
-    """A generator's own numbers: finite and not negative; its wait is "" or "what|seconds"."""
+    """A generator's own numbers and its wait: finite, not negative, and its own."""
     for name, x in message.stats.items():
         need(math.isfinite(x) and x >= 0, f"{message.producer}: {name[:40]!r} is {x}")
     drawn(message.drawn)
-    _, _, since = message.waiting.partition("|")
-    try:
-        seconds = float(since or 0)
-    except ValueError:
-        seconds = math.nan
+    wait = message.waiting
+    if wait is None:
+        return
     need(
-        len(message.waiting) <= 1000 and math.isfinite(seconds),
-        f"{message.producer}: a wait is `what|seconds`, not {message.waiting[:40]!r}",
+        wait.who == message.producer and (wait.on == BUFFER or wait.within),
+        f"{message.producer} tells of the wait of {wait.who[:40]!r} for {wait.on[:40]!r}",
+    )
+    need(
+        len(wait.what) <= TEXT_LENGTH and len(wait.on) <= TEXT_LENGTH,
+        f"{message.producer}: a wait's text has up to {TEXT_LENGTH} characters, not "
+        f"{len(wait.what)} and {len(wait.on)}",
+    )
+    need(
+        math.isfinite(wait.seconds) and wait.seconds >= 0,
+        f"{message.producer}: a wait of {wait.seconds} s, for {wait.what[:40]!r}",
     )
 
 

@@ -17,6 +17,7 @@ import msgspec
 from asyncrl.contract.errors import AsyncrlError, Damaged
 from asyncrl.contract.messages import LearnerHello, Prompt, Ticket, Trajectory, WeightsSource
 from asyncrl.contract.versions import Label
+from buffer.batches import Lack
 from buffer.evaluation import Evaluations, Job, Round
 from buffer.groups import Group, Settings
 from buffer.journal import Journal, read, segments
@@ -394,7 +395,7 @@ class RecordedStore(Store):
             self._record(Greeted(h))
         return followed
 
-    def ask(self, epoch: int, number: int) -> tuple[list[Group], str]:
+    def ask(self, epoch: int, number: int) -> tuple[list[Group], Lack | None]:
         before = self.changes
         answer = super().ask(epoch, number)
         if self.changes != before:

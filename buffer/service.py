@@ -23,13 +23,13 @@ import psutil
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, BadMessage
-from asyncrl.contract.waits import WaitLog
+from asyncrl.contract.waits import Wait, WaitLog
 from asyncrl.records import atomic_write, jsonl, metrics
 from asyncrl.records.metrics import MetricsWriter, RunClock
 from asyncrl.records.rundir import Lock, buffer_address, run_id, take_back
 from asyncrl.tasks import Task, get_task
 from asyncrl.transport.sockets import BufferSocket
-from buffer import checks
+from buffer import batches, checks
 from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
 from buffer.groups import Settings
@@ -135,7 +135,7 @@ class Service:
         self.sessions = Sessions(config.wires.lease_s)
         self.refused = 0  # messages that said what cannot be
         self.learner: dict[str, Any] = {}
-        self.waiting_since: dict[str, tuple[str, float]] = {}
+        self.learner_waits: tuple[batches.Lack, float] | None = None  # since when
         self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
         self.latest: dict[str, float] = {}
         self.leased: dict[int, m.Batch] = {}
@@ -221,7 +221,7 @@ class Service:
             # what a dead session asked for would be granted to nobody, and held until its lease
             # ends
             self.wants.pop(name, None)
-            self.generators[name] = {"stats": {}, "waiting": "", "pid": 0, "host": ""}
+            self.generators[name] = {"stats": {}, "waiting": None, "pid": 0, "host": ""}
         elif said == "refused":
             self.send(
                 peer,
@@ -251,7 +251,9 @@ class Service:
             )
         if said not in ("new", "holds"):
             return None
-        entry = self.generators.setdefault(name, {"stats": {}, "waiting": "", "pid": 0, "host": ""})
+        entry = self.generators.setdefault(
+            name, {"stats": {}, "waiting": None, "pid": 0, "host": ""}
+        )
         entry |= {"at": now, "peer": peer}
         return entry
 
@@ -392,7 +394,7 @@ class Service:
         self.learner = {
             "at": time.monotonic(),
             "pid": hello.pid,
-            "waiting": "",
+            "waiting": None,
             "stats": {},
             "peer": peer,
         }
@@ -498,7 +500,7 @@ class Service:
         """
         for _ in range(len(self.asks)):
             peer, ask = self.asks.popleft()
-            groups, why = self.store.ask(ask.epoch, ask.number)
+            groups, lack = self.store.ask(ask.epoch, ask.number)
             if groups:
                 batch = self.store.batch(groups, ask.epoch, ask.number)
                 self.leased[ask.number] = batch
@@ -506,9 +508,10 @@ class Service:
                 # after a restart the first batch may need no ticket
                 self.clock.start(time.monotonic())
                 self.send(peer, batch)
-                self.wait("learner", "")
-            elif why != "late copy":
-                self.wait("learner", why)
+                self.learner_waits = None
+            elif lack is not None:
+                if self.learner_waits is None or self.learner_waits[0] != lack:
+                    self.learner_waits = lack, time.monotonic()
                 self.asks.append((peer, ask))
         self.grant()
         if not self.store.evaluations.pending:
@@ -552,12 +555,6 @@ class Service:
             return False
         entry["told"] = self.store.policy
         return True
-
-    def wait(self, who: str, what: str) -> None:
-        if not what:
-            self.waiting_since.pop(who, None)
-        elif self.waiting_since.get(who, ("", 0.0))[0] != what:
-            self.waiting_since[who] = (what, time.monotonic())
 
     # ---- numbers ---------------------------------------------------------------------------------
 
@@ -689,20 +686,15 @@ class Service:
             self.latest |= values
             self.metrics.write(number, values, self.clock.at(time.monotonic()))
 
-    def waits(self) -> list[tuple[str, str, str, float]]:
-        """Who waits, for what, held by whom, for how many seconds."""
-        now = time.monotonic()
+    def waits(self) -> list[Wait]:
+        """All there are: the learner's for its batch, and what the generators say."""
         waits = []
-        for who, (what, since) in self.waiting_since.items():
-            waits.append(
-                (who, what, what.rpartition(" at ")[2] if " at " in what else "buffer", now - since)
-            )
-        for name, entry in self.generators.items():
-            what, _, since = entry["waiting"].partition("|")
-            if what:
-                holder = f"{name}-rewards" if what == m.REWARDS_WAITED_FOR else "buffer"
-                waits.append((name, what, holder, float(since or 0)))
-        return waits
+        if self.learner_waits is not None:
+            lack, since = self.learner_waits
+            waits.append(Wait("learner", lack.what, lack.on, time.monotonic() - since))
+        return waits + [
+            entry["waiting"] for entry in self.generators.values() if entry["waiting"] is not None
+        ]
 
     def status(self) -> m.Status:
         now = time.monotonic()

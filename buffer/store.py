@@ -491,18 +491,18 @@ class Store:
         if h.ledger:
             self.carried = Ledger.restore(h.ledger)
 
-    def ask(self, epoch: int, number: int) -> tuple[list[Group], str]:
-        """The groups of batch `number`, or ([], what it waits for).  Composes it when it is asked
-        for the first time.
+    def ask(self, epoch: int, number: int) -> tuple[list[Group], batches.Lack | None]:
+        """(the groups of batch `number`, None), or ([], what it waits for); ([], None) for a late
+        copy of a request: it is trained.  Composes it when it is asked for the first time.
 
         Raises BadMessage for a batch past the last one.
         """
         checks.ask(self, number)
         if number < self.committed:
-            return [], "late copy"
+            return [], None
         at = number - self.base
         if at > len(self.comps):
-            return [], f"batch {number - 1} to be composed"
+            return [], batches.Lack(f"batch {number - 1} to be composed")
         if at == len(self.comps):
             picked, why = batches.pick(self, number)
             if not picked:
@@ -515,7 +515,7 @@ class Store:
         self.active = epoch
         # the learner may be training on it already: judged once, it comes again the same
         if number in self.leased:
-            return groups, ""
+            return groups, None
         batches.judge(self, groups, number)
         late = next((g for g in groups if not g.complete), None)
         if late is not None:
@@ -525,7 +525,7 @@ class Store:
         for g in groups:
             for s in g.stored():
                 s.runs = batches.runs_of(self, s, number)
-        return groups, ""
+        return groups, None
 
     def batch(self, groups: list[Group], epoch: int, number: int) -> Batch:
         """The message for composed, complete groups."""

@@ -21,7 +21,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, Fenced, NothingToDo, PeerUnreachable
 from asyncrl.contract.versions import Label
-from asyncrl.contract.waits import WaitLog
+from asyncrl.contract.waits import BUFFER, Wait, WaitLog
 from asyncrl.models.devices import bind_learner
 from asyncrl.models.policy import export, weights_digest
 from asyncrl.records import atomic_write
@@ -121,23 +121,15 @@ class Learner:
             self.checkpointed = None
         self.core.backend.keep_alive()
         now = time.monotonic()
+        waiting = None
+        if self.waiting:
+            waiting = Wait("learner", self.waiting, BUFFER, now - self.waiting_since)
         if now - self.sent.get("progress", 0.0) > PROGRESS_S and self.welcomed:
             self.sent["progress"] = now
-            waiting = f"{self.waiting}|{now - self.waiting_since:.1f}" if self.waiting else ""
             self.publisher.mend()
             self.socket.send(m.Progress("learner", waiting, {}, os.getpid(), self.epoch))
-        for line in self.wait_log.lines(
-            [
-                (
-                    "learner",
-                    self.waiting,
-                    f"the buffer at {self.socket.address}",
-                    now - self.waiting_since,
-                )
-            ]
-            if self.waiting
-            else []
-        ):
+        buffer = f"the buffer at {self.socket.address}"
+        for line in self.wait_log.lines([waiting._replace(on=buffer)] if waiting else []):
             print(line, file=sys.stderr, flush=True)
         silent = now - self.heard
         if silent > ENDED_S and self.waiting and ended(self.run_dir, self.config.learner.steps):

@@ -223,7 +223,7 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(
     )
     ends((1, 1, 2))
     renew = told()
-    assert renew.judging == [(0, 1), (1, 2)] and renew.waiting.startswith(m.REWARDS_WAITED_FOR)
+    assert renew.judging == [(0, 1), (1, 2)] and renew.waiting.what == m.REWARDS_WAITED_FOR
     monkeypatch.setattr(type(g.rewards), "working", property(lambda self: False))
     assert told().judging == [], "nobody sees to their end"
     monkeypatch.undo()
@@ -417,7 +417,7 @@ def test_a_buffer_that_falls_silent_is_given_up_and_one_that_answers_is_not(
     one_pass(g)
     assert not g.unanswered or time.monotonic() - g.unanswered < 5
     assert g.waiting_for == "the learner: no weights have been announced yet"
-    g.request(m.Renew(g.producer, g.session, [], {}, ""))
+    g.request(m.Renew(g.producer, g.session, [], {}, None))
     g.unanswered -= 6
     with pytest.raises(PeerUnreachable, match=r"has not answered for 6 s \(wires.connect_s\)"):
         one_pass(g)

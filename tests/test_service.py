@@ -21,6 +21,7 @@ from test_journal import state
 from asyncrl.config import load
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
+from asyncrl.contract.waits import Wait
 from asyncrl.records import rundir
 from asyncrl.tasks import get_task
 from asyncrl.transport.sockets import PeerSocket
@@ -269,7 +270,7 @@ def test_reward_processes_in_the_metrics_and_among_the_waits(begin: Any) -> None
                 1,
                 [],
                 {k.replace("_", "/", 1): v for k, v in stats.items()},
-                f"{m.REWARDS_WAITED_FOR}|3.5",
+                Wait("generator-0", m.REWARDS_WAITED_FOR, "generator-0-rewards", 3.5),
             ),
             m.Heard,
         )
@@ -425,7 +426,7 @@ def test_a_generator_that_leaves_gives_its_leases_back_at_once(begin: Any, mode:
     held = first_ticket(run, leaver)
     assert (
         ask(
-            leaver, m.Renew("generator-0", 1, [(held.ticket, held.attempt, 5)], {}, ""), m.Heard
+            leaver, m.Renew("generator-0", 1, [(held.ticket, held.attempt, 5)], {}, None), m.Heard
         ).epoch
         == 1
     )
@@ -466,12 +467,12 @@ def test_after_a_restart_weights_are_announced_once_their_learner_is_heard(begin
     generator, learner = run.peer(), run.peer()
     got = ask(generator, want(1), m.Tickets)
     assert got.announcement is None and run.service.store.policy == (1, 0)
-    renew = m.Renew("generator-0", 1, [], {}, "")
+    renew = m.Renew("generator-0", 1, [], {}, None)
     assert ask(generator, renew, m.Heard).announcement is None
     generator.send(want(2))
     ask(generator, m.Watch(), m.Status)
     # the same life goes on: only the buffer was away
-    ask(learner, m.Progress("learner", "", {}, 1, 1), m.Heard)
+    ask(learner, m.Progress("learner", None, {}, 1, 1), m.Heard)
     assert wait(generator, m.Tickets).announcement.label == (1, 0)
     assert ask(generator, renew, m.Heard).announcement.label == (1, 0)
 
@@ -491,7 +492,7 @@ def test_two_generators_of_one_name(begin: Any, monkeypatch: pytest.MonkeyPatch)
     second.send(greeting(run, 60, os.getpid()))
     ask(second, m.Watch(), m.Status)
     for _ in range(2):
-        first.send(m.Renew("generator-0", 50, [], {}, ""))
+        first.send(m.Renew("generator-0", 50, [], {}, None))
         ask(first, m.Watch(), m.Status)
     refused = ask(second, m.Want("generator-0", 60, 1, 9, None), m.Refused)
     assert (
@@ -617,8 +618,15 @@ def bad(run: Run, train: m.Ticket, test: m.Ticket) -> dict[str, m.FromPeer]:
             "generator-0", 1, 1, [msgspec.structs.replace(answers(t).samples[0], **more)]
         )
 
-    def renew(*progress: tuple[int, int, int], waiting: str = "", **stats: float) -> m.Renew:
+    def renew(
+        *progress: tuple[int, int, int], waiting: Wait | None = None, **stats: float
+    ) -> m.Renew:
         return m.Renew("generator-0", 1, list(progress), stats, waiting)
+
+    def wait(
+        seconds: float, *, who: str = "generator-0", what: str = "x", on: str = "buffer"
+    ) -> m.Renew:
+        return renew(waiting=Wait(who, what, on, seconds))
 
     def hello(**more: Any) -> m.LearnerHello:
         return msgspec.structs.replace(run.hello(2), **more)
@@ -640,8 +648,13 @@ def bad(run: Run, train: m.Ticket, test: m.Ticket) -> dict[str, m.FromPeer]:
         "progress without end": renew((train.ticket, train.attempt, 2**62)),
         "stats not finite": renew(**{"generator/tokens": float("nan")}),
         "stats below 0": renew(tokens=-1.0),
-        "wait not a number": renew(waiting="x|soon"),
-        "wait not finite": renew(waiting="x|inf"),
+        "wait not a number": wait(float("nan")),
+        "wait not finite": wait(float("inf")),
+        "wait below 0": wait(-1.0),
+        "wait of another": wait(1.0, who="learner"),
+        "wait for another": wait(1.0, on="generator-1"),
+        "wait without end": wait(1.0, what="x" * 1001),
+        "wait for a long name": wait(1.0, on="generator-0-" + "x" * 1000),
         "no name": m.Want("", 1, 1, 1, None),
         "a name like a screen": m.Want("\x1b[2J", 1, 1, 1, None),
         "ask past the end": m.Ask(1, 2),
@@ -701,7 +714,7 @@ def test_an_epoch_before_any_hello_is_nobodys(begin: Any) -> None:
         m.Commit(0, 0, Label(0, 1), "x", {}),
         m.Goodbye(0, 0),
         m.Checkpointed(0, 5),
-        m.Progress("learner", "", {}),
+        m.Progress("learner", None, {}),
     ):
         stranger.send(message)
     assert (
@@ -757,7 +770,7 @@ def test_tokens_a_second_are_over_all_the_time_since_the_last_report(begin: Any)
     service.clock.began = 100.0
     service.generators["g"] = {
         "stats": {"generator/tokens": 300.0, "generator/busy_s": 2.0, "generator/idle_s": 1.0},
-        "waiting": "",
+        "waiting": None,
     }
     first = service.generator_numbers(103.0)
     assert first["throughput/generator_tokens_per_s"] == pytest.approx(100.0) and first[

@@ -20,6 +20,7 @@ from asyncrl.contract.messages import (
     WeightsSource,
 )
 from asyncrl.contract.versions import Label
+from buffer.batches import Lack
 from buffer.evaluation import Evaluations
 from buffer.groups import Settings
 from buffer.ledger import tokens_of
@@ -185,7 +186,7 @@ def test_batches_come_in_ticket_order_and_wait_for_the_oldest() -> None:
     write(store, c)
     write(store, b)
     groups, why = store.ask(1, 0)
-    assert not groups and why == "ticket 0: 1 samples at g"
+    assert not groups and why == ("ticket 0: 1 samples at g", "g")
     write(store, a)
     assert [g.ticket for g in store.ask(1, 0)[0]] == [0, 1]
 
@@ -196,9 +197,9 @@ def test_a_leased_batch_comes_again_the_same_and_late_asks_are_ignored() -> None
     write(store, a)
     write(store, b)
     assert [g.ticket for g in store.ask(1, 0)[0]] == [g.ticket for g in store.ask(1, 0)[0]] == [0]
-    assert store.ask(1, 2) == ([], "batch 1 to be composed")
+    assert store.ask(1, 2) == ([], Lack("batch 1 to be composed"))
     train(store, 0)
-    assert store.ask(1, 0) == ([], "late copy")
+    assert store.ask(1, 0) == ([], None)
     assert store.commit(0, Label(1, 1), "d1") is False
     store.ask(1, 1)
     write(store, store.grant("g", 1, 9, 0.0)[0])
@@ -301,7 +302,7 @@ def test_a_resumed_learner_gets_its_batches_again_and_orphans_are_written_anew()
     assert store.committed == 1 and store.policy == Label(2, 1)
     groups, why = store.ask(2, 1)
     # ticket 1 is one version old; the limit is 0 now
-    assert not groups and "to be granted again" in why
+    assert not groups and "to be granted again" in why.what and why.on == "buffer"
     (t,) = store.grant("g", 2, 9, 0.0)
     assert (t.ticket, t.min_version) == (1, Label(2, 1))
     write(store, t)

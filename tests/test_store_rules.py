@@ -14,6 +14,7 @@ from asyncrl.contract.errors import AsyncrlError, ProtocolError
 from asyncrl.contract.messages import LearnerHello, Sampling, Ticket, WeightsSource
 from asyncrl.contract.versions import Label
 from buffer import store as store_module
+from buffer.batches import Lack
 from buffer.evaluation import EVAL_BASE, Evaluations
 from buffer.groups import Settings
 from buffer.store import Store
@@ -329,7 +330,7 @@ def test_a_rollback_gives_the_same_batches_and_ends_the_leases() -> None:
     assert [g.ticket for g in groups] == [1] and store.active == 2
     # it has not seen what the learner of epoch 2 was given
     assert not resumed(store, 3, 1, [], origin=1)
-    assert store.ask(2, 0) == ([], "late copy") and store.commit(0, Label(2, 1), "x") is False
+    assert store.ask(2, 0) == ([], None) and store.commit(0, Label(2, 1), "x") is False
 
 
 def test_evaluations_start_over_with_a_resumed_learner() -> None:
@@ -348,25 +349,25 @@ def test_evaluations_start_over_with_a_resumed_learner() -> None:
 
 def test_an_ask_says_what_it_waits_for() -> None:
     store = make(2, 2, 2)
-    assert store.ask(1, 1) == ([], "batch 0 to be composed")
-    assert store.ask(1, 0) == ([], "2 more groups: tickets are out or wait for room")
+    assert store.ask(1, 1) == ([], Lack("batch 0 to be composed"))
+    assert store.ask(1, 0) == ([], Lack("2 more groups: tickets are out or wait for room"))
     a, b = store.grant("gen", 1, 4, 0.0)
     write(store, a)
-    assert store.ask(1, 0) == ([], "ticket 1: 2 samples at gen")
+    assert store.ask(1, 0) == ([], Lack("ticket 1: 2 samples at gen", "gen"))
     store.deliver(sample(b, 1), 0.0)
-    assert store.ask(1, 0) == ([], "ticket 1: 1 samples at gen")
+    assert store.ask(1, 0) == ([], Lack("ticket 1: 1 samples at gen", "gen"))
     store.expire(100.0)
-    assert store.ask(1, 0) == ([], "ticket 1: 1 samples to be granted again")
+    assert store.ask(1, 0) == ([], Lack("ticket 1: 1 samples to be granted again"))
     before = store.changes
     (c,) = store.grant("gen", 1, 1, 0.0)
     write(store, c)
     groups, why = store.ask(1, 0)
-    assert [g.ticket for g in groups] == [0, 1] and why == "" and store.changes > before
+    assert [g.ticket for g in groups] == [0, 1] and why is None and store.changes > before
     done = store.changes
     assert store.ask(1, 0)[0] == groups and store.changes == done  # asked again: nothing happened
     late = make(math.inf, 3, 1)
     write(late, late.grant("g", 1, 1, 0.0)[0])
-    assert late.ask(1, 0) == ([], "2 more groups: tickets are out or wait for room")
+    assert late.ask(1, 0) == ([], Lack("2 more groups: tickets are out or wait for room"))
 
 
 def test_the_freshest_answers_train_first() -> None:
@@ -500,7 +501,7 @@ def test_bytes_of_what_is_dropped_or_orphaned_are_free_again() -> None:
     assert paced.stored_bytes == 44 + 44 + 88
     assert resumed(paced, 2, 2, [], k=1)
     assert (
-        paced.ask(2, 2) == ([], "ticket 2: 1 samples to be granted again")
+        paced.ask(2, 2) == ([], Lack("ticket 2: 1 samples to be granted again"))
         and paced.stored_bytes == 88
     )
     assert paced.ledger()["orphaned"]["tokens"] == 8

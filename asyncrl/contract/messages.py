@@ -12,8 +12,9 @@ from typing import Literal
 import msgspec
 
 from asyncrl.contract.versions import Label
+from asyncrl.contract.waits import Wait
 
-PROTOCOL = 1
+PROTOCOL = 2
 # ticket numbers from here on are of evaluations: the same prompt has the same random stream at
 # every version
 EVAL_BASE = 1 << 40
@@ -137,7 +138,7 @@ class Deliver(msgspec.Struct, frozen=True, tag="deliver"):
     drawn: int = 0  # as in Renew, these samples included
 
 
-# Renew.waiting of a generator that has nothing else to do
+# what a generator waits for that has nothing else to do
 REWARDS_WAITED_FOR = "the rewards of its answers"
 
 
@@ -150,7 +151,7 @@ class Renew(msgspec.Struct, frozen=True, tag="renew"):
     session: int
     progress: list[tuple[int, int, int]]  # (ticket, attempt, tokens so far over its samples)
     stats: dict[str, float]
-    waiting: str  # "" or what for, and since when (seconds)
+    waiting: Wait | None  # None: it has work
     # (ticket, attempt) that are written and wait for their rewards, which have deadlines of their
     # own
     judging: list[tuple[int, int]] = []
@@ -332,7 +333,7 @@ class Progress(msgspec.Struct, frozen=True, tag="progress"):
     """The learner's state while it works: what it does or waits for, since when."""
 
     who: str
-    waiting: str
+    waiting: Wait | None  # None: it has work
     stats: dict[str, float]
     pid: int = 0
     epoch: int = 0
@@ -364,7 +365,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     epoch: int
     metrics: dict[str, float]  # newest value of every metric
     ledger: dict[str, dict[str, float]]
-    waits: list[tuple[str, str, str, float]]  # (who waits, for what, on whom, seconds)
+    waits: list[Wait]
     peers: dict[str, float]  # name: seconds since it was heard of
     finished: bool
     error: str = ""

@@ -1,4 +1,4 @@
-"""When is a run stuck, and who holds it up?  Pure: time is an argument.
+"""Who waits for whom; when is a run stuck, and who holds it up?  Pure: time is an argument.
 
 Progress means commits, evaluation answers, and between two commits the samples of one batch; never
 heartbeats.  A run is overdue when none came for `multiple` medians of its own steps, at least
@@ -10,8 +10,27 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+BUFFER = "buffer"  # the process that most waits are for
 KEPT = 50  # steps whose median counts
+
+
+class Wait(NamedTuple):
+    """One process waits.  Made by the one that waits, or by the buffer of a learner's batch; read
+    by the logs, the watchdog, the live view and `asyncrl doctor`.
+
+    It travels as its age, in seconds: clocks of two hosts have nothing in common."""
+
+    who: str
+    what: str
+    on: str  # the process that holds what it waits for
+    seconds: float
+
+    @property
+    def within(self) -> bool:
+        """Is it for a part of the same process, as `generator-0-rewards` is of `generator-0`?"""
+        return self.on.startswith(f"{self.who}-")
 
 
 @dataclass
@@ -91,36 +110,38 @@ class WaitLog:
     deadline passes.
 
     >>> log = WaitLog(first_s=10)
-    >>> log.lines([("learner", "batch 3", "buffer", 9.0)])
+    >>> log.lines([Wait("learner", "batch 3", "buffer", 9.0)])
     []
-    >>> log.lines([("learner", "batch 3", "buffer", 11.0)])
+    >>> log.lines([Wait("learner", "batch 3", "buffer", 11.0)])
     ['learner has waited for buffer for 11 s: batch 3']
-    >>> log.lines([("learner", "batch 3", "buffer", 19.0)])
+    >>> log.lines([Wait("learner", "batch 3", "buffer", 19.0)])
     []
-    >>> log.lines([("learner", "batch 3", "buffer", 23.0)])
+    >>> log.lines([Wait("learner", "batch 3", "buffer", 23.0)])
     ['learner has waited for buffer for 23 s: batch 3']
     """
 
     first_s: float = 10.0
     said: dict[tuple[str, str], float] = field(default_factory=dict)
 
-    def lines(self, waits: Sequence[tuple[str, str, str, float]]) -> list[str]:
-        """waits: who, what, holder, seconds; those not among them have ended."""
-        self.said = {
-            (who, what): self.said[who, what] for who, what, *_ in waits if (who, what) in self.said
-        }
-        due = [w for w in waits if w[3] >= self.said.get((w[0], w[1]), self.first_s)]
-        for who, what, _, age in due:
-            self.said[who, what] = 2 * age
+    def lines(self, waits: Sequence[Wait]) -> list[str]:
+        """waits: all there are now; those not among them have ended."""
+        keys = {(wait.who, wait.what) for wait in waits}
+        self.said = {key: age for key, age in self.said.items() if key in keys}
+        due = [
+            wait
+            for wait in waits
+            if wait.seconds >= self.said.get((wait.who, wait.what), self.first_s)
+        ]
+        self.said |= {(wait.who, wait.what): 2 * wait.seconds for wait in due}
         return [
-            f"{who} has waited for {holder} for {age:.0f} s: {what}"
-            for who, what, holder, age in due
+            f"{wait.who} has waited for {wait.on} for {wait.seconds:.0f} s: {wait.what}"
+            for wait in due
         ]
 
 
 def culprit(
     names: Sequence[str],
-    waits: Sequence[tuple[str, str, str, float]],
+    waits: Sequence[Wait],
     peers: Mapping[str, float],
     buffer_silent: float,
     patience: float,
@@ -129,13 +150,13 @@ def culprit(
     waits for nobody; else none.
 
     >>> both = ["learner", "generator-0"]
-    >>> waits = [("learner", "batch 3", "buffer", 9.0)]
+    >>> waits = [Wait("learner", "batch 3", "buffer", 9.0)]
     >>> culprit(both, waits, {"learner": 0.1, "generator-0": 9.0}, 0.1, 5.0)
     'generator-0'
     >>> heard = {"learner": 0.4, "generator-0": 0.1}
-    >>> culprit(both, [("generator-0", "a ticket", "buffer", 9.0)], heard, 0.1, 5.0)
+    >>> culprit(both, [Wait("generator-0", "a ticket", "buffer", 9.0)], heard, 0.1, 5.0)
     'learner'
-    >>> waits += [("generator-0", "the rewards of its answers", "generator-0-rewards", 9.0)]
+    >>> waits += [Wait("generator-0", "the rewards of its answers", "generator-0-rewards", 9.0)]
     >>> culprit(both, waits, heard, 0.1, 5.0)
     'generator-0'
     """
@@ -145,5 +166,5 @@ def culprit(
     if silent and max(silent.values()) > patience:
         return max(silent, key=lambda n: silent[n])
     # who waits for a part of itself, its rewards, waits for nobody
-    waiting = {who for who, _, on, *_ in waits if not on.startswith(f"{who}-")}
+    waiting = {wait.who for wait in waits if not wait.within}
     return next((n for n in names if n not in waiting), "")

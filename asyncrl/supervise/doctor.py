@@ -109,9 +109,7 @@ def look(config: Config, run_dir: Path, status: Status | None) -> dict[str, Any]
         "steps": config.learner.steps,
         "deadline_s": deadline_s(config, run_dir),
         "processes": every,
-        "waits": [dict(zip(("who", "what", "on", "seconds"), w, strict=True)) for w in status.waits]
-        if status is not None
-        else [],
+        "waits": [wait._asdict() for wait in status.waits] if status is not None else [],
         "rewards": live.rewards(status.metrics) if status is not None else "",
         "checkpoint": checkpoint(run_dir),
         "last_metrics": {n: rows[-1][n] for n in SHOWN if n in rows[-1]} if rows else {},
