@@ -29,7 +29,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import EVAL_BASE, LearnerHello, Ticket, WeightsSource
 from asyncrl.contract.versions import Label
-from asyncrl.experiments.compare.warm_pool import cold
+from asyncrl.experiments.one_process import cold
 from asyncrl.models.policy import named_weights, weights_digest
 from asyncrl.models.tokenizer import encode_prompt, load_tokenizer, stop_tokens
 from asyncrl.tasks import get_task

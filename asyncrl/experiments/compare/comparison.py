@@ -1,10 +1,11 @@
 """`asyncrl compare`: the same training under several settings, fairly, and whether they differ.
 
 Every arm gets the same initial weights, prompts in the same order, number of groups and seeds.
-Cells (arm, seed) of arms with injected lag run in warm processes (`pool`), and so do synchronous
-ones unless an arm at natural lag is to be compared with them for speed; all others are real runs of
-their own processes in DIR/runs/ARM-seedN.  A synchronous warm cell's weights are those of the real
-run, bitwise.  A finished cell is never repeated, an interrupted one goes on or starts over."""
+Cells (arm, seed) of arms with injected lag run in warm processes (warm_pool.py), and so do
+synchronous ones unless an arm at natural lag is to be compared with them for speed; all others are
+real runs of their own processes in DIR/runs/ARM-seedN.  A synchronous warm cell's weights are those
+of the real run, bitwise.  A finished cell is never repeated, an interrupted one goes on or starts
+over."""
 
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.experiments.compare import verdict, warm_pool
+from asyncrl.experiments.one_process import cold
 from asyncrl.records import metrics, signs
 from buffer import trained
 
@@ -257,7 +259,7 @@ class Comparison:
 
     def run(self, jobs: int, tell: warm_pool.Tell = lambda name, event: None) -> list[Cell]:
         """All cells, seed by seed with the arms in turn: `jobs` real runs at a time.  `tell` hears
-        of every run (`pool.Tell`).
+        of every run (`warm_pool.Tell`).
 
         Warm cells, whose wall times nobody compares, take every core that this process may use,
         unless they share a GPU."""
@@ -353,7 +355,7 @@ def warm_arms(configs: dict[str, Config]) -> set[str]:
 
     A reward function of the user's own may be slow, and a warm process waits for each answer's:
     such arms run as real processes."""
-    able = {n for n, c in configs.items() if not warm_pool.cold(c) and not c.reward.function}
+    able = {n for n, c in configs.items() if not cold(c) and not c.reward.function}
     injected = {n for n in able if configs[n].staleness.inject is not None}
     sync = {n for n, c in configs.items() if c.staleness.max_lag == 0}
     return injected | ((sync & able) if len(injected | sync) == len(configs) else set())
@@ -394,7 +396,7 @@ def warm_signs(cell: Cell, config: Config) -> list[signs.Sign]:
 
 
 def warm_cell(arm: str, seed: int, record: dict[str, Any], config: Config) -> Cell:
-    """A record of `runner.one` in the words of a run's summary and metrics."""
+    """A record of `serial.one` in the words of a run's summary and metrics."""
     steps, accuracy = record["accuracy"]
     lags = {int(k): n for k, n in record["lag_histogram"].items()}
     tokens = sum(lags.values())

@@ -1,7 +1,7 @@
 """`asyncrl sweep`: staleness limits x corrections, each cell over several seeds in warm processes,
 and which limit to choose.
 
-Every cell is a run of `runner`: the real store, admission, engine and learner by turns.  With
+Every cell is a run of serial.py: the real store, admission, engine and learner by turns.  With
 injected lag k every ticket is written with weights k versions old; with natural lag the engine goes
 on writing while an update runs, as far as the limit lets it."""
 
@@ -19,6 +19,7 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare import comparison, warm_pool
+from asyncrl.experiments.one_process import cold
 
 SYNC = "sync"
 PROBE_STEPS = 12
@@ -154,7 +155,7 @@ def plan(
         raise ConfigError(
             "staleness.inject: the sweep sets it; leave it out of the config and give --inject"
         )
-    if why := warm_pool.cold(base):
+    if why := cold(base):
         raise ConfigError(why)
     out = Plan(
         dict(corrections),

@@ -34,7 +34,7 @@ Tell = Callable[[str, dict[str, Any]], None]
 
 def collapsed(_steps: list[float], accuracy: list[float]) -> str:
     """The rule of early abandonment: accuracy below half its best for as many evaluations in a row
-    as `judgement.Bounds` says.
+    as `verdict.Bounds` says.
     """
     return next((x for x in verdict.stability(accuracy, []) if x.startswith("collapse")), "")
 
@@ -152,17 +152,3 @@ class Worker:
             self.queue.clear()
         self.process.stdin.close()
         self.process.wait()
-
-
-def cold(config: Config) -> str:
-    """Why `config` cannot run in a warm process; empty: it can."""
-    if config.generator.engine != "embedded":
-        return (
-            f"generator.engine: {config.generator.engine} does not run in a warm process; "
-            "use embedded"
-        )
-    if config.learner.backend != "torch":
-        return (
-            f"learner.backend: {config.learner.backend} does not run in a warm process; use torch"
-        )
-    return ""

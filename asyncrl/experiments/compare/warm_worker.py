@@ -1,4 +1,4 @@
-"""A warm worker of `pool`: `python -m asyncrl.experiments.compare.warm_worker DIR [--abandon]`."""
+"""A worker of warm_pool.py: `python -m asyncrl.experiments.compare.warm_worker DIR [--abandon]`."""
 
 from __future__ import annotations
 

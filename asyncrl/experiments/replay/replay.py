@@ -27,9 +27,9 @@ import torch
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError, Damaged
-from asyncrl.experiments.compare import verdict as judgement
 from asyncrl.experiments.compare.comparison import differences
 from asyncrl.experiments.compare.page import clean
+from asyncrl.experiments.compare.verdict import stability
 from asyncrl.experiments.replay import diff
 from asyncrl.experiments.replay.offline_eval import Evaluator
 from asyncrl.models.policy import export, weights_digest
@@ -403,7 +403,7 @@ def ends(rows: dict[int, dict[str, float]]) -> dict[str, Any]:
         "heldout_start": accuracy[0] if accuracy else None,
         "heldout_end": accuracy[-1] if accuracy else None,
         "kl_max": max(kls, default=None),
-        "trouble": judgement.stability(accuracy, train),
+        "trouble": stability(accuracy, train),
     }
 
 

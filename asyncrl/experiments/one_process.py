@@ -1,0 +1,21 @@
+"""Which configs can run by turns in one process (serial.py): asked before anything heavy is
+imported, of every cell of a comparison.
+"""
+
+from __future__ import annotations
+
+from asyncrl.config.tree import Config
+
+
+def cold(config: Config) -> str:
+    """Why `config` cannot run in a warm process; empty: it can."""
+    if config.generator.engine != "embedded":
+        return (
+            f"generator.engine: {config.generator.engine} does not run in a warm process; "
+            "use embedded"
+        )
+    if config.learner.backend != "torch":
+        return (
+            f"learner.backend: {config.learner.backend} does not run in a warm process; use torch"
+        )
+    return ""
