@@ -4,13 +4,14 @@
 # make mutants  do the fast tests notice a changed line: 400 mutants by a seed (10 to 20 minutes; `make mutants MUTANTS="--module weights"`)
 # make shape  what a reader meets: columns, tokens a line, lengths, names; each with its limit
 # make bench  every benchmark, one table
+# make docs   docs/ as a site, in build/docs; a link that leads nowhere is an error
 # make requirements  compile requirements/cpu.txt and gpu.txt anew
 VENV ?= .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env demo test check shape mutants bench browser requirements
+.PHONY: env demo test check shape mutants bench docs browser requirements
 
 $(VENV)/.demo: pyproject.toml
 	test -x $(PY) || python3 -m venv $(VENV)
@@ -63,6 +64,9 @@ check: env
 
 shape:
 	python3 benchmarks/shape.py --where
+
+docs: env
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 MUTANTS ?= --sample 400 --seed 0
 mutants: env

@@ -47,14 +47,17 @@ def commit() -> str:
     )
 
 
-def write(name: str, result: dict[str, Any]) -> Path:
-    """Write a result; returns its path."""
+def write(name: str, result: dict[str, Any], made_by: str = "") -> Path:
+    """Write a result; returns its path.  made_by: the short commit that was measured; empty: the
+    present one.
+    """
     m = machine()
+    made_by = made_by or commit()
     path = (
         ROOT
         / "benchmarks"
         / "results"
-        / f"{time.strftime('%Y-%m-%d')}_{commit()}_{m['cores']}core_{name}.json"
+        / f"{time.strftime('%Y-%m-%d')}_{made_by}_{m['cores']}core_{name}.json"
     )
     path.parent.mkdir(exist_ok=True)
     path.write_text(
@@ -62,7 +65,7 @@ def write(name: str, result: dict[str, Any]) -> Path:
             {
                 "date": time.strftime("%Y-%m-%d"),
                 "time": time.strftime("%H:%M:%S"),
-                "commit": commit(),
+                "commit": made_by,
                 "machine": m,
                 "load_at_end": os.getloadavg(),
             }

@@ -33,7 +33,7 @@ def rows() -> list[dict[str, Any]]:
     out = []
     for name, result in newest().items():
         if not result.get("goals") and "met" not in result:
-            continue  # a study: its findings are in docs/log.md
+            continue  # a study: its findings are in docs/log
         goals = result.get("goals") or [
             {
                 "figure": str(result.get("what", name)),

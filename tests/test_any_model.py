@@ -114,7 +114,7 @@ def test_a_whole_run_of_another_architecture(asyncrl: Callable[..., Ended], tmp_
 
 
 def test_ones_own_prompts_and_reward(asyncrl: Callable[..., Ended]) -> None:
-    """The README's example: configs/examples, its parts of the reward in the metrics."""
+    """The example of docs/rewards.md: configs/examples, its parts of the reward in the metrics."""
     done = asyncrl(
         "run",
         "learner.steps=3",

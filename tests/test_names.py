@@ -13,8 +13,9 @@ from asyncrl.config import load
 from asyncrl.records import metrics, signs
 
 ROOT = Path(__file__).resolve().parents[1]
-README = (ROOT / "README.md").read_text()
-NAMES = README.split("## By the names you may know")[1].split("\n## ")[0]
+ALGORITHMS = (ROOT / "docs" / "algorithms.md").read_text()
+NAMES = ALGORITHMS.split("## By the names you may know")[1].split("\n## ")[0]
+RUNNING = (ROOT / "docs" / "running.md").read_text()
 RULES = (*signs.RULES, *signs.END_RULES, *signs.KNOWN_RULES)
 
 
@@ -30,7 +31,7 @@ RULES = (*signs.RULES, *signs.END_RULES, *signs.KNOWN_RULES)
     ],
 )
 def test_a_name_leads_to_its_keys(name: str, keys: list[str]) -> None:
-    """In README and in the settings' own descriptions."""
+    """In docs/algorithms.md and in the settings' own descriptions."""
     (line,) = [x for x in NAMES.splitlines() if x.startswith(f"| {name}")]
     for key in keys:
         path, value = key.split("=")
@@ -45,7 +46,7 @@ def test_every_key_of_the_table_exists() -> None:
 
 
 def test_every_sign_is_named_with_what_it_is() -> None:
-    table = README.split("## When a run goes wrong")[1].split("\n## ")[0]
+    table = RUNNING.split("## When a run goes wrong")[1].split("\n## ")[0]
     named = set(re.findall(r"`(\w+)`", table))
     code = (ROOT / "asyncrl" / "records" / "signs.py").read_text()
     said = set(re.findall(r'Sign\(\s*"(\w+)"', code))

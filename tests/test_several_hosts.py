@@ -55,7 +55,7 @@ def free_address() -> str:
 
 
 def other_machine(keys: Path, path: Path) -> Path:
-    """What README says to copy: the server's public key and a client's secret one."""
+    """What docs/machines.md says to copy: the server's public key and a client's secret one."""
     path.mkdir()
     for name in ("server.key", "client.key_secret"):
         (path / name).write_bytes((keys / name).read_bytes())

@@ -1,5 +1,5 @@
 """Runs that drift, collapse or overfit say so by name: rules over rows like those of real runs
-(docs/log.md), and over healthy ones.
+(docs/log), and over healthy ones.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ PARTS = 18  # a series is reduced to the medians of so many stretches, at most
 GROWN = 2.0  # late over early, from which on growth is worth a word
 HARMLESS = 1e-5  # nats a token: a mismatch below it moves the weights of no answer
 MOVED = 0.02  # nats a token to the reference: a policy that has moved so little needs no KL term
-# nats a token: KL terms that work held it below this (docs/log.md), runs without end at 0.2 to 0.4
+# nats a token: KL terms that work held it below this (docs/log), runs without end at 0.2 to 0.4
 DRIFT = 0.1
 RISING = 1.25  # late third over middle third: 1 for a level, 5/3 for a line
 MISMATCH = "mismatch/k3_at_lag_0"

@@ -1,0 +1,122 @@
+"""The figures of README and docs: docs/img/*.svg, each drawn from a result file.
+
+    python benchmarks/figures.py                 draw all of them again
+    python benchmarks/figures.py --run RUN_DIR   first keep a finished run of the demo as a result
+
+tests/test_docs.py draws them again and compares."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import results_file
+
+from asyncrl.experiments.compare.sweep_page import Line, svg
+from asyncrl.records import metrics
+
+IMAGES = results_file.ROOT / "docs" / "img"
+GRID = "2026-11-21_3ff3b71_4core_lag_grid.json"
+GRID_TASK = "rle-5e-4"
+ARMS = {
+    "ppo": ("PPO on the behaviour policy", "#2563eb"),
+    "tis": ("truncated weights (tis)", "#d97706"),
+    "none": ("no correction", "#dc2626"),
+}
+
+
+def framed(plot: str, width: int, height: int) -> str:
+    """An SVG of its own: name space, font and a white ground, so that it reads on a dark page."""
+    head, rest = plot.split(">", 1)
+    head = head.replace("width='100%'", f"width='{width}' height='{height}'")
+    return (
+        f"{head} xmlns='http://www.w3.org/2000/svg' font-family='sans-serif' font-size='12'>"
+        f"<rect width='{width}' height='{height}' fill='white'/>{rest}\n"
+    )
+
+
+def demo(result: dict[str, Any]) -> str:
+    """A run of the demo: training reward of each batch, accuracy on held-out prompts."""
+    heldout: Line = ("held-out accuracy", "#2563eb", [tuple(p) for p in result["heldout"]], True)
+    reward: Line = ("training reward", "#9ca3af", [tuple(p) for p in result["reward"]], True)
+    start, end = result["heldout"][0][1], result["heldout"][-1][1]
+    title = (
+        f"held-out accuracy {start:.2f} to {end:.2f} in {result['wall_s']:.0f} s of RL, "
+        f"mean lag {result['mean_lag']:.2f} versions"
+    )
+    steps = [x for x, _ in result["heldout"]]
+    middle = steps[len(steps) // 2]
+    labels = [
+        (middle, dict(heldout[2])[middle] - 0.12, "held-out accuracy"),
+        (middle, dict(heldout[2])[middle] + 0.14, "training reward"),
+    ]
+    return framed(svg(title, [reward, heldout], "batch", "share", labels=labels), 560, 260)
+
+
+def lag(result: dict[str, Any]) -> str:
+    """Accuracy at the end against injected lag, a line a correction, mean of the seeds."""
+    cells = result["tasks"][GRID_TASK]["cells"]
+    lines: list[Line] = []
+    for arm, (name, colour) in ARMS.items():
+        points = sorted((float(c["limit"]), c["final"]) for c in cells if c["correction"] == arm)
+        lines.append((name, colour, points, True))
+    title = "task rle, five seeds: what lag costs, by correction"
+    labels = [(x, y, ARMS[arm][0]) for arm, (x, y) in zip(ARMS, AT, strict=True)]
+    plot = svg(title, lines, "injected lag, versions", "held-out accuracy", labels=labels)
+    return framed(plot, 560, 260)
+
+
+AT = ((8.5, 0.66), (4.6, 0.28), (9.0, 0.02))  # where each line's name stands
+
+
+def keep(run_dir: Path) -> Path:
+    """The curve of a finished run as a result file, under the commit that made it."""
+    rows = metrics.read(run_dir)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    made_by = subprocess.run(
+        ["git", "rev-parse", "--short", (run_dir / "commit").read_text().strip()],
+        cwd=results_file.ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.strip()
+    result = {
+        "what": "one run of configs/demo.toml",
+        "wall_s": summary["wall_s"],
+        "mean_lag": summary["lag"]["mean"],
+        "lag_histogram": summary["lag_histogram"],
+        "heldout": [[r["step"], r["eval/heldout"]] for r in rows if "eval/heldout" in r],
+        "reward": [[r["step"], r["reward/mean"]] for r in rows if "reward/mean" in r],
+    }
+    return results_file.write("demo_run", result, made_by)
+
+
+def demo_result() -> dict[str, Any]:
+    newest = sorted((results_file.ROOT / "benchmarks" / "results").glob("*_demo_run.json"))[-1]
+    return json.loads(newest.read_text())
+
+
+def drawn() -> dict[str, str]:
+    """Name of the image -> its SVG."""
+    grid = json.loads((results_file.ROOT / "benchmarks" / "results" / GRID).read_text())
+    return {"demo.svg": demo(demo_result()), "lag.svg": lag(grid)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", type=Path, help="a finished run of configs/demo.toml")
+    args = parser.parse_args()
+    if args.run:
+        print(keep(args.run), file=sys.stderr)
+    IMAGES.mkdir(exist_ok=True)
+    for name, text in drawn().items():
+        (IMAGES / name).write_text(text)
+        print(IMAGES / name)
+
+
+if __name__ == "__main__":
+    main()
