@@ -1,14 +1,18 @@
 """What a message may say: each function raises BadMessage for what cannot be, before anything of
 the store is changed.
 
-They look at names and counts, which index the store, and at the versions; what an answer holds (its
-values) is not theirs."""
+They look at names and counts, which index the store, at the versions, and at what an answer holds:
+one whose arrays do not fit together would end the learner that trains on it, and in a durable run
+every learner after it.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.messages import DISPOSITIONS, EVAL_BASE, LearnerHello, Renew, Trajectory
@@ -22,6 +26,7 @@ if TYPE_CHECKING:
 NAME_LENGTH = 200
 TEXT_LENGTH = 1000
 TICKET_END = 1 << 48
+LOGPROB_ABOVE_0 = 1e-3  # what rounding may leave of a probability of 1
 
 
 def need(ok: bool, what: str) -> None:
@@ -80,6 +85,56 @@ def sample(store: Store, t: Trajectory) -> None:
         group is None or t.attempt in group.attempts,
         f"ticket {t.ticket}: attempt {t.attempt} is not one of its attempts",
     )
+
+
+def answer(t: Trajectory, vocabulary: int) -> None:
+    """An answer's own arrays: of one length, numbers where numbers are meant, tokens that the model
+    has.  vocabulary: 0 while no learner has said it.
+    """
+    which = f"ticket {t.ticket}, sample {t.sample}"
+    length = len(t.mask)
+    need(
+        len(t.tokens) == 4 * length > 0 and len(t.prompt_tokens) % 4 == 0,
+        f"{which}: {len(t.tokens)} bytes of tokens for {length} mask bytes; int32, one or more",
+    )
+    need(
+        len(t.behavior_logprobs) == 4 * length,
+        f"{which}: {len(t.behavior_logprobs)} bytes of behavior_logprobs for {length} tokens; "
+        "float32 each",
+    )
+    need(
+        len(t.token_rewards) in (0, 4 * length),
+        f"{which}: {len(t.token_rewards)} bytes of token_rewards for {length} tokens; float32, "
+        "or none",
+    )
+    ends = [0, *(span.end for span in t.spans)]
+    need(
+        ends[-1] == length
+        and all(a == span.start < span.end for a, span in zip(ends[:-1], t.spans, strict=True)),
+        f"{which}: its spans are not its {length} tokens in order",
+    )
+    need(
+        not t.mask.strip(b"\0\1"),
+        f"{which}: its mask holds other bytes than 0 and 1",
+    )
+    logprobs = np.frombuffer(t.behavior_logprobs, "<f4")
+    need(
+        bool(logprobs.max() <= LOGPROB_ABOVE_0 and logprobs.min() > -np.inf),
+        f"{which}: a behavior_logprob is above 0 or not finite",
+    )
+    for name, raw in (("prompt_tokens", t.prompt_tokens), ("tokens", t.tokens)):
+        ids = np.frombuffer(raw, "<i4")
+        if len(ids):
+            low, high = int(ids.min()), int(ids.max())
+            need(
+                low >= 0 and (high < vocabulary or not vocabulary),
+                f"{which}: {name} from {low} to {high}, of a model with {vocabulary} tokens",
+            )
+    if t.token_rewards:
+        need(
+            bool(np.isfinite(np.frombuffer(t.token_rewards, "<f4")).all()),
+            f"{which}: a token reward is not finite",
+        )
 
 
 def progress(store: Store, rows: list[tuple[int, int, int]]) -> None:

@@ -133,6 +133,7 @@ class Service:
         self.goodbyes: dict[bytes, m.Goodbye] = {}
         self.generators: dict[str, dict[str, Any]] = {}
         self.sessions = Sessions(config.wires.lease_s)
+        self.vocabulary = 0  # of the model, as the learner says; 0: not heard in this life
         self.refused = 0  # messages that said what cannot be
         self.learner: dict[str, Any] = {}
         self.learner_waits: tuple[batches.Lack, float] | None = None  # since when
@@ -319,6 +320,7 @@ class Service:
         checks.drawn(message.drawn)
         for t in message.samples:
             checks.sample(self.store, t)
+            checks.answer(t, self.vocabulary)
         entry = self.heard(message.producer, peer, message.session)
         now = time.monotonic()
         if entry is not None or self.sessions.over(message.producer, message.session):
@@ -378,6 +380,7 @@ class Service:
         if self.refuse(peer, hello.protocol, hello.run):
             return
         checks.hello(hello)
+        self.vocabulary = hello.vocabulary
         new = hello.epoch != self.store.epoch
         unheard = self.unheard(hello.label.number) if new else []
         if not self.store.hello(hello):

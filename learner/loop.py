@@ -197,6 +197,7 @@ class Learner:
             self.extra["ledger"],
             self.extra["trained_above"],
             os.getpid(),
+            int(self.core.model.hf.config.get_text_config().vocab_size),
         )
         self.wait("the buffer's welcome")
         while not self.welcomed and not self.stopping:

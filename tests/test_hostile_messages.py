@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from conftest import ROOT
 from test_journal import state
@@ -16,9 +17,11 @@ from test_service import SMALL
 
 from asyncrl.config import load
 from asyncrl.contract import messages as m
+from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.versions import Label
 from asyncrl.records import rundir
 from asyncrl.tasks import get_task
+from buffer import checks
 from buffer.service import Service, open_store
 
 NUMBERS = (-1, 0, 1, 2, 3, 4, 5, 7, 63, 2**31, 2**40, 2**40 + 1, 2**62, -(2**63))
@@ -149,6 +152,107 @@ def honest(service: Service, r: random.Random) -> m.FromPeer | None:
         if service.leased
         else None
     )
+
+
+F4 = {name: np.float32(x).tobytes() for name, x in {"half": -0.5, "up": 0.5, "nan": np.nan}.items()}
+GOOD = {
+    "prompt_tokens": b"\3\0\0\0",
+    "tokens": b"\0\0\0\0\4\0\0\0",
+    "behavior_logprobs": F4["half"] * 2,
+    "mask": b"\1\0",
+    "spans": [
+        m.Span(Label(1, 0), "", 0, 1, Label(1, 0)),
+        m.Span(Label(1, 0), "", 1, 2, Label(1, 0)),
+    ],
+    "token_rewards": F4["up"] * 2,
+}
+SPAN = m.Span(Label(1, 0), "", 0, 1, Label(1, 0))
+BAD = [
+    ({"tokens": b"\0" * 7}, "7 bytes of tokens for 2 mask bytes"),
+    ({"tokens": b"", "mask": b"", "behavior_logprobs": b""}, "0 bytes of tokens for 0 mask bytes"),
+    ({"mask": b"\1"}, "8 bytes of tokens for 1 mask bytes"),
+    ({"mask": b"\1\2"}, "its mask holds other bytes"),
+    ({"prompt_tokens": b"\0" * 3}, "int32, one or more"),
+    ({"behavior_logprobs": b"\0" * 4}, "4 bytes of behavior_logprobs for 2 tokens"),
+    ({"behavior_logprobs": F4["half"] + F4["nan"]}, "above 0 or not finite"),
+    ({"behavior_logprobs": F4["half"] + F4["up"]}, "above 0 or not finite"),
+    (
+        {"behavior_logprobs": F4["half"] + np.float32(-np.inf).tobytes()},
+        "above 0 or not finite",
+    ),
+    ({"token_rewards": F4["up"]}, "4 bytes of token_rewards for 2 tokens"),
+    ({"token_rewards": F4["up"] + F4["nan"]}, "a token reward is not finite"),
+    ({"spans": []}, "its spans are not its 2 tokens in order"),
+    ({"spans": [SPAN]}, "its spans are not its 2 tokens in order"),
+    ({"spans": [SPAN, SPAN]}, "its spans are not its 2 tokens in order"),
+    (
+        {
+            "spans": [
+                msgspec.structs.replace(SPAN, end=2),
+                msgspec.structs.replace(SPAN, start=2, end=2),
+            ]
+        },
+        "not its 2 tokens in order",
+    ),
+    ({"tokens": b"\0\0\0\0\5\0\0\0"}, "tokens from 0 to 5, of a model with 5 tokens"),
+    ({"tokens": b"\0\0\0\0\xff\xff\xff\xff"}, "tokens from -1 to 0"),
+    ({"prompt_tokens": b"\5\0\0\0"}, "prompt_tokens from 5 to 5, of a model with 5 tokens"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), BAD)
+def test_an_answer_that_would_end_the_learner_is_refused(change: dict[str, Any], said: str) -> None:
+    """In a durable run every later learner would end on it too."""
+
+    def answer(**fields: Any) -> m.Trajectory:
+        return m.Trajectory(
+            ticket=3,
+            sample=1,
+            attempt=1,
+            reward=0.0,
+            reward_parts={},
+            finish="stop",
+            temperature=1.0,
+            **fields,
+        )
+
+    checks.answer(answer(**GOOD), 5)
+    with pytest.raises(BadMessage, match=said) as error:
+        checks.answer(answer(**GOOD | change), 5)
+    assert str(error.value).startswith("ticket 3, sample 1: ")
+    if "of a model" in said:
+        checks.answer(answer(**GOOD | change), 0)  # no learner has said what it has
+
+
+def test_a_refused_answer_leaves_its_lease_and_an_honest_one_ends_it(tmp_path: Path) -> None:
+    config = load.load(ROOT / "configs" / "demo.toml", SMALL)
+    rundir.ensure(config, "", tmp_path / "run")
+    service = Service(config, tmp_path / "run")
+    try:
+        hello = honest(service, random.Random(0))
+        service.handle(b"l", msgspec.structs.replace(hello, vocabulary=5))
+        service.handle(b"g", m.Want("generator-0", 7, 1, 8, None))
+        service.answer()
+        group = next(g for g in service.store.alive.values() if g.lease)
+        todo = set(group.lease.todo)
+        spans = GOOD["spans"]
+        sample = m.Trajectory(
+            group.ticket,
+            min(todo),
+            group.lease.attempt,
+            **GOOD | {"spans": spans},
+            reward=1.0,
+            reward_parts={},
+            finish="stop",
+            temperature=1.0,
+        )
+        high = msgspec.structs.replace(sample, tokens=b"\0\0\0\0\7\0\0\0")
+        service.handle(b"g", m.Deliver("generator-0", 7, 2, [high]))
+        assert service.refused == 1 and set(group.lease.todo) == todo
+        service.handle(b"g", m.Deliver("generator-0", 7, 3, [sample]))
+        assert service.refused == 1 and set(group.lease.todo) == todo - {sample.sample}
+    finally:
+        rundir.clean(tmp_path / "run")
 
 
 @pytest.mark.parametrize("mode", ["memory", "process"])

@@ -255,6 +255,7 @@ class LearnerHello(msgspec.Struct, frozen=True, tag="learner_hello"):
     ledger: dict[str, dict[str, float]] = {}  # totals at the checkpoint (`memory` durability)
     trained_above: list[int] = []  # completion order: tickets trained above next_ticket
     pid: int = 0
+    vocabulary: int = 0  # tokens of the model; 0: not said
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
