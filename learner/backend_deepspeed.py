@@ -8,7 +8,6 @@ those with fewer micro-batches add empty ones.  Rajbhandari et al. 2020, arXiv 1
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import datetime
 import math
 import os
@@ -32,6 +31,7 @@ import torch.distributed as dist
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError, Damaged
 from asyncrl.contract.messages import Batch
+from asyncrl.contract.parent import die_with_parent
 from asyncrl.models.policy import PolicyModel, manifest, read_flat
 from learner.backend import TorchBackend, optimizer_for
 from learner.state import State
@@ -46,10 +46,6 @@ class RankLost(AsyncrlError):
     """A rank has ended or does not answer."""
 
     exit_code = 137  # as if killed: the supervisor starts the learner again from its checkpoint
-
-
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
 
 
 def start_ranks(config: Config) -> list[subprocess.Popen[bytes]]:
@@ -78,7 +74,7 @@ def start_ranks(config: Config) -> list[subprocess.Popen[bytes]]:
             [sys.executable, *sys.orig_argv[1:]],
             env=os.environ | {"RANK": str(r), "LOCAL_RANK": str(r)},
             stdin=subprocess.DEVNULL,
-            preexec_fn=_die_with_parent,
+            preexec_fn=die_with_parent,
         )
         for r in range(1, config.learner.ranks)
     ]

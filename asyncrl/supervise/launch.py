@@ -5,7 +5,6 @@ learner, generators, buffer), dies with its parent, and writes RUN/logs/attempt_
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -18,6 +17,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import importing, refusal
 from asyncrl.contract.errors import NothingToDo, ProcessLost
 from asyncrl.contract.messages import Status
+from asyncrl.contract.parent import die_with_parent
 from asyncrl.contract.waits import Watchdog, culprit
 from asyncrl.records import lives
 
@@ -25,12 +25,6 @@ from asyncrl.records import lives
 SILENT_S = 5.0
 LATE_S = 5.0  # after the end of buffer and learner a generator has this long to hear of it
 END_S = 30.0  # a process asked to end is killed after this long
-_PR_SET_PDEATHSIG = 1
-
-
-def _die_with_parent() -> None:
-    """In the child: SIGKILL when the supervisor's main thread ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def signal_name(code: int) -> str:
@@ -122,7 +116,7 @@ class Supervisor:
                     env=env,
                     start_new_session=True,
                     pass_fds=[theirs],
-                    preexec_fn=_die_with_parent,
+                    preexec_fn=die_with_parent,
                 )
         finally:
             os.close(theirs)

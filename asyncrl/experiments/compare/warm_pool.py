@@ -24,9 +24,10 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.parent import die_with_parent
 from asyncrl.experiments.compare import verdict
 from asyncrl.records import atomic_write
-from asyncrl.supervise.launch import _die_with_parent, signal_name
+from asyncrl.supervise.launch import signal_name
 
 # (cell, {"step", "accuracy"} along the way or {"done": True})
 Tell = Callable[[str, dict[str, Any]], None]
@@ -116,7 +117,7 @@ class Worker:
                 text=True,
                 start_new_session=True,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
         self.thread = threading.Thread(target=self._feed, daemon=True)
 
