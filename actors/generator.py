@@ -25,7 +25,12 @@ from actors.schedule import Key, Schedule
 from actors.weights_receiver import WeightsReceiver
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
-from asyncrl.contract.errors import AsyncrlError, NothingToDo, PeerUnreachable, ProtocolError
+from asyncrl.contract.errors import (
+    AsyncrlError,
+    NotFiniteLogprob,
+    NothingToDo,
+    PeerUnreachable,
+)
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BUFFER, Wait, WaitLog
 from asyncrl.models.devices import bind
@@ -479,7 +484,7 @@ def trajectory(
 ) -> m.Trajectory:
     """The record of one answer: token ids exactly as sampled."""
     if not np.isfinite(answer.logprobs).all():
-        raise ProtocolError(
+        raise NotFiniteLogprob(
             f"the engine gave a logprob that is not finite for ticket {ticket.ticket}, sample "
             f"{answer.key[1]}, with weights "
             f"{answer.spans[-1].label}: if optim/grad_norm or kl/prox_target_k3 grew before, "

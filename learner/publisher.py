@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from asyncrl.config.tree import Config
-from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.errors import NotFinite
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
@@ -99,14 +99,16 @@ class Publisher:
             )
 
     def publish(self, number: int) -> str:
-        """Write the model's weights as version `number`; returns their digest."""
+        """Write the model's weights as version `number`; returns their digest.  Raises
+        NotFinite.
+        """
         self.core.backend.tell("publish")
         probe = self.core.backend.probe()
 
         def fill(buffer: memoryview) -> None:
             self.core.backend.write_flat(buffer)
             if why := self.wrong(buffer):
-                raise AsyncrlError(
+                raise NotFinite(
                     f"the weights {why} after {number} batches: learner.lr = "
                     f"{self.core.config.learner.lr:g} is too large, or the loss is; "
                     "nothing of them was published or kept: resume with a smaller one"

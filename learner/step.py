@@ -16,7 +16,7 @@ import torch
 from asyncrl.algorithms import advantages, kl, ratios
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.config.tree import Config, KLLoss, KLReward
-from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFinite
 from asyncrl.contract.messages import Batch
 from asyncrl.models import packed_forward
 from asyncrl.models.policy import PolicyModel, load_policy, manifest
@@ -93,7 +93,7 @@ class LearnerCore:
     # ---- one batch -------------------------------------------------------------------------------
 
     def train(self, batch: Batch) -> dict[str, float]:
-        """Train on one batch; returns its metrics.  Raises AsyncrlError after three batches whose
+        """Train on one batch; returns its metrics.  Raises NotFinite after three batches whose
         loss is not finite.
         """
         self.backend.tell("train", batch)
@@ -356,7 +356,7 @@ class LearnerCore:
         self.state.skipped += 1
         self.state.bad_in_a_row += 1
         if self.state.bad_in_a_row >= BAD_IN_A_ROW:
-            raise AsyncrlError(
+            raise NotFinite(
                 f"the loss or its gradient was not finite {BAD_IN_A_ROW} times in a row, last in "
                 f"batch {self.state.number}{self._save(packed)}"
             )

@@ -56,6 +56,16 @@ class ProtocolError(AsyncrlError):
     """A peer broke the protocol, or one of our own invariants does not hold: the run stops."""
 
 
+class NotFinite(AsyncrlError):
+    """The training has diverged: a loss, a gradient or the weights hold infinity or no number.  An
+    experiment records that as its result.
+    """
+
+
+class NotFiniteLogprob(NotFinite, ProtocolError):
+    """An engine gave a logprob that no token can have."""
+
+
 class BadMessage(ProtocolError):
     """A peer sent what cannot be.  Its sender is refused with this line; nothing was changed, and
     the run goes on.

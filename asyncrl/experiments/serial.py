@@ -26,7 +26,7 @@ from actors.generator import trajectory
 from actors.rewards import RewardRunner
 from actors.schedule import Schedule
 from asyncrl.config.tree import Config
-from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFinite
 from asyncrl.contract.messages import EVAL_BASE, LearnerHello, Ticket, WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.experiments.one_process import cold
@@ -380,7 +380,5 @@ def one(config: Config, seed: int, watch: Watch | None = None) -> dict[str, Any]
     run = Run(whole, watch)
     try:
         return run.go()
-    except AsyncrlError as error:
-        if "not finite" not in str(error):
-            raise
+    except NotFinite as error:
         return run.record(0.0) | {"failed": str(error)}

@@ -26,7 +26,7 @@ import torch
 
 from asyncrl.config import load
 from asyncrl.config.tree import Config
-from asyncrl.contract.errors import AsyncrlError, ConfigError, Damaged
+from asyncrl.contract.errors import ConfigError, Damaged, NotFinite
 from asyncrl.experiments.compare.comparison import differences
 from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.verdict import stability
@@ -246,9 +246,7 @@ class Replay:
                     told = time.monotonic()
                     say(f"replayed {number + 1 - self.start} of {self.end - self.start} batches")
             self.measure(evaluator, core, self.end, write)
-        except AsyncrlError as error:
-            if "not finite" not in str(error):
-                raise
+        except NotFinite as error:
             done.failed = str(error)
             say(f"ended: {error}")
         finally:
