@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -261,8 +261,11 @@ class Generator:
                 self.fail(
                     ticket,
                     key,
-                    f"data: the prompt has {len(tokens)} tokens, generator.context is "
-                    f"{self.config.generator.context}",
+                    m.Failure(
+                        "data",
+                        f"the prompt has {len(tokens)} tokens, generator.context is "
+                        f"{self.config.generator.context}",
+                    ),
                 )
                 continue
             s = ticket.sampling
@@ -322,7 +325,7 @@ class Generator:
             time.monotonic() + steps * self.stats["generator/busy_s"] / max(self.decoded, 1), key
         )
 
-    def fail(self, ticket: m.Ticket, key: Key, why: str) -> None:
+    def fail(self, ticket: m.Ticket, key: Key, why: m.Failure) -> None:
         """A sample that cannot be written: delivered as failed, never trained on as a reward of
         0.
         """
@@ -480,7 +483,7 @@ def trajectory(
     reward: float,
     parts: dict[str, float],
     token_rewards: Any,
-    failed: str,
+    failed: m.Failure | Literal[""],
 ) -> m.Trajectory:
     """The record of one answer: token ids exactly as sampled."""
     if not np.isfinite(answer.logprobs).all():

@@ -33,7 +33,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -41,10 +41,10 @@ from actors.reward_worker import FRAME_BYTES, Call, Reply, Setup, Unit, call, fr
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.contract.messages import Prompt
+from asyncrl.contract.messages import Failure, Prompt
 
 Key = tuple[int, int, int]
-Result = tuple[Key, float, dict[str, float], list[float] | None, str]
+Result = tuple[Key, float, dict[str, float], list[float] | None, Failure | Literal[""]]
 GRACE_S = 60.0  # the first import may be slow; a call's deadline starts when the process is ready
 # processes in a row that end before they are ready: the function's module cannot be imported here
 START_TRIES = 3
@@ -318,12 +318,14 @@ class _Pool(threading.Thread):
         try:
             replies, closed = p.receive()
         except msgspec.MsgspecError as error:
-            self._replace(p, f"machinery: what the reward process sent is no reply ({error})")
+            self._replace(
+                p, Failure("machinery", f"what the reward process sent is no reply ({error})")
+            )
             return
         for reply in replies:
             self._on_reply(p, reply)
         if closed or dead:
-            self._replace(p, "machinery: the reward process ended ({code})")
+            self._replace(p, Failure("machinery", "the reward process ended ({code})"))
 
     def _on_reply(self, p: _Process, reply: Reply) -> None:
         if reply.kind == "broken":
@@ -345,22 +347,24 @@ class _Pool(threading.Thread):
         if reply.kind == "ok":
             for job, found in zip(jobs, reply.results, strict=True):
                 if isinstance(found, str):
-                    self._fail(job, f"data: {found}", reply.ended)
+                    self._fail(job, Failure("data", found), reply.ended)
                 else:
                     self.results.append((job, (job.key, *found, ""), reply.ended))
         elif reply.kind == "hung":
             self.hangs += 1
             self._blame(jobs, self._hung(), reply.ended)
         else:
-            self._blame(jobs, f"data: the reward {reply.why}", reply.ended)
+            self._blame(jobs, Failure("data", f"the reward {reply.why}"), reply.ended)
 
-    def _hung(self) -> str:
-        return f"data: the reward hung for more than {self.deadline_s:g} s (reward.deadline_s)"
+    def _hung(self) -> Failure:
+        return Failure(
+            "data", f"the reward hung for more than {self.deadline_s:g} s (reward.deadline_s)"
+        )
 
-    def _fail(self, job: _Job, why: str, ended: float) -> None:
+    def _fail(self, job: _Job, why: Failure, ended: float) -> None:
         self.results.append((job, (job.key, 0.0, {}, None, why), ended))
 
-    def _blame(self, jobs: list[_Job], why: str, ended: float) -> None:
+    def _blame(self, jobs: list[_Job], why: Failure, ended: float) -> None:
         """One of these answers is to blame: the only one, or who it is will be seen."""
         if len(jobs) == 1:
             self._fail(jobs[0], why, ended)
@@ -374,13 +378,14 @@ class _Pool(threading.Thread):
                 self.hangs += p.ready
                 self._replace(p, self._hung())
 
-    def _replace(self, p: _Process, why: str) -> None:
+    def _replace(self, p: _Process, failure: Failure) -> None:
         code = p.process.poll()
-        if why.startswith("machinery") and code is None:
+        if failure.kind == "machinery" and code is None:
             code = p.end()
         else:
             p.kill()
-        self._blame(p.under_way(), why.replace("{code}", str(code)), time.monotonic())
+        why = failure.why.replace("{code}", str(code))
+        self._blame(p.under_way(), Failure(failure.kind, why), time.monotonic())
         self.queue.extendleft(reversed(p.ahead()))
         self.unborn += not p.ready
         if self.unborn >= START_TRIES:
@@ -567,7 +572,7 @@ class RewardRunner:
                 (key, *call(self.task.reward, prompt, text, [int(x) for x in tokens]), "")
             )
         except Exception as error:
-            self.done.append((key, 0.0, {}, None, f"data: the reward {said(error)}"))
+            self.done.append((key, 0.0, {}, None, Failure("data", f"the reward {said(error)}")))
 
     def poll(self) -> list[Result]:
         """What is done by now: (key, reward, parts, token rewards, "" or why it failed).  Raises

@@ -15,7 +15,14 @@ from typing import Any
 import msgspec
 
 from asyncrl.contract.errors import AsyncrlError, Damaged
-from asyncrl.contract.messages import LearnerHello, Prompt, Ticket, Trajectory, WeightsSource
+from asyncrl.contract.messages import (
+    Disposition,
+    LearnerHello,
+    Prompt,
+    Ticket,
+    Trajectory,
+    WeightsSource,
+)
 from asyncrl.contract.versions import Label
 from buffer.batches import Lack
 from buffer.evaluation import Evaluations, Job, Round
@@ -112,7 +119,7 @@ class Snapshot(msgspec.Struct, tag="snapshot"):
     retained: list[Group]
     comps: list[list[int]]
     past: Ledger
-    gone: list[tuple[tuple[int, int, int], str]]
+    gone: list[tuple[tuple[int, int, int], Disposition]]
     strays: list[tuple[tuple[int, int], list[int]]]
     skip: list[int]
     failures: dict[str, int]
@@ -383,7 +390,7 @@ class RecordedStore(Store):
         super().end_sessions(producer, session)
         self._record(Ended(producer, session))
 
-    def deliver(self, t: Trajectory, now: float) -> str:
+    def deliver(self, t: Trajectory, now: float) -> Disposition:
         what = super().deliver(t, now)
         self._record(Delivered(t))
         return what

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from asyncrl.contract.messages import EVAL_BASE, Prompt, Sampling, Ticket, Trajectory
+from asyncrl.contract.messages import EVAL_BASE, Disposition, Prompt, Sampling, Ticket, Trajectory
 from asyncrl.contract.versions import Label
 
 OOD_BASE = EVAL_BASE + (1 << 32)
@@ -170,7 +170,7 @@ class Evaluations:
         for a in attempts:
             self.queue.appendleft(self.out.pop(a)[0])
 
-    def deliver(self, t: Trajectory) -> str:
+    def deliver(self, t: Trajectory) -> Disposition:
         entry = self.out.pop(t.attempt, None)
         if entry is None:
             return "duplicate"

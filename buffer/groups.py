@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from asyncrl.contract.messages import Sampling, Trajectory
+from asyncrl.contract.messages import Disposition, LedgerLine, Sampling, Trajectory
 from asyncrl.contract.versions import Label
 from buffer.ledger import Ledger
 
@@ -77,11 +77,11 @@ class Group:
     completed: int = 0  # order of completion
     filtered: bool = False  # it still counts: only where `filter_leaves` is switched off
     # finals that were not accepted: (what, tokens, reward)
-    other: list[tuple[str, int, float]] = field(default_factory=list)
+    other: list[tuple[LedgerLine, int, float]] = field(default_factory=list)
     # attempt -> [tokens reported, delivered, ended]
     attempts: dict[int, list[int]] = field(default_factory=dict)
     # (sample, attempt) -> disposition
-    finals: dict[tuple[int, int], str] = field(default_factory=dict)
+    finals: dict[tuple[int, int], Disposition] = field(default_factory=dict)
     stands: int = -1  # the ticket whose place it took over (lag injection), -1: its own
 
     @property
@@ -99,7 +99,7 @@ class Group:
     def stored(self) -> list[Stored]:
         return [s for s in self.samples if s is not None]
 
-    def fold(self, into: Ledger, *, trained: bool, rest: str = "left_over") -> None:
+    def fold(self, into: Ledger, *, trained: bool, rest: LedgerLine = "left_over") -> None:
         """Add this group's lines: accepted samples are trained or `rest`; tokens of attempts that
         ended undelivered are lost.
         """
@@ -112,9 +112,10 @@ class Group:
                     into.add(
                         "trained", t.length - s.masked - s.rejected, 1, t.length, t.reward, s.faded
                     )
-                for what, tokens in (("skipped", s.skipped), ("rejected", s.rejected)):
-                    if tokens:
-                        into.add(what, tokens, 1, t.length, t.reward)
+                if s.skipped:
+                    into.add("skipped", s.skipped, 1, t.length, t.reward)
+                if s.rejected:
+                    into.add("rejected", s.rejected, 1, t.length, t.reward)
                 if s.masked:
                     into.add("masked_stale", s.masked, 1, t.length, t.reward)
             else:

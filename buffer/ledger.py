@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from asyncrl.contract.messages import DISPOSITIONS
+from asyncrl.contract.messages import DISPOSITIONS, LedgerLine
 
 
 @dataclass
@@ -91,7 +91,7 @@ class Ledger:
 
     def add(
         self,
-        what: str,
+        what: LedgerLine,
         tokens: int,
         samples: int = 0,
         length: float = 0.0,

@@ -335,7 +335,7 @@ class Service:
             peer, m.Acks(message.session, acks, self.config.wires.credit_bytes, self.announcement())
         )
 
-    def news_for_a_batch(self, acks: list[tuple[int, int, int, str]]) -> int:
+    def news_for_a_batch(self, acks: list[tuple[int, int, int, m.Disposition]]) -> int:
         """Samples taken, as progress of a step that takes long: a batch of them, no more, as a
         learner that hangs would be hidden otherwise.
         """

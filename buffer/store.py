@@ -23,7 +23,10 @@ from asyncrl.contract.messages import (
     EVAL_BASE,
     Announcement,
     Batch,
+    Disposition,
+    Failure,
     LearnerHello,
+    LedgerLine,
     Prompt,
     Ticket,
     Trajectory,
@@ -73,7 +76,7 @@ class Store:
         self.carried = Ledger()
         # the lines of `retained`, summed; None: to be summed again (see `_lines_kept`)
         self._kept: Ledger | None = None
-        self.gone: OrderedDict[Key, str] = OrderedDict()
+        self.gone: OrderedDict[Key, Disposition] = OrderedDict()
         # (ticket, attempt) of gone groups -> [reported, delivered]
         self.strays: OrderedDict[tuple[int, int], list[int]] = OrderedDict()
         # tickets at or above the cursor that a checkpoint had trained already (completion order)
@@ -278,7 +281,7 @@ class Store:
 
     # ---- samples ---------------------------------------------------------------------------------
 
-    def deliver(self, t: Trajectory, now: float) -> str:
+    def deliver(self, t: Trajectory, now: float) -> Disposition:
         """Take one sample; returns its disposition.  Raises BadMessage for one that no ticket asked
         for, or of weights that no learner registered.
         """
@@ -301,7 +304,8 @@ class Store:
             return known
         return self._accept(g, t)
 
-    def _accept(self, g: Group, t: Trajectory) -> str:
+    def _accept(self, g: Group, t: Trajectory) -> Disposition:
+        what: Disposition
         self._touched(g.ticket)
         count = g.attempts.setdefault(t.attempt, [0, 0, 1])
         count[1] += t.length
@@ -309,7 +313,8 @@ class Store:
         if g.lease is not None and g.lease.attempt == t.attempt:
             g.lease.todo.discard(t.sample)
         if t.failed:
-            what = self._fail(g, t)
+            what = "failed"
+            self._fail(g, t, t.failed)
         elif g.samples[t.sample] is not None:
             what = "duplicate"
             g.other.append(("duplicate", t.length, t.reward))
@@ -330,10 +335,10 @@ class Store:
             self.leave(g, "abandoned")
         return what
 
-    def _fail(self, g: Group, t: Trajectory) -> str:
+    def _fail(self, g: Group, t: Trajectory, failure: Failure) -> None:
         g.failures += 1
         g.other.append(("failed", t.length, 0.0))
-        kind = "machinery" if t.failed.startswith("machinery:") else "data"
+        kind = failure.kind
         self.failures[kind] = self.failures.get(kind, 0) + 1
         if kind == "machinery":
             self.failed_machinery += 1
@@ -349,9 +354,8 @@ class Store:
             raise AsyncrlError(
                 f"{failed} samples failed since the last batch, more than {key} allows "
                 f"({budget:g} of {self.s.batch * self.s.group}); the last one: ticket {g.ticket}, "
-                f"{t.failed}"
+                f"{failure}"
             )
-        return "failed"
 
     def _completed(self, g: Group) -> None:
         self._end_lease(g)
@@ -371,7 +375,7 @@ class Store:
             else:
                 self.leave(g, "filtered")
 
-    def leave(self, g: Group, what: str) -> None:
+    def leave(self, g: Group, what: LedgerLine) -> None:
         """A group leaves the stream: filtered, abandoned, or of a branch that is not followed."""
         if self.s.inject is not None and what == "abandoned":
             self._succeed(g)
@@ -412,7 +416,7 @@ class Store:
         while len(self.strays) > STRAYS:
             self.strays.popitem(last=False)
 
-    def _remember(self, key: Key, what: str) -> None:
+    def _remember(self, key: Key, what: Disposition) -> None:
         self.gone[key] = what
         if len(self.gone) > REMEMBERED:
             self.gone.popitem(last=False)

@@ -7,11 +7,12 @@ from __future__ import annotations
 import math
 from collections import Counter
 
+import msgspec
 import pytest
 
 from asyncrl.contract import admission
 from asyncrl.contract.errors import ProtocolError
-from asyncrl.contract.messages import DISPOSITIONS, Span
+from asyncrl.contract.messages import DISPOSITIONS, Failure, Span, Trajectory
 from asyncrl.contract.versions import Label, PolicyTree
 from buffer.ledger import Ledger, Line, binned, tokens_of
 
@@ -200,3 +201,14 @@ def test_a_ledger_adds_merges_and_comes_back_from_its_totals() -> None:
     assert Ledger.restore(
         {"trained": {"tokens": 2.0, "samples": 1.0, "mean_length": 2.0, "mean_reward": 0.5}}
     ).lines["trained"] == Line(2, 1, 2.0, 0.5)
+
+
+def test_a_failure_travels_as_its_kind_and_words_and_recordings_without_any_are_read() -> None:
+    one = Trajectory(0, 0, 1, b"", b"", b"", b"", [], 0.0, {}, "stop", 1.0)
+    raw = msgspec.msgpack.decode(msgspec.msgpack.encode(one))
+    assert raw[-1] == "" and msgspec.convert(raw, Trajectory) == one
+    failed = msgspec.structs.replace(one, failed=Failure("machinery", "it died"))
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(failed), type=Trajectory)
+    assert again == failed and again.failed and str(again.failed) == "machinery: it died"
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert([*raw[:-1], ["weather", "rain"]], Trajectory)

@@ -152,7 +152,7 @@ def collected(runner: RewardRunner, n: int) -> list[Result]:
 
     until(all_there)
     assert sorted(r[0][0] for r in results) == list(range(n)) and not runner.waiting
-    return sorted(results, key=lambda r: r[0])
+    return sorted(((*r[:4], str(r[4])) for r in results), key=lambda r: r[0])
 
 
 def until(true: Callable[[], bool]) -> None:

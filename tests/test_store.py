@@ -11,6 +11,7 @@ from asyncrl.algorithms import advantages
 from asyncrl.contract.errors import AsyncrlError, BadMessage
 from asyncrl.contract.messages import (
     EVAL_BASE,
+    Failure,
     LearnerHello,
     Prompt,
     Sampling,
@@ -106,7 +107,7 @@ def sample(
         {},
         "stop",
         1.0,
-        failed=failed,
+        failed=Failure(*failed.split(": ", 1)) if failed else "",
     )
 
 

@@ -7,7 +7,7 @@ idempotent."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 
@@ -19,6 +19,26 @@ PROTOCOL = 2
 # every version
 EVAL_BASE = 1 << 40
 MAX_FRAME_BYTES = 256 * 1024 * 1024  # a larger frame is refused: nothing here needs it
+
+# where a generated token ends: the lines of the ledger
+LedgerLine = Literal[
+    "trained",
+    "skipped",
+    "rejected",
+    "masked_stale",
+    "dropped_stale",
+    "abandoned",
+    "filtered",
+    "duplicate",
+    "orphaned",
+    "lost_with_process",
+    "left_over",
+    "failed",
+]
+DISPOSITIONS: tuple[LedgerLine, ...] = get_args(LedgerLine)
+# what has become of a sample so far: "accepted" until its batch is trained; an answer to an
+# evaluation ticket has no line
+Disposition = LedgerLine | Literal["accepted", "evaluated"]
 
 
 class Prompt(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -66,6 +86,18 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
     kv: Label
 
 
+class Failure(msgspec.Struct, frozen=True, array_like=True):
+    """Why a sample has no reward.  Made by the generator; counted by kind in the buffer, each
+    against a budget of its own.
+    """
+
+    kind: Literal["data", "machinery"]  # the answer, or the process that judged it
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.why}"
+
+
 class Trajectory(msgspec.Struct, array_like=True):
     """One sample.  Made by a generator; stored by the buffer; read by the learner.  P prompt, T
     response tokens.
@@ -90,7 +122,8 @@ class Trajectory(msgspec.Struct, array_like=True):
     segments: list[tuple[str, int, int]] = []
     token_rewards: bytes = b""  # float32 [T] when the reward function gives them, else empty
     generated_at: float = 0.0  # CLOCK_MONOTONIC seconds, when the last token was drawn
-    failed: str = ""  # "" or "data: why" / "machinery: why": never trained on
+    # a failed sample is never trained on; "" is no failure (and what recordings hold)
+    failed: Failure | Literal[""] = ""
 
     @property
     def length(self) -> int:
@@ -223,7 +256,7 @@ class Acks(msgspec.Struct, frozen=True, tag="acks"):
     """What became of each delivered sample, and the bytes the generator may have unacknowledged."""
 
     session: int
-    acks: list[tuple[int, int, int, str]]  # (ticket, sample, attempt, disposition)
+    acks: list[tuple[int, int, int, Disposition]]  # (ticket, sample, attempt, disposition)
     credit: int
     announcement: Announcement | None
 
@@ -391,19 +424,4 @@ FromPeer = (
 )
 FromBuffer = (
     Tickets | Acks | Refused | Welcome | FencedOff | Batch | Committed | Finished | Heard | Status
-)
-
-DISPOSITIONS = (
-    "trained",
-    "skipped",
-    "rejected",
-    "masked_stale",
-    "dropped_stale",
-    "abandoned",
-    "filtered",
-    "duplicate",
-    "orphaned",
-    "lost_with_process",
-    "left_over",
-    "failed",
 )

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from actors.delivery import LINGER_S, size
 from actors.schedule import Schedule
 from asyncrl.config.tree import Config
-from asyncrl.contract.messages import EVAL_BASE, Announcement, Span, Ticket, Trajectory
+from asyncrl.contract.messages import EVAL_BASE, Announcement, Failure, Span, Ticket, Trajectory
 from asyncrl.contract.versions import Label
 from asyncrl.experiments.simulate.times import Draw, Times, along, draw
 from asyncrl.experiments.simulate.world import Buffer, Clock
@@ -340,7 +340,7 @@ class Generator:
             {},
             "stop",
             1.0,
-            failed="data: simulated" if failed else "",
+            failed=Failure("data", "simulated") if failed else "",
         )
 
     def judge(self, t: Trajectory) -> None:
@@ -353,7 +353,7 @@ class Generator:
         seconds = self.d.reward()
         if seconds > self.deadline:
             seconds = self.deadline
-            t.failed = "data: the reward hung"
+            t.failed = Failure("data", "the reward hung")
         self.called += 1
         done = max(self.clock.now, self.free[0]) + seconds
         heapq.heapreplace(self.free, done)
