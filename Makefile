@@ -5,13 +5,14 @@
 # make shape  what a reader meets: columns, tokens a line, lengths, names; each with its limit
 # make bench  every benchmark, one table
 # make docs   docs/ as a site, in build/docs; a link that leads nowhere is an error
+# make wheel  dist/asyncrl-*.whl, configs included: pip install it anywhere
 # make requirements  compile requirements/cpu.txt and gpu.txt anew
 VENV ?= .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: env demo test check shape mutants bench docs browser requirements
+.PHONY: env demo test check shape mutants bench docs browser requirements wheel
 
 $(VENV)/.demo: pyproject.toml
 	test -x $(PY) || python3 -m venv $(VENV)
@@ -49,7 +50,7 @@ demo: $(VENV)/.demo
 
 # CPU seconds by file are printed at the end of every run; 1,420 in all on two cores.  Above 10, not in `make check`:
 SLOW := deepspeed tasks_learn both_engines run bad_input shutdown vllm staleness_property compare losses_by_length one_line any_model durability exact \
-  wrong_weights no_collisions kills versions by_hand sweep wrong_model bad_loss mismatch report
+  wrong_weights no_collisions installed kills versions by_hand sweep wrong_model bad_loss mismatch report
 TESTS := $(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal
 
 test: env browser
@@ -61,6 +62,11 @@ check: env
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
 	$(TESTS) $(SLOW:%=--ignore=tests/test_%.py)
+
+# build/ goes first: setuptools would pack modules from it that are gone.
+wheel: $(VENV)/.demo
+	rm -rf build dist
+	$(PIP) wheel --no-deps --wheel-dir dist .
 
 shape:
 	python3 benchmarks/shape.py --where

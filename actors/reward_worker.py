@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import functools
-import importlib
 import inspect
 import io
 import math
@@ -183,16 +182,16 @@ def each(values: Any, calls: list[Call]) -> list[Judged | str]:
 
 
 def resolve(path: str) -> Callable[..., Any]:
-    """`module:function`, looked up from the working directory too.  Raises ConfigError."""
-    module, _, name = path.partition(":")
-    importing.here_last()
+    """`module:function`, looked up from the working directory too, or `file.py:function`.  Raises
+    ConfigError.
+    """
+    module, _, name = path.rpartition(":")
     try:
-        found = getattr(importlib.import_module(module), name)
+        found = getattr(importing.module(module), name)
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"reward.function = {path}: importing it {said(error)}; write module:function, "
-            "importable "
-            "from here"
+            "importable from here, or file.py:function"
         ) from error
     if not callable(found):
         raise ConfigError(f"reward.function = {path}: is not a function")

@@ -111,7 +111,7 @@ def test_the_wheel_brings_one_name_and_runs(
     folder: Path, tmp_path: Path, small_model: Path
 ) -> None:
     tree, out = tmp_path / "tree", tmp_path / "site"
-    for name in ("asyncrl", "actors", "buffer", "learner"):
+    for name in ("asyncrl", "actors", "buffer", "learner", "configs"):
         shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", tree)
     build = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1])"
@@ -129,7 +129,7 @@ def test_the_wheel_brings_one_name_and_runs(
     assert {n.split("/")[0] for n in names if ".dist-info" not in n} == {"asyncrl"}
     ours = {
         p.relative_to(ROOT)
-        for x in ("asyncrl", "actors", "buffer", "learner")
+        for x in ("asyncrl", "actors", "buffer", "learner", "configs")
         for p in (ROOT / x).rglob("*.py")
     }
     inside = {

@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from asyncrl.config import rules
+from asyncrl.config import rules, shipped
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 
@@ -80,18 +80,23 @@ def load(path: str | Path, sets: typing.Sequence[str] = ()) -> Config:
     """The config in `path` with `sets` ("key.path=value", TOML values) applied.  Raises
     ConfigError: file:line, key, what to do.
 
-    A preset in the file fills the keys that the file does not give; one in `sets` also replaces the
+    A shipped config needs no path, only its name; `{here}` in the file is the file's folder.  A
+    preset in the file fills the keys that the file does not give; one in `sets` also replaces the
     file's."""
+    path = shipped.find(path)
     try:
         # some editors put a byte order mark first
         text = Path(path).read_text(encoding="utf-8-sig")
         raw = tomllib.loads(text)
     except FileNotFoundError as error:
-        raise ConfigError(f"{path}: no such config file") from error
+        raise ConfigError(
+            f"{path}: no such config file; shipped, by name: {', '.join(shipped.names())}"
+        ) from error
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
+    raw = shipped.placed(raw, path.parent)
     for item in sets:
         apply(raw, item)
     forget(raw, sets)

@@ -49,7 +49,9 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 
 
 class Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    function: Annotated[str, Meta(description="module:function; empty: the task's own")] = ""
+    function: Annotated[
+        str, Meta(description="module:function or file.py:function; empty: the task's own")
+    ] = ""
     deadline_s: Annotated[float, Meta(gt=0, description="seconds for one call")] = 10.0
     workers: Annotated[
         Count | Literal["auto"],

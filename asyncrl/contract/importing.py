@@ -9,11 +9,13 @@ queue.py or learner.py hides nothing, and a user's reward module is found all th
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
@@ -56,6 +58,26 @@ def here_last() -> None:
     """The working directory at the end of sys.path, if it is not on it already."""
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)
+
+
+def module(name: str) -> ModuleType:
+    """The module called `name`, looked up from the working directory too; or the file `name`, when
+    it ends in .py, whose folder then comes last on sys.path for what it imports itself.
+
+    Raises whatever importing it raises."""
+    here_last()
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    file = Path(name).resolve()
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    known = file.stem if file.stem not in sys.modules else str(file)
+    spec = spec_from_file_location(known, file)
+    assert spec is not None and spec.loader is not None  # as for every name that ends in .py
+    made = module_from_spec(spec)
+    sys.modules[known] = made  # dataclasses look themselves up there
+    spec.loader.exec_module(made)
+    return made
 
 
 def found_here() -> None:

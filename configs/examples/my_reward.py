@@ -1,5 +1,5 @@
-"""A reward function of one's own: `reward.function = "configs.examples.my_reward:reward"`, found
-from the working directory.
+"""A reward function of one's own: `reward.function = "{here}/examples/my_reward.py:reward"` in
+configs/file_example.toml, where `{here}` is the config's folder.
 
 It runs in processes of its own under `reward.deadline_s`; what raises, hangs or returns no finite
 number is a failed sample. It may be `async def` too (calls are awaited together, up to
