@@ -20,14 +20,13 @@ from conftest import ENV, ROOT, Ended
 
 from asyncrl.config import load
 from asyncrl.experiments.compare import page, progress
-from asyncrl.experiments.compare.comparison import (
-    Cell,
+from asyncrl.experiments.compare.comparison import Cell, warm_cell
+from asyncrl.experiments.compare.comparison_analysis import (
     analyse,
     data_apart,
     reference_kl,
     signs_of,
     signs_told,
-    warm_cell,
 )
 from buffer import trained
 

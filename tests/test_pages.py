@@ -15,7 +15,7 @@ from asyncrl.config.load import load
 from asyncrl.config.tree import Config
 from asyncrl.experiments.compare import page as compare_page
 from asyncrl.experiments.compare.comparison import Cell
-from asyncrl.experiments.compare.sweep_page import svg, ticks
+from asyncrl.experiments.compare.svg import svg, ticks
 from asyncrl.experiments.lab import page as lab_page
 from asyncrl.experiments.serial import one
 from asyncrl.records import page_kit

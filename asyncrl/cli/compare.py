@@ -76,7 +76,7 @@ def compare(
     """Train CONFIG under several settings, fairly, and say whether they differ."""
     from asyncrl.config import load
     from asyncrl.experiments.compare import comparison as comparing
-    from asyncrl.experiments.compare import page
+    from asyncrl.experiments.compare import comparison_analysis, page
     from asyncrl.experiments.compare.progress import CompareProgress
     from asyncrl.supervise.run import preflight
 
@@ -93,7 +93,7 @@ def compare(
         preflight(config)
     with CompareProgress(comparison) as progress:
         cells = comparison.run(jobs, progress.tell)
-    found = comparing.analyse(cells, comparison.configs)
+    found = comparison_analysis.analyse(cells, comparison.configs)
     settings = [
         (arm.name, ", ".join(comparison.sets_of(arm)) or "as configured") for arm in comparison.arms
     ]

@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,8 +32,6 @@ from asyncrl.experiments.one_process import cold
 from asyncrl.records import metrics, signs
 from buffer import trained
 
-KL_BATCHES = 20  # at a run's end, over which KL to the reference is averaged
-TARGET = 0.9  # of the first arm's accuracy at the end: how soon the others come there
 INJECTED = 4  # lag of the default injected arm when the config's limit is 0 or inf
 # what no arm may change
 SHARED = (
@@ -124,55 +122,65 @@ def default_arms(config: Config) -> list[Arm]:
 
 def resolve(source: str, sets: Sequence[str], arms: Sequence[Arm]) -> dict[str, Config]:
     """name -> config, every mistake found before anything starts.  Raises ConfigError."""
-    if len({a.name for a in arms}) < len(arms):
-        raise ConfigError(
-            "--arm: the name "
-            f"{next(a.name for a in arms if [b.name for b in arms].count(a.name) > 1)} is given "
-            "twice"
-        )
+    names = [arm.name for arm in arms]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise ConfigError(f"--arm: the name {twice} is given twice")
     if len(arms) < 2:
         raise ConfigError("--arm: one arm has nothing to be compared with; give two or more")
-    base = load.load(source, sets)
+    load.load(source, sets)  # a mistake in CONFIG or --set is not the first arm's
     out: dict[str, Config] = {}
-    for a in arms:
-        if a.same_as:
-            if a.same_as not in out:
+    for arm in arms:
+        if arm.same_as:
+            if arm.same_as not in out:
                 raise ConfigError(
-                    f"--arm {a.name}:same-as={a.same_as}: no arm of that name before it; arms: "
+                    f"--arm {arm.name}:same-as={arm.same_as}: no arm of that name before it; arms: "
                     f"{', '.join(out) or 'none'}"
                 )
-            out[a.name] = out[a.same_as]
+            out[arm.name] = out[arm.same_as]
             continue
-        for item in a.sets:
+        for item in arm.sets:
             key = item.partition("=")[0].strip()
-            if any(key == k or key.startswith(k + ".") for k in SHARED):
+            if shared(key):
                 raise ConfigError(
-                    f"--arm {a.name}: {key} must be the same in all arms; give it by --set"
+                    f"--arm {arm.name}: {key} must be the same in all arms; give it by --set"
                 )
         try:
-            out[a.name] = load.load(source, [*sets, *a.sets])
+            made = load.load(source, [*sets, *arm.sets])
         except ConfigError as error:
-            raise ConfigError(f"--arm {a.name}: {error}") from error
-        if twin := next((n for n, c in out.items() if n != a.name and c == out[a.name]), None):
+            raise ConfigError(f"--arm {arm.name}: {error}") from error
+        if twin := next((name for name, config in out.items() if config == made), None):
             raise ConfigError(
-                f"--arm {a.name}: resolves to the same config as {twin}; leave one out, or write "
-                f"{a.name}:same-as={twin} to mean it"
+                f"--arm {arm.name}: resolves to the same config as {twin}; leave one out, or write "
+                f"{arm.name}:same-as={twin} to mean it"
             )
-    del base
+        out[arm.name] = made
     return out
 
 
-def differences(a: dict[str, Any], b: dict[str, Any], prefix: str = "") -> list[str]:
+def shared(key: str) -> bool:
+    """Whether `key` is one that no arm may change."""
+    return any(key == one or key.startswith(one + ".") for one in SHARED)
+
+
+def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
     """`key: x, now y` for every leaf that differs."""
     out = []
-    for key in sorted({*a, *b}):
-        x = a.get(key)
-        y = b.get(key)
-        if isinstance(x, dict) and isinstance(y, dict):
-            out += differences(x, y, f"{prefix}{key}.")
-        elif x != y:
-            out.append(f"{prefix}{key}: {x}, now {y}")
+    for key in sorted({*before, *now}):
+        mine = before.get(key)
+        other = now.get(key)
+        if isinstance(mine, dict) and isinstance(other, dict):
+            out += differences(mine, other, f"{prefix}{key}.")
+        elif mine != other:
+            out.append(f"{prefix}{key}: {mine}, now {other}")
     return out
+
+
+def plain(configs: Mapping[str, Config]) -> dict[str, Any]:
+    """name -> config as JSON has it."""
+    return {
+        name: json.loads(json.dumps(msgspec.to_builtins(config)))
+        for name, config in configs.items()
+    }
 
 
 def as_now(arms: dict[str, Any]) -> dict[str, Any]:
@@ -180,10 +188,7 @@ def as_now(arms: dict[str, Any]) -> dict[str, Any]:
     key is gone.
     """
     try:
-        return {
-            n: json.loads(json.dumps(msgspec.to_builtins(msgspec.convert(c, Config))))
-            for n, c in arms.items()
-        }
+        return plain({name: msgspec.convert(raw, Config) for name, raw in arms.items()})
     except msgspec.ValidationError:
         return arms
 
@@ -223,15 +228,9 @@ class Comparison:
         self.seeds = [first.seed + i for i in range(seeds)]
         self.source = source
         self.sets = list(sets)
-        self.cells, self.warm = (
-            warm_pool.Cells(directory),
-            set() if real else warm_arms(self.configs),
-        )
-        plan = {
-            "arms": {
-                n: json.loads(json.dumps(msgspec.to_builtins(c))) for n, c in self.configs.items()
-            }
-        }
+        self.cells = warm_pool.Cells(directory)
+        self.warm = set() if real else warm_arms(self.configs)
+        plan = {"arms": plain(self.configs)}
         path = directory / "compare.json"
         if path.exists():
             before = json.loads(path.read_text())
@@ -263,44 +262,39 @@ class Comparison:
 
         Warm cells, whose wall times nobody compares, take every core that this process may use,
         unless they share a GPU."""
+        names = list(self.configs)
         plan = []
-        for i, seed in enumerate(self.seeds):
-            names = list(self.configs)
-            plan += [(n, seed) for n in names[i % len(names) :] + names[: i % len(names)]]
-        todo = [x for x in plan if not self.finished(*x)]
+        for turn, seed in enumerate(self.seeds):
+            first = turn % len(names)
+            plan += [(name, seed) for name in names[first:] + names[:first]]
+        todo = [cell for cell in plan if not self.finished(*cell)]
         if len(todo) < len(plan):
             self.say(f"{len(plan) - len(todo)} of {len(plan)} runs are finished already")
         self.say(design(len(self.configs), len(self.seeds)))
         for arm, seed in todo:
             if arm in self.warm:
                 self.cells.add(f"{arm}-seed{seed}", self.configs[arm], seed)
-        self.cells.run(
-            max(
-                jobs,
-                1 if uses_gpu(next(iter(self.configs.values()))) else len(os.sched_getaffinity(0)),
-            ),
-            tell,
-            abandon=False,
-        )
+        cores = 1 if uses_gpu(self.configs[names[0]]) else len(os.sched_getaffinity(0))
+        self.cells.run(max(jobs, cores), tell, abandon=False)
         with ThreadPoolExecutor(jobs) as team:
-            real = [x for x in todo if x[0] not in self.warm]
-            for (arm, seed), _ in zip(real, team.map(lambda x: self.one(*x), real), strict=True):
+            real = [(arm, seed) for arm, seed in todo if arm not in self.warm]
+            made = team.map(lambda cell: self.one(*cell), real)
+            for (arm, seed), _ in zip(real, made, strict=True):
                 tell(f"{arm}-seed{seed}", {"done": True})
-        return [self.read(n, s) for n in self.configs for s in self.seeds]
+        return [self.read(name, seed) for name in names for seed in self.seeds]
 
     def one(self, arm: str, seed: int) -> None:
         """Make one run, from its last checkpoint when an earlier try left one."""
         run_dir = self.run_dir(arm, seed)
         base = importing.command("asyncrl.cli", "run")
-        where = [x for a in self.arms if a.name == arm for x in self.sets_of(a)]
         sets = [
             *self.sets,
-            *where,
+            *self.sets_of(next(known for known in self.arms if known.name == arm)),
             f"seed={seed}",
             f"runs={str(self.directory / 'runs')!r}",
             f"name={run_dir.name!r}",
         ]
-        fresh = [*base, self.source, *[x for s in sets for x in ("--set", s)], "--json"]
+        fresh = [*base, self.source, *[word for item in sets for word in ("--set", item)], "--json"]
         resumable = any(run_dir.glob("checkpoints/epoch_*/number_*/manifest"))
         if run_dir.exists() and not resumable:
             shutil.rmtree(run_dir)
@@ -317,16 +311,16 @@ class Comparison:
                 env=os.environ | {"NO_COLOR": "1"},
             ).returncode
         if not self.finished(arm, seed):
-            last = [x for x in log.read_text().splitlines() if x.strip()][-1:]
+            last = [line for line in log.read_text().splitlines() if line.strip()][-1:]
             raise AsyncrlError(
                 f"run {run_dir.name} ended with exit code {code}: {' '.join(last)} (log: {log}); "
                 "the same command goes on from here"
             )
 
-    def sets_of(self, a: Arm) -> list[str]:
-        return (
-            self.sets_of(next(b for b in self.arms if b.name == a.same_as)) if a.same_as else a.sets
-        )
+    def sets_of(self, arm: Arm) -> list[str]:
+        if not arm.same_as:
+            return arm.sets
+        return self.sets_of(next(known for known in self.arms if known.name == arm.same_as))
 
     def read(self, arm: str, seed: int) -> Cell:
         if arm in self.warm:
@@ -335,17 +329,16 @@ class Comparison:
         cell = Cell(arm, seed, json.loads((run_dir / "summary.json").read_text()))
         every = metrics.read(run_dir)
         # after a resume the later row of a step wins
-        by_step = {r["step"]: r for r in every if "reward/mean" in r}
-        cell.rows = [by_step[s] for s in sorted(by_step)]
-        points = {r["step"]: r["eval/heldout"] for r in every if "eval/heldout" in r}
-        cell.steps = [float(s) for s in sorted(points)]
-        cell.accuracy = [points[s] for s in sorted(points)]
-        cell.ood = {float(r["step"]): r["eval/ood"] for r in every if "eval/ood" in r}
+        by_step = {row["step"]: row for row in every if "reward/mean" in row}
+        cell.rows = [by_step[step] for step in sorted(by_step)]
+        points = {row["step"]: row["eval/heldout"] for row in every if "eval/heldout" in row}
+        cell.steps = [float(step) for step in sorted(points)]
+        cell.accuracy = [points[step] for step in sorted(points)]
+        cell.ood = {float(row["step"]): row["eval/ood"] for row in every if "eval/ood" in row}
         cell.trouble = verdict.stability(cell.accuracy, cell.rows)
-        cell.signs = [signs.Sign(**s) for s in cell.summary.get("signs", [])]
-        cell.batches = [
-            (r.ids, r.tickets) for _, r in sorted(trained.read(run_dir / "trained.jsonl").items())
-        ]
+        cell.signs = [signs.Sign(**sign) for sign in cell.summary.get("signs", [])]
+        batches = sorted(trained.read(run_dir / "trained.jsonl").items())
+        cell.batches = [(batch.ids, batch.tickets) for _, batch in batches]
         return cell
 
 
@@ -355,9 +348,11 @@ def warm_arms(configs: dict[str, Config]) -> set[str]:
 
     A reward function of the user's own may be slow, and a warm process waits for each answer's:
     such arms run as real processes."""
-    able = {n for n, c in configs.items() if not cold(c) and not c.reward.function}
-    injected = {n for n in able if configs[n].staleness.inject is not None}
-    sync = {n for n, c in configs.items() if c.staleness.max_lag == 0}
+    able = {
+        name for name, config in configs.items() if not cold(config) and not config.reward.function
+    }
+    injected = {name for name in able if configs[name].staleness.inject is not None}
+    sync = {name for name, config in configs.items() if config.staleness.max_lag == 0}
     return injected | ((sync & able) if len(injected | sync) == len(configs) else set())
 
 
@@ -372,23 +367,24 @@ def uses_gpu(config: Config) -> bool:
 
 def warm_signs(cell: Cell, config: Config) -> list[signs.Sign]:
     """What `asyncrl run` would say of a warm run, as far as its record goes."""
-    error = config.evaluation
+    asked = config.evaluation
     ends = (cell.steps[0], cell.steps[-1])
+    between = min(asked.prompts, asked.ood_prompts)
     rows = [
         {
-            "step": s,
-            "eval/heldout": x,
-            "eval/heldout_n": error.final_prompts if s in ends else error.prompts,
+            "step": step,
+            "eval/heldout": accuracy,
+            "eval/heldout_n": asked.final_prompts if step in ends else asked.prompts,
         }
-        for s, x in zip(cell.steps, cell.accuracy, strict=True)
+        for step, accuracy in zip(cell.steps, cell.accuracy, strict=True)
     ]
     rows += [
         {
-            "step": s,
-            "eval/ood": x,
-            "eval/ood_n": error.ood_prompts if s in ends else min(error.prompts, error.ood_prompts),
+            "step": step,
+            "eval/ood": accuracy,
+            "eval/ood_n": asked.ood_prompts if step in ends else between,
         }
-        for s, x in cell.ood.items()
+        for step, accuracy in cell.ood.items()
     ]
     return signs.signs(
         [*rows, *cell.rows], signs.About(config), ended=cell.steps[-1] >= config.learner.steps
@@ -398,263 +394,38 @@ def warm_signs(cell: Cell, config: Config) -> list[signs.Sign]:
 def warm_cell(arm: str, seed: int, record: dict[str, Any], config: Config) -> Cell:
     """A record of `serial.one` in the words of a run's summary and metrics."""
     steps, accuracy = record["accuracy"]
-    lags = {int(k): n for k, n in record["lag_histogram"].items()}
+    lags = {int(lag): count for lag, count in record["lag_histogram"].items()}
     tokens = sum(lags.values())
     summary = {
         "heldout_start": accuracy[0],
         "heldout_end": accuracy[-1],
         "wall_s": record["wall_s"],
         "tokens": tokens,
-        "ledger": {"generated": sum(x["tokens"] for x in record["ledger_lines"].values())},
+        "ledger": {"generated": sum(line["tokens"] for line in record["ledger_lines"].values())},
         "weights_digest": record["weights_digest"],
         "lag": {
-            "mean": sum(k * n for k, n in lags.items()) / max(tokens, 1),
+            "mean": sum(lag * count for lag, count in lags.items()) / max(tokens, 1),
             "max": max(lags, default=0),
         },
         "trained_ids": record["trained_ids"],
     }
     rows = [
-        {"step": r["version"] - 1} | {k: x for k, x in r.items() if k != "version"}
-        for r in record["curve"]
+        {"step": row["version"] - 1} | {name: x for name, x in row.items() if name != "version"}
+        for row in record["curve"]
     ]
-    trouble = verdict.stability(accuracy, rows) + (
-        [f"failed: {record['failed']}"] if record.get("failed") else []
+    failed = record.get("failed")
+    cell = Cell(
+        arm,
+        seed,
+        summary,
+        steps=steps,
+        accuracy=accuracy,
+        rows=rows,
+        trouble=verdict.stability(accuracy, rows) + ([f"failed: {failed}"] if failed else []),
+        batches=[(str(batch["ids"]), batch["tickets"]) for batch in record.get("batches", ())],
+        warm=True,
+        # a record of an older version has none
+        ood=dict(zip(*record.get("ood", ([], [])), strict=True)),
     )
-    batches = [(str(b["ids"]), b["tickets"]) for b in record.get("batches", ())]
-    # a record of an older version has none
-    ood = dict(zip(*record.get("ood", ([], [])), strict=True))
-    cell = Cell(arm, seed, summary, steps, accuracy, rows, trouble, batches, warm=True, ood=ood)
     cell.signs = warm_signs(cell, config)
     return cell
-
-
-def signs_of(cells: Sequence[Cell]) -> dict[str, list[str]]:
-    """Sign -> what each run that has it says."""
-    out: dict[str, list[str]] = {}
-    for c in cells:
-        for sign in c.signs:
-            out.setdefault(sign.name, []).append(sign.line())
-    return out
-
-
-def signs_told(arm: str, found: Mapping[str, Sequence[str]], runs: int) -> list[str]:
-    """A line for each sign of an arm: how many of its runs have it, and what one of them says."""
-    return [
-        f"{arm}: {name} in {len(said)} of {runs} runs: {said[0]}" for name, said in found.items()
-    ]
-
-
-def data_apart(a: Cell, b: Cell) -> str:
-    """How far the samples that two runs trained differ, in words; empty: they are the same, in the
-    same order.
-    """
-    if a.summary["trained_ids"] == b.summary["trained_ids"]:
-        return ""
-    first = next(
-        (i for i, (x, y) in enumerate(zip(a.batches, b.batches, strict=False)) if x[0] != y[0]),
-        min(len(a.batches), len(b.batches)),
-    )
-    mine, other = (
-        {t for _, runs in c.batches for low, high in runs for t in range(low, high + 1)}
-        for c in (a, b)
-    )
-    if not mine or not other:
-        return "other samples"
-    return (
-        f"{len(mine & other) / max(len(mine), len(other)):.0%} of the groups in common, in "
-        f"other batches from number {first} on"
-    )
-
-
-# ---- what it says --------------------------------------------------------------------------------
-
-
-def mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values) if values else math.nan
-
-
-def known(values: Iterable[float]) -> list[float]:
-    """Those that are numbers."""
-    return [x for x in values if not math.isnan(x)]
-
-
-def reference_kl(rows: Sequence[Mapping[str, Any]]) -> float:
-    """KL(target || reference) at a run's end, k3, nats a token: mean over its last KL_BATCHES
-    batches.
-
-    Without a KL term it is measured every record.reference_kl_every batches: where that leaves
-    none among them, the last one measured; nan without any.  rows: one a batch.
-    """
-    every = [float(r["kl/target_ref_k3"]) for r in rows if "kl/target_ref_k3" in r]
-    late = [float(r["kl/target_ref_k3"]) for r in rows[-KL_BATCHES:] if "kl/target_ref_k3" in r]
-    return mean(late or every[-1:])
-
-
-def cause(config: Config, trouble: Sequence[str]) -> str:
-    """The likely cause of an unstable arm, where its configuration is a known one."""
-    c = config
-    if not trouble:
-        return ""
-    if c.kl.reward.coefficient > 0 and c.kl.reward.estimator == "k3":
-        return "k3 in the reward is known to collapse: use k1 in the reward or k3 in the loss"
-    lagged = c.staleness.max_lag > 0
-    if (
-        lagged
-        and c.correction.level == "none"
-        and c.loss.surrogate in ("vanilla", "decoupled_ppo")
-        and c.correction.proximal == "recompute"
-    ):
-        return (
-            "stale samples without correction: anchor PPO on the behaviour policy, or set "
-            "correction.preset = tis"
-        )
-    if lagged and c.staleness.max_lag >= 8:
-        return "a large lag: lower staleness.max_lag or learner.lr"
-    return "lower learner.lr, or set stop.kl_max with more than one optimizer step a batch"
-
-
-def analyse(cells: Sequence[Cell], configs: dict[str, Config]) -> dict[str, Any]:
-    """Everything the report and `--json` say.  The first arm is what the others are compared
-    with.
-    """
-    names = list(configs)
-    seeds = sorted({c.seed for c in cells})
-    of = {n: sorted((c for c in cells if c.arm == n), key=lambda c: c.seed) for n in names}
-    base = names[0]
-    prompts = configs[names[0]].evaluation.final_prompts
-    target = TARGET * mean([c.final for c in of[base]])
-    arms = {n: about(of[n], configs[n], target) for n in names}
-    verdicts: list[dict[str, Any]] = []
-
-    def judge(metric: str, what: str, value: Callable[[Cell], float], n_prompts: int) -> None:
-        found = {
-            n: verdict.paired([value(c) for c in of[n]], [value(c) for c in of[base]], n_prompts)
-            for n in names[1:]
-        }
-        verdict.holm(found)
-        for n, d in found.items():
-            same = all(
-                a.summary["weights_digest"] == b.summary["weights_digest"]
-                for a, b in zip(of[n], of[base], strict=True)
-            )
-            word = (
-                "equal"
-                if same
-                else (
-                    "no difference visible"
-                    if not d.different
-                    else ("better" if d.mean > 0 else "worse")
-                )
-            )
-            verdicts.append(
-                {
-                    "arm": n,
-                    "against": base,
-                    "metric": metric,
-                    "difference": d.mean,
-                    "interval": [d.low, d.high],
-                    "verdict": word,
-                    "p": d.adjusted,
-                    "interval_other_prompts": [d.prompt_low, d.prompt_high],
-                    "detectable": verdict.detectable(d.sd, d.seeds),
-                    "text": f"{n} is bitwise equal to {base}"
-                    if same
-                    else verdict.verdict(n, base, d, what),
-                }
-            )
-
-    judge("heldout_end", "final accuracy", lambda c: c.final, prompts)
-    judge("area", "mean accuracy over training", lambda c: c.area, 0)
-    if len(known(c.ood_end for c in cells)) == len(cells):
-        judge(
-            "ood_end",
-            "out-of-distribution accuracy",
-            lambda c: c.ood_end,
-            configs[base].evaluation.ood_prompts,
-        )
-    apart = {n: [data_apart(a, b) for a, b in zip(of[n], of[base], strict=True)] for n in names[1:]}
-    data = {n: [not x for x in found] for n, found in apart.items()}
-    trade = []
-    for n in names[1:]:
-        speed = arms[base]["wall_s"] / max(arms[n]["wall_s"], 1e-9)
-        alike = not arms[n]["warm"] and not arms[base]["warm"]
-        said = (
-            f"{speed:.2f} times the speed of {base}"
-            if alike
-            else "run in a warm process by turns, so its speed says nothing"
-        )
-        trade.append(
-            f"{n}: {said}, accuracy {arms[n]['heldout_end'] - arms[base]['heldout_end']:+.3f}; "
-            f"{reached(arms[n], arms[base], base, alike)}"
-        )
-    return {
-        "arms": arms,
-        "verdicts": verdicts,
-        "seeds": seeds,
-        "same_data": data,
-        "data_apart": apart,
-        "trade": trade,
-    }
-
-
-def reached(arm: dict[str, Any], base: dict[str, Any], name: str, timed: bool) -> str:
-    """When an arm came to the accuracy asked for, beside the base."""
-    goal = f"{arm['target']:.3f}"
-    missed = len(arm["each"]) - arm["reached"]
-    if not arm["reached"] or not base["reached"]:
-        return f"accuracy {goal} was never reached" + (
-            "" if arm["reached"] == base["reached"] else f" by {name}" if arm["reached"] else ""
-        )
-    what = (
-        f"accuracy {goal} at batch {arm['steps_to_target']:.0f} ({name} "
-        f"{base['steps_to_target']:.0f})"
-    )
-    what += (
-        f", after {arm['seconds_to_target']:.0f} s ({base['seconds_to_target']:.0f})"
-        if timed
-        else ""
-    )
-    return what + (f", never in {missed} of {len(arm['each'])} runs" if missed else "")
-
-
-def about(cells: Sequence[Cell], config: Config, target: float) -> dict[str, Any]:
-    """One arm over its seeds.  target: the accuracy whose time is asked for, over the runs that
-    reach it.
-    """
-
-    def when(c: Cell) -> tuple[float, float]:
-        """Batch and seconds of the first evaluation at the target or above; nan: never."""
-        step = next((s for s, a in zip(c.steps, c.accuracy, strict=True) if a >= target), math.nan)
-        return step, next(
-            (float(r["t"]) for r in c.rows if r["step"] >= min(step, c.rows[-1]["step"])), math.nan
-        ) if step == step else math.nan
-
-    times = [x for x in map(when, cells) if x[0] == x[0]]
-    trouble = sorted({x.split(":")[0] for c in cells for x in c.trouble})
-    return {
-        "heldout_start": mean([float(c.summary["heldout_start"]) for c in cells]),
-        "heldout_end": mean([c.final for c in cells]),
-        "ood_start": mean(known(c.ood_start for c in cells)),
-        "ood_end": mean(known(c.ood_end for c in cells)),
-        "ood_each": [c.ood_end for c in cells],
-        "kl_ref": mean(known(reference_kl(c.rows) for c in cells)),
-        "each": [c.final for c in cells],
-        "area": mean([c.area for c in cells]),
-        "wall_s": mean([c.summary["wall_s"] for c in cells]),
-        "tokens": mean([c.summary["tokens"] for c in cells]),
-        "generated": mean([c.summary["ledger"]["generated"] for c in cells]),
-        "tokens_per_s": mean([c.summary["tokens"] / max(c.summary["wall_s"], 1e-9) for c in cells]),
-        "lag": mean([c.summary["lag"]["mean"] for c in cells]),
-        "lag_max": max(c.summary["lag"]["max"] for c in cells),
-        "ess": mean([r["is/target_ess"] for c in cells for r in c.rows if "is/target_ess" in r]),
-        "target": target,
-        "reached": len(times),
-        "steps_to_target": mean([x for x, _ in times]),
-        "seconds_to_target": mean([x for _, x in times]),
-        "unstable": sum(bool(c.trouble) for c in cells),
-        "trouble": trouble,
-        "cause": cause(config, trouble),
-        "signs": signs_of(cells),
-        "weights_digests": [c.summary["weights_digest"] for c in cells],
-        "warm": all(c.warm for c in cells),
-    }

@@ -6,13 +6,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl.config.tree import Config
 from asyncrl.experiments.compare import verdict
-from asyncrl.experiments.compare.comparison import KL_BATCHES, Cell, mean, signs_told
+from asyncrl.experiments.compare.comparison import Cell
+from asyncrl.experiments.compare.comparison_analysis import KL_BATCHES, mean, signs_told
 from asyncrl.records import atomic_write, page_kit
 from asyncrl.records.page_kit import COLOURS
 from asyncrl.records.signs import interval
@@ -38,13 +39,56 @@ HEAD = (
 )
 
 
-def clean(x: Any) -> Any:
+def clean(value: Any) -> Any:
     """The same with None for what is not a finite number: JSON knows no NaN."""
-    if isinstance(x, dict):
-        return {k: clean(v) for k, v in x.items()}
-    if isinstance(x, list | tuple):
-        return [clean(v) for v in x]
-    return None if isinstance(x, float) and not math.isfinite(x) else x
+    if isinstance(value, dict):
+        return {key: clean(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [clean(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def show(value: float | None, form: str) -> str:
+    """A number in a table."""
+    return "-" if value is None or not math.isfinite(value) else format(value, form)
+
+
+# ---- curves --------------------------------------------------------------------------------------
+
+Points = Callable[[Cell], list[tuple[float, float]]]
+
+
+class Curve(NamedTuple):
+    """One plot of the page."""
+
+    title: str
+    unit: str
+    points: Points
+
+
+def _metric(name: str) -> Points:
+    """The metric of that name where a run wrote it."""
+    return lambda cell: [(float(row["step"]), float(row[name])) for row in cell.rows if name in row]
+
+
+CURVES = (
+    Curve(
+        "Accuracy on held-out prompts",
+        "accuracy",
+        lambda cell: list(zip(cell.steps, cell.accuracy, strict=True)),
+    ),
+    Curve(
+        "Accuracy on out-of-distribution prompts", "accuracy", lambda cell: sorted(cell.ood.items())
+    ),
+    Curve("KL from target to reference", "nats a token (k3)", _metric("kl/target_ref_k3")),
+    Curve("Lag of trained tokens", "versions, mean", _metric("lag/mean")),
+    Curve("Effective sample size of the raw ratios", "share", _metric("is/target_ess")),
+    Curve("KL from behaviour to target", "nats a token (k3)", _metric("kl/behavior_target_k3")),
+    Curve("Entropy", "nats a token", _metric("policy/entropy")),
+    Curve("Gradient norm", "before clipping", _metric("optim/grad_norm")),
+    Curve("Answer length", "tokens", _metric("answer/length")),
+    Curve("Reward of the training batch", "mean", _metric("reward/mean")),
+)
 
 
 def curves(
@@ -52,7 +96,7 @@ def curves(
     unit: str,
     arms: Sequence[str],
     cells: Sequence[Cell],
-    points: Callable[[Cell], list[tuple[float, float]]],
+    points: Points,
 ) -> Any:
     """One line an arm, the mean over seeds at each step, in a band from the lowest to the highest
     seed.
@@ -60,18 +104,19 @@ def curves(
     import plotly.graph_objects as go
 
     figure = go.Figure()
-    for i, name in enumerate(arms):
+    seeds = {cell.seed for cell in cells}
+    for number, name in enumerate(arms):
         at: dict[float, list[float]] = {}
-        for c in cells:
-            if c.arm == name:
-                for x, y in points(c):
-                    at.setdefault(x, []).append(y)
-        xs = sorted(at)
-        colour = COLOURS[i % len(COLOURS)]
-        if len({c.seed for c in cells}) > 1 and xs:
+        for cell in cells:
+            if cell.arm == name:
+                for step, value in points(cell):
+                    at.setdefault(step, []).append(value)
+        steps = sorted(at)
+        colour = COLOURS[number % len(COLOURS)]
+        if len(seeds) > 1 and steps:
             figure.add_scatter(
-                x=[*xs, *xs[::-1]],
-                y=[*(max(at[x]) for x in xs), *(min(at[x]) for x in xs[::-1])],
+                x=[*steps, *steps[::-1]],
+                y=[*(max(at[step]) for step in steps), *(min(at[step]) for step in steps[::-1])],
                 fill="toself",
                 fillcolor=colour,
                 opacity=0.15,
@@ -80,7 +125,11 @@ def curves(
                 showlegend=False,
             )
         figure.add_scatter(
-            x=xs, y=[mean(at[x]) for x in xs], name=name, mode="lines", line={"color": colour}
+            x=steps,
+            y=[mean(at[step]) for step in steps],
+            name=name,
+            mode="lines",
+            line={"color": colour},
         )
     figure.update_layout(
         title={"text": title, "font": {"size": 14}, "y": 0.97},
@@ -94,61 +143,85 @@ def curves(
     return figure
 
 
-def _metric(name: str) -> Callable[[Cell], list[tuple[float, float]]]:
-    return lambda c: [(float(r["step"]), float(r[name])) for r in c.rows if name in r]
-
-
 def bands(found: dict[str, Any], config: Config) -> str:
     """What lines and bands of the curves are, and how sure one point of accuracy is."""
-    n = len(found["seeds"])
+    seeds = len(found["seeds"])
     lines = (
-        f"Lines: mean over {n} seeds; bands: from the lowest to the highest seed, no interval."
-        if n > 1
+        f"Lines: mean over {seeds} seeds; bands: from the lowest to the highest seed, no interval."
+        if seeds > 1
         else "Lines: one seed."
     )
-    e = config.evaluation
 
     def within(size: int) -> str:
         return f"+-{interval(0.5, size, 0.0, 1.0):.3f} at most (n = {size:,} held-out prompts)"
 
     return (
         f"{lines} 95 % interval of one seed's accuracy, over prompts: "
-        f"{within(e.final_prompts)} at both ends, {within(e.prompts)} between."
+        f"{within(config.evaluation.final_prompts)} at both ends, "
+        f"{within(config.evaluation.prompts)} between."
     )
+
+
+# ---- tables and lists ----------------------------------------------------------------------------
 
 
 def rows(found: dict[str, Any]) -> list[list[str]]:
     """The table of arms, as text."""
+    return [row(name, arm) for name, arm in found["arms"].items()]
 
-    def show(x: float | None, form: str) -> str:
-        return "-" if x is None or not math.isfinite(x) else format(x, form)
 
-    def timed(a: dict[str, Any], key: str, form: str) -> str:
+def row(name: str, arm: dict[str, Any]) -> list[str]:
+    """One arm, by HEAD."""
+
+    def timed(key: str, form: str) -> str:
         """A warm run's times are not those of a real one."""
-        return f"({show(a[key], form)})" if a["warm"] else show(a[key], form)
+        return f"({show(arm[key], form)})" if arm["warm"] else show(arm[key], form)
 
     return [
-        [
-            n,
-            show(a["heldout_start"], ".3f"),
-            show(a["heldout_end"], ".3f"),
-            " ".join(f"{x:.3f}" for x in a["each"]),
-            show(a["ood_start"], ".3f"),
-            show(a["ood_end"], ".3f"),
-            show(a["kl_ref"], ".3g"),
-            show(a["area"], ".3f"),
-            timed(a, "wall_s", ".1f"),
-            timed(a, "seconds_to_target", ".1f"),
-            show(a["tokens"], ",.0f"),
-            timed(a, "tokens_per_s", ",.0f"),
-            show(a["lag"], ".2f"),
-            str(a["lag_max"]),
-            show(a["ess"], ".3f"),
-            f"{a['unstable']} of {len(a['each'])}",
-            "warm" if a["warm"] else "real",
-        ]
-        for n, a in found["arms"].items()
+        name,
+        show(arm["heldout_start"], ".3f"),
+        show(arm["heldout_end"], ".3f"),
+        " ".join(f"{accuracy:.3f}" for accuracy in arm["each"]),
+        show(arm["ood_start"], ".3f"),
+        show(arm["ood_end"], ".3f"),
+        show(arm["kl_ref"], ".3g"),
+        show(arm["area"], ".3f"),
+        timed("wall_s", ".1f"),
+        timed("seconds_to_target", ".1f"),
+        show(arm["tokens"], ",.0f"),
+        timed("tokens_per_s", ",.0f"),
+        show(arm["lag"], ".2f"),
+        str(arm["lag_max"]),
+        show(arm["ess"], ".3f"),
+        f"{arm['unstable']} of {len(arm['each'])}",
+        "warm" if arm["warm"] else "real",
     ]
+
+
+def troubles(cells: Sequence[Cell], found: dict[str, Any]) -> list[str]:
+    """What is wrong with which run, then the likely cause of each arm's."""
+    runs = [f"{cell.arm}, seed {cell.seed}: {said}" for cell in cells for said in cell.trouble]
+    return runs + [
+        f"{name}: likely cause: {arm['cause']}"
+        for name, arm in found["arms"].items()
+        if arm["cause"]
+    ]
+
+
+def samples(found: dict[str, Any]) -> str:
+    """Which arms trained the first one's samples, and how far the others' are from them."""
+    same = "; ".join(
+        f"{name} {sum(each)} of {len(each)} seeds" for name, each in found["same_data"].items()
+    )
+    return same + "".join(
+        f"; {name}, seed {seed}: {said}"
+        for name, each in found["data_apart"].items()
+        for seed, said in zip(found["seeds"], each, strict=True)
+        if said
+    )
+
+
+# ---- files ---------------------------------------------------------------------------------------
 
 
 def write(
@@ -160,61 +233,8 @@ def write(
     config: Config,
 ) -> Path:
     """DIR/report.html, comparison.json and the TensorBoard view of all arms."""
-
     arms = list(found["arms"])
-    figures = [
-        curves(
-            "Accuracy on held-out prompts",
-            "accuracy",
-            arms,
-            cells,
-            lambda c: list(zip(c.steps, c.accuracy, strict=True)),
-        ),
-        curves(
-            "Accuracy on out-of-distribution prompts",
-            "accuracy",
-            arms,
-            cells,
-            lambda c: sorted(c.ood.items()),
-        ),
-        curves(
-            "KL from target to reference",
-            "nats a token (k3)",
-            arms,
-            cells,
-            _metric("kl/target_ref_k3"),
-        ),
-        curves("Lag of trained tokens", "versions, mean", arms, cells, _metric("lag/mean")),
-        curves(
-            "Effective sample size of the raw ratios",
-            "share",
-            arms,
-            cells,
-            _metric("is/target_ess"),
-        ),
-        curves(
-            "KL from behaviour to target",
-            "nats a token (k3)",
-            arms,
-            cells,
-            _metric("kl/behavior_target_k3"),
-        ),
-        curves("Entropy", "nats a token", arms, cells, _metric("policy/entropy")),
-        curves("Gradient norm", "before clipping", arms, cells, _metric("optim/grad_norm")),
-        curves("Answer length", "tokens", arms, cells, _metric("answer/length")),
-        curves("Reward of the training batch", "mean", arms, cells, _metric("reward/mean")),
-    ]
-    plots = [page_kit.plot(f) for f in figures]
     blob = json.dumps(clean(found))
-    trouble = [f"{c.arm}, seed {c.seed}: {x}" for c in cells for x in c.trouble]
-    trouble += [f"{n}: likely cause: {a['cause']}" for n, a in found["arms"].items() if a["cause"]]
-    same = "; ".join(f"{n} {sum(x)} of {len(x)} seeds" for n, x in found["same_data"].items())
-    same += "".join(
-        f"; {n}, seed {seed}: {x}"
-        for n, each in found["data_apart"].items()
-        for seed, x in zip(found["seeds"], each, strict=True)
-        if x
-    )
     page = page_kit.render(
         "compare.html",
         name=name,
@@ -224,16 +244,21 @@ def write(
         groups=config.learner.groups,
         size=config.learner.group_size,
         settings=settings,
-        data=same,
-        verdicts=[v["text"] for v in found["verdicts"]],
+        data=samples(found),
+        verdicts=[said["text"] for said in found["verdicts"]],
         trade=found["trade"],
         head=HEAD,
         table=rows(found),
-        trouble=trouble,
+        trouble=troubles(cells, found),
         signs=[
-            x for n, a in found["arms"].items() for x in signs_told(n, a["signs"], len(a["each"]))
+            line
+            for name, arm in found["arms"].items()
+            for line in signs_told(name, arm["signs"], len(arm["each"]))
         ],
-        plots=plots,
+        plots=[
+            page_kit.plot(curves(curve.title, curve.unit, arms, cells, curve.points))
+            for curve in CURVES
+        ],
         rules=verdict.Bounds(),
         kl_batches=KL_BATCHES,
         library=page_kit.library(),
@@ -241,37 +266,39 @@ def write(
     )
     for path, text in ((directory / "report.html", page), (directory / "comparison.json", blob)):
         atomic_write.write(path, text)
-    _board(directory / "tensorboard", cells, settings)
+    board(directory / "tensorboard", cells, dict(settings))
     return directory / "report.html"
 
 
-def _board(directory: Path, cells: Sequence[Cell], settings: Sequence[tuple[str, str]]) -> None:
+BOARD = (
+    "lag/mean",
+    "is/target_ess",
+    "kl/behavior_target_k3",
+    "kl/target_ref_k3",
+    "policy/entropy",
+    "reward/mean",
+)
+
+
+def board(directory: Path, cells: Sequence[Cell], settings: Mapping[str, str]) -> None:
     """All arms side by side, with the hyperparameters view."""
     import shutil
 
     from tensorboardX import SummaryWriter
 
     shutil.rmtree(directory, ignore_errors=True)
-    told = dict(settings)
-    for c in cells:
-        with SummaryWriter(str(directory / f"{c.arm}-seed{c.seed}")) as board:
-            for x, y in zip(c.steps, c.accuracy, strict=True):
-                board.add_scalar("eval/heldout", y, int(x))
-            for x, y in sorted(c.ood.items()):
-                board.add_scalar("eval/ood", y, int(x))
-            for r in c.rows:
-                for name in (
-                    "lag/mean",
-                    "is/target_ess",
-                    "kl/behavior_target_k3",
-                    "kl/target_ref_k3",
-                    "policy/entropy",
-                    "reward/mean",
-                ):
-                    if name in r:
-                        board.add_scalar(name, r[name], int(r["step"]))
-            board.add_hparams(
-                {"arm": c.arm, "seed": c.seed, "settings": told[c.arm]},
-                {"final/heldout": c.final},
+    for cell in cells:
+        with SummaryWriter(str(directory / f"{cell.arm}-seed{cell.seed}")) as writer:
+            for step, accuracy in zip(cell.steps, cell.accuracy, strict=True):
+                writer.add_scalar("eval/heldout", accuracy, int(step))
+            for step, accuracy in sorted(cell.ood.items()):
+                writer.add_scalar("eval/ood", accuracy, int(step))
+            for row in cell.rows:
+                for name in BOARD:
+                    if name in row:
+                        writer.add_scalar(name, row[name], int(row["step"]))
+            writer.add_hparams(
+                {"arm": cell.arm, "seed": cell.seed, "settings": settings[cell.arm]},
+                {"final/heldout": cell.final},
                 name=".",
             )

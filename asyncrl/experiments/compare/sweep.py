@@ -13,8 +13,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
@@ -103,10 +101,12 @@ def parse_limits(text: str, injected: bool) -> list[float]:
             f"--limits {text}: write whole numbers separated by commas, for instance 0,1,2,4 (inf: "
             "no limit)"
         ) from None
-    for x in found:
-        if math.isnan(x) or x < 0 or (not math.isinf(x) and x != int(x)):
-            raise ConfigError(f"--limits {text}: {x:g} is neither a whole number from 0 on nor inf")
-        if injected and math.isinf(x):
+    for limit in found:
+        if math.isnan(limit) or limit < 0 or (not math.isinf(limit) and limit != int(limit)):
+            raise ConfigError(
+                f"--limits {text}: {limit:g} is neither a whole number from 0 on nor inf"
+            )
+        if injected and math.isinf(limit):
             raise ConfigError(
                 f"--limits {text}: a lag of inf cannot be injected; leave --inject out for natural "
                 "lag"
@@ -175,20 +175,17 @@ def plan(
             )
         for item in items:
             key = item.partition("=")[0].strip()
-            if any(key == k or key.startswith(k + ".") for k in comparison.SHARED) or key in (
-                "staleness.max_lag",
-                "staleness.inject",
-            ):
+            if comparison.shared(key) or key in ("staleness.max_lag", "staleness.inject"):
                 raise ConfigError(
                     f"--correction {name}: {key} must be the same in all cells; give it by --set, "
                     "limits by --limits"
                 )
         for limit in limits:
             try:
-                c = load.load(source, [*sets, *items, *limit_sets(limit, injected)])
+                config = load.load(source, [*sets, *items, *limit_sets(limit, injected)])
             except ConfigError as error:
                 raise ConfigError(f"--correction {name}, limit {label(limit)}: {error}") from error
-            twin = next((n for n, other in out.arms.items() if other == c), None)
+            twin = next((n for n, other in out.arms.items() if other == config), None)
             if (
                 twin is not None
                 and (limit > 0 or twin != SYNC)
@@ -199,7 +196,7 @@ def plan(
                     "leave one out"
                 )
             arm = twin or f"{name}-limit{label(limit)}"
-            out.arms.setdefault(arm, c)
+            out.arms.setdefault(arm, config)
             out.cell[name, limit] = arm
     short = [
         "evaluation.every=0",
@@ -223,11 +220,7 @@ class Sweep:
         self.say = say
         self.seeds = [what.arms[SYNC].seed + i for i in range(seeds)]
         self.cells = warm_pool.Cells(directory)
-        written = {
-            "arms": {
-                n: json.loads(json.dumps(msgspec.to_builtins(c))) for n, c in what.arms.items()
-            }
-        }
+        written = {"arms": comparison.plain(what.arms)}
         path = directory / "sweep.json"
         if path.exists():
             before = comparison.as_now(json.loads(path.read_text())["arms"])
@@ -257,8 +250,8 @@ class Sweep:
         """Speed probes, then seed by seed the arms; limits in `first` get all their seeds before
         the others start.
         """
-        for limit, c in self.plan.probes.items():
-            self.cells.add(f"probe-limit{label(limit)}", c, c.seed)
+        for limit, config in self.plan.probes.items():
+            self.cells.add(f"probe-limit{label(limit)}", config, config.seed)
         blocks = [[x] for x in first] + [[x for x in self.plan.limits if x not in first]]
         for block in blocks:
             for seed in self.seeds:

@@ -10,9 +10,15 @@ from typing import Any
 
 import msgspec
 
-from asyncrl.config.tree import Config
 from asyncrl.experiments.compare import verdict
-from asyncrl.experiments.compare.comparison import known, mean, reference_kl, signs_of, warm_cell
+from asyncrl.experiments.compare.comparison import warm_cell
+from asyncrl.experiments.compare.comparison_analysis import (
+    cause,
+    known,
+    mean,
+    reference_kl,
+    signs_of,
+)
 from asyncrl.experiments.compare.sweep import SYNC, Plan, Sweep, label
 
 ESS_LEAST = 0.5
@@ -121,7 +127,7 @@ def analyse(s: Sweep) -> dict[str, Any]:
                 "arm": arm,
                 "difference": d,
                 "speed": speed.get(label(limit), math.nan),
-                "cause": (about["trouble"] and _cause(p.arms[arm], about["trouble"])) or "",
+                "cause": cause(p.arms[arm], about["trouble"]),
                 **about,
             }
         )
@@ -140,12 +146,6 @@ def analyse(s: Sweep) -> dict[str, Any]:
         "cells": cells,
     }
     return out | {"suggestion": suggest(out, p)}
-
-
-def _cause(config: Config, said: Sequence[str]) -> str:
-    from asyncrl.experiments.compare.comparison import cause
-
-    return cause(config, said)
 
 
 def _cell(records: Sequence[dict[str, Any]], last: int) -> dict[str, Any]:
@@ -192,16 +192,11 @@ def _cell(records: Sequence[dict[str, Any]], last: int) -> dict[str, Any]:
 
 
 def _plain(d: verdict.Difference) -> dict[str, Any]:
-    word = (
-        "no verdict"
-        if d.seeds < 2
-        else ("no difference visible" if not d.different else ("better" if d.mean > 0 else "worse"))
-    )
     return {
         "mean": d.mean,
         "interval": [d.low, d.high],
         "p": d.adjusted,
-        "verdict": word,
+        "verdict": "no verdict" if d.seeds < 2 else d.word(),
         "interval_other_prompts": [d.prompt_low, d.prompt_high],
         "detectable": verdict.detectable(d.sd, d.seeds),
     }

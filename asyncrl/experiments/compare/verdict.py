@@ -38,6 +38,11 @@ class Difference:
     def different(self) -> bool:
         return self.adjusted < LEVEL
 
+    def word(self) -> str:
+        if not self.different:
+            return "no difference visible"
+        return "better" if self.mean > 0 else "worse"
+
 
 def paired(arm: Sequence[float], base: Sequence[float], prompts: int = 0) -> Difference:
     """arm, base: one value a seed, in the same order.  prompts: n of each accuracy; 0: no prompt
