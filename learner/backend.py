@@ -36,11 +36,15 @@ class AdamW(torch.optim.AdamW):
 def optimizer_for(
     config: Config, parameters: Sequence[torch.nn.Parameter]
 ) -> torch.optim.Optimizer:
-    c = config.learner
-    if c.optimizer == "sgd":
-        return torch.optim.SGD(parameters, lr=c.lr, weight_decay=c.weight_decay)
+    settings = config.learner
+    if settings.optimizer == "sgd":
+        return torch.optim.SGD(parameters, lr=settings.lr, weight_decay=settings.weight_decay)
     return AdamW(
-        parameters, lr=c.lr, betas=(c.beta1, c.beta2), weight_decay=c.weight_decay, fused=True
+        parameters,
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        weight_decay=settings.weight_decay,
+        fused=True,
     )
 
 
@@ -78,17 +82,17 @@ class TorchBackend:
         """`samples` dealt to the ranks; lengths of all samples of the batch, in tokens."""
         return [list(samples)]
 
-    def total(self, x: torch.Tensor) -> torch.Tensor:
+    def total(self, value: torch.Tensor) -> torch.Tensor:
         """Sum of x over the ranks."""
-        return x
+        return value
 
-    def largest(self, x: torch.Tensor) -> torch.Tensor:
+    def largest(self, value: torch.Tensor) -> torch.Tensor:
         """Elementwise maximum over the ranks."""
-        return x
+        return value
 
-    def gather(self, x: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         """Every rank's object."""
-        return [x]
+        return [value]
 
     # ---- one optimizer step ----------------------------------------------------------------------
 

@@ -59,9 +59,9 @@ def start_ranks(config: Config) -> list[subprocess.Popen[bytes]]:
                 f"{os.environ['WORLD_SIZE']}"
             )
         return []
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
     common = {
         "WORLD_SIZE": str(config.learner.ranks),
         "MASTER_ADDR": "127.0.0.1",
@@ -72,11 +72,11 @@ def start_ranks(config: Config) -> list[subprocess.Popen[bytes]]:
     return [
         subprocess.Popen(
             [sys.executable, *sys.orig_argv[1:]],
-            env=os.environ | {"RANK": str(r), "LOCAL_RANK": str(r)},
+            env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdin=subprocess.DEVNULL,
             preexec_fn=die_with_parent,
         )
-        for r in range(1, config.learner.ranks)
+        for rank in range(1, config.learner.ranks)
     ]
 
 
@@ -88,7 +88,7 @@ class DeepSpeedBackend(TorchBackend):
 
     def __init__(self, config: Config, model: PolicyModel) -> None:
         os.environ.setdefault("DS_SKIP_CUDA_CHECK", "1")
-        c = config.learner
+        learner = config.learner
         self.config = config
         self.model = model
         self.own = "WORLD_SIZE" not in os.environ
@@ -105,25 +105,25 @@ class DeepSpeedBackend(TorchBackend):
         # process leaves, and all later ones wait for it, for ever
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         cuda = model.device.type == "cuda"
-        if cuda and c.ranks > 1 and not c.gpus:
+        if cuda and learner.ranks > 1 and not learner.gpus:
             raise ConfigError(
-                f"learner.gpus: {c.ranks} ranks would share one GPU; give one number each"
+                f"learner.gpus: {learner.ranks} ranks would share one GPU; give one number each"
             )
         try:
             deepspeed.init_distributed(
                 dist_backend="cpu:gloo,cuda:nccl" if cuda else "gloo",
-                timeout=datetime.timedelta(seconds=c.rank_timeout_s + START_S),
+                timeout=datetime.timedelta(seconds=learner.rank_timeout_s + START_S),
                 auto_mpi_discovery=False,
                 verbose=False,
             )
         except (RuntimeError, ValueError) as error:
             raise RankLost(
                 "the ranks of the learner did not come together within "
-                f"{c.rank_timeout_s + START_S:g} s: {_first_line(error)}"
+                f"{learner.rank_timeout_s + START_S:g} s: {_first_line(error)}"
             ) from error
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
-        if c.zero_stage == 3:
+        if learner.zero_stage == 3:
             # modules fetch their parameters by hooks, and reduce a gradient once a pass
             model.fast = None
             model.one_pass = True
@@ -131,14 +131,18 @@ class DeepSpeedBackend(TorchBackend):
             "train_batch_size": self.ranks,
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
-            "gradient_clipping": c.clip_norm,
+            "gradient_clipping": learner.clip_norm,
             "zero_optimization": {
-                "stage": c.zero_stage,
+                "stage": learner.zero_stage,
                 "stage3_param_persistence_threshold": 0,
                 "overlap_comm": False,
                 "contiguous_gradients": False,
             }
-            | ({"offload_optimizer": {"device": "cpu", "pin_memory": cuda}} if c.offload else {}),
+            | (
+                {"offload_optimizer": {"device": "cpu", "pin_memory": cuda}}
+                if learner.offload
+                else {}
+            ),
             "bf16": {"enabled": config.model.dtype == "bfloat16", "check_grad_overflow": True},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
@@ -176,10 +180,10 @@ class DeepSpeedBackend(TorchBackend):
         return what, msgspec.msgpack.decode(payload, type=Batch if what == "train" else str | None)
 
     def keep_alive(self) -> None:
-        for r, p in enumerate(self.others, 1):
-            if (code := p.poll()) is not None:
+        for rank, process in enumerate(self.others, 1):
+            if (code := process.poll()) is not None:
                 raise RankLost(
-                    f"rank {r} of the learner has ended "
+                    f"rank {rank} of the learner has ended "
                     f"({signal.Signals(-code).name if code < 0 else f'exit code {code}'})"
                 )
         if time.monotonic() - self.heard_at > self.config.learner.rank_timeout_s / 4:
@@ -194,7 +198,9 @@ class DeepSpeedBackend(TorchBackend):
             time.sleep(min(1.0, limit / 10))
             since = self.inside
             if since and time.monotonic() - since > limit:
-                ended = [r for r, p in enumerate(self.others, 1) if p.poll() is not None]
+                ended = [
+                    r for r, process in enumerate(self.others, 1) if process.poll() is not None
+                ]
                 who = (
                     f"rank {ended[0]} of the learner has ended"
                     if ended
@@ -206,8 +212,8 @@ class DeepSpeedBackend(TorchBackend):
                     file=sys.stderr,
                     flush=True,
                 )
-                for p in self.others:
-                    p.kill()
+                for process in self.others:
+                    process.kill()
                 os._exit(137)
 
     @contextmanager
@@ -248,22 +254,22 @@ class DeepSpeedBackend(TorchBackend):
             else [list(samples)]
         )
 
-    def total(self, x: torch.Tensor) -> torch.Tensor:
+    def total(self, value: torch.Tensor) -> torch.Tensor:
         if self.ranks > 1:
             with self.guard():
-                dist.all_reduce(x)
-        return x
+                dist.all_reduce(value)
+        return value
 
-    def largest(self, x: torch.Tensor) -> torch.Tensor:
+    def largest(self, value: torch.Tensor) -> torch.Tensor:
         if self.ranks > 1:
             with self.guard():
-                dist.all_reduce(x, op=dist.ReduceOp.MAX)
-        return x
+                dist.all_reduce(value, op=dist.ReduceOp.MAX)
+        return value
 
-    def gather(self, x: Any) -> list[Any]:
+    def gather(self, value: Any) -> list[Any]:
         if self.ranks == 1:
-            return [x]
-        mine = msgspec.msgpack.encode(x)
+            return [value]
+        mine = msgspec.msgpack.encode(value)
         size = int(self.largest(torch.tensor([len(mine)])))
         padded = torch.zeros(size, dtype=torch.uint8)
         padded[: len(mine)] = torch.frombuffer(bytearray(mine), dtype=torch.uint8)
@@ -350,13 +356,15 @@ class DeepSpeedBackend(TorchBackend):
     def write_flat(self, buffer: memoryview | None) -> None:
         """One parameter at a time: no second whole copy, also under ZeRO-3."""
         views = read_flat(buffer, self.layout) if buffer is not None else {}
-        for name, p in self.model.hf.named_parameters(remove_duplicate=True):
+        for name, parameter in self.model.hf.named_parameters(remove_duplicate=True):
             with (
                 self.guard(),
-                self.gathered([p], modifier_rank=None, enabled=self.config.learner.zero_stage == 3),
+                self.gathered(
+                    [parameter], modifier_rank=None, enabled=self.config.learner.zero_stage == 3
+                ),
             ):
                 if views:
-                    views[name].copy_(p.detach())
+                    views[name].copy_(parameter.detach())
 
     def probe(self) -> bytes:
         with self.guard():  # under ZeRO-3 a forward pass of every rank
@@ -418,20 +426,22 @@ class DeepSpeedBackend(TorchBackend):
         if self.ranks > 1 and self.rank == 0:
             # this rank failed, where the others are nobody knows: they would not hear it
             if sys.exc_info()[0] is not None:
-                for p in self.others:
-                    p.kill()
+                for process in self.others:
+                    process.kill()
             try:
-                if sys.exc_info()[0] is None and all(p.poll() is None for p in self.others):
+                if sys.exc_info()[0] is None and all(
+                    process.poll() is None for process in self.others
+                ):
                     self.tell("end")
             except AsyncrlError:
                 pass
             deadline = time.monotonic() + END_S
-            for p in self.others:
+            for process in self.others:
                 try:
-                    p.wait(max(0.1, deadline - time.monotonic()))
+                    process.wait(max(0.1, deadline - time.monotonic()))
                 except subprocess.TimeoutExpired:
-                    p.kill()
-                    p.wait()
+                    process.kill()
+                    process.wait()
         if dist.is_initialized():
             dist.destroy_process_group()
         if self.own:

@@ -37,9 +37,9 @@ class Packed:
 
     def to(self, device: torch.device) -> Packed:
         """The same with the loss's tensors on `device`."""
-        for name, x in vars(self.loss).items():
-            if isinstance(x, torch.Tensor):
-                setattr(self.loss, name, x.to(device))
+        for name, value in vars(self.loss).items():
+            if isinstance(value, torch.Tensor):
+                setattr(self.loss, name, value.to(device))
         return self
 
 
@@ -49,46 +49,55 @@ def pack(batch: Batch, *, greedy: bool = False) -> Packed:
     greedy: sample 0 of each group is a baseline (remax): left out, its reward kept for the others.
     Rewards per token come with the batch where any answer has them; an answer without has its own
     on its last token."""
-    at = [i for i, t in enumerate(batch.samples) if not (greedy and t.sample == 0)]
-    s = [batch.samples[i] for i in at]
-    baseline = {t.ticket: t for t in batch.samples if t.sample == 0}
-    prompts = [np.frombuffer(t.prompt_tokens, "<i4") for t in s]
-    responses = [np.frombuffer(t.tokens, "<i4") for t in s]
+    at = [row for row, sample in enumerate(batch.samples) if not (greedy and sample.sample == 0)]
+    samples = [batch.samples[row] for row in at]
+    baseline = {sample.ticket: sample for sample in batch.samples if sample.sample == 0}
+    prompts = [np.frombuffer(sample.prompt_tokens, "<i4") for sample in samples]
+    responses = [np.frombuffer(sample.tokens, "<i4") for sample in samples]
     lengths = np.array([len(r) for r in responses])
-    order = {t: n for n, t in enumerate(dict.fromkeys(t.ticket for t in s))}
-    groups = [order[t.ticket] for t in s]
+    tickets = dict.fromkeys(sample.ticket for sample in samples)
+    order = {ticket: place for place, ticket in enumerate(tickets)}
+    groups = [order[sample.ticket] for sample in samples]
     lag = np.zeros(int(lengths.sum()), np.int64)
     age = np.zeros(int(lengths.sum()), np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
-    for i, runs in enumerate(batch.token_lags[k] for k in at):
+    for row, runs in enumerate(batch.token_lags[k] for k in at):
         for start, end, value in runs:
-            lag[offsets[i] + start : offsets[i] + end] = value
-    for i, t in enumerate(s):
-        for span in t.spans:
-            age[offsets[i] + span.start : offsets[i] + span.end] = max(
+            lag[offsets[row] + start : offsets[row] + end] = value
+    for row, sample in enumerate(samples):
+        for span in sample.spans:
+            age[offsets[row] + span.start : offsets[row] + span.end] = max(
                 0, span.label.number - span.kv.number
             )
-    behavior = np.concatenate([np.frombuffer(t.behavior_logprobs, "<f4") for t in s]).copy()
-    mask = np.concatenate([np.frombuffer(t.mask, np.uint8) for t in s]) > 0
+    behavior = np.concatenate(
+        [np.frombuffer(sample.behavior_logprobs, "<f4") for sample in samples]
+    ).copy()
+    mask = np.concatenate([np.frombuffer(sample.mask, np.uint8) for sample in samples]) > 0
     loss = LossBatch(
-        seq=torch.from_numpy(np.repeat(np.arange(len(s)), lengths)),
+        seq=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
         behavior=torch.from_numpy(behavior),
         mask=torch.from_numpy(mask),
         token_lag=torch.from_numpy(lag),
-        rewards=torch.tensor([t.reward for t in s]),
+        rewards=torch.tensor([sample.reward for sample in samples]),
         groups=torch.tensor(groups),
-        truncated=torch.tensor([t.finish == "length" for t in s]),
+        truncated=torch.tensor([sample.finish == "length" for sample in samples]),
         age=torch.from_numpy(age),
     )
     if greedy:
-        beside = [baseline[t.ticket] for t in s]
-        loss.greedy = torch.tensor([t.reward for t in beside])
-        loss.greedy_truncated = torch.tensor([t.finish == "length" for t in beside])
-        loss.greedy_lengths = torch.tensor([t.length for t in beside])
-    if any(t.token_rewards for t in s):
-        loss.token_rewards, loss.steps = _per_token(s)
+        beside = [baseline[sample.ticket] for sample in samples]
+        loss.greedy = torch.tensor([sample.reward for sample in beside])
+        loss.greedy_truncated = torch.tensor([sample.finish == "length" for sample in beside])
+        loss.greedy_lengths = torch.tensor([sample.length for sample in beside])
+    if any(sample.token_rewards for sample in samples):
+        loss.token_rewards, loss.steps = _per_token(samples)
     return Packed(
-        prompts, responses, groups, torch.tensor([t.temperature for t in s]), offsets, loss, at
+        prompts=prompts,
+        responses=responses,
+        groups=groups,
+        temperature=torch.tensor([sample.temperature for sample in samples]),
+        offsets=offsets,
+        loss=loss,
+        places=at,
     )
 
 
@@ -101,16 +110,16 @@ def _per_token(samples: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tenso
     """
     rewards = []
     steps = []
-    for t in samples:
-        given = np.frombuffer(t.token_rewards, "<f4")
-        if len(given) not in (0, t.length):
+    for sample in samples:
+        given = np.frombuffer(sample.token_rewards, "<f4")
+        if len(given) not in (0, sample.length):
             raise AsyncrlError(
-                f"ticket {t.ticket}, sample {t.sample}: {len(given)} token rewards for {t.length} "
-                "tokens"
+                f"ticket {sample.ticket}, sample {sample.sample}: {len(given)} token rewards "
+                f"for {sample.length} tokens"
             )
-        last = np.arange(t.length) == t.length - 1
+        last = np.arange(sample.length) == sample.length - 1
         if not len(given):
-            given = np.where(last, np.float32(t.reward), np.float32(0.0))
+            given = np.where(last, np.float32(sample.reward), np.float32(0.0))
         said = ~np.isnan(given)
         steps.append((given != 0) | last if said.all() else said)
         rewards.append(np.where(said, given, np.float32(0.0)))
@@ -124,13 +133,13 @@ def micro_batches(
     `rows` samples.
     """
 
-    def length(i: int) -> int:
-        return len(packed.prompts[i]) + len(packed.responses[i])
+    def length(answer: int) -> int:
+        return len(packed.prompts[answer]) + len(packed.responses[answer])
 
     out: list[list[int]] = []
-    for i in sorted(samples, key=lambda i: (length(i), i)):
-        if out and len(out[-1]) < rows and (len(out[-1]) + 1) * length(i) <= tokens:
-            out[-1].append(i)
+    for answer in sorted(samples, key=lambda answer: (length(answer), answer)):
+        if out and len(out[-1]) < rows and (len(out[-1]) + 1) * length(answer) <= tokens:
+            out[-1].append(answer)
         else:
-            out.append([i])
+            out.append([answer])
     return out

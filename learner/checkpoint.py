@@ -65,10 +65,10 @@ def begin(root: Path) -> tuple[int, int, Path]:
             continue
     mine = root / f"epoch_{epoch}.new"
     if origin:
-        for n in numbers(root / f"epoch_{origin}"):
+        for number in numbers(root / f"epoch_{origin}"):
             shutil.copytree(
-                root / f"epoch_{origin}" / f"number_{n}",
-                mine / f"number_{n}",
+                root / f"epoch_{origin}" / f"number_{number}",
+                mine / f"number_{number}",
                 copy_function=os.link,
             )
     return epoch, origin, mine
@@ -78,9 +78,9 @@ def claim(mine: Path, checkpointed: int) -> Path:
     """Welcomed: the directory takes its name; what lies below `checkpointed` is gone from the
     buffer, so it goes here too.
     """
-    for n in numbers(mine):
-        if n < checkpointed:
-            shutil.rmtree(mine / f"number_{n}")
+    for number in numbers(mine):
+        if number < checkpointed:
+            shutil.rmtree(mine / f"number_{number}")
     final = mine.with_suffix("")
     os.rename(mine, final)
     epoch = int(final.name.removeprefix("epoch_"))
@@ -117,8 +117,8 @@ def save(
             "some space and resume"
         ) from error
     kept = numbers(directory)
-    for n in kept[:-keep]:
-        shutil.rmtree(directory / f"number_{n}")
+    for older_number in kept[:-keep]:
+        shutil.rmtree(directory / f"number_{older_number}")
     return kept[-keep:][0]
 
 
@@ -161,10 +161,10 @@ def verify(path: Path) -> str:
     except (OSError, ValueError) as error:
         return f"its manifest: {error}"
     for name, (size, checksum) in files.items():
-        p = path / name
-        if not p.is_file() or p.stat().st_size != size:
-            return f"{name} has {p.stat().st_size if p.is_file() else 'no'} bytes, not {size}"
-        if xxhash.xxh3_64_hexdigest(p.read_bytes()) != checksum:
+        file = path / name
+        if not file.is_file() or file.stat().st_size != size:
+            return f"{name} has {file.stat().st_size if file.is_file() else 'no'} bytes, not {size}"
+        if xxhash.xxh3_64_hexdigest(file.read_bytes()) != checksum:
             return f"{name} does not match its checksum"
     return ""
 
@@ -174,8 +174,8 @@ def newest(directory: Path) -> Path | None:
     none is whole.
     """
     found = numbers(directory)
-    for n in reversed(found):
-        path = directory / f"number_{n}"
+    for number in reversed(found):
+        path = directory / f"number_{number}"
         if not (wrong := verify(path)):
             return path
         print(

@@ -33,7 +33,7 @@ class Critic:
     """
 
     def __init__(self, config: Config, policy: PolicyModel) -> None:
-        c = config.value
+        settings = config.value
         self.config = config
         self.policy = policy
         self.trunk = None
@@ -42,19 +42,19 @@ class Critic:
         with torch.no_grad():
             self.head.bias.zero_()
             self.head.weight.zero_()
-            if c.init != "zeros":
+            if settings.init != "zeros":
                 self.head.weight.normal_(0.0, 1 / (policy.hidden_size + 1), generator=source)
-        if c.trunk == "own":
+        if settings.trunk == "own":
             self.trunk = load_policy(
-                c.path or config.model.path, config.model.dtype, config.model.device
+                settings.path or config.model.path, config.model.dtype, config.model.device
             )
             self.trunk.exact = policy.exact
             if self.trunk.hidden_size != policy.hidden_size:
                 self.head = torch.nn.Linear(self.trunk.hidden_size, 1)
-            if c.init == "random":
+            if settings.init == "random":
                 _draw(self.trunk, source)
-            elif c.init == "reward_model":
-                self._load_head(Path(c.path))
+            elif settings.init == "reward_model":
+                self._load_head(Path(settings.path))
         self.head.to(policy.device)
         self.optimizer = optimizer_for(config, list(self.parameters()))
 
@@ -62,10 +62,10 @@ class Critic:
         import safetensors
 
         for file in sorted(path.glob("*.safetensors")):
-            with safetensors.safe_open(str(file), framework="pt") as f:
+            with safetensors.safe_open(str(file), framework="pt") as opened:
                 for name in HEADS:
-                    if name in f.keys():  # noqa: SIM118  (safe_open is no mapping)
-                        found = f.get_tensor(name)
+                    if name in opened.keys():  # noqa: SIM118  (safe_open is no mapping)
+                        found = opened.get_tensor(name)
                         if found.shape != self.head.weight.shape:
                             raise ConfigError(
                                 f"value.path: {file} has {name} {list(found.shape)}; one number a "
@@ -115,16 +115,18 @@ class Critic:
             # one token more makes the state after the last one appear; which token it is plays no
             # part: it is never read
             answers = [
-                np.append(r, r[-1:]) if cut[i] else r
-                for i, r in ((i, packed.responses[i]) for i in part)
+                np.append(r, r[-1:]) if cut[place] else r
+                for place, r in ((place, packed.responses[place]) for place in part)
             ]
-            v = self._of(self._states(trunk, packed, part, answers)).cpu()
+            learned = self._of(self._states(trunk, packed, part, answers)).cpu()
             at = 0
-            for i, answer in zip(part, answers, strict=True):
-                n = len(packed.responses[i])
-                values[int(packed.offsets[i]) : int(packed.offsets[i]) + n] = v[at : at + n]
-                if cut[i]:
-                    bootstrap[i] = v[at + n]
+            for place, answer in zip(part, answers, strict=True):
+                length = len(packed.responses[place])
+                values[int(packed.offsets[place]) : int(packed.offsets[place]) + length] = learned[
+                    at : at + length
+                ]
+                if cut[place]:
+                    bootstrap[place] = learned[at + length]
                 at += len(answer)
         return values, bootstrap
 
@@ -191,8 +193,8 @@ class Critic:
 def _draw(model: PolicyModel, source: torch.Generator) -> None:
     """New weights for a trunk: matrices normal with the model's own spread, norms 1, biases 0."""
     spread = float(getattr(model.hf.config, "initializer_range", 0.02))
-    for name, p in model.hf.named_parameters():
-        if p.dim() > 1:
-            p.copy_(torch.randn(p.shape, generator=source) * spread)
+    for name, parameter in model.hf.named_parameters():
+        if parameter.dim() > 1:
+            parameter.copy_(torch.randn(parameter.shape, generator=source) * spread)
         else:
-            p.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)
+            parameter.fill_(1.0 if "norm" in name and name.endswith("weight") else 0.0)

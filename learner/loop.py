@@ -62,8 +62,8 @@ class Learner:
                 file=sys.stderr,
             )
         self.publisher = Publisher(config, run_dir, self.epoch, self.core)
-        for n, data in sorted(older.items()):
-            self.publisher.publish_bytes(n, data)
+        for version, data in sorted(older.items()):
+            self.publisher.publish_bytes(version, data)
         self.digest = self.publisher.publish(self.number)
         self.ring = self.publisher.held(older)
         self.core.measure.weights_of = self.publisher.weights_of
@@ -331,8 +331,8 @@ def main(config: Config, run_dir: Path) -> bool:
     if config.learner.backend == "deepspeed" and int(os.environ.get("RANK", "0")) > 0:
         from learner.backend_deepspeed import follow
 
-        for s in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(s, signal.SIG_IGN)  # rank 0 tells when it is over
+        for signal_number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(signal_number, signal.SIG_IGN)  # rank 0 tells when it is over
         follow(LearnerCore(config, config.model.path, run_dir))
         return True
 

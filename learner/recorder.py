@@ -87,15 +87,15 @@ class Recorder:
         if number - self.start != 2 or self.said:
             return
         self.said = True
-        c = self.config
+        config = self.config
         steps = self.config.learner.steps
         each = self.log.written / 3
-        many = (steps // c.record.weights_every if c.record.weights_every else 0) + 1
+        many = (steps // config.record.weights_every if config.record.weights_every else 0) + 1
         whole = each * steps + many * self.weights_bytes
         print(
             f"recording: {each / 1024:.1f} KiB a batch and {many} x {self.weights_bytes / MIB:.1f} "
             f"MiB of weights: about {whole / MIB:.1f} MiB after "
-            f"{steps} batches, bound {c.record.stream_mib} MiB (record.stream_mib)",
+            f"{steps} batches, bound {config.record.stream_mib} MiB (record.stream_mib)",
             file=sys.stderr,
         )
 

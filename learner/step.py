@@ -74,20 +74,22 @@ class LearnerCore:
         """`reference`: the policy that KL in the loss is towards, `reward_reference` the one of KL
         in the reward; one model where both are the same directory.  With one term alone, the
         metrics are of its reference."""
-        c = self.config
+        config = self.config
         loaded: dict[Path, PolicyModel] = {}
 
         def load(term: KLReward | KLLoss) -> PolicyModel | None:
             if term.coefficient <= 0:
                 return None
-            path = Path(term.reference or c.model.reference or c.model.path)
+            path = Path(term.reference or config.model.reference or config.model.path)
             if path.resolve() not in loaded:
-                model = loaded[path.resolve()] = load_policy(path, c.model.dtype, c.model.device)
+                model = loaded[path.resolve()] = load_policy(
+                    path, config.model.dtype, config.model.device
+                )
                 model.hf.requires_grad_(False)
             return loaded[path.resolve()]
 
-        loss = load(c.kl.loss)
-        self.reward_reference = load(c.kl.reward)
+        loss = load(config.kl.loss)
+        self.reward_reference = load(config.kl.reward)
         self.reference = loss or self.reward_reference
 
     # ---- one batch -------------------------------------------------------------------------------
@@ -97,13 +99,16 @@ class LearnerCore:
         loss is not finite.
         """
         self.backend.tell("train", batch)
-        c = self.config
-        packed = pack(batch, greedy=c.advantage.name == "remax").to(self.where)
+        config = self.config
+        packed = pack(batch, greedy=config.advantage.name == "remax").to(self.where)
         everyone = range(len(packed.responses))
-        if packed.loss.token_rewards is not None and c.advantage.name not in advantages.PER_TOKEN:
+        if (
+            packed.loss.token_rewards is not None
+            and config.advantage.name not in advantages.PER_TOKEN
+        ):
             self._tell(
-                f"advantage.name = {c.advantage.name} takes one reward an answer, so the reward "
-                "function's token_rewards are not trained on; "
+                f"advantage.name = {config.advantage.name} takes one reward an answer, so the "
+                "reward function's token_rewards are not trained on; "
                 f"{', '.join(advantages.PER_TOKEN)} take them"
             )
         self._anchor(packed, everyone)
@@ -117,17 +122,21 @@ class LearnerCore:
             )
         self.critic_norms: list[float] = []
         prep = step_loss.prepare(
-            packed.loss, c, baseline=self.state.baseline, beta=self.state.beta, number=batch.number
+            packed.loss,
+            config,
+            baseline=self.state.baseline,
+            beta=self.state.beta,
+            number=batch.number,
         )
         rate = self._rate()
-        measured = c.record.kl_moved and batch.number % c.record.kl_moved == 0
+        measured = config.record.kl_moved and batch.number % config.record.kl_moved == 0
         before = self._forward(self.model, packed, everyone) if measured else None
         sums, steps, norms, stop_kl = self._epochs(prep, packed)
         self.unused = self._unused(prep, packed, len(batch.samples))
         metrics = prep.metrics | step_loss.finish(sums)
         if self.backend.rank == 0:
             metrics |= self.measure(batch, packed, prep)
-        if c.exact is True and (off := metrics.get("mismatch/max_at_lag_0", 0.0)) != 0:
+        if config.exact is True and (off := metrics.get("mismatch/max_at_lag_0", 0.0)) != 0:
             raise AsyncrlError(
                 f"exact: engine and learner differ at lag 0 in batch {batch.number} by {off:.1e} "
                 'nats; see `asyncrl doctor --exact`, or exact = "try"'
@@ -149,7 +158,7 @@ class LearnerCore:
             "optim/skipped": self.state.skipped,
             "optim/stop_kl": stop_kl,
             "kl/beta": used_beta,
-            "kl/loss_beta": c.kl.loss.coefficient,
+            "kl/loss_beta": config.kl.loss.coefficient,
         }
 
     def _tell(self, what: str) -> None:
@@ -227,8 +236,10 @@ class LearnerCore:
             .tolist()
         )
         out = [(0, 0)] * samples
-        for i, (place, response) in enumerate(zip(packed.places, packed.responses, strict=True)):
-            out[place] = (0, int(counts[i])) if i in self.made else (len(response), 0)
+        for answer, (place, response) in enumerate(
+            zip(packed.places, packed.responses, strict=True)
+        ):
+            out[place] = (0, int(counts[answer])) if answer in self.made else (len(response), 0)
         return out if any(map(any, out)) else []
 
     def _untrained(
@@ -300,8 +311,8 @@ class LearnerCore:
             self.backend.backward(loss, last=at == rounds - 1)
             step_loss.add_sums(sums, more)
             if self.config.stop.kl_max:
-                a, b = step_loss.stop_statistic(prep, part, lp.detach())
-                stop = [stop[0] + a, stop[1] + b]
+                statistic, weight = step_loss.stop_statistic(prep, part, lp.detach())
+                stop = [stop[0] + statistic, stop[1] + weight]
         if self.backend.ranks > 1:
             sums = self._summed(sums)
             stop = [self.backend.total(x.clone()) for x in stop]
@@ -443,14 +454,20 @@ class LearnerCore:
         interpolate: a lp_behavior + (1 - a) lp_theta with a = 1 / (lag + 1), frozen at the batch's
         first pass (A-3PO; AReaL). Left out where the first optimizer step's own forward gives it.
         """
-        c = self.config
+        config = self.config
         loss = packed.loss
-        recompute = c.correction.proximal == "recompute" and step_loss.needs_anchor_first(c)
-        if recompute or c.correction.proximal == "interpolate" or step_loss.needs_start_first(c):
+        recompute = config.correction.proximal == "recompute" and step_loss.needs_anchor_first(
+            config
+        )
+        if (
+            recompute
+            or config.correction.proximal == "interpolate"
+            or step_loss.needs_start_first(config)
+        ):
             loss.start = self._forward(self.model, packed, samples)
-        if c.correction.proximal == "recompute":
+        if config.correction.proximal == "recompute":
             loss.anchor = loss.start
-        elif c.correction.proximal == "behavior":
+        elif config.correction.proximal == "behavior":
             loss.anchor = loss.behavior
         else:
             assert loss.start is not None
@@ -478,15 +495,15 @@ class LearnerCore:
 
     def _schedule(self) -> float:
         """Share of the learning rate."""
-        c = self.config.learner
-        n = self.state.number
-        left = 1.0 - n / c.steps
+        settings = self.config.learner
+        number = self.state.number
+        left = 1.0 - number / settings.steps
         shape = {
             "constant": 1.0,
             "linear": left,
             "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left))),
-        }[c.schedule]
-        return shape * min(1.0, (n + 1) / (c.warmup_steps + 1))
+        }[settings.schedule]
+        return shape * min(1.0, (number + 1) / (settings.warmup_steps + 1))
 
     def _carry(self, packed: Packed, metrics: dict[str, float]) -> None:
         """Running mean of the rewards as the advantage took them, and the adaptive KL
@@ -497,9 +514,11 @@ class LearnerCore:
         self.state.baseline = (
             mean if self.state.number == 0 else decay * self.state.baseline + (1 - decay) * mean
         )
-        k = self.config.kl.reward
+        settings = self.config.kl.reward
         if "kl/answer" in metrics:
-            controller = kl.Controller(self.state.beta, k.controller, k.target, k.horizon)
+            controller = kl.Controller(
+                self.state.beta, settings.controller, settings.target, settings.horizon
+            )
             self.state.beta = controller.update(metrics["kl/answer"], len(packed.groups))
 
 

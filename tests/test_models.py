@@ -68,7 +68,7 @@ def test_chunked_head_equals_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     prompts, responses, owner = sample_batch(11)
     results = []
     for chunk in (1 << 24, 11 * 3):  # three rows at a time
-        monkeypatch.setattr(policy.fast_forward, "LOGIT_CHUNK", chunk)
+        monkeypatch.setattr(policy.packed_forward, "LOGIT_CHUNK", chunk)
         model.hf.zero_grad()
         out = model.logprobs(prompts, responses, torch.ones(6), groups=owner, want_entropy=True)
         assert out.entropy is not None

@@ -42,7 +42,7 @@ def head_dim(raw: dict[str, Any]) -> int:
 
 def names(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     """Every parameter of such a model with its shape, tied ones once."""
-    h = raw["hidden_size"]
+    width = raw["hidden_size"]
     wide = raw["intermediate_size"]
     dim = head_dim(raw)
     rows = {
@@ -56,23 +56,32 @@ def names(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
         if raw.get("attention_bias")
         else ("qkv" if family == "qwen2" else "")
     )
-    out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (raw["vocab_size"], h)}
-    for i in range(raw["num_hidden_layers"]):
-        at = f"model.layers.{i}."
-        for n in "qkvo":
-            out[f"{at}self_attn.{n}_proj.weight"] = (rows[n], h) if n != "o" else (h, rows["q"])
-            if n in biased:
-                out[f"{at}self_attn.{n}_proj.bias"] = (rows.get(n, h),)
+    out: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (raw["vocab_size"], width)}
+    for layer in range(raw["num_hidden_layers"]):
+        at = f"model.layers.{layer}."
+        for part in "qkvo":
+            out[f"{at}self_attn.{part}_proj.weight"] = (
+                (rows[part], width) if part != "o" else (width, rows["q"])
+            )
+            if part in biased:
+                out[f"{at}self_attn.{part}_proj.bias"] = (rows.get(part, width),)
         if family == "qwen3":
-            out |= {f"{at}self_attn.{n}_norm.weight": (dim,) for n in "qk"}
-        for n, shape in (("gate", (wide, h)), ("up", (wide, h)), ("down", (h, wide))):
-            out[f"{at}mlp.{n}_proj.weight"] = shape
+            out |= {f"{at}self_attn.{part}_norm.weight": (dim,) for part in "qk"}
+        for part, shape in (
+            ("gate", (wide, width)),
+            ("up", (wide, width)),
+            ("down", (width, wide)),
+        ):
+            out[f"{at}mlp.{part}_proj.weight"] = shape
             if family == "llama" and raw.get("mlp_bias"):
-                out[f"{at}mlp.{n}_proj.bias"] = shape[:1]
-        out |= {f"{at}{n}.weight": (h,) for n in ("input_layernorm", "post_attention_layernorm")}
-    out["model.norm.weight"] = (h,)
+                out[f"{at}mlp.{part}_proj.bias"] = shape[:1]
+        out |= {
+            f"{at}{part}.weight": (width,)
+            for part in ("input_layernorm", "post_attention_layernorm")
+        }
+    out["model.norm.weight"] = (width,)
     if not raw["tie_word_embeddings"]:
-        out["lm_head.weight"] = (raw["vocab_size"], h)
+        out["lm_head.weight"] = (raw["vocab_size"], width)
     return out
 
 

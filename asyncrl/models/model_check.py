@@ -47,28 +47,27 @@ def check(config: Config) -> Any:
     """Look at the model, its reference and the settings around them; returns the tokenizer.  Raises
     ConfigError that says what differs.
     """
-    c = config
     path = Path(config.model.path)
     raw = settings(path, "model.path")
     kind(raw, path, "model.path")
     check_weights(path)
     tokenizer = load_tokenizer(path)
     vocabulary(raw, path, tokenizer)
-    if (most := positions(raw)) is not None and c.generator.context > most:
+    if (most := positions(raw)) is not None and config.generator.context > most:
         raise ConfigError(
-            f"generator.context: {c.generator.context} tokens; the model in {path} has {most} "
+            f"generator.context: {config.generator.context} tokens; the model in {path} has {most} "
             "positions (config.json)"
         )
-    if not stop_tokens(tokenizer, c):
+    if not stop_tokens(tokenizer, config):
         raise ConfigError(
             "model.path: no token ends an answer: neither the tokenizer nor "
             f"generation_config.json in {path} has an end-of-sequence "
             "token; give the texts of such tokens by generator.stop"
         )
-    complete(raw, path, c.model.dtype, "model.path")
+    complete(raw, path, config.model.dtype, "model.path")
     finite(path, "model.path")
-    if c.model.reference:
-        other = Path(c.model.reference)
+    if config.model.reference:
+        other = Path(config.model.reference)
         theirs = settings(other, "model.reference")
         kind(theirs, other, "model.reference")
         check_weights(other)
@@ -77,7 +76,7 @@ def check(config: Config) -> Any:
                 f"model.reference: {other} has a vocabulary of {text(theirs).get('vocab_size')}, "
                 f"model.path of {text(raw).get('vocab_size')}"
             )
-        complete(theirs, other, c.model.dtype, "model.reference")
+        complete(theirs, other, config.model.dtype, "model.reference")
         finite(other, "model.reference")
     return tokenizer
 
@@ -143,9 +142,9 @@ def headers(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
     `check_weights` has read them before.
     """
     for file in sorted(path.glob("*.safetensors")):
-        with file.open("rb") as f:
-            size = int.from_bytes(f.read(8), "little")
-            entries = json.loads(f.read(size))
+        with file.open("rb") as opened:
+            size = int.from_bytes(opened.read(8), "little")
+            entries = json.loads(opened.read(size))
         entries.pop("__metadata__", None)
         yield file, 8 + size, entries
 
@@ -153,17 +152,17 @@ def headers(path: Path) -> Iterator[tuple[Path, int, dict[str, Any]]]:
 def finite(path: Path, key: str) -> None:
     """Refuse weights with NaN or infinities."""
     for file, begin, entries in headers(path):
-        with file.open("rb") as f:
+        with file.open("rb") as opened:
             for name, entry in entries.items():
                 if entry["dtype"] not in EXPONENT:
                     continue
                 kind, mask = EXPONENT[entry["dtype"]]
-                f.seek(begin + entry["data_offsets"][0])
+                opened.seek(begin + entry["data_offsets"][0])
                 left = (entry["data_offsets"][1] - entry["data_offsets"][0]) // np.dtype(
                     kind
                 ).itemsize
                 while left > 0:
-                    bits = np.fromfile(f, kind, min(left, CHUNK))
+                    bits = np.fromfile(opened, kind, min(left, CHUNK))
                     left -= max(len(bits), 1)
                     if ((bits & mask) == mask).any():
                         raise ConfigError(

@@ -134,12 +134,15 @@ def _plain_rows(
     want_hidden: bool,
 ) -> tuple[Any, ...]:
     device = next(hf.parameters()).device
-    whole = [np.concatenate([p, r]) for p, r in zip(prompts, responses, strict=True)]
+    whole = [
+        np.concatenate([prompt, response])
+        for prompt, response in zip(prompts, responses, strict=True)
+    ]
     width = max(map(len, whole))
     ids = np.zeros((len(whole), width), np.int64)
     keep = np.zeros((len(whole), width), np.int64)
-    for i, w in enumerate(whole):
-        ids[i, : len(w)], keep[i, : len(w)] = w, 1
+    for row, tokens in enumerate(whole):
+        ids[row, : len(tokens)], keep[row, : len(tokens)] = tokens, 1
     out = hf(
         input_ids=torch.from_numpy(ids).to(device),
         attention_mask=torch.from_numpy(keep).to(device),
@@ -149,14 +152,16 @@ def _plain_rows(
     lp = []
     ent = []
     hid = []
-    for i, (p, r) in enumerate(zip(prompts, responses, strict=True)):
-        at = slice(len(p) - 1, len(p) + len(r) - 1)
-        logs = torch.log_softmax(out.logits[i, at].float() / temperature[i].to(device), -1)
-        lp.append(logs.gather(1, torch.from_numpy(r.astype(np.int64)).to(device)[:, None])[:, 0])
+    for row, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        at = slice(len(prompt) - 1, len(prompt) + len(response) - 1)
+        logs = torch.log_softmax(out.logits[row, at].float() / temperature[row].to(device), -1)
+        lp.append(
+            logs.gather(1, torch.from_numpy(response.astype(np.int64)).to(device)[:, None])[:, 0]
+        )
         if want_entropy:
             ent.append(-(logs.exp() * logs).sum(-1))
         if want_hidden:
-            hid.append(out.hidden_states[-1][i, at])
+            hid.append(out.hidden_states[-1][row, at])
     return (
         torch.cat(lp),
         torch.cat(ent) if want_entropy else None,
@@ -207,8 +212,10 @@ def load_policy(
 @torch.no_grad()
 def sees_ahead(hf: Any) -> bool:
     """Whether the logits at a token change with a later one, as an encoder's do."""
-    a, b, c, d = probe_ids(hf.config.get_text_config())[:4]
-    ids = torch.tensor([[a, b, c], [a, b, d]], device=next(hf.parameters()).device)
+    first, second, third, fourth = probe_ids(hf.config.get_text_config())[:4]
+    ids = torch.tensor(
+        [[first, second, third], [first, second, fourth]], device=next(hf.parameters()).device
+    )
     logits = (
         hf(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
         .logits[:, :2]
@@ -224,9 +231,9 @@ def aligned(hf: Any) -> Any:
 
     A matrix product may round differently by where in memory its operands begin, so a model would
     not repeat bitwise from file to file."""
-    for p in hf.parameters():
-        if p.data_ptr() % ALIGN:
-            p.data = p.data.clone()
+    for parameter in hf.parameters():
+        if parameter.data_ptr() % ALIGN:
+            parameter.data = parameter.data.clone()
     return hf
 
 
@@ -256,9 +263,9 @@ def transformers_modules(model: without_transformers.Bare) -> Any:
         hf = transformers.AutoModelForCausalLM.from_config(
             config, dtype=one.dtype, attn_implementation="sdpa"
         ).to(one.device)
-    for name, p in model.named_parameters(remove_duplicate=False):
+    for name, parameter in model.named_parameters(remove_duplicate=False):
         place, _, leaf = name.rpartition(".")
-        setattr(hf.get_submodule(place), leaf, p)
+        setattr(hf.get_submodule(place), leaf, parameter)
     return hf
 
 

@@ -251,8 +251,8 @@ def check_weights(path: str | Path) -> None:
         raise ConfigError(f"model.path: {path} has no weights (no *.safetensors)")
     for file in files:
         try:
-            with safetensors.safe_open(str(file), framework="np") as f:
-                f.keys()
+            with safetensors.safe_open(str(file), framework="np") as opened:
+                opened.keys()
         except (OSError, safetensors.SafetensorError) as error:
             raise ConfigError(
                 f"model.path: {file} is damaged ({error}): copy or download it again"

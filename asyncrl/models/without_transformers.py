@@ -61,8 +61,8 @@ class Linear(torch.nn.Module):
         self.weight = weight
         self.register_parameter("bias", bias)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.linear(x, self.weight, self.bias)
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.linear(inputs, self.weight, self.bias)
 
 
 class Weight(torch.nn.Module):
@@ -84,7 +84,7 @@ class Bare(torch.nn.Module):
         self, raw: dict[str, Any], tensors: dict[str, torch.Tensor], files: dict[str, str]
     ) -> None:
         super().__init__()
-        c = self.config = BareConfig(**raw)
+        config = self.config = BareConfig(**raw)
         self._files = files
         made = {name: torch.nn.Parameter(tensors[name]) for name in names(raw)}
 
@@ -94,26 +94,26 @@ class Bare(torch.nn.Module):
         self.model = Holder()
         self.model.embed_tokens = Weight(made["model.embed_tokens.weight"])
         self.model.layers = torch.nn.ModuleList()
-        for i in range(c.num_hidden_layers):
-            at = f"model.layers.{i}."
+        for index in range(config.num_hidden_layers):
+            at = f"model.layers.{index}."
             layer = Holder()
             layer.self_attn = Holder()
             layer.mlp = Holder()
-            for n in "qkvo":
-                layer.self_attn.add_module(f"{n}_proj", linear(f"{at}self_attn.{n}_proj"))
-            for n in "qk" if c.model_type == "qwen3" else "":
+            for part in "qkvo":
+                layer.self_attn.add_module(f"{part}_proj", linear(f"{at}self_attn.{part}_proj"))
+            for part in "qk" if config.model_type == "qwen3" else "":
                 layer.self_attn.add_module(
-                    f"{n}_norm", Weight(made[f"{at}self_attn.{n}_norm.weight"])
+                    f"{part}_norm", Weight(made[f"{at}self_attn.{part}_norm.weight"])
                 )
-            for n in ("gate", "up", "down"):
-                layer.mlp.add_module(f"{n}_proj", linear(f"{at}mlp.{n}_proj"))
+            for part in ("gate", "up", "down"):
+                layer.mlp.add_module(f"{part}_proj", linear(f"{at}mlp.{part}_proj"))
             layer.input_layernorm = Weight(made[at + "input_layernorm.weight"])
             layer.post_attention_layernorm = Weight(made[at + "post_attention_layernorm.weight"])
             self.model.layers.append(layer)
         self.model.norm = Weight(made["model.norm.weight"])
         self.model.rotary_emb = Rotary(rope_base(raw) or 0.0, head_dim(raw))
         self.lm_head = Weight(
-            self.model.embed_tokens.weight if c.tie_word_embeddings else made["lm_head.weight"]
+            self.model.embed_tokens.weight if config.tie_word_embeddings else made["lm_head.weight"]
         )
         self._whole: list[Any] = []
 
@@ -162,8 +162,8 @@ def stored(path: Path) -> Iterator[Any]:
         else [WEIGHTS]
     )
     for name in files:
-        with safetensors.safe_open(str(path / name), framework="pt") as f:
-            yield f
+        with safetensors.safe_open(str(path / name), framework="pt") as opened:
+            yield opened
 
 
 def load(path: str | Path, dtype: str) -> Bare | None:
@@ -184,11 +184,11 @@ def load(path: str | Path, dtype: str) -> Bare | None:
             return None
         wanted = names(raw)
         tensors = {}
-        for f in stored(path):
-            for name in f.keys():  # noqa: SIM118  # no mapping
-                if wanted.get(name) != tuple(f.get_slice(name).get_shape()):
+        for file in stored(path):
+            for name in file.keys():  # noqa: SIM118  # no mapping
+                if wanted.get(name) != tuple(file.get_slice(name).get_shape()):
                     return None
-                tensors[name] = f.get_tensor(name).to(getattr(torch, dtype), copy=True)
+                tensors[name] = file.get_tensor(name).to(getattr(torch, dtype), copy=True)
         if set(tensors) != set(wanted):
             return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, safetensors.SafetensorError):

@@ -48,8 +48,8 @@ def note(run_dir: Path, name: str, pid: int, event: str, **more: Any) -> None:
     } | more
     try:
         path(run_dir).parent.mkdir(exist_ok=True)
-        with path(run_dir).open("a") as f:
-            f.write(json.dumps(row) + "\n")
+        with path(run_dir).open("a") as file:
+            file.write(json.dumps(row) + "\n")
     except OSError:
         pass
 
@@ -114,8 +114,8 @@ def alive(run_dir: Path, name: str) -> bool:
     """
     lock = run_dir / (".run.lock" if name == "supervisor" else f".{name}.alive")
     try:
-        with lock.open("r") as f:
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with lock.open("r") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except FileNotFoundError:
         return False
     except OSError:

@@ -296,7 +296,7 @@ class MetricsWriter:
         self,
         step: int,
         values: dict[str, float],
-        t: float = 0.0,
+        seconds: float = 0.0,
         histograms: dict[str, list[float]] | None = None,
     ) -> None:
         """One row: `step` counts versions, t is the RunClock's.  What is not finite is no JSON:
@@ -316,7 +316,7 @@ class MetricsWriter:
                     flush=True,
                 )
                 self.not_finite |= lost
-        row: dict[str, Any] = {"step": step, "t": round(t, 4)} | values
+        row: dict[str, Any] = {"step": step, "t": round(seconds, 4)} | values
         counts = {
             name: Counter(f"{x:g}" for x in many) for name, many in (histograms or {}).items()
         }

@@ -59,8 +59,8 @@ def ensure(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
         making = (run_dir / ".making").open("w")
     except OSError as error:
         raise unwritable(run_dir, error) from error
-    with making as f:
-        fcntl.flock(f, fcntl.LOCK_EX)
+    with making as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
         if not (run_dir / "config.toml").exists():
             prepare(config, toml, run_dir, run)
 
@@ -83,8 +83,8 @@ def directory(config: Config, source: str) -> Path:
 
 def note_limit(run_dir: Path, limit: float) -> None:
     """Remember the staleness limit that a run had until it was resumed with another one."""
-    with (run_dir / "limits").open("a") as f:
-        f.write(f"{limit:g}\n")
+    with (run_dir / "limits").open("a") as file:
+        file.write(f"{limit:g}\n")
 
 
 def limits(run_dir: Path) -> list[float]:

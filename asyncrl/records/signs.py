@@ -32,7 +32,7 @@ WINDOW = 20
 NEARLY_ALL = 0.95
 # share of the generators' time, from which on rewards are said to be what they wait for
 HELD_UP = 0.1
-Z = 1.96  # of a 95 % interval
+Z_95 = 1.96  # of a 95 % interval
 Z_EACH = 3.0  # of an interval that is looked at after every evaluation: 1 in 700 of one side
 ALARM = 0.001  # chance that one look at a series of independent noise calls it growing
 PARTS = 18  # a series is reduced to the medians of so many stretches, at most
@@ -83,20 +83,20 @@ def series(rows: Rows, name: str) -> list[float]:
 
 
 @cache
-def _orders(m: int, n: int) -> tuple[int, ...]:
-    """Of the orders of m late and n early values: how many have u pairs with the late one above, u
-    = 0, 1, ..., m n.
+def _orders(late: int, early: int) -> tuple[int, ...]:
+    """Of the orders of so many late and early values: how many have 0, 1, ..., late * early pairs
+    with the late one above.
     """
-    if not m or not n:
+    if not late or not early:
         return (1,)
     # the largest of all is a late one, above n; or an early one
-    above = _orders(m - 1, n)
-    below = _orders(m, n - 1)
-    out = [0] * (m * n + 1)
-    for u, k in enumerate(above):
-        out[u + n] += k
-    for u, k in enumerate(below):
-        out[u] += k
+    above = _orders(late - 1, early)
+    below = _orders(late, early - 1)
+    out = [0] * (late * early + 1)
+    for pairs, orders in enumerate(above):
+        out[pairs + early] += orders
+    for pairs, orders in enumerate(below):
+        out[pairs] += orders
     return tuple(out)
 
 
@@ -104,9 +104,9 @@ def chance_above(late: Sequence[float], early: Sequence[float]) -> float:
     """Chance that `late` lies above `early` so often, if their order is none: Mann and Whitney's U,
     exact, one-sided; ties count as below.
     """
-    u = sum(x > y for x in late for y in early)
+    pairs = sum(x > y for x in late for y in early)
     orders = _orders(len(late), len(early))
-    return sum(orders[u:]) / sum(orders)
+    return sum(orders[pairs:]) / sum(orders)
 
 
 def grown(values: Sequence[float]) -> tuple[float, float] | None:
@@ -118,9 +118,9 @@ def grown(values: Sequence[float]) -> tuple[float, float] | None:
     (`chance_above` at most ALARM) and is GROWN times the first third.  So independent noise is
     called growing at no more than one look in 1000, and noise whose level does not double hardly
     ever."""
-    n = len(values)
+    length = len(values)
     many = min(PARTS, len(values))
-    parts = [median(values[i * n // many : (i + 1) * n // many]) for i in range(many)]
+    parts = [median(values[i * length // many : (i + 1) * length // many]) for i in range(many)]
     third = many // 3
     if not third or chance_above(parts[-third:], parts[:-third]) > ALARM:
         return None
@@ -172,11 +172,11 @@ def all_truncated(rows: Rows) -> Sign | None:
     )
 
 
-def interval(p: float, n: float, lo: float, hi: float) -> float:
-    """Half the 95 % interval of a mean p of n values in [lo, hi]: their variance is at most (p -
-    lo)(hi - p).
+def interval(mean_value: float, count: float, lo: float, hi: float) -> float:
+    """Half the 95 % interval of a mean of `count` values in [lo, hi]: their variance is at most
+    (mean - lo)(hi - mean).
     """
-    return Z * math.sqrt(max((p - lo) * (hi - p), 0.0) / max(n, 1.0))
+    return Z_95 * math.sqrt(max((mean_value - lo) * (hi - mean_value), 0.0) / max(count, 1.0))
 
 
 def unmoved_accuracy(rows: Rows) -> Sign | None:
@@ -189,20 +189,19 @@ def unmoved_accuracy(rows: Rows) -> Sign | None:
         return None
     first = evals[0]
     last = evals[-1]
-    a = float(first["eval/heldout"])
-    b = float(last["eval/heldout"])
+    before = float(first["eval/heldout"])
+    after = float(last["eval/heldout"])
     seen = [float(r[k]) for r in batches for k in ("reward/min", "reward/max") if k in r]
-    lo = min([0.0, a, b, *seen])
-    hi = max([1.0, a, b, *seen])
+    lo = min([0.0, before, after, *seen])
+    hi = max([1.0, before, after, *seen])
     sizes = [float(r["eval/heldout_n"]) for r in (first, last)]
-    half = math.hypot(interval(a, sizes[0], lo, hi), interval(b, sizes[1], lo, hi))
-    if abs(b - a) > half:
+    half = math.hypot(interval(before, sizes[0], lo, hi), interval(after, sizes[1], lo, hi))
+    if abs(after - before) > half:
         return None
-    n = " and ".join(f"{x:g}" for x in dict.fromkeys(sizes))
+    counts = " and ".join(f"{x:g}" for x in dict.fromkeys(sizes))
     said = (
-        f"held-out accuracy went from {a:.3f} to {b:.3f} in {len(batches)} batches, which is "
-        "within "
-        f"chance (+-{half:.3f} at n = {n})"
+        f"held-out accuracy went from {before:.3f} to {after:.3f} in {len(batches)} batches, which "
+        f"is within chance (+-{half:.3f} at n = {counts})"
     )
     return Sign(
         "unmoved_accuracy",
@@ -237,24 +236,25 @@ def out_of_distribution(rows: Rows) -> Sign | None:
         ends = [(float(r[f"eval/{split}"]), float(r[f"eval/{split}_n"])) for r in (first, last)]
         lo = min(0.0, *(p for p, _ in ends))
         hi = max(1.0, *(p for p, _ in ends))
-        half = math.hypot(*(interval(p, n, lo, hi) for p, n in ends)) * Z_EACH / Z
+        half = math.hypot(*(interval(p, n, lo, hi) for p, n in ends)) * Z_EACH / Z_95
         return ends[0][0], ends[1][0], half
 
-    a, b, chance = change(far[0], far[-1], "ood")
-    if not b < a - chance:
+    far_before, far_after, chance = change(far[0], far[-1], "ood")
+    if not far_after < far_before - chance:
         return None
-    what, (c, d, margin) = "held-out accuracy", change(near[0], near[-1], "heldout")
-    if not d > c + margin:  # as with a checker that can be fooled
+    what = "held-out accuracy"
+    near_before, near_after, margin = change(near[0], near[-1], "heldout")
+    if not near_after > near_before + margin:  # as with a checker that can be fooled
         width = max(1, len(batches) // 5)
         rewards = [mean(x, "reward/mean") or 0.0 for x in (batches[:width], batches[-width:])]
         what = "the training reward"
-        c = rewards[0]
-        d = rewards[1]
-        if not d > c + chance:
+        near_before = rewards[0]
+        near_after = rewards[1]
+        if not near_after > near_before + chance:
             return None
     said = (
-        f"{what} rose from {c:.3f} to {d:.3f} while out-of-distribution accuracy fell from {a:.3f} "
-        f"to {b:.3f}, "
+        f"{what} rose from {near_before:.3f} to {near_after:.3f} while out-of-distribution "
+        f"accuracy fell from {far_before:.3f} to {far_after:.3f}, "
         f"more than chance (+-{chance:.3f})"
     )
     return Sign(
@@ -361,9 +361,11 @@ def kl_drift(rows: Rows, about: About) -> Sign | None:
     """k1 in the loss: its expected gradient on policy is zero, so it holds nothing (k1+ has that of
     k2).
     """
-    k = about.config.kl.loss
+    term = about.config.kl.loss
     found = drift(rows)
-    if found is None or not (k.coefficient > 0 and k.estimator == "k1" and k.off_policy == "none"):
+    if found is None or not (
+        term.coefficient > 0 and term.estimator == "k1" and term.off_policy == "none"
+    ):
         return None
     said = (
         f"KL to the reference rises from {found[0]:.2f} to {found[1]:.2f} nats a token "
@@ -381,8 +383,8 @@ def kl_collapse(rows: Rows, about: About) -> Sign | None:
     """k3 in the reward: its gradient is far from that of the KL, pushes away from the reference,
     and accuracy goes.
     """
-    k = about.config.kl.reward
-    if not (k.coefficient > 0 and k.estimator in ("k3", "k3+", "low_var_kl", "low_var_kl+")):
+    term = about.config.kl.reward
+    if not (term.coefficient > 0 and term.estimator in ("k3", "k3+", "low_var_kl", "low_var_kl+")):
         return None
     accuracy = series(sorted(rows, key=lambda r: r.get("step", 0)), "eval/heldout")
     found = drift(rows)
@@ -413,10 +415,10 @@ def kl_without_effect(rows: Rows, about: About) -> Sign | None:
         ("kl.loss", about.config.kl.loss, "kl/gradient_share"),
         ("kl.reward", about.config.kl.reward, "kl/reward_gradient_share"),
     )
-    for key, k, metric in terms:
+    for key, term, metric in terms:
         share = series(last, metric)
         if (
-            not k.coefficient > 0
+            not term.coefficient > 0
             or not share
             or not moved
             or median(share) >= SILENT
@@ -431,7 +433,8 @@ def kl_without_effect(rows: Rows, about: About) -> Sign | None:
         return Sign(
             "kl_without_effect",
             said,
-            f"raise {key}.coefficient = {k.coefficient:g} tenfold or more, or leave the term out",
+            f"raise {key}.coefficient = {term.coefficient:g} tenfold or more, or leave the term "
+            "out",
         )
     return None
 

@@ -145,9 +145,9 @@ class Recording:
 
     def step(self, number: int) -> Step:
         path, at, length = self.places[number]
-        with path.open("rb") as f:
-            f.seek(at)
-            return msgspec.msgpack.decode(zlib.decompress(f.read(length)), type=Step)
+        with path.open("rb") as file:
+            file.seek(at)
+            return msgspec.msgpack.decode(zlib.decompress(file.read(length)), type=Step)
 
     def steps(self, start: int, end: int) -> Iterator[Step]:
         """The batches start, ..., end - 1."""

@@ -20,9 +20,9 @@ TRIES = 10
 
 
 def main(run_dir: Path) -> None:
-    for s in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM):
         # it outlives the supervisor by a moment, whatever the terminal sends
-        signal.signal(s, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_IGN)
     outside = rundir.outside(run_dir)
     sys.stdin.buffer.read()
     # the kernel frees the supervisor's lock, and ends the children, in its own time

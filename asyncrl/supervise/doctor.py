@@ -19,19 +19,23 @@ SHOWN = ("reward/mean", "eval/heldout", "lag/mean", "optim/grad_norm")
 
 def deadline_s(config: Config, run_dir: Path) -> float:
     """Seconds without a commit after which the supervisor calls this run's next step overdue."""
-    w = config.watchdog
-    dog = Watchdog(w.multiple, w.floor_s, w.startup_s)
-    for n, t in enumerate([r["t"] for r in metrics.read(run_dir) if "reward/mean" in r], 1):
-        dog.observe(n, n, t)
+    settings = config.watchdog
+    dog = Watchdog(settings.multiple, settings.floor_s, settings.startup_s)
+    for count, seconds in enumerate(
+        [r["t"] for r in metrics.read(run_dir) if "reward/mean" in r], 1
+    ):
+        dog.observe(count, count, seconds)
     return dog.deadline
 
 
 def last_line(path: Path) -> str:
     """The last line of a log that has something in it; "" when there is none."""
     try:
-        with path.open("rb") as f:
-            f.seek(max(0, path.stat().st_size - 4096))
-            found = [x.strip() for x in f.read().decode(errors="replace").splitlines() if x.strip()]
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 4096))
+            found = [
+                x.strip() for x in file.read().decode(errors="replace").splitlines() if x.strip()
+            ]
     except OSError:
         return ""
     return found[-1] if found else ""
@@ -169,10 +173,10 @@ def lines(config: Config, run_dir: Path, seen: dict[str, Any]) -> list[str]:
     ]
     if seen["silent_s"] is not None and not seen["ended"]:
         out[0] += f"  (the last one {seen['silent_s']:.0f} s ago)"
-    for p in seen["processes"]:
-        out.append(p["said"])
-        if p["last_line"] and not seen["ended"]:
-            out.append(f"    {p['log']}: {p['last_line'][:300]}")
+    for process in seen["processes"]:
+        out.append(process["said"])
+        if process["last_line"] and not seen["ended"]:
+            out.append(f"    {process['log']}: {process['last_line'][:300]}")
     if seen["checkpoint"] is not None and not seen["ended"]:
         out.append(
             f"newest checkpoint: version {seen['checkpoint']['version']}, "

@@ -39,10 +39,10 @@ class Row:
 def _compare(name: str, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> Row:
     differ = 0
     largest = 0.0
-    for a, b in pairs:
-        differ += int((a != b).sum())
-        largest = max(largest, float((a - b).abs().max()))
-    return Row(name, len(pairs), sum(a.numel() for a, _ in pairs), differ, largest)
+    for one, other in pairs:
+        differ += int((one != other).sum())
+        largest = max(largest, float((one - other).abs().max()))
+    return Row(name, len(pairs), sum(one.numel() for one, _ in pairs), differ, largest)
 
 
 def whole(
@@ -72,19 +72,22 @@ def whole(
     was = model.exact
     try:
         torch.set_num_threads(threads[0])
-        e = EmbeddedEngine(model, slots=slots, context=context, max_new_tokens=longest, fixed=True)
-        e.load(dict(policy.named_weights(model)), Label(1, 0), "check")
-        r = np.random.default_rng(seed)
+        engine = EmbeddedEngine(
+            model, slots=slots, context=context, max_new_tokens=longest, fixed=True
+        )
+        engine.load(dict(policy.named_weights(model)), Label(1, 0), "check")
+        draw = np.random.default_rng(seed)
         vocab = model.hf.config.vocab_size
         prompts = [
-            r.integers(0, vocab, n).astype(np.int32) for n in r.integers(1, context - longest, 10)
+            draw.integers(0, vocab, n).astype(np.int32)
+            for n in draw.integers(1, context - longest, 10)
         ]
         requests = [
             Request(
                 (t, s, 1),
                 p,
                 t,
-                int(r.integers(1, longest + 1)),
+                int(draw.integers(1, longest + 1)),
                 temperature=(1.0, 0.7, 1.3)[t % 3],
                 top_p=1.0,
                 top_k=0,
@@ -96,10 +99,10 @@ def whole(
         ]
         answers = []
         for at in range(0, len(requests), 5):
-            e.add(requests[at : at + 5])
-            answers += e.step(2)
-        while e.active:
-            answers += e.step(3)
+            engine.add(requests[at : at + 5])
+            answers += engine.step(2)
+        while engine.active:
+            answers += engine.step(3)
         torch.set_num_threads(threads[1])
         model.exact = True
         temperature = {q.key: q.temperature for q in requests}
@@ -138,35 +141,40 @@ def operators(model: PolicyModel, threads: tuple[int, int] = (1, 1), seed: int =
             "exact mode does not cover; set exact = false"
         )
     weights = {n: p.detach().float().cpu() for n, p in model.hf.named_parameters()}
-    w = {k: v.contiguous() for k, v in exact_operators.fuse_layer(lay, 0, weights).items()}
+    fused = {k: v.contiguous() for k, v in exact_operators.fuse_layer(lay, 0, weights).items()}
     head = exact_operators.fuse_top(weights, "lm_head.weight" not in weights)["head"].contiguous()
     source = torch.Generator().manual_seed(seed)
-    big = torch.randn(max(SHAPES), w["qkv"].shape[0], generator=source)
-    inner = torch.randn(max(SHAPES), w["down"].shape[0], generator=source)
-    heads = torch.randn(max(SHAPES), w["o"].shape[0], generator=source)
+    big = torch.randn(max(SHAPES), fused["qkv"].shape[0], generator=source)
+    inner = torch.randn(max(SHAPES), fused["down"].shape[0], generator=source)
+    heads = torch.randn(max(SHAPES), fused["o"].shape[0], generator=source)
     logits = torch.randn(max(SHAPES), head.shape[1], generator=source) * 3
     table: list[tuple[str, torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]] = [
         ("norm", big, lambda x: exact_operators.unit(x, lay.eps)),
-        ("qkv", big, lambda x: x @ w["qkv"]),
-        ("output", heads, lambda x: x @ w["o"]),
-        ("gate, up", big, lambda x: x @ w["up"]),
+        ("qkv", big, lambda x: x @ fused["qkv"]),
+        ("output", heads, lambda x: x @ fused["o"]),
+        ("gate, up", big, lambda x: x @ fused["up"]),
         ("silu", inner, F.silu),
-        ("down", inner, lambda x: x @ w["down"]),
+        ("down", inner, lambda x: x @ fused["down"]),
         ("head", big, lambda x: exact_operators.times(x, head)),
         ("log-softmax", logits, lambda x: torch.log_softmax(x, -1)),
     ]
     before = torch.get_num_threads()
     out = []
     try:
-        for name, x, f in table:
+        for name, inputs, operator in table:
             torch.set_num_threads(threads[0])
-            alone = f(x[:16].clone())
+            alone = operator(inputs[:16].clone())
             torch.set_num_threads(threads[1])
             out.append(
                 _compare(
                     name,
                     [
-                        (alone, f(torch.cat([x[16 : 16 + i], x[:16], x[16 + i : n]]))[i : i + 16])
+                        (
+                            alone,
+                            operator(
+                                torch.cat([inputs[16 : 16 + i], inputs[:16], inputs[16 + i : n]])
+                            )[i : i + 16],
+                        )
                         for n in SHAPES[1:]
                         for i in (0, 5, n - 16)
                     ],
@@ -183,19 +191,19 @@ def _attention(lay: Any, threads: tuple[int, int], source: torch.Generator) -> R
     share = lay.heads // lay.kv_heads
     width = 64
     pairs = []
-    q, k, v = (
+    queries, keys, values = (
         torch.randn(lay.kv_heads, n, lay.head_dim, generator=source)
         for n in (share * width, width, width)
     )
     bias = torch.full((width, width), exact_operators.MASKED).triu_(1)
     torch.set_num_threads(threads[1])
-    full = exact_operators.attend(q[None], k, v, bias.repeat(share, 1)).view(
+    full = exact_operators.attend(queries[None], keys, values, bias.repeat(share, 1)).view(
         lay.kv_heads, share, width, lay.head_dim
     )
     torch.set_num_threads(threads[0])
     for at in range(0, width, 7):
         seen = exact_operators.up(at + 1, exact_operators.KEYS)
-        one = q.view(lay.kv_heads, share, width, -1)[:, :, at]
+        one = queries.view(lay.kv_heads, share, width, -1)[:, :, at]
         one = torch.cat(
             [
                 one,
@@ -207,9 +215,9 @@ def _attention(lay: Any, threads: tuple[int, int], source: torch.Generator) -> R
         )
         pairs.append(
             (
-                exact_operators.attend(one[None], k[:, :seen], v[:, :seen], bias[at, :seen])[
-                    0, :, :share
-                ],
+                exact_operators.attend(
+                    one[None], keys[:, :seen], values[:, :seen], bias[at, :seen]
+                )[0, :, :share],
                 full[:, :, at],
             )
         )
@@ -219,20 +227,20 @@ def _attention(lay: Any, threads: tuple[int, int], source: torch.Generator) -> R
 def check(config: Config) -> list[Row]:
     """The whole self-test for a config's own model, lengths and threads."""
     model = policy.load_policy(Path(config.model.path), config.model.dtype, config.model.device)
-    g = config.generator
+    generator = config.generator
     threads = (config.generator.threads, config.learner.threads)
     if model.device.type != "cpu":
         raise ConfigError(
             f"exact: holds for fp32 on a CPU only, and model.device = {config.model.device} is "
             f"{model.device}; set model.device = cpu"
         )
-    longest = min(g.max_new_tokens, 48)
-    context = min(g.context, longest + 64)
+    longest = min(generator.max_new_tokens, 48)
+    context = min(generator.context, longest + 64)
     rows = operators(model, threads)
     return rows + [
         whole(
             model,
-            slots=min(g.slots, 64),
+            slots=min(generator.slots, 64),
             longest=longest,
             context=context,
             threads=threads,
@@ -284,15 +292,15 @@ def small_models() -> list[Row]:
 
 
 def _merged(have: list[Row], more: Sequence[Row]) -> list[Row]:
-    by_name = {r.operator: r for r in have}
-    for r in more:
-        if (a := by_name.get(r.operator)) is not None:
-            r = Row(
-                r.operator,
-                a.cases + r.cases,
-                a.values + r.values,
-                a.differ + r.differ,
-                max(a.largest, r.largest),
+    by_name = {row.operator: row for row in have}
+    for row in more:
+        if (known := by_name.get(row.operator)) is not None:
+            row = Row(
+                row.operator,
+                known.cases + row.cases,
+                known.values + row.values,
+                known.differ + row.differ,
+                max(known.largest, row.largest),
             )
-        by_name[r.operator] = r
+        by_name[row.operator] = row
     return list(by_name.values())

@@ -66,8 +66,8 @@ class Supervisor:
     looked: float = 0.0
 
     def __post_init__(self) -> None:
-        w = self.config.watchdog
-        self.watchdog = Watchdog(w.multiple, w.floor_s, w.startup_s)
+        settings = self.config.watchdog
+        self.watchdog = Watchdog(settings.multiple, settings.floor_s, settings.startup_s)
 
     def start(self) -> None:
         attempt = 1 + sum(1 for _ in (self.run_dir / "logs").glob("attempt_*"))
@@ -75,21 +75,24 @@ class Supervisor:
         self.logs.mkdir(parents=True)
         base = importing.command("asyncrl.cli")
         where = [str(self.run_dir / "config.toml"), "--run-dir", str(self.run_dir)]
-        c = self.config
+        config = self.config
         self.children = [
             Child(
-                "buffer", [*base, "buffer", *where], 1, restartable=c.durability.mode != "memory"
+                "buffer",
+                [*base, "buffer", *where],
+                1,
+                restartable=config.durability.mode != "memory",
             ),
-            Child("learner", [*base, "learner", *where], c.learner.threads, True),
+            Child("learner", [*base, "learner", *where], config.learner.threads, True),
         ]
         self.children += [
             Child(
                 f"generator-{i}",
                 [*base, "generator", *where, "--index", str(i)],
-                c.generator.threads,
+                config.generator.threads,
                 True,
             )
-            for i in range(c.generators)
+            for i in range(config.generators)
         ]
         for child in self.children:
             self.spawn(child)
@@ -155,15 +158,15 @@ class Supervisor:
         started too late to be told has nothing to do.
         """
         heard = self.status.peers if self.status is not None else {}
-        for c in self.children:
-            patience = END_S if c.name == "learner" and c.name in heard else LATE_S
-            if c.code is None and c.process is not None and seconds > patience:
-                c.process.kill()
-                c.process.wait()
-                c.code = 0
+        for child in self.children:
+            patience = END_S if child.name == "learner" and child.name in heard else LATE_S
+            if child.code is None and child.process is not None and seconds > patience:
+                child.process.kill()
+                child.process.wait()
+                child.code = 0
                 self.say(
-                    f"{c.name} was still {'ending' if patience == END_S else 'starting'} when the "
-                    "run had ended"
+                    f"{child.name} was still {'ending' if patience == END_S else 'starting'} when "
+                    "the run had ended"
                 )
 
     def observe(self, status: Status) -> None:
@@ -262,29 +265,31 @@ class Supervisor:
         """
         for kind in ("learner", "generator", "buffer"):
             mine = [
-                c
-                for c in self.children
-                if c.name.startswith(kind) and c.process is not None and c.process.poll() is None
+                child
+                for child in self.children
+                if child.name.startswith(kind)
+                and child.process is not None
+                and child.process.poll() is None
             ]
-            for c in mine:
-                assert c.process is not None
-                c.process.send_signal(signal.SIGTERM if gently else signal.SIGKILL)
+            for child in mine:
+                assert child.process is not None
+                child.process.send_signal(signal.SIGTERM if gently else signal.SIGKILL)
             deadline = time.monotonic() + END_S
-            for c in mine:
-                assert c.process is not None
-                while c.process.poll() is None:
+            for child in mine:
+                assert child.process is not None
+                while child.process.poll() is None:
                     if self.interrupts > 1 or time.monotonic() > deadline:
-                        c.process.kill()
+                        child.process.kill()
                     time.sleep(0.02)
-                c.code = c.process.returncode
-                if c.code < 0:
+                child.code = child.process.returncode
+                if child.code < 0:
                     lives.note(
                         self.run_dir,
-                        c.name,
-                        c.process.pid,
+                        child.name,
+                        child.process.pid,
                         "died",
-                        code=c.code,
+                        code=child.code,
                         why="by its supervisor, which ends the run",
                     )
-        for c in self.children:
-            c.hang_up()
+        for child in self.children:
+            child.hang_up()

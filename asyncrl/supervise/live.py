@@ -114,19 +114,19 @@ def unused(ledger: Mapping[str, Mapping[str, float]]) -> str:
     return f"of the tokens of its batches {', '.join(said)}" if said else ""
 
 
-def line(s: Status, left: float | None = None) -> str:
+def line(status: Status, left: float | None = None) -> str:
     """One line: progress, seconds left if known, accuracy, speed of both sides, lag, who waits."""
-    m = s.metrics
+    metrics = status.metrics
 
     def show(name: str, form: str) -> str:
-        return format(m[name], form) if name in m else "-"
+        return format(metrics[name], form) if name in metrics else "-"
 
     rest = f" ({duration(left)} left)" if left else ""
-    held = [f"{who} waits {age:.0f} s for {what}" for who, what, _, age in s.waits if age > 1]
-    waits = "; ".join(filter(None, (rewards(m), unused(s.ledger), *held)))
+    held = [f"{who} waits {age:.0f} s for {what}" for who, what, _, age in status.waits if age > 1]
+    waits = "; ".join(filter(None, (rewards(metrics), unused(status.ledger), *held)))
     return (
-        f"step {s.committed}/{s.steps}{rest}  reward {show('reward/mean', '.3f')}  held-out "
-        f"{show('eval/heldout', '.3f')}  "
+        f"step {status.committed}/{status.steps}{rest}  reward {show('reward/mean', '.3f')}  "
+        f"held-out {show('eval/heldout', '.3f')}  "
         f"generate {show('throughput/generator_tokens_per_s', ',.0f')} tok/s  learn "
         f"{show('throughput/learner_tokens_per_s', ',.0f')} tok/s  "
         f"lag {show('lag/mean', '.2f')} (max {show('lag/max', '.0f')})"
@@ -134,28 +134,28 @@ def line(s: Status, left: float | None = None) -> str:
     )
 
 
-def table(s: Status, left: float | None = None) -> Any:
+def table(status: Status, left: float | None = None) -> Any:
     """The terminal's view, with the seconds left if known; the learner and what matters most come
     first, because short windows cut the bottom.
     """
     from rich.progress_bar import ProgressBar
     from rich.table import Table
 
-    m = s.metrics
-    t = Table.grid(padding=(0, 2))
-    t.add_row(
+    metrics = status.metrics
+    grid = Table.grid(padding=(0, 2))
+    grid.add_row(
         "step",
-        f"{s.committed}/{s.steps}",
-        ProgressBar(s.steps, s.committed, width=40),
+        f"{status.committed}/{status.steps}",
+        ProgressBar(status.steps, status.committed, width=40),
         f"{duration(left)} left" if left else "",
     )
 
     def row(title: str, *parts: tuple[str, str, str]) -> None:
-        t.add_row(
+        grid.add_row(
             title,
             "",
             "   ".join(
-                f"{label} {format(m[name], form) if name in m else '-'}"
+                f"{label} {format(metrics[name], form) if name in metrics else '-'}"
                 for label, name, form in parts
             ),
         )
@@ -177,7 +177,7 @@ def table(s: Status, left: float | None = None) -> Any:
         ("tok/s", "throughput/generator_tokens_per_s", ",.0f"),
         ("idle", "time/generator_idle_share", ".0%"),
     )
-    if "reward/queue" in m:
+    if "reward/queue" in metrics:
         row(
             "rewards",
             ("waiting", "reward/queue", ".0f"),
@@ -199,11 +199,11 @@ def table(s: Status, left: float | None = None) -> Any:
         ("length", "answer/length", ".1f"),
         ("grad norm", "optim/grad_norm", ".3f"),
     )
-    if said := unused(s.ledger):
-        t.add_row("not used", "", said)
-    for who, what, on, age in s.waits:
-        t.add_row("waits", who, f"{age:.1f} s for {what} ({on})")
-    return t
+    if said := unused(status.ledger):
+        grid.add_row("not used", "", said)
+    for who, what, on, age in status.waits:
+        grid.add_row("waits", who, f"{age:.1f} s for {what} ({on})")
+    return grid
 
 
 def follow(

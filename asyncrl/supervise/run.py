@@ -113,17 +113,17 @@ def preflight(config: Config) -> None:
     room = config.generator.context - config.generator.max_new_tokens
     for split in ("train", "heldout", "ood"):
         size = len(task.sets[split]) if isinstance(task, FileTask) else task.size(split)
-        for i in range(64 if size is None else min(size, 2000)):
-            prompt = task.prompt(split, i, config.seed)
-            n = len(encode_prompt(tokenizer, prompt))
-            if not n:
+        for number in range(64 if size is None else min(size, 2000)):
+            prompt = task.prompt(split, number, config.seed)
+            length = len(encode_prompt(tokenizer, prompt))
+            if not length:
                 raise ConfigError(
                     f"task: {split} prompt {prompt.id} has no token under the tokenizer in {path}: "
                     "it is empty, or of other symbols"
                 )
-            if n > room:
+            if length > room:
                 raise ConfigError(
-                    f"generator.context: {split} prompt {prompt.id} has {n} tokens; context "
+                    f"generator.context: {split} prompt {prompt.id} has {length} tokens; context "
                     f"{config.generator.context} less "
                     f"max_new_tokens {config.generator.max_new_tokens} leaves {room}"
                 )
@@ -362,5 +362,5 @@ def close_up(life: lives.Life) -> None:
         lock.close()
 
 
-def _show(x: float | None) -> str:
-    return "-" if x is None else f"{x:.3f}"
+def _show(accuracy: float | None) -> str:
+    return "-" if accuracy is None else f"{accuracy:.3f}"

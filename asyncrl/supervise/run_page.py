@@ -50,12 +50,12 @@ def _lines(
     title: str,
     unit: str,
     series: Sequence[tuple[str, str]],
-    x: str = "step",
+    axis: str = "step",
     marks: bool = False,
 ) -> Any:
     figure = _figure(title, unit)
     for name, label in series:
-        points = [(r[x], r[name]) for r in rows if name in r]
+        points = [(r[axis], r[name]) for r in rows if name in r]
         if points:
             figure.add_scatter(
                 x=[p[0] for p in points],
@@ -63,7 +63,7 @@ def _lines(
                 name=label,
                 mode="lines+markers" if marks else "lines",
             )
-    figure.update_xaxes(title="version" if x == "step" else "seconds of RL")
+    figure.update_xaxes(title="version" if axis == "step" else "seconds of RL")
     return figure
 
 
@@ -215,20 +215,20 @@ def _timeline(spans: dict[str, list[tuple[str, float, float]]]) -> tuple[Any, fl
     every = [s for lane in spans.values() for s in lane]
     if not every:
         return figure, 0.0
-    trains = sorted(s for n, s, _ in spans.get("learner", []) if n == "train") or sorted(
+    trains = sorted(s for kind, s, _ in spans.get("learner", []) if kind == "train") or sorted(
         s for _, s, _ in every
     )
     start = trains[len(trains) // 2]
-    found = {n for n, _, _ in every}
-    for name in [*(n for n in KINDS if n in found), *sorted(found - set(KINDS))]:
+    found = {kind for kind, _, _ in every}
+    for name in [*(kind for kind in KINDS if kind in found), *sorted(found - set(KINDS))]:
         base = []
         width = []
         lanes = []
         for process, lane in spans.items():
-            for n, a, b in lane:
-                if n == name and b > start and a < start + TIMELINE_S:
-                    base.append(max(a, start) - start)
-                    width.append(min(b, start + TIMELINE_S) - max(a, start))
+            for kind, began, ended in lane:
+                if kind == name and ended > start and began < start + TIMELINE_S:
+                    base.append(max(began, start) - start)
+                    width.append(min(ended, start + TIMELINE_S) - max(began, start))
                     lanes.append(process)
         figure.add_bar(
             x=width,
@@ -250,32 +250,44 @@ def _timeline(spans: dict[str, list[tuple[str, float, float]]]) -> tuple[Any, fl
     return figure, TIMELINE_S
 
 
-def _cards(s: dict[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
+def _cards(
+    summary: dict[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> list[tuple[str, str, str, str]]:
     """(label, value, id, a note below the value)."""
     evals = {
         split: [f"+-{half:.3f} (n = {n:,})" for n, half in certainty(rows, split)] or [""]
         for split in ("heldout", "ood")
     }
 
-    def share(x: float | None) -> str:
-        return "-" if x is None else f"{x:.3f}"
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3f}"
 
-    idle = s["speed"]["idle_share"]
+    idle = summary["speed"]["idle_share"]
     return [
-        ("held-out at the start", share(s["heldout_start"]), "heldout-start", evals["heldout"][0]),
-        ("held-out at the end", share(s["heldout_end"]), "heldout-end", evals["heldout"][-1]),
+        (
+            "held-out at the start",
+            share(summary["heldout_start"]),
+            "heldout-start",
+            evals["heldout"][0],
+        ),
+        ("held-out at the end", share(summary["heldout_end"]), "heldout-end", evals["heldout"][-1]),
         (
             "out of distribution: start / end",
-            f"{share(s.get('ood_start'))} / {share(s['ood_end'])}",
+            f"{share(summary.get('ood_start'))} / {share(summary['ood_end'])}",
             "ood-end",
             evals["ood"][-1],
         ),
-        ("RL took", f"{s['wall_s']:.0f} s", "wall", ""),
-        ("steps", str(s["steps"]), "steps", ""),
-        ("mean lag", f"{s['lag']['mean']:.2f}", "lag-mean", ""),
-        ("largest lag / limit", f"{s['lag']['max']} / {s['lag']['limit']}", "lag-max", ""),
-        ("generated", f"{s['speed']['generator_tokens_per_s']:,.0f} tok/s", "gen", ""),
-        ("trained", f"{s['speed']['learner_tokens_per_s']:,.0f} tok/s", "learn", ""),
+        ("RL took", f"{summary['wall_s']:.0f} s", "wall", ""),
+        ("steps", str(summary["steps"]), "steps", ""),
+        ("mean lag", f"{summary['lag']['mean']:.2f}", "lag-mean", ""),
+        (
+            "largest lag / limit",
+            f"{summary['lag']['max']} / {summary['lag']['limit']}",
+            "lag-max",
+            "",
+        ),
+        ("generated", f"{summary['speed']['generator_tokens_per_s']:,.0f} tok/s", "gen", ""),
+        ("trained", f"{summary['speed']['learner_tokens_per_s']:,.0f} tok/s", "learn", ""),
         (
             "idle: generators / learner",
             f"{idle['generator']:.0%} / {idle['learner']:.0%}",
@@ -285,50 +297,52 @@ def _cards(s: dict[str, Any], rows: Sequence[Mapping[str, Any]]) -> list[tuple[s
     ]
 
 
-def _ledger(s: dict[str, Any]) -> list[tuple[str, ...]]:
-    total = max(s["ledger"]["generated"], 1)
-    rows: list[tuple[str, ...]] = [("generated", f"{s['ledger']['generated']:,}", "", "", "", "")]
-    for name, x in s["ledger_lines"].items():
-        counted = x["samples"] > 0
+def _ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:
+    total = max(summary["ledger"]["generated"], 1)
+    rows: list[tuple[str, ...]] = [
+        ("generated", f"{summary['ledger']['generated']:,}", "", "", "", "")
+    ]
+    for name, line in summary["ledger_lines"].items():
+        counted = line["samples"] > 0
         rows.append(
             (
                 name,
-                f"{x['tokens']:,.0f}",
-                f"{x['tokens'] / total:.2%}",
-                f"{x['samples']:,.0f}",
-                f"{x['mean_length']:.1f}" if counted else "-",
-                f"{x['mean_reward']:.3f}" if counted else "-",
+                f"{line['tokens']:,.0f}",
+                f"{line['tokens'] / total:.2%}",
+                f"{line['samples']:,.0f}",
+                f"{line['mean_length']:.1f}" if counted else "-",
+                f"{line['mean_reward']:.3f}" if counted else "-",
             )
         )
     return rows
 
 
-def by_length(s: dict[str, Any]) -> list[tuple[str, ...]]:
+def by_length(summary: dict[str, Any]) -> list[tuple[str, ...]]:
     """A head, then a row for each length of answers: its tokens, and the share of them that ended
     in each line that is not empty.
 
     `faded` is what `downweight` took of the trained ones: tokens times (1 - weight).
     """
     lines: dict[str, dict[int, float]] = {}
-    for name, x in s["ledger_lines"].items():
+    for name, line in summary["ledger_lines"].items():
         lines[name] = {
-            int(k.removeprefix("upto_")): v for k, v in x.items() if k.startswith("upto_")
+            int(k.removeprefix("upto_")): v for k, v in line.items() if k.startswith("upto_")
         }
         lines["faded"] = lines.get("faded", {}) | {
             int(k.removeprefix("faded_upto_")): v
-            for k, v in x.items()
+            for k, v in line.items()
             if k.startswith("faded_upto_")
         }
     faded = lines.pop("faded", {})
-    shown = {n: x for n, x in lines.items() if x} | ({"faded": faded} if faded else {})
+    shown = {n: line for n, line in lines.items() if line} | ({"faded": faded} if faded else {})
     rows: list[tuple[str, ...]] = [("answer length", "tokens", *shown)]
-    for upto in sorted({k for x in lines.values() for k in x}):
-        total = sum(x.get(upto, 0) for x in lines.values())
+    for upto in sorted({k for line in lines.values() for k in line}):
+        total = sum(line.get(upto, 0) for line in lines.values())
         rows.append(
             (
                 f"{upto // 2 + 1} to {upto}" if upto > 1 else "1",
                 f"{total:,.0f}",
-                *(f"{x.get(upto, 0) / max(total, 1):.2%}" for x in shown.values()),
+                *(f"{line.get(upto, 0) / max(total, 1):.2%}" for line in shown.values()),
             )
         )
     return rows

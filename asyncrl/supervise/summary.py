@@ -72,8 +72,8 @@ def partial(run_dir: Path) -> dict[str, Any]:
     rows = metrics.read(run_dir)
     lags = dict[int, int]()
     for batch in batches.values():
-        for lag, n in batch.lags.items():
-            lags[lag] = lags.get(lag, 0) + n
+        for lag, count in batch.lags.items():
+            lags[lag] = lags.get(lag, 0) + count
     tokens = sum(lags.values())
     samples = sum(b.samples for b in batches.values())
 
@@ -88,10 +88,10 @@ def partial(run_dir: Path) -> dict[str, Any]:
         "mean_reward": _mean(rows, "reward/mean"),
     }
     mismatch = [
-        float(r[n])
+        float(r[name])
         for r in rows
-        for n in ("mismatch/k3_at_lag_0", "mismatch/k3_one_version")
-        if n in r
+        for name in ("mismatch/k3_at_lag_0", "mismatch/k3_one_version")
+        if name in r
     ]
     return {
         "partial": True,
@@ -123,8 +123,8 @@ def _mean(rows: list[dict[str, Any]], name: str) -> float:
     return sum(found) / len(found) if found else 0.0
 
 
-def _limit(x: float) -> int | str:
-    return int(x) if x != float("inf") else "inf"
+def _limit(limit: float) -> int | str:
+    return int(limit) if limit != float("inf") else "inf"
 
 
 def compose(config: Config, run_dir: Path) -> dict[str, Any]:
