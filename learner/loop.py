@@ -183,21 +183,21 @@ class Learner:
         parent = self.extra["parent"]
         label = Label(self.epoch, self.number)
         message = m.LearnerHello(
-            m.PROTOCOL,
-            self.run,
-            self.epoch,
-            label,
-            None if parent is None else Label(*parent),
-            self.digest,
-            self.extra["next_ticket"],
-            self.origin,
-            self.config.staleness.max_lag,
-            self.publisher.source,
-            self.ring,
-            self.extra["ledger"],
-            self.extra["trained_above"],
-            os.getpid(),
-            int(self.core.model.hf.config.get_text_config().vocab_size),
+            protocol=m.PROTOCOL,
+            run=self.run,
+            epoch=self.epoch,
+            label=label,
+            parent=None if parent is None else Label(*parent),
+            digest=self.digest,
+            next_ticket=self.extra["next_ticket"],
+            origin=self.origin,
+            max_lag=self.config.staleness.max_lag,
+            source=self.publisher.source,
+            ring=self.ring,
+            ledger=self.extra["ledger"],
+            trained_above=self.extra["trained_above"],
+            pid=os.getpid(),
+            vocabulary=int(self.core.model.hf.config.get_text_config().vocab_size),
         )
         self.wait("the buffer's welcome")
         while not self.welcomed and not self.stopping:

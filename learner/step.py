@@ -304,9 +304,9 @@ class LearnerCore:
                 step,
                 part,
                 lp,
-                entropy,
-                values,
-                self._step_kl(packed, micro, out.hidden) if self.full_kl else None,
+                entropy=entropy,
+                values_now=values,
+                step_kl=self._step_kl(packed, micro, out.hidden) if self.full_kl else None,
             )
             self.backend.backward(loss, last=at == rounds - 1)
             step_loss.add_sums(sums, more)

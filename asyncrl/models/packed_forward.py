@@ -369,18 +369,18 @@ def plan(
         return torch.from_numpy(np.where(ok, np.float32(0), np.float32(-1e30))).to(device)
 
     return Plan(
-        put(ids),
-        put(pos),
-        put(ptab),
-        bias(causal_p),
-        put(pflat),
-        put(rtab),
-        put(keys_at),
-        bias(seen),
-        put(rflat),
-        put(picks),
-        put(np.concatenate(responses)),
-        put(np.repeat(np.arange(len(responses)), rlen)),
+        ids=put(ids),
+        positions=put(pos),
+        prompt_rows=put(ptab),
+        prompt_bias=bias(causal_p),
+        prompt_flat=put(pflat),
+        response_rows=put(rtab),
+        keys=put(keys_at),
+        response_bias=bias(seen),
+        response_flat=put(rflat),
+        picks=put(picks),
+        targets=put(np.concatenate(responses)),
+        sample=put(np.repeat(np.arange(len(responses)), rlen)),
     )
 
 
@@ -490,10 +490,10 @@ def _fixed_logprobs(
         }
         q, k, v = exact_operators.project(lay, w, x, cos, sin)
         prompt = _fixed_attention(
-            lay, q, k, v, pl.prompt_rows, pl.prompt_rows, pl.prompt_bias
+            lay, q, k, v, pl.prompt_rows, pl.prompt_rows, bias=pl.prompt_bias
         ).index_select(0, pl.prompt_flat)
         answer = _fixed_attention(
-            lay, q, k, v, pl.response_rows, pl.keys, pl.response_bias
+            lay, q, k, v, pl.response_rows, pl.keys, bias=pl.response_bias
         ).index_select(0, pl.response_flat)
         x = exact_operators.finish(lay, w, x, exact_operators.pad_rows(torch.cat([prompt, answer])))
     n = len(pl.picks)

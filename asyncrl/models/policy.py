@@ -2,8 +2,8 @@
 importer of transformers' models.
 
 `PolicyModel.logprobs` has two paths with the same result: a packed one for Llama-like models
-(fast_forward.py), and plain transformers for every other causal LM.  Neither holds [B, T, V] for a
-whole batch."""
+(packed_forward.py), and plain transformers for every other causal LM.  Neither holds [B, T, V] for
+a whole batch."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ class PolicyModel:
                 prompts,
                 responses,
                 temperature,
-                groups,
-                want_entropy,
-                want_hidden,
-                self.exact,
+                groups=groups,
+                want_entropy=want_entropy,
+                want_hidden=want_hidden,
+                fixed=self.exact,
             )
         if self.one_pass:
             return ForwardOut(

@@ -1,8 +1,8 @@
 """A Llama-like model without transformers: the parameters of one under transformers' names, in its
 order, from and to its own files.
 
-The packed forward (fast_forward.py) and the decoder need a model's parameters, a few numbers of its
-config and its rotary table; importing transformers for that costs each process seconds of CPU.
+The packed forward (packed_forward.py) and the decoder need a model's parameters, a few numbers of
+its config and its rotary table; importing transformers for that costs each process seconds of CPU.
 `load` makes exactly that, for directories that say everything plainly, and None for all others,
 which transformers loads as before.  Whoever calls the model itself (a plain forward, `generate`)
 gets transformers' modules over the same parameters, built on that first call."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from asyncrl.config import load
 from asyncrl.config.tree import Config
@@ -29,6 +29,111 @@ KINDS = {
 OTHER_KIND = "#111827"
 
 
+class Lines(NamedTuple):
+    """A plot of metrics over the run: (metric, label) of each line, over versions ("step") or over
+    seconds of RL ("t").
+    """
+
+    title: str
+    unit: str
+    series: tuple[tuple[str, str], ...]
+    axis: str = "step"
+
+
+ACCURACY = Lines(
+    "Accuracy",
+    "mean reward",
+    (
+        ("eval/heldout", "held-out"),
+        ("reward/mean", "training batch"),
+        ("eval/ood", "out of distribution"),
+    ),
+)
+# Below the accuracy and the lags, in this order.
+LINES = (
+    Lines(
+        "Lag over time",
+        "versions",
+        (
+            ("lag/mean", "mean"),
+            ("lag/max", "max"),
+            ("lag/in_flight", "in flight"),
+            ("lag/in_queue", "in queue"),
+        ),
+    ),
+    Lines(
+        "KL: behaviour, learner's start, target",
+        "nats a token (k3)",
+        (
+            ("kl/behavior_start_k3", "behaviour to start"),
+            ("kl/behavior_target_k3", "behaviour to target"),
+            ("mismatch/k3_at_lag_0", "mismatch at lag 0"),
+            ("kl/target_ref_k3", "target to reference"),
+        ),
+    ),
+    Lines(
+        "Log ratio to the behaviour policy, in three parts",
+        "nats a token (k3)",
+        (
+            ("split/mismatch_k3", "engine mismatch"),
+            ("split/staleness_k3", "staleness"),
+            ("split/update_k3", "update"),
+        ),
+    ),
+    Lines(
+        "Effective sample size",
+        "share",
+        (
+            ("is/ess", "at the learner's start"),
+            ("is/weight_ess", "of the loss's weights"),
+            ("is/target_ess", "under the trained policy"),
+            ("is/mean_weight", "mean weight"),
+            ("clip/share", "clipped"),
+        ),
+    ),
+    Lines(
+        "Entropy",
+        "nats a token",
+        (
+            ("policy/entropy", "target policy"),
+            ("policy/behavior_nll", "behaviour's own surprise"),
+        ),
+    ),
+    Lines(
+        "Answer length",
+        "tokens",
+        (
+            ("answer/length", "training"),
+            ("eval/heldout_length", "held-out"),
+        ),
+    ),
+    Lines(
+        "Gradient norm",
+        "before clipping",
+        (("optim/grad_norm", "gradient norm"),),
+    ),
+    Lines(
+        "Throughput",
+        "tokens a second",
+        (
+            ("throughput/generator_tokens_per_s", "generators"),
+            ("throughput/learner_tokens_per_s", "learner"),
+        ),
+        axis="t",
+    ),
+    Lines(
+        "Idle share",
+        "of each side's time",
+        (
+            ("time/generator_idle_share", "generators"),
+            ("time/reward_wait_share", "generators, for rewards"),
+            ("time/learner_idle_share", "learner"),
+        ),
+        axis="t",
+    ),
+)
+
+
 def _figure(title: str, unit: str) -> Any:
     import plotly.graph_objects as go
 
@@ -45,25 +150,18 @@ def _figure(title: str, unit: str) -> Any:
     return figure
 
 
-def _lines(
-    rows: list[dict[str, Any]],
-    title: str,
-    unit: str,
-    series: Sequence[tuple[str, str]],
-    axis: str = "step",
-    marks: bool = False,
-) -> Any:
-    figure = _figure(title, unit)
-    for name, label in series:
-        points = [(r[axis], r[name]) for r in rows if name in r]
+def _lines(rows: list[dict[str, Any]], lines: Lines) -> Any:
+    figure = _figure(lines.title, lines.unit)
+    for name, label in lines.series:
+        points = [(r[lines.axis], r[name]) for r in rows if name in r]
         if points:
             figure.add_scatter(
                 x=[p[0] for p in points],
                 y=[p[1] for p in points],
                 name=label,
-                mode="lines+markers" if marks else "lines",
+                mode="lines",
             )
-    figure.update_xaxes(title="version" if axis == "step" else "seconds of RL")
+    figure.update_xaxes(title="version" if lines.axis == "step" else "seconds of RL")
     return figure
 
 
@@ -100,16 +198,7 @@ def certainty(rows: Sequence[Mapping[str, Any]], split: str) -> list[tuple[int, 
 
 
 def _plots(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[Any]:
-    accuracy = _lines(
-        rows,
-        "Accuracy",
-        "mean reward",
-        [
-            ("eval/heldout", "held-out"),
-            ("reward/mean", "training batch"),
-            ("eval/ood", "out of distribution"),
-        ],
-    )
+    accuracy = _lines(rows, ACCURACY)
     for split, label in (("heldout", "held-out"), ("ood", "out of distribution")):
         bars = {
             "type": "data",
@@ -123,87 +212,7 @@ def _plots(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[Any]:
     return [
         accuracy,
         _histogram(summary["lag_histogram"]),
-        _lines(
-            rows,
-            "Lag over time",
-            "versions",
-            [
-                ("lag/mean", "mean"),
-                ("lag/max", "max"),
-                ("lag/in_flight", "in flight"),
-                ("lag/in_queue", "in queue"),
-            ],
-        ),
-        _lines(
-            rows,
-            "KL: behaviour, learner's start, target",
-            "nats a token (k3)",
-            [
-                ("kl/behavior_start_k3", "behaviour to start"),
-                ("kl/behavior_target_k3", "behaviour to target"),
-                ("mismatch/k3_at_lag_0", "mismatch at lag 0"),
-                ("kl/target_ref_k3", "target to reference"),
-            ],
-        ),
-        _lines(
-            rows,
-            "Log ratio to the behaviour policy, in three parts",
-            "nats a token (k3)",
-            [
-                ("split/mismatch_k3", "engine mismatch"),
-                ("split/staleness_k3", "staleness"),
-                ("split/update_k3", "update"),
-            ],
-        ),
-        _lines(
-            rows,
-            "Effective sample size",
-            "share",
-            [
-                ("is/ess", "at the learner's start"),
-                ("is/weight_ess", "of the loss's weights"),
-                ("is/target_ess", "under the trained policy"),
-                ("is/mean_weight", "mean weight"),
-                ("clip/share", "clipped"),
-            ],
-        ),
-        _lines(
-            rows,
-            "Entropy",
-            "nats a token",
-            [
-                ("policy/entropy", "target policy"),
-                ("policy/behavior_nll", "behaviour's own surprise"),
-            ],
-        ),
-        _lines(
-            rows,
-            "Answer length",
-            "tokens",
-            [("answer/length", "training"), ("eval/heldout_length", "held-out")],
-        ),
-        _lines(rows, "Gradient norm", "before clipping", [("optim/grad_norm", "gradient norm")]),
-        _lines(
-            rows,
-            "Throughput",
-            "tokens a second",
-            [
-                ("throughput/generator_tokens_per_s", "generators"),
-                ("throughput/learner_tokens_per_s", "learner"),
-            ],
-            "t",
-        ),
-        _lines(
-            rows,
-            "Idle share",
-            "of each side's time",
-            [
-                ("time/generator_idle_share", "generators"),
-                ("time/reward_wait_share", "generators, for rewards"),
-                ("time/learner_idle_share", "learner"),
-            ],
-            "t",
-        ),
+        *(_lines(rows, lines) for lines in LINES),
     ]
 
 
