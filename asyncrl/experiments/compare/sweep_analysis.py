@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
+from asyncrl.config.tree import Config
 from asyncrl.experiments.compare import verdict
 from asyncrl.experiments.compare.comparison import warm_cell
 from asyncrl.experiments.compare.comparison_analysis import (
@@ -49,13 +50,11 @@ def ess(rows: Sequence[dict[str, float]]) -> float:
     """Lowest mean over ESS_WINDOW steps in a row of the ESS of the raw ratios target/behaviour; nan
     without rows.
     """
-    x = [r["is/target_ess"] for r in rows if "is/target_ess" in r]
-    width = min(ESS_WINDOW, len(x))
-    return (
-        min((mean(x[i : i + width]) for i in range(len(x) - width + 1)), default=math.nan)
-        if x
-        else math.nan
-    )
+    shares = verdict.series(rows, "is/target_ess")
+    width = min(ESS_WINDOW, len(shares))
+    if not shares:
+        return math.nan
+    return min(mean(shares[i : i + width]) for i in range(len(shares) - width + 1))
 
 
 def ood(record: dict[str, Any], last: int) -> tuple[float, float]:
@@ -74,7 +73,7 @@ def trouble(record: dict[str, Any]) -> list[str]:
 
 def lost(record: dict[str, Any]) -> float:
     """Share of the generated tokens that were neither trained nor left over when the run ended."""
-    lines = {k: x["tokens"] for k, x in record["ledger_lines"].items()}
+    lines = {name: line["tokens"] for name, line in record["ledger_lines"].items()}
     total = sum(lines.values())
     return 1 - (lines.get("trained", 0) + lines.get("left_over", 0)) / total if total else 0.0
 
@@ -82,180 +81,200 @@ def lost(record: dict[str, Any]) -> float:
 def summed(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """The ledger's lines over all seeds: tokens, and tokens by answer length."""
     out: dict[str, dict[str, float]] = {}
-    for r in records:
-        for name, line in r["ledger_lines"].items():
+    for record in records:
+        for name, line in record["ledger_lines"].items():
             mine = out.setdefault(name, {})
-            for k, x in line.items():
-                if k == "tokens" or "upto_" in k:
-                    mine[k] = mine.get(k, 0) + x
+            for size, tokens in line.items():
+                if size == "tokens" or "upto_" in size:
+                    mine[size] = mine.get(size, 0) + tokens
     return {name: line for name, line in out.items() if line.get("tokens")}
 
 
-def analyse(s: Sweep) -> dict[str, Any]:
+def analyse(sweep: Sweep) -> dict[str, Any]:
     """Everything the page and `--json` say, from the cells that are finished; an unfinished grid
     shows what it has.
     """
-    p = s.plan
-    last = s.plan.arms[SYNC].learner.steps
-    records = {
-        arm: {
-            seed: s.cells.read(s.name(arm, seed))
-            for seed in s.seeds
-            if s.cells.path(s.name(arm, seed)).exists()
-        }
-        for arm in p.arms
-    }
-    speed = _speed(s)
-    prompts = p.arms[SYNC].evaluation.final_prompts
+    plan = sweep.plan
+    records = {arm: finished(sweep, arm) for arm in plan.arms}
+    speed = speeds(sweep)
     cells = []
     found = {}
-    for (correction, limit), arm in p.cell.items():
-        got = {seed: r for seed, r in records[arm].items() if seed in records[SYNC]}
+    for (correction, limit), arm in plan.cell.items():
+        got = {seed: record for seed, record in records[arm].items() if seed in records[SYNC]}
         if not got:
             continue
-        about = _cell([got[x] for x in sorted(got)], last)
-        base = [_cell([records[SYNC][x]], last)["each"][0] for x in sorted(got)]
-        d = verdict.paired(about["each"], base, prompts)
+        cell = compared(got, records[SYNC], plan.arms[SYNC])
         if arm != SYNC:
-            found[arm] = d
-        runs = [warm_cell(arm, x, got[x], p.arms[arm]) for x in sorted(got)]
+            found[arm] = cell["difference"]
+        runs = [warm_cell(arm, seed, got[seed], plan.arms[arm]) for seed in sorted(got)]
         cells.append(
             {
                 "signs": signs_of(runs),
                 "correction": correction,
                 "limit": label(limit),
                 "arm": arm,
-                "difference": d,
+                "difference": cell.pop("difference"),
                 "speed": speed.get(label(limit), math.nan),
-                "cause": cause(p.arms[arm], about["trouble"]),
-                **about,
+                "cause": cause(plan.arms[arm], cell["trouble"]),
+                **cell,
             }
         )
     verdict.holm(found)
-    for c in cells:
-        c["difference"] = _plain(c["difference"])
-    missing = len(p.arms) * len(s.seeds) - sum(len(x) for x in records.values())
+    for cell in cells:
+        cell["difference"] = plain(cell["difference"])
     out = {
-        "corrections": list(p.corrections),
-        "limits": [label(x) for x in p.limits],
-        "injected": p.injected,
-        "seeds": s.seeds,
-        "missing": missing,
+        "corrections": list(plan.corrections),
+        "limits": [label(limit) for limit in plan.limits],
+        "injected": plan.injected,
+        "seeds": sweep.seeds,
+        "missing": len(plan.arms) * len(sweep.seeds) - sum(map(len, records.values())),
         "speed": speed,
-        "sync": _cell(list(records[SYNC].values()), last),
+        "sync": _cell(list(records[SYNC].values()), plan.arms[SYNC].learner.steps),
         "cells": cells,
     }
-    return out | {"suggestion": suggest(out, p)}
+    return out | {"suggestion": suggest(out, plan)}
+
+
+def finished(sweep: Sweep, arm: str) -> dict[int, dict[str, Any]]:
+    """seed -> the record of an arm's run, of those that are there."""
+    names = {seed: sweep.name(arm, seed) for seed in sweep.seeds}
+    return {
+        seed: sweep.cells.read(name)
+        for seed, name in names.items()
+        if sweep.cells.path(name).exists()
+    }
+
+
+def compared(
+    got: dict[int, dict[str, Any]], sync: dict[int, dict[str, Any]], base: Config
+) -> dict[str, Any]:
+    """One arm over its seeds, and its `difference` to the synchronous run of the same seeds."""
+    last = base.learner.steps
+    cell = _cell([got[seed] for seed in sorted(got)], last)
+    other = [_cell([sync[seed]], last)["each"][0] for seed in sorted(got)]
+    return cell | {"difference": verdict.paired(cell["each"], other, base.evaluation.final_prompts)}
 
 
 def _cell(records: Sequence[dict[str, Any]], last: int) -> dict[str, Any]:
     """One arm over its seeds."""
-    curves = [curve(r, last) for r in records]
-    lags: dict[int, int] = {}
-    for r in records:
-        for k, n in r["lag_histogram"].items():
-            lags[int(k)] = lags.get(int(k), 0) + n
+    curves = [curve(record, last) for record in records]
+    ends = [accuracy[-1] for _, accuracy in curves]
+    lags = lag_histogram(records)
     total = max(sum(lags.values()), 1)
-    bad = [trouble(r) for r in records]
-    far = [ood(r, last) for r in records]
+    said = [trouble(record) for record in records]
+    far = [ood(record, last) for record in records]
+    kl = [x for record in records for x in verdict.series(record["curve"], "kl/behavior_target_k3")]
     return {
         "seeds": len(records),
-        "each": [a[-1] for _, a in curves],
-        "final": mean([a[-1] for _, a in curves]),
-        "area": mean([verdict.area(*c) for c in curves]),
-        "ess": min((ess(r["curve"]) for r in records), default=math.nan),
-        "kl": max(
-            (
-                x["kl/behavior_target_k3"]
-                for r in records
-                for x in r["curve"]
-                if "kl/behavior_target_k3" in x
-            ),
-            default=math.nan,
-        ),
-        "ood_start": mean(known(a for a, _ in far)),
-        "ood_end": mean(known(b for _, b in far)),
-        "ood_each": [b for _, b in far],
-        "kl_ref": mean(known(reference_kl(r["curve"]) for r in records)),
-        "lag": sum(k * n for k, n in lags.items()) / total,
+        "each": ends,
+        "final": mean(ends),
+        "area": mean([verdict.area(steps, accuracy) for steps, accuracy in curves]),
+        "ess": min((ess(record["curve"]) for record in records), default=math.nan),
+        "kl": max(kl, default=math.nan),
+        "ood_start": mean(known(start for start, _ in far)),
+        "ood_end": mean(known(end for _, end in far)),
+        "ood_each": [end for _, end in far],
+        "kl_ref": mean(known(reference_kl(record["curve"]) for record in records)),
+        "lag": sum(lag * tokens for lag, tokens in lags.items()) / total,
         "lag_max": max(lags, default=0),
-        "unstable": sum(map(bool, bad)),
-        "trouble": sorted({x.split(":")[0] for b in bad for x in b}),
-        "abandoned": [r["steps"] for r in records if r["abandoned"] or r.get("failed")],
+        "unstable": sum(map(bool, said)),
+        "trouble": sorted({sentence.split(":")[0] for each in said for sentence in each}),
+        "abandoned": [
+            record["steps"] for record in records if record["abandoned"] or record.get("failed")
+        ],
         "ledger_lines": summed(records),
-        "lost": mean([lost(r) for r in records]),
-        "tokens": mean([float(sum(r["lag_histogram"].values())) for r in records]),
-        "curves": [[list(x), list(y)] for x, y in curves],
-        "digests": [r["weights_digest"] for r in records],
-        "trained_ids": [r["trained_ids"] for r in records],
+        "lost": mean([lost(record) for record in records]),
+        "tokens": mean([float(sum(record["lag_histogram"].values())) for record in records]),
+        "curves": [[list(steps), list(accuracy)] for steps, accuracy in curves],
+        "digests": [record["weights_digest"] for record in records],
+        "trained_ids": [record["trained_ids"] for record in records],
     }
 
 
-def _plain(d: verdict.Difference) -> dict[str, Any]:
+def lag_histogram(records: Sequence[dict[str, Any]]) -> dict[int, int]:
+    """lag -> trained tokens of all seeds."""
+    lags: dict[int, int] = {}
+    for record in records:
+        for lag, tokens in record["lag_histogram"].items():
+            lags[int(lag)] = lags.get(int(lag), 0) + tokens
+    return lags
+
+
+def plain(found: verdict.Difference) -> dict[str, Any]:
+    """A difference to the synchronous run as the JSON has it."""
     return {
-        "mean": d.mean,
-        "interval": [d.low, d.high],
-        "p": d.adjusted,
-        "verdict": "no verdict" if d.seeds < 2 else d.word(),
-        "interval_other_prompts": [d.prompt_low, d.prompt_high],
-        "detectable": verdict.detectable(d.sd, d.seeds),
+        "mean": found.mean,
+        "interval": [found.low, found.high],
+        "p": found.adjusted,
+        "verdict": "no verdict" if found.seeds < 2 else found.word(),
+        "interval_other_prompts": [found.prompt_low, found.prompt_high],
+        "detectable": verdict.detectable(found.sd, found.seeds),
     }
 
 
-def _speed(s: Sweep) -> dict[str, float]:
+def speeds(sweep: Sweep) -> dict[str, float]:
     """limit -> speed against limit 0, in decode steps of short runs at natural lag with learner and
     generators equally fast.
     """
     clocks = {}
-    for limit in s.plan.probes:
+    for limit in sweep.plan.probes:
         name = f"probe-limit{label(limit)}"
-        if s.cells.path(name).exists():
-            clocks[label(limit)] = s.cells.read(name)["clock"]
-    return {k: clocks["0"] / max(x, 1) for k, x in clocks.items()} if "0" in clocks else {}
+        if sweep.cells.path(name).exists():
+            clocks[label(limit)] = sweep.cells.read(name)["clock"]
+    if "0" not in clocks:
+        return {}
+    return {limit: clocks["0"] / max(clock, 1) for limit, clock in clocks.items()}
 
 
-def judge(c: dict[str, Any]) -> str:
+def judge(cell: dict[str, Any]) -> str:
     """Why a cell is not good enough; empty: it is."""
-    low, high = c["difference"]["interval"]
-    if c["seeds"] < 2:
+    against = cell["difference"]
+    low, high = against["interval"]
+    if cell["seeds"] < 2:
         return "one seed gives no interval"
-    if c["unstable"]:
-        return f"{c['unstable']} of {c['seeds']} runs unstable ({', '.join(c['trouble'])})"
+    if cell["unstable"]:
+        return f"{cell['unstable']} of {cell['seeds']} runs unstable ({', '.join(cell['trouble'])})"
     if high < 0:
-        return f"accuracy {c['difference']['mean']:+.3f} [{low:+.3f}, {high:+.3f}] against sync"
-    if c["difference"]["mean"] < -MARGIN:
+        return f"accuracy {against['mean']:+.3f} [{low:+.3f}, {high:+.3f}] against sync"
+    if against["mean"] < -MARGIN:
         return (
-            f"accuracy {c['difference']['mean']:+.3f} against sync, more than {MARGIN:g} "
+            f"accuracy {against['mean']:+.3f} against sync, more than {MARGIN:g} "
             f"below, though the interval [{low:+.3f}, {high:+.3f}] includes zero"
         )
-    if not c["ess"] > ESS_LEAST:
-        return f"ESS falls to {c['ess']:.2f}"
+    if not cell["ess"] > ESS_LEAST:
+        return f"ESS falls to {cell['ess']:.2f}"
     return ""
 
 
-def suggest(found: dict[str, Any], p: Plan) -> dict[str, Any]:
+class Choice(NamedTuple):
+    """The largest limit of one correction that passes; best: its cell, None: no limit does."""
+
+    cells: list[dict[str, Any]]  # by limit
+    best: dict[str, Any] | None
+    why_not_more: str
+
+    @property
+    def limit(self) -> str:
+        return str(self.best["limit"]) if self.best else "0"
+
+
+def choice(found: dict[str, Any], correction: str) -> Choice:
+    cells = sorted(
+        (c for c in found["cells"] if c["correction"] == correction and c["limit"] != "0"),
+        key=lambda cell: float(cell["limit"]),
+    )
+    good = [cell for cell in cells if not judge(cell)]
+    best = good[-1] if good else None
+    least = float(best["limit"]) if best else -math.inf
+    over = next((cell for cell in cells if float(cell["limit"]) > least), None)
+    return Choice(cells, best, f"at limit {over['limit']}: {judge(over)}" if over else "")
+
+
+def suggest(found: dict[str, Any], plan: Plan) -> dict[str, Any]:
     """The limit and correction to choose, by RULE; ties go to the higher mean accuracy.  `set` is
     to be pasted.
     """
-    by = {
-        n: sorted(
-            (c for c in found["cells"] if c["correction"] == n and c["limit"] != "0"),
-            key=lambda c: float(c["limit"]),
-        )
-        for n in p.corrections
-    }
-    each: dict[str, dict[str, Any]] = {}
-    for name, cells in by.items():
-        good = [c for c in cells if not judge(c)]
-        best = good[-1] if good else None
-        over = next(
-            (c for c in cells if best is None or float(c["limit"]) > float(best["limit"])), None
-        )
-        each[name] = {
-            "limit": best["limit"] if best else "0",
-            "best": best,
-            "why_not_more": f"at limit {over['limit']}: {judge(over)}" if over else "",
-        }
+    each = {name: choice(found, name) for name in plan.corrections}
     if len(found["seeds"]) < 2:
         return {
             "limit": None,
@@ -266,66 +285,76 @@ def suggest(found: dict[str, Any], p: Plan) -> dict[str, Any]:
         }
     out = {
         "by_correction": {
-            n: {"limit": x["limit"], "why_not_more": x["why_not_more"]} for n, x in each.items()
+            name: {"limit": made.limit, "why_not_more": made.why_not_more}
+            for name, made in each.items()
         },
         "rule": RULE,
     }
-    able = [(n, x["best"]) for n, x in each.items() if x["best"]]
+    able = [(name, made.best) for name, made in each.items() if made.best]
     if not able:
-        why = "; ".join(f"{n}: {x['why_not_more']}" for n, x in each.items() if x["why_not_more"])
+        why = "; ".join(
+            f"{name}: {made.why_not_more}" for name, made in each.items() if made.why_not_more
+        )
         return out | {
             "limit": "0",
             "correction": None,
             "set": "--set staleness.max_lag=0",
             "reason": f"no limit above 0 passes ({why}): stay synchronous",
         }
-    name, best = max(able, key=lambda x: (float(x[1]["limit"]), x[1]["final"]))
-    d = best["difference"]
-    reason = (
-        f"limit {best['limit']} with {name}: accuracy {d['mean']:+.3f} [{d['interval'][0]:+.3f}, "
-        f"{d['interval'][1]:+.3f}] against sync at "
-        f"{best['seeds']} seeds, ESS stays at {best['ess']:.2f} and more, every run stable"
-    )
-    if best["speed"] == best["speed"]:
-        reason += (
-            f"; {best['speed']:.2f} times the speed of sync if learner and generators are "
-            "equally fast"
-        )
-    small = next((c for c in by[name] if not judge(c) and c["speed"] >= 0.98 * best["speed"]), best)
-    if small is not best:
-        reason += f"; limit {small['limit']} is as fast there"
-    if each[name]["why_not_more"]:
-        reason += f"; {each[name]['why_not_more']}"
-    if d["detectable"] > 0.05:
-        reason += f"; with these seeds a loss below {d['detectable']:.2f} would often go unseen"
+    name, best = max(able, key=lambda pair: (float(pair[1]["limit"]), pair[1]["final"]))
     return out | {
         "limit": best["limit"],
         "correction": name,
-        "set": set_line(p, name, float(best["limit"])),
-        "reason": reason,
+        "set": set_line(plan, name, float(best["limit"])),
+        "reason": reason(name, best, each[name]),
     }
 
 
-def set_line(p: Plan, correction: str, limit: float) -> str:
+def reason(name: str, best: dict[str, Any], made: Choice) -> str:
+    """Why this limit, what it gives, and what speaks against more."""
+    against = best["difference"]
+    low, high = against["interval"]
+    said = (
+        f"limit {best['limit']} with {name}: accuracy {against['mean']:+.3f} [{low:+.3f}, "
+        f"{high:+.3f}] against sync at "
+        f"{best['seeds']} seeds, ESS stays at {best['ess']:.2f} and more, every run stable"
+    )
+    if not math.isnan(best["speed"]):
+        said += (
+            f"; {best['speed']:.2f} times the speed of sync if learner and generators are "
+            "equally fast"
+        )
+    small = next(
+        (cell for cell in made.cells if not judge(cell) and cell["speed"] >= 0.98 * best["speed"]),
+        best,
+    )
+    if small is not best:
+        said += f"; limit {small['limit']} is as fast there"
+    if made.why_not_more:
+        said += f"; {made.why_not_more}"
+    if against["detectable"] > 0.05:
+        said += f"; with these seeds a loss below {against['detectable']:.2f} would often go unseen"
+    return said
+
+
+def set_line(plan: Plan, correction: str, limit: float) -> str:
     """What differs from the config as it is, as `--set` words."""
-    arm, base = (_leaves(msgspec.to_builtins(p.arms[x])) for x in (p.cell[correction, limit], SYNC))
-    keys = [
-        k
-        for k in arm
-        if arm[k] != base.get(k)
-        and arm[k] is not None
-        and k != "staleness.inject"
-        and k != "staleness.max_lag"
-    ]
-    words = [
-        ("staleness.max_lag", label(limit)),
-        *((k, str(arm[k]).lower() if isinstance(arm[k], bool) else arm[k]) for k in keys),
-    ]
-    return " ".join(f"--set {k}={v}" for k, v in words)
+    arm = leaves(msgspec.to_builtins(plan.arms[plan.cell[correction, limit]]))
+    base = leaves(msgspec.to_builtins(plan.arms[SYNC]))
+    words = [("staleness.max_lag", label(limit))]
+    for key, value in arm.items():
+        swept = key in ("staleness.inject", "staleness.max_lag")
+        if value != base.get(key) and value is not None and not swept:
+            words.append((key, str(value).lower() if isinstance(value, bool) else value))
+    return " ".join(f"--set {key}={value}" for key, value in words)
 
 
-def _leaves(x: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def leaves(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`a.b` -> value, of a config as nested dicts."""
     out: dict[str, Any] = {}
-    for k, v in x.items():
-        out |= _leaves(v, f"{prefix}{k}.") if isinstance(v, dict) else {f"{prefix}{k}": v}
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            out |= leaves(value, f"{prefix}{key}.")
+        else:
+            out[f"{prefix}{key}"] = value
     return out

@@ -53,35 +53,30 @@ def paired(arm: Sequence[float], base: Sequence[float], prompts: int = 0) -> Dif
     2^(1 - seeds), and no interval."""
     from scipy import stats  # a second of CPU: not for a command that only refuses
 
-    d = [a - b for a, b in zip(arm, base, strict=True)]
-    n = len(d)
-    mean = sum(d) / len(d)
-    sd = math.sqrt(sum((x - mean) ** 2 for x in d) / (n - 1)) if n > 1 else math.nan
-    p = math.nan
-    low = math.nan
-    high = math.nan
-    if n > 1 and mean and prompts:
-        sd = max(sd, 1 / prompts)
-    if n > 1 and sd < EQUAL:
-        p, low, high = (
-            (2.0 ** (1 - n), math.nan, math.nan) if abs(mean) > EQUAL else (1.0, mean, mean)
-        )
-    elif n > 1:
-        half = float(stats.t.ppf(1 - LEVEL / 2, n - 1)) * sd / math.sqrt(n)
-        p = float(2 * stats.t.sf(abs(mean) / (sd / math.sqrt(n)), n - 1))
-        low = mean - half
-        high = mean + half
-    out = Difference(mean, sd, n, p, low, high)
+    each = [mine - other for mine, other in zip(arm, base, strict=True)]
+    seeds = len(each)
+    mean = sum(each) / seeds
+    sd = math.sqrt(sum((x - mean) ** 2 for x in each) / (seeds - 1)) if seeds > 1 else math.nan
+    out = Difference(mean, sd, seeds, p=math.nan, low=math.nan, high=math.nan)
+    if seeds > 1 and mean and prompts:
+        out.sd = max(sd, 1 / prompts)
+    if seeds > 1 and out.sd < EQUAL:
+        if abs(mean) > EQUAL:
+            out.p = 2.0 ** (1 - seeds)
+        else:
+            out.p = 1.0
+            out.low = out.high = mean
+    elif seeds > 1:
+        error = out.sd / math.sqrt(seeds)
+        half = float(stats.t.ppf(1 - LEVEL / 2, seeds - 1)) * out.sd / math.sqrt(seeds)
+        out.p = float(2 * stats.t.sf(abs(mean) / error, seeds - 1))
+        out.low = mean - half
+        out.high = mean + half
     if prompts:
         # Both arms answer the same prompts, so this is wide rather than narrow: their covariance,
         # which is positive, is left out.
-        se = (
-            math.sqrt(
-                sum(a * (1 - a) + b * (1 - b) for a, b in zip(arm, base, strict=True)) / prompts
-            )
-            / n
-        )
-        half = float(stats.norm.ppf(1 - LEVEL / 2)) * se
+        variances = sum(a * (1 - a) + b * (1 - b) for a, b in zip(arm, base, strict=True))
+        half = float(stats.norm.ppf(1 - LEVEL / 2)) * (math.sqrt(variances / prompts) / seeds)
         out.prompt_low = mean - half
         out.prompt_high = mean + half
     return out
@@ -89,11 +84,14 @@ def paired(arm: Sequence[float], base: Sequence[float], prompts: int = 0) -> Dif
 
 def holm(found: Mapping[str, Difference]) -> None:
     """Fill in `adjusted` of each difference: Holm's step-down over those whose p is known."""
-    known = sorted((d for d in found.values() if not math.isnan(d.p)), key=lambda d: d.p)
+    known = sorted(
+        (difference for difference in found.values() if not math.isnan(difference.p)),
+        key=lambda difference: difference.p,
+    )
     worst = 0.0
-    for i, d in enumerate(known):
-        worst = max(worst, min(1.0, (len(known) - i) * d.p))
-        d.adjusted = worst
+    for before, difference in enumerate(known):
+        worst = max(worst, min(1.0, (len(known) - before) * difference.p))
+        difference.adjusted = worst
 
 
 def power(effect: float, sd: float, seeds: int, level: float = LEVEL) -> float:
@@ -132,26 +130,27 @@ def seeds_needed(effect: float, sd: float, most: int = 1000, level: float = LEVE
     )
 
 
-def verdict(name: str, base: str, d: Difference, what: str) -> str:
+def verdict(name: str, base: str, found: Difference, what: str) -> str:
     """One sentence a reader can rely on."""
-    if d.seeds < 2:
+    if found.seeds < 2:
         return (
-            f"{name} against {base}: {what} {d.mean:+.3f} with one seed: no verdict is "
+            f"{name} against {base}: {what} {found.mean:+.3f} with one seed: no verdict is "
             "possible; use --seeds 3 or more"
         )
-    inside = f"{what} {d.mean:+.3f}, 95 % interval over seeds [{d.low:+.3f}, {d.high:+.3f}]"
-    if d.different:
+    interval = f"[{found.low:+.3f}, {found.high:+.3f}]"
+    inside = f"{what} {found.mean:+.3f}, 95 % interval over seeds {interval}"
+    if found.different:
         return (
-            f"{name} is {'better' if d.mean > 0 else 'worse'} than {base}: {inside}, p = "
-            f"{d.adjusted:.3f} after Holm"
+            f"{name} is {'better' if found.mean > 0 else 'worse'} than {base}: {inside}, p = "
+            f"{found.adjusted:.3f} after Holm"
         )
-    need = seeds_needed(d.mean, d.sd)
+    need = seeds_needed(found.mean, found.sd)
     more = (
         f"about {need} seeds would show a difference of this size"
         if need
         else "no practical number of seeds would show one this small"
     )
-    return f"{name} against {base}: no difference visible at {d.seeds} seeds ({inside}); {more}"
+    return f"{name} against {base}: no difference visible at {found.seeds} seeds ({inside}); {more}"
 
 
 # ---- stability of one run ------------------------------------------------------------------------
@@ -180,56 +179,87 @@ class Bounds:
         )
 
 
+def series(rows: Sequence[Mapping[str, float]], name: str) -> list[float]:
+    """A metric where the run wrote it."""
+    return [row[name] for row in rows if name in row]
+
+
 def stability(
-    accuracy: Sequence[float], rows: Sequence[Mapping[str, float]], b: Bounds | None = None
+    accuracy: Sequence[float], rows: Sequence[Mapping[str, float]], bounds: Bounds | None = None
 ) -> list[str]:
     """What is wrong with a run's course, by rule; empty: stable.  accuracy: held-out, by
     evaluation; rows: metrics by step.
     """
-    b = b or Bounds()
-    out = []
+    bounds = bounds or Bounds()
+    found = [
+        collapse(accuracy, bounds),
+        moved_away(series(rows, "kl/behavior_target_k3"), bounds),
+        steep(series(rows, "optim/grad_norm"), bounds),
+        settled(series(rows, "policy/entropy"), bounds),
+        swinging(accuracy, bounds),
+        cut_off(series(rows, "answer/truncated_share"), bounds),
+    ]
+    return [said for said in found if said]
+
+
+def collapse(accuracy: Sequence[float], bounds: Bounds) -> str:
     best = 0.0
     below = 0
-    for x in accuracy:
-        best = max(best, x)
-        below = below + 1 if x < best / 2 else 0
-        if below == b.evaluations:
-            out.append(
-                f"collapse: accuracy below half its best ({best:.2f}) for {b.evaluations} "
+    for value in accuracy:
+        best = max(best, value)
+        below = below + 1 if value < best / 2 else 0
+        if below == bounds.evaluations:
+            return (
+                f"collapse: accuracy below half its best ({best:.2f}) for {bounds.evaluations} "
                 "evaluations"
             )
-            break
-    kls = [r["kl/behavior_target_k3"] for r in rows if "kl/behavior_target_k3" in r]
-    if sum(x > b.kl for x in kls) >= b.batches or not all(map(math.isfinite, kls)):
-        out.append(
-            f"divergence: KL(behaviour, target) above {b.kl:g} nats a token in "
-            f"{sum(not x <= b.kl for x in kls)} batches, up to {max(kls):.2f}"
-        )
-    norms = [r["optim/grad_norm"] for r in rows if "optim/grad_norm" in r]
-    if len(norms) >= 10:
-        start = sorted(norms[: max(5, len(norms) // 10)])
-        middle = start[len(start) // 2]
-        over = sum(x > b.gradient * max(middle, 1e-12) for x in norms)
-        if over >= b.batches:
-            out.append(
-                f"divergence: gradient norm more than {b.gradient:g} times its start "
-                f"({middle:.2g}) in {over} batches, up to {max(norms):.2g}"
-            )
-    entropy = [r["policy/entropy"] for r in rows if "policy/entropy" in r]
-    if entropy and min(entropy[-5:]) < b.entropy * entropy[0]:
-        out.append(f"entropy collapse: {entropy[-1]:.3f} of {entropy[0]:.3f} nats a token")
-    swings = [abs(y - x) for x, y in itertools.pairwise(accuracy)]
+    return ""
+
+
+def moved_away(kls: Sequence[float], bounds: Bounds) -> str:
+    over = sum(kl > bounds.kl for kl in kls)
+    if over < bounds.batches and all(map(math.isfinite, kls)):
+        return ""
+    return (
+        f"divergence: KL(behaviour, target) above {bounds.kl:g} nats a token in "
+        f"{sum(not kl <= bounds.kl for kl in kls)} batches, up to {max(kls):.2f}"
+    )
+
+
+def steep(norms: Sequence[float], bounds: Bounds) -> str:
+    if len(norms) < 10:
+        return ""
+    start = sorted(norms[: max(5, len(norms) // 10)])
+    middle = start[len(start) // 2]
+    over = sum(norm > bounds.gradient * max(middle, 1e-12) for norm in norms)
+    if over < bounds.batches:
+        return ""
+    return (
+        f"divergence: gradient norm more than {bounds.gradient:g} times its start "
+        f"({middle:.2g}) in {over} batches, up to {max(norms):.2g}"
+    )
+
+
+def settled(entropy: Sequence[float], bounds: Bounds) -> str:
+    if not entropy or not min(entropy[-5:]) < bounds.entropy * entropy[0]:
+        return ""
+    return f"entropy collapse: {entropy[-1]:.3f} of {entropy[0]:.3f} nats a token"
+
+
+def swinging(accuracy: Sequence[float], bounds: Bounds) -> str:
+    wide = sum(abs(now - before) > bounds.swing for before, now in itertools.pairwise(accuracy))
     turns = sum(
         (y - x) * (z - y) < 0 for x, y, z in zip(accuracy, accuracy[1:], accuracy[2:], strict=False)
     )
-    if sum(s > b.swing for s in swings) >= 3 and turns >= 3:
-        out.append(
-            f"oscillation: {sum(s > b.swing for s in swings)} swings of more than {b.swing:g}"
-        )
-    cut = [r["answer/truncated_share"] for r in rows if "answer/truncated_share" in r]
-    if len(cut) >= 3 and min(cut[-3:]) > b.truncated:
-        out.append(f"length explosion: {cut[-1]:.0%} of the answers are cut at max_new_tokens")
-    return out
+    if wide < 3 or turns < 3:
+        return ""
+    return f"oscillation: {wide} swings of more than {bounds.swing:g}"
+
+
+def cut_off(shares: Sequence[float], bounds: Bounds) -> str:
+    if len(shares) < 3 or not min(shares[-3:]) > bounds.truncated:
+        return ""
+    return f"length explosion: {shares[-1]:.0%} of the answers are cut at max_new_tokens"
 
 
 def area(steps: Sequence[float], values: Sequence[float]) -> float:

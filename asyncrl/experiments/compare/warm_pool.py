@@ -37,7 +37,7 @@ def collapsed(_steps: list[float], accuracy: list[float]) -> str:
     """The rule of early abandonment: accuracy below half its best for as many evaluations in a row
     as `verdict.Bounds` says.
     """
-    return next((x for x in verdict.stability(accuracy, []) if x.startswith("collapse")), "")
+    return verdict.collapse(accuracy, verdict.Bounds())
 
 
 @dataclass
@@ -78,17 +78,17 @@ class Cells:
             Worker(self.directory, n, queue, tell, abandon) for n in range(min(workers, len(queue)))
         ]
         try:
-            for w in team:
-                w.thread.start()
-            for w in team:
-                while w.thread.is_alive():
-                    w.thread.join(0.2)  # a timeout lets Ctrl-C through
+            for worker in team:
+                worker.thread.start()
+            for worker in team:
+                while worker.thread.is_alive():
+                    worker.thread.join(0.2)  # a timeout lets Ctrl-C through
         except BaseException:
             queue.clear()
-            for w in team:
-                w.process.kill()
+            for worker in team:
+                worker.process.kill()
             raise
-        if failed := [w.failed for w in team if w.failed]:
+        if failed := [worker.failed for worker in team if worker.failed]:
             raise AsyncrlError(f"{failed[0]}; the same command goes on from here")
 
 
