@@ -28,7 +28,7 @@ class Lack(NamedTuple):
 
 
 def pick(store: Store, number: int) -> tuple[list[Group], Lack | None]:
-    line = [g for g in store.alive.values() if g.ticket not in store.composed and not g.filtered]
+    line = store.to_compose()
     if store.in_order and not math.isinf(store.max_lag):
         picked = line[: store.s.batch]  # in ticket order, as `alive` is
         late = next((g for g in picked if not g.complete), None)

@@ -233,7 +233,6 @@ def _restore(s: Store, x: Snapshot) -> None:
     s.drawn = OrderedDict(x.drawn)
     s.leased = set(x.leased)
     s.carried = x.carried
-    s.in_order = x.settings.in_order
     error = s.evaluations
     kept = x.evaluations
     for name in EVALUATED:
@@ -272,7 +271,6 @@ class RecordedStore(Store):
         for name, value in mine.items():
             setattr(evaluations, name, value)
         store.s = settings
-        store.in_order = settings.in_order
         store.finished = store.finished and store.committed >= settings.steps
         evaluations.fresh = []
         store._leases_anew(now)

@@ -15,9 +15,7 @@ MAX_DROPS = 3  # the third drop, or failure, of a group abandons it
 
 @dataclass
 class Settings:
-    """What the store needs of the config; `off` switches mechanisms off, for the tests that show
-    each is needed.
-    """
+    """What the store needs of the config."""
 
     batch: int
     group: int
@@ -33,16 +31,11 @@ class Settings:
     error_budget: float = 1.0
     machinery_budget: float = 1.0
     byte_limit: int = 1 << 30
-    off: frozenset[str] = frozenset()
 
     @property
     def in_order(self) -> bool:
         """Do groups stand in ticket order, as the bound of `pace` needs it?"""
-        return (
-            self.on_exceed == "pace"
-            and self.order in ("auto", "ticket")
-            and "ticket_order" not in self.off
-        )
+        return self.on_exceed == "pace" and self.order in ("auto", "ticket")
 
 
 @dataclass
@@ -75,7 +68,6 @@ class Group:
     drops: int = 0
     failures: int = 0
     completed: int = 0  # order of completion
-    filtered: bool = False  # it still counts: only where `filter_leaves` is switched off
     # finals that were not accepted: (what, tokens, reward)
     other: list[tuple[LedgerLine, int, float]] = field(default_factory=list)
     # attempt -> [tokens reported, delivered, ended]

@@ -90,7 +90,41 @@ class Store:
         self.drawn: OrderedDict[tuple[str, int], int] = OrderedDict()
         self.drawn_before = 0  # of sessions long gone
         self.finished = False
-        self.in_order = settings.in_order
+
+    # ---- the rules, each of them needed: tests override them one by one --------------------------
+
+    @property
+    def in_order(self) -> bool:
+        """Do batches take groups in ticket order?"""
+        return self.s.in_order
+
+    def in_room(self, place: int, room: float) -> bool:
+        """May a group with so many before it be granted again?"""
+        return place < room
+
+    def places_taken(self) -> int:
+        """How many groups stand before a new one: the leased batches' too, until their commit."""
+        return len(self.alive)
+
+    def to_train(self) -> int:
+        """How many groups alive will be trained, if nothing befalls them."""
+        return len(self.alive)
+
+    def to_compose(self) -> list[Group]:
+        """Groups that no batch has yet, in ticket order."""
+        return [g for g in self.alive.values() if g.ticket not in self.composed]
+
+    def least_version(self, policy: Label) -> Label:
+        """The oldest version that may write a ticket granted now, at `policy`."""
+        return policy
+
+    def disposition(self, g: Group, t: Trajectory) -> Disposition | None:
+        """What became of the sample when it was delivered before; None: it is new."""
+        return g.finals.get((t.sample, t.attempt))
+
+    def without_spread(self, g: Group) -> None:
+        """A complete group teaches nothing."""
+        self.leave(g, "filtered")
 
     # ---- tickets ---------------------------------------------------------------------------------
 
@@ -132,23 +166,16 @@ class Store:
     def _grant_one(self, producer: str, session: int, now: float) -> Ticket | None:
         room = admission.room(self.max_lag, self.s.batch, self.stored_bytes, self.s.byte_limit)
         for place, g in self._line():
-            if place >= room and "reissue_paced" not in self.s.off:
+            if not self.in_room(place, room):
                 break
             if g.lease is None and not g.complete:
                 return self._lease(g, place, producer, session, now)
-        place = len(self.alive)
-        counted = place - (
-            len(self.composed & self.alive.keys()) if "count_leased" in self.s.off else 0
-        )
-        ghosts = (
-            sum(g.filtered for g in self.alive.values()) if "filter_leaves" in self.s.off else 0
-        )
-        enough = self.committed + (place - ghosts) // self.s.batch >= self.s.steps
-        if counted >= room or enough:
+        enough = self.committed + self.to_train() // self.s.batch >= self.s.steps
+        if self.places_taken() >= room or enough:
             return None
         self._skip_trained()
         group = Group(self.cursor, [None] * self.s.group)
-        ticket = self._lease(group, place, producer, session, now)
+        ticket = self._lease(group, len(self.alive), producer, session, now)
         if ticket is not None:
             self.alive[self.cursor] = group
             self.cursor += 1
@@ -174,7 +201,6 @@ class Store:
             )
         self.attempts += 1
         todo = g.missing()
-        least = self.policy if "min_version" not in self.s.off else Label(self.epoch, 0)
         g.lease = Lease(
             self.attempts, producer, session, now + self.s.lease_s, set(todo), self.policy
         )
@@ -186,7 +212,7 @@ class Store:
             self.prompt(g.ticket),
             todo,
             self.s.sampling,
-            least,
+            self.least_version(self.policy),
             exact,
             self.s.seed,
         )
@@ -298,9 +324,7 @@ class Store:
                 )
                 self._remember(key, "duplicate")
             return self.gone[key]
-        if (
-            known := g.finals.get((t.sample, t.attempt))
-        ) is not None and "dedupe" not in self.s.off:
+        if (known := self.disposition(g, t)) is not None:
             return known
         return self._accept(g, t)
 
@@ -370,10 +394,7 @@ class Store:
             and g.ticket not in self.composed
             and g.ticket in self.alive
         ):
-            if "filter_leaves" in self.s.off:
-                g.filtered = True
-            else:
-                self.leave(g, "filtered")
+            self.without_spread(g)
 
     def leave(self, g: Group, what: LedgerLine) -> None:
         """A group leaves the stream: filtered, abandoned, or of a branch that is not followed."""

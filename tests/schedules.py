@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from weakened import weakened
+
 from asyncrl.contract.messages import (
     Batch,
     LearnerHello,
@@ -112,10 +114,12 @@ class World:
             Sampling(),
             lease_s=LEASE_S,
             filter_no_spread=filters,
-            off=off,
             **more,
         )
-        self.store = make(self.settings)
+        self.off = off
+        self.store = (
+            weakened(off)(self.settings, PROMPTS.__getitem__) if off else make(self.settings)
+        )
         # an update computed again from the same samples has the same digest
         self.exact = r.random() < 0.5
         self.prefetch, self.keep, self.now = r.randint(0, 1), r.randint(1, 2), 0.0
@@ -141,7 +145,7 @@ class World:
         self.epochs += 1
         if self.variants:  # all processes end and begin again with another config
             self.settings = replace(self.settings, **self.r.choice(self.variants))
-            self.store.s, self.store.in_order = self.settings, self.settings.in_order
+            self.store.s = self.settings
         label = Label(self.epochs, len(history))
         k = float(self.r.choice(self.limits))
         parent = Label(origin.epoch, origin.number - 1) if origin.number else None
@@ -302,7 +306,7 @@ class World:
         version.
         """
         least = x.ticket.exact_version or x.ticket.min_version
-        enough = bool(x.runs) or "min_version" in self.settings.off
+        enough = bool(x.runs) or "min_version" in self.off
         return (
             g.weights is not None
             and g.weights.epoch == least.epoch

@@ -10,6 +10,7 @@ from typing import Any
 
 import protocol_model as pm
 import pytest
+from weakened import weakened
 
 from asyncrl.contract.errors import ProtocolError
 from asyncrl.contract.messages import (
@@ -22,7 +23,6 @@ from asyncrl.contract.messages import (
 )
 from asyncrl.contract.versions import Label
 from buffer.groups import Settings
-from buffer.store import Store
 
 
 @pytest.mark.parametrize("more", pm.RUNS, ids=str)
@@ -65,9 +65,8 @@ class SideBySide:
             Sampling(),
             filter_no_spread=bool(c.filtered),
             lease_s=1e9,
-            off=off,
         )
-        self.store = Store(settings, lambda i: Prompt(i, ""))
+        self.store = weakened(off)(settings, lambda i: Prompt(i, ""))
         self.parent: dict[int, Label | None] = {0: None}
         self.hello(1, 0, c.k[0], 0)
 
@@ -247,7 +246,8 @@ def test_the_real_store_does_what_the_model_does(more: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "rule", ["ticket_order", "count_leased", "reissue_paced", "min_version", "filter_leaves"]
+    "rule",
+    ["ticket_order", "count_leased", "reissue_paced", "min_version", "filter_leaves", "dedupe"],
 )
 def test_a_store_with_a_rule_off_is_told_from_the_model(rule: str) -> None:
     for seed in range(300):

@@ -1,0 +1,70 @@
+"""Stores with one rule switched off each: what the tests show to be needed.
+
+A rule is a method of the store (`in_room`, `least_version`, ...); its class here overrides it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from asyncrl.contract.messages import Trajectory
+from asyncrl.contract.versions import Label
+from buffer.groups import Group
+from buffer.store import Store
+
+
+class AnyOrder(Store):
+    @property
+    def in_order(self) -> bool:
+        return False
+
+
+class ReissuedUnpaced(Store):
+    def in_room(self, place: int, room: float) -> bool:
+        return True
+
+
+class LeasedUncounted(Store):
+    def places_taken(self) -> int:
+        return super().places_taken() - len(self.composed & self.alive.keys())
+
+
+class AnyVersion(Store):
+    def least_version(self, policy: Label) -> Label:
+        return Label(self.epoch, 0)
+
+
+class Forgetful(Store):
+    def disposition(self, group: Group, trajectory: Trajectory) -> None:
+        return None
+
+
+class FilteredStay(Store):
+    """A group without spread goes on being counted, and is never trained."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.ghosts: set[int] = set()
+
+    def without_spread(self, group: Group) -> None:
+        self.ghosts.add(group.ticket)
+
+    def to_train(self) -> int:
+        return super().to_train() - len(self.ghosts & self.alive.keys())
+
+    def to_compose(self) -> list[Group]:
+        return [group for group in super().to_compose() if group.ticket not in self.ghosts]
+
+
+RULES: dict[str, type[Store]] = {
+    "ticket_order": AnyOrder,
+    "reissue_paced": ReissuedUnpaced,
+    "count_leased": LeasedUncounted,
+    "min_version": AnyVersion,
+    "dedupe": Forgetful,
+    "filter_leaves": FilteredStay,
+}
+
+
+def weakened(off: frozenset[str]) -> type[Store]:
+    """The store without these rules; with none of them the store as it is."""
+    return type("Weakened", (*(RULES[rule] for rule in sorted(off)), Store), {})
