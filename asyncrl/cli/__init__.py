@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # file in this folder -> the commands in it
 FAMILIES = {
+    "new": ("new",),
     "run": ("run", "report", "export"),
     "processes": ("buffer", "generator", "learner", "keys"),
     "doctor": ("doctor", "engines"),

@@ -98,7 +98,7 @@ def preflight(config: Config) -> None:
         if not config.model.warm_start:
             raise ConfigError(
                 f"model.path: {path} is no model directory (it has no config.json); "
-                "model.warm_start = true builds one for a built-in task"
+                "model.warm_start = true builds a tiny one for the task"
             )
         from asyncrl.tasks.warm_start import warm_start
 

@@ -18,6 +18,9 @@ import msgspec
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 
+RIGHT = 0.75  # of a warm start's demonstrations
+MOST_SYMBOLS = 256  # of a model whose tokens are characters
+
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     for n, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
@@ -120,6 +123,7 @@ class FileTask:
     them). `unanswered`: training prompts without an answer."""
 
     name = "file"
+    steps = 250  # of the warm start
 
     def __init__(self, prompts: str, heldout: str = "", ood: str = "") -> None:
         if not prompts:
@@ -168,6 +172,35 @@ class FileTask:
     def size(self, split: str) -> int | None:
         """Prompts in a fixed split; None for the endless training stream."""
         return None if split == "train" else len(self.sets[split])
+
+    @property
+    def symbols(self) -> str:
+        """Every character of the prompts of all splits and of the training answers."""
+        texts = [p.text for rows in self.sets.values() for p in rows]
+        texts += [p.answer for p in self.sets["train"]]
+        return "".join(sorted(set().union(*texts)))
+
+    def demonstrations(self, n: int, seed: int) -> list[tuple[str, str]]:
+        """n pairs (prompt, answer) of training prompts for the warm start of a tiny model; a
+        quarter of the answers are those of other prompts, so that something is left to learn.
+
+        Raises ConfigError for chats, for prompts without an answer, and for too many characters."""
+        rows = self.sets["train"]
+        if any(p.messages for rows in self.sets.values() for p in rows):
+            why = "prompts are chats (`messages`), which it has no template for"
+        elif self.unanswered:
+            why = f"{self.unanswered} of {len(rows)} training prompts have no answer to learn from"
+        elif len(self.symbols) > MOST_SYMBOLS:
+            why = f"texts have {len(self.symbols)} different characters, {MOST_SYMBOLS} at most"
+        else:
+            r = random.Random(f"file:demo:{seed}")
+            asked = r.choices(rows, k=n)
+            given = [p if r.random() < RIGHT else r.choice(rows) for p in asked]
+            return [(p.text, g.answer) for p, g in zip(asked, given, strict=True)]
+        raise ConfigError(
+            f"model.warm_start: cannot build a tiny model: {why}; point model.path at a model of "
+            "your own"
+        )
 
     def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
         """1 when the answer is met exactly, white space aside; give `reward.function` for anything

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.tree import Config
-from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write
-from asyncrl.tasks import synthetic
+from asyncrl.tasks import Task, file, get_task, synthetic
 
 BATCH = 64
 LR = 3e-3
@@ -27,17 +26,16 @@ def warm_start(
 ) -> dict[str, Any]:
     """Write a Hugging Face directory at `path`, atomically.  Deterministic for (task, seed,
     threads).  Returns what it did: steps, seconds, the last loss, the accuracy before RL.
-    """
+
+    Raises ConfigError for a task of one's own that a tiny model cannot be built for."""
     import torch
 
     from asyncrl.models import policy as models
 
-    if config.task.name not in synthetic.TASKS:
-        raise ConfigError(
-            f"model.warm_start needs a built-in task, not {config.task.name}: point model.path at "
-            "a model of your own"
-        )
-    task = synthetic.TASKS[config.task.name]()
+    task = get_task(config.task)
+    assert isinstance(task, synthetic.Synthetic | file.FileTask)  # each that there is
+    count = task.steps if steps is None else steps
+    demonstrations = task.demonstrations(count * BATCH, config.seed)
     own_part = Path(f"{path}.part{os.getpid()}")
     own_part.parent.mkdir(parents=True, exist_ok=True)
     before = torch.get_num_threads()
@@ -51,9 +49,9 @@ def warm_start(
                 task.symbols,
                 seed=config.seed,
                 heads=2 if config.generator.engine == "vllm" else 4,
+                max_positions=max(256, config.generator.context),
             )
-            count = task.steps if steps is None else steps
-            loss = _fit(model, task.demonstrations(count * BATCH, config.seed), count)
+            loss = _fit(model, demonstrations, count)
             models.export(model, part)
             what = {
                 "task": task.name,
@@ -107,7 +105,7 @@ def _fit(model: Any, pairs: list[tuple[str, str]], steps: int) -> float:
     return value
 
 
-def accuracy(model: Any, task: synthetic.Synthetic, seed: int, n: int = 512) -> float:
+def accuracy(model: Any, task: Task, seed: int, n: int = 512) -> float:
     """Mean reward of one answer to each of `n` held-out prompts, at temperature 1; through
     transformers' own sampling.
     """
