@@ -2,7 +2,8 @@
 
 One pass of the loop: read replies, load the weights that the schedule wants, start samples, decode
 a few steps, collect rewards, deliver.  It never waits while a row is live; with none, it waits for
-the buffer, and says for what."""
+the buffer, and says for what.  The steps from ticket to trajectory are those of `actors.turn`; here
+is what a process adds: messages, weights that may be gone, leases, waits."""
 
 from __future__ import annotations
 
@@ -12,64 +13,78 @@ import signal
 import socket
 import sys
 import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import NamedTuple
 
-import numpy as np
-
-from actors.delay import Late, decode_steps
+from actors.delay import decode_steps
 from actors.delivery import Outbox
-from actors.engine import Answer, Engine, Request
-from actors.rewards import RewardRunner
-from actors.schedule import Key, Schedule
-from actors.weights_receiver import WeightsReceiver
+from actors.engine import Answer, Engine
+from actors.turn import DECODE_STEPS, IDLE_POLL_S, RENEW_S, NoRoom, Turn, trajectory, unwritten
+from actors.weights_receiver import Pulled, WeightsReceiver
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
-from asyncrl.contract.errors import (
-    AsyncrlError,
-    NotFiniteLogprob,
-    NothingToDo,
-    PeerUnreachable,
-)
+from asyncrl.contract.errors import AsyncrlError, NothingToDo, PeerUnreachable
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BUFFER, Wait, WaitLog
 from asyncrl.models.devices import bind
-from asyncrl.models.tokenizer import encode_prompt, load_tokenizer, stop_tokens
 from asyncrl.records.rundir import buffer_address, ended, run_id
 from asyncrl.records.trace import Tracer
-from asyncrl.tasks import get_task
 from asyncrl.transport.sockets import PeerSocket
 
-DECODE_STEPS = 8  # between two looks at the socket
-# seconds for them: a slow engine makes fewer, as leases are renewed and rewards delivered between
-# two calls
+# seconds for DECODE_STEPS: a slow engine makes fewer, as leases are renewed and rewards delivered
+# between two calls
 CALL_S = 2.0
-EVERYTHING = 1 << 30  # samples
-IDLE_POLL_S = 0.02
 GREET_S = 5.0
 ENDED_S = 2.0  # of the buffer's silence, before it is looked up whether the run has ended
 # nothing to decode, rewards outstanding: the core may be the one that computes them
 REWARD_POLL_S = 0.002
 
 
+class Loaded(NamedTuple):
+    """The weights in the engine."""
+
+    label: Label
+    digest: str
+
+
+class Gone(NamedTuple):
+    """Where weights were announced and are not, and since when (CLOCK_MONOTONIC seconds)."""
+
+    source: m.WeightsSource
+    since: float
+
+
+@dataclass
+class Spent:
+    """What this generator has made, and what its time went into: sums since its start."""
+
+    tokens: float = 0.0
+    busy_s: float = 0.0
+    idle_s: float = 0.0
+    swap_s: float = 0.0
+    swaps: float = 0.0
+    reward_idle_s: float = 0.0  # of the idle seconds, those in which rewards were waited for
+
+    def metrics(self) -> dict[str, float]:
+        return {f"generator/{name}": value for name, value in asdict(self).items()}
+
+
 class Generator:
-    """One generator.  `run` returns when the run is finished or it was told to end."""
+    """One generator.  `loop` returns when the run is finished or it was told to end."""
 
     def __init__(self, config: Config, run_dir: Path, index: int, engine: Engine) -> None:
         self.config = config
         self.run_dir = run_dir
-        self.engine = engine
         self.producer = f"generator-{index}"
         self.session = time.time_ns()
         self.run = run_id(run_dir)
         self.lockstep = config.staleness.max_lag == 0 and config.generators == 1
-        self.schedule = Schedule(
-            drain_first=config.weights.in_flight == "between_groups", lockstep=self.lockstep
-        )
-        self.tokenizer = load_tokenizer(config.model.path)
-        self.stops = stop_tokens(self.tokenizer, config)
-        self.task = get_task(config.task)
-        self.rewards = RewardRunner(config, self.task)
+        self.turn = Turn(config, engine, lockstep=self.lockstep)
+        self.engine = engine
+        self.schedule = self.turn.schedule
+        self.rewards = self.turn.rewards
+        self.judged = self.turn.judged
         self.tracer = Tracer(run_dir, self.producer)
         self.reward_tracer = (
             Tracer(run_dir, f"{self.producer}-rewards") if self.rewards.pool is not None else None
@@ -79,16 +94,13 @@ class Generator:
         self.outbox = Outbox(config.wires, self.producer, self.session)
         self.weights = WeightsReceiver(config, self.producer)
         self.socket = PeerSocket(buffer_address(config, run_dir), config.wires.curve_dir)
-        self.loaded: tuple[Label, str] | None = None
-        self.judged: dict[Key, tuple[m.Ticket, Answer, str]] = {}  # waiting for their reward
-        self.late: Late[Key] = Late()  # of these, those held back (staleness.delay)
+        self.loaded: Loaded | None = None
         self.decoded = 0  # decode steps made
         self.steps = DECODE_STEPS  # of the next decode call
         self.want_sequence = 0
         self.want_sent = 0.0
         self.lacking = False  # weights are to be loaded, and not to be had now
-        # where weights were announced and are not, and since when
-        self.gone: tuple[m.WeightsSource, float] | None = None
+        self.gone: Gone | None = None
         limits = config.wires.connect_s, config.watchdog.startup_s
         self.patience_s = math.inf if os.environ.get("ASYNCRL_SUPERVISED") else max(limits)
         self.asked = 0
@@ -97,14 +109,7 @@ class Generator:
         self.unanswered = 0.0
         self.ever_heard = False
         self.renewed = self.greeted = 0.0
-        self.stats = {
-            "generator/tokens": 0.0,
-            "generator/busy_s": 0.0,
-            "generator/idle_s": 0.0,
-            "generator/swap_s": 0.0,
-            "generator/swaps": 0.0,
-            "generator/reward_idle_s": 0.0,
-        }
+        self.spent = Spent()
         self.idle_since = time.monotonic()
         self.waiting_for = "the buffer's first answer"
         self.waiting_since = time.monotonic()
@@ -141,13 +146,13 @@ class Generator:
     def greet(self) -> None:
         """Say who this is; again and again, as a buffer that was started anew does not know."""
         hello = m.GeneratorHello(
-            m.PROTOCOL,
-            self.run,
-            self.producer,
-            self.session,
-            self.engine.slots,
-            socket.gethostname(),
-            os.getpid(),
+            protocol=m.PROTOCOL,
+            run=self.run,
+            producer=self.producer,
+            session=self.session,
+            slots=self.engine.slots,
+            host=socket.gethostname(),
+            pid=os.getpid(),
         )
         self.request(hello)
         self.greeted = time.monotonic()
@@ -188,10 +193,7 @@ class Generator:
         self.schedule.announce(reply.announcement)
         if reply.sequence == self.want_sequence:
             self.asked = 0
-        for ticket in self.schedule.take(reply.tickets):
-            self.schedule.held[ticket.ticket, ticket.attempt].prompt = encode_prompt(
-                self.tokenizer, ticket.prompt
-            )
+        self.turn.take(reply.tickets)
         self.over = self.over or reply.finished
 
     def swap(self) -> None:
@@ -200,7 +202,7 @@ class Generator:
         """
         for held in self.schedule.outdated():
             self.engine.abort(self.schedule.drop(held))
-        goal = self.schedule.wanted(self.loaded[0] if self.loaded else None)
+        goal = self.schedule.wanted(self.loaded.label if self.loaded else None)
         said = self.schedule.announced
         self.lacking = said is None
         if said is None and self.ever_heard:
@@ -219,11 +221,11 @@ class Generator:
                 return
             tensors, digest, probe = got
             self.engine.load(tensors, goal, digest, probe)
-        self.loaded = (goal, digest)
-        self.stats["generator/swap_s"] += time.monotonic() - began
-        self.stats["generator/swaps"] += 1
+        self.loaded = Loaded(goal, digest)
+        self.spent.swap_s += time.monotonic() - began
+        self.spent.swaps += 1
 
-    def pull(self, said: m.Announcement, goal: Label) -> tuple[dict[str, Any], str, bytes] | None:
+    def pull(self, said: m.Announcement, goal: Label) -> Pulled | None:
         """Weights `goal` from where they were announced to be; None: not now.
 
         That place may be gone because its learner has died, and the next one needs its time to
@@ -232,9 +234,9 @@ class Generator:
         try:
             got = self.weights.pull(said.source, goal, said.digest if goal == said.label else None)
         except (PeerUnreachable, FileNotFoundError) as error:
-            if self.gone is None or self.gone[0] != said.source:
-                self.gone = said.source, time.monotonic()
-            gone_s = time.monotonic() - self.gone[1]
+            if self.gone is None or self.gone.source != said.source:
+                self.gone = Gone(said.source, time.monotonic())
+            gone_s = time.monotonic() - self.gone.since
             if gone_s > self.patience_s:
                 raise PeerUnreachable(
                     f"weights {goal} have been gone for {gone_s:.0f} s: {error}; is the learner "
@@ -248,40 +250,11 @@ class Generator:
         return got
 
     def admit(self) -> None:
-        room = self.engine.slots - self.engine.active
-        if self.loaded is None or room <= 0:
+        if self.loaded is None or self.engine.slots <= self.engine.active:
             return
-        requests = []
-        for held, sample in self.schedule.admit(self.loaded[0], room):
-            ticket = held.ticket
-            tokens = held.prompt
-            limit = min(ticket.sampling.max_new_tokens, self.config.generator.context - len(tokens))
-            key = (ticket.ticket, sample, ticket.attempt)
-            if limit < 1:
-                self.fail(
-                    ticket,
-                    key,
-                    m.Failure(
-                        "data",
-                        f"the prompt has {len(tokens)} tokens, generator.context is "
-                        f"{self.config.generator.context}",
-                    ),
-                )
-                continue
-            s = ticket.sampling
-            requests.append(
-                Request(
-                    key=key,
-                    prompt=tokens,
-                    group=ticket.ticket,
-                    max_new_tokens=limit,
-                    temperature=s.temperature,
-                    top_p=s.top_p,
-                    top_k=s.kept(sample),
-                    stop=self.stops,
-                    seed=ticket.seed,
-                )
-            )
+        requests, refused = self.turn.requests(self.loaded.label)
+        for sample in refused:
+            self.fail(sample)
         if requests:
             with self.tracer.span("prefill", len(requests)):
                 self.engine.add(requests)
@@ -289,9 +262,9 @@ class Generator:
     def decode(self) -> None:
         now = time.monotonic()
         if not self.engine.active:
-            self.stats["generator/idle_s"] += now - self.idle_since
+            self.spent.idle_s += now - self.idle_since
             if self.rewards.waiting:
-                self.stats["generator/reward_idle_s"] += now - self.idle_since
+                self.spent.reward_idle_s += now - self.idle_since
             self.idle_since = now
             return
         with self.tracer.span("decode", self.engine.active):
@@ -305,63 +278,36 @@ class Generator:
                 else min(DECODE_STEPS, self.steps + 1)
             )
         for answer in answers:
-            self.stats["generator/tokens"] += len(answer.tokens)
+            self.spent.tokens += len(answer.tokens)
             self.finished(answer)
-        self.stats["generator/busy_s"] += time.monotonic() - self.idle_since
+        self.spent.busy_s += time.monotonic() - self.idle_since
         self.idle_since = time.monotonic()
         self.wait("")
 
     def finished(self, answer: Answer) -> None:
-        key = answer.key
-        held = self.schedule.held.get((key[0], key[2]))
-        if held is None:
+        written = self.turn.finished(answer)
+        if written is None:
             return
-        self.schedule.done(key, len(answer.tokens))
-        shown = [int(t) for t in answer.tokens if int(t) not in self.stops]
-        text = self.tokenizer.decode(shown, skip_special_tokens=True)
-        self.judged[key] = (held.ticket, answer, text)
-        steps = decode_steps(self.config, held.ticket, len(answer.tokens))
-        self.late.hold(
-            time.monotonic() + steps * self.stats["generator/busy_s"] / max(self.decoded, 1), key
-        )
+        steps = decode_steps(self.config, written.ticket, len(answer.tokens))
+        step_s = self.spent.busy_s / max(self.decoded, 1)
+        self.turn.late.hold(time.monotonic() + steps * step_s, answer.key)
 
-    def fail(self, ticket: m.Ticket, key: Key, why: m.Failure) -> None:
-        """A sample that cannot be written: delivered as failed, never trained on as a reward of
-        0.
-        """
-        self.schedule.done(key, 0)
-        label, digest = self.loaded or (ticket.min_version, "")
-        span = m.Span(label, digest, 0, 0, label)
-        self.outbox.add(
-            m.Trajectory(
-                *key,
-                b"",
-                b"",
-                b"",
-                b"",
-                [span],
-                0.0,
-                {},
-                "stop",
-                ticket.sampling.temperature,
-                failed=why,
-            )
-        )
+    def fail(self, refused: NoRoom) -> None:
+        """A sample that cannot be written: delivered as failed."""
+        assert self.loaded is not None
+        self.schedule.done(refused.key, 0)
+        self.outbox.add(unwritten(refused, *self.loaded))
 
     def collect(self) -> None:
-        for key in self.late.due(time.monotonic()):
-            ticket, answer, text = self.judged[key]
-            self.rewards.submit(key, ticket.prompt, text, answer.tokens)
-        for key, reward, parts, token_rewards, failed in self.rewards.poll():
-            ticket, answer, text = self.judged.pop(key)
-            if failed and self.config.reward.on_error == "stop":
+        for written in self.turn.due(time.monotonic()):
+            self.turn.submit(written)
+        for written, result in self.turn.results():
+            if result.failed and self.config.reward.on_error == "stop":
                 raise AsyncrlError(
-                    f"the reward function failed on prompt {ticket.prompt.id}: {failed} "
-                    "(reward.on_error = stop)"
+                    f"the reward function failed on prompt {written.ticket.prompt.id}: "
+                    f"{result.failed} (reward.on_error = stop)"
                 )
-            self.outbox.add(
-                trajectory(ticket, answer, text, float(reward), parts, token_rewards, failed)
-            )
+            self.outbox.add(trajectory(written, result))
 
     def deliver(self) -> None:
         for frame in self.outbox.frames(time.monotonic(), flush=not self.engine.active):
@@ -381,29 +327,20 @@ class Generator:
         return Wait(self.producer, self.waiting_for, on, now - self.waiting_since)
 
     def want(self) -> None:
-        """Ask for as many samples as will find a free row soon; one request at a time, repeated
-        when unanswered.
-
-        In lockstep (synchronous, one generator) it asks for all there is, and only with empty hands
-        and everything delivered: what then shares the engine does not hang on when messages arrive,
-        and runs repeat bitwise."""
+        """Ask for samples (`actors.turn` says how many); one request at a time, repeated when
+        unanswered.
+        """
         now = time.monotonic()
-        free = self.engine.slots - self.engine.active - self.schedule.waiting()
-        if self.lockstep:
-            free = (
-                0
-                if self.engine.active or self.schedule.waiting() or self.judged or self.outbox.fresh
-                else EVERYTHING
-            )
+        free = self.turn.asks(unsent=bool(self.outbox.fresh))
         if self.outbox.full:
             self.wait("credit: the buffer has not acknowledged what was delivered")
             return
         due = free > self.asked or (self.asked and now - self.want_sent > self.config.wires.retry_s)
         if free > 0 and due:
-            self.want_sequence = self.want_sequence + 1
+            self.want_sequence += 1
             self.want_sent = now
             self.asked = free
-            holding = self.loaded[0] if self.loaded else None
+            holding = self.loaded.label if self.loaded else None
             self.socket.send(m.Want(self.producer, self.session, self.want_sequence, free, holding))
         if (
             not self.engine.active
@@ -425,7 +362,7 @@ class Generator:
 
     def renew(self) -> None:
         now = time.monotonic()
-        if now - self.renewed < 0.5:
+        if now - self.renewed < RENEW_S:
             return
         self.renewed = now
         if now - self.greeted > GREET_S:
@@ -434,22 +371,16 @@ class Generator:
         buffer = f"the buffer at {self.socket.address}"
         for line in self.wait_log.lines([waiting._replace(on=buffer)] if waiting else []):
             print(line, file=sys.stderr, flush=True)
-        live = self.engine.progress()
-        tokens = {k: h.tokens for k, h in self.schedule.held.items()}
-        for key, count in live.items():
-            if (key[0], key[2]) in tokens:
-                tokens[key[0], key[2]] += count
-        progress = [(t, a, n) for (t, a), n in tokens.items()]
-        stats = self.stats | self.rewards.numbers()
+        progress = self.turn.progress()
         self.request(
             m.Renew(
-                self.producer,
-                self.session,
-                progress,
-                stats,
-                waiting,
-                self.judging(),
-                self.outbox.drawn.reported(progress),
+                producer=self.producer,
+                session=self.session,
+                progress=progress,
+                stats=self.spent.metrics() | self.rewards.numbers(),
+                waiting=waiting,
+                judging=self.judging(),
+                drawn=self.outbox.drawn.reported(progress),
             )
         )
 
@@ -474,45 +405,6 @@ class Generator:
         if not self.over:
             self.socket.send(m.Leaving(self.producer, self.session))
         self.socket.close()
-
-
-def trajectory(
-    ticket: m.Ticket,
-    answer: Answer,
-    text: str,
-    reward: float,
-    parts: dict[str, float],
-    token_rewards: Any,
-    failed: m.Failure | Literal[""],
-) -> m.Trajectory:
-    """The record of one answer: token ids exactly as sampled."""
-    if not np.isfinite(answer.logprobs).all():
-        raise NotFiniteLogprob(
-            f"the engine gave a logprob that is not finite for ticket {ticket.ticket}, sample "
-            f"{answer.key[1]}, with weights "
-            f"{answer.spans[-1].label}: if optim/grad_norm or kl/prox_target_k3 grew before, "
-            "learner.lr is too large"
-        )
-    return m.Trajectory(
-        *answer.key,
-        prompt_tokens=np.ascontiguousarray(answer.prompt, dtype="<i4").tobytes(),
-        tokens=np.ascontiguousarray(answer.tokens, dtype="<i4").tobytes(),
-        behavior_logprobs=np.ascontiguousarray(answer.logprobs, dtype="<f4").tobytes(),
-        mask=b"\x01" * len(answer.tokens),
-        spans=answer.spans,
-        reward=reward,
-        reward_parts=parts,
-        finish=answer.finish,
-        temperature=ticket.sampling.temperature,
-        text=text,
-        prompt_text=ticket.prompt.text,
-        segments=[("model", 0, len(answer.tokens))],
-        token_rewards=b""
-        if token_rewards is None
-        else np.asarray(token_rewards, dtype="<f4").tobytes(),
-        generated_at=time.monotonic(),
-        failed=failed,
-    )
 
 
 def engine_for(config: Config) -> Engine:
@@ -544,7 +436,7 @@ def main(config: Config, run_dir: Path, index: int) -> bool:
     finally:
         generator.close()
     print(
-        f"{generator.producer}: ended after {generator.stats['generator/tokens']:.0f} tokens",
+        f"{generator.producer}: ended after {generator.spent.tokens:.0f} tokens",
         file=sys.stderr,
     )
     return generator.over

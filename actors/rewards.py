@@ -33,7 +33,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -44,7 +44,6 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import Failure, Prompt
 
 Key = tuple[int, int, int]
-Result = tuple[Key, float, dict[str, float], list[float] | None, Failure | Literal[""]]
 GRACE_S = 60.0  # the first import may be slow; a call's deadline starts when the process is ready
 # processes in a row that end before they are ready: the function's module cannot be imported here
 START_TRIES = 3
@@ -64,6 +63,16 @@ GROW_S = 1.0
 GROW_CALLS = 8
 GROW_MOST_S = 10.0
 WORTH = 1.25  # a doubled pool must do so much more to be doubled again
+
+
+class Result(NamedTuple):
+    """What an answer's reward came to."""
+
+    key: Key
+    reward: float
+    parts: dict[str, float]
+    token_rewards: list[float] | None
+    failed: Failure | Literal[""]
 
 
 @dataclass
@@ -349,7 +358,7 @@ class _Pool(threading.Thread):
                 if isinstance(found, str):
                     self._fail(job, Failure("data", found), reply.ended)
                 else:
-                    self.results.append((job, (job.key, *found, ""), reply.ended))
+                    self.results.append((job, Result(job.key, *found, ""), reply.ended))
         elif reply.kind == "hung":
             self.hangs += 1
             self._blame(jobs, self._hung(), reply.ended)
@@ -362,7 +371,7 @@ class _Pool(threading.Thread):
         )
 
     def _fail(self, job: _Job, why: Failure, ended: float) -> None:
-        self.results.append((job, (job.key, 0.0, {}, None, why), ended))
+        self.results.append((job, Result(job.key, 0.0, {}, None, why), ended))
 
     def _blame(self, jobs: list[_Job], why: Failure, ended: float) -> None:
         """One of these answers is to blame: the only one, or who it is will be seen."""
@@ -568,16 +577,14 @@ class RewardRunner:
             )
             return
         try:
-            self.done.append(
-                (key, *call(self.task.reward, prompt, text, [int(x) for x in tokens]), "")
-            )
+            judged = call(self.task.reward, prompt, text, [int(x) for x in tokens])
+            self.done.append(Result(key, *judged, ""))
         except Exception as error:
-            self.done.append((key, 0.0, {}, None, Failure("data", f"the reward {said(error)}")))
+            failure = Failure("data", f"the reward {said(error)}")
+            self.done.append(Result(key, 0.0, {}, None, failure))
 
     def poll(self) -> list[Result]:
-        """What is done by now: (key, reward, parts, token rewards, "" or why it failed).  Raises
-        ConfigError when no process can start.
-        """
+        """What is done by now.  Raises ConfigError when no process can start."""
         if self.pool is not None:
             self._exchange(self.pool)
         out = self.done

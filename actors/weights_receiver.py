@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import PeerUnreachable
@@ -20,6 +20,16 @@ from asyncrl.transport.sockets import ChunkClient
 
 if TYPE_CHECKING:
     from asyncrl.transport.gpu_pairs import PairClient
+
+
+class Pulled(NamedTuple):
+    """The weights of a version: tensors that view a private buffer, their digest, and what the
+    learner published to probe an engine with.
+    """
+
+    tensors: dict[str, Any]
+    digest: str
+    probe: bytes
 
 
 class WeightsReceiver:
@@ -45,12 +55,8 @@ class WeightsReceiver:
             return source.host == socket.gethostname() and Path(source.directory).is_dir()
         return self.transport == "shared_memory"
 
-    def pull(
-        self, source: WeightsSource, label: Label, digest: str | None
-    ) -> tuple[dict[str, Any], str, bytes] | None:
-        """(tensors that view a private buffer, digest, probe) of version `label`, None when it is
-        not to be had right now.
-        """
+    def pull(self, source: WeightsSource, label: Label, digest: str | None) -> Pulled | None:
+        """Version `label`; None when it is not to be had right now."""
         if source.epoch != self.epoch:
             self.open(source)
         if self.pair is not None:
@@ -69,17 +75,15 @@ class WeightsReceiver:
             if not digest:
                 return None
             probe = self.client.probe
-        return read_flat(memoryview(self.into), self.manifest), digest, probe
+        return Pulled(read_flat(memoryview(self.into), self.manifest), digest, probe)
 
-    def _receive(
-        self, pair: PairClient, label: Label, digest: str | None
-    ) -> tuple[dict[str, Any], str, bytes] | None:
+    def _receive(self, pair: PairClient, label: Label, digest: str | None) -> Pulled | None:
         try:
             digest = pair.fetch(label, digest or "")
         except PeerUnreachable:
             self.close()  # the next pull makes a new pair
             raise
-        return (views(pair.flat, pair.layout), digest, pair.probe) if digest else None
+        return Pulled(views(pair.flat, pair.layout), digest, pair.probe) if digest else None
 
     def open(self, source: WeightsSource) -> None:
         self.close()

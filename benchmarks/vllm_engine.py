@@ -126,6 +126,7 @@ class Ours:
 
     def __init__(self, path: str, tokens: int) -> None:
         from actors import generator as g
+        from actors import turn
         from asyncrl.config import load
         from asyncrl.contract.versions import Label
         from asyncrl.models import policy as models
@@ -144,7 +145,7 @@ class Ours:
         ]
         config = load.load("configs/vllm.toml", sets)
         rundir.prepare(config, load.dump(config), run_dir)
-        g.stop_tokens = lambda *_: ()  # every answer is of the same length
+        turn.stop_tokens = lambda *_: ()  # every answer is of the same length
         self.generator = g.Generator(config, run_dir, 0, g.engine_for(config))
         self.engine: Any = self.generator.engine
         model = models.load_policy(path, "float32", "cpu")
@@ -158,8 +159,8 @@ class Ours:
         self.layout = layout
         self.version = 0
         self.swap()
-        self.generator.loaded = (Label(1, 1), "d")
-        self.socket = Buffer(self.generator.task, tokens)
+        self.generator.loaded = g.Loaded(Label(1, 1), "d")
+        self.socket = Buffer(self.generator.turn.task, tokens)
         self.generator.socket = self.socket  # type: ignore[assignment]
 
     def generate(self, answers: int) -> int:

@@ -355,7 +355,7 @@ def test_weights_whose_learner_is_gone_are_waited_for_by_name_until_others_are_a
     one_pass(g)
     assert g.waiting_since == since  # one wait, whose age grows, and not a new one in each pass
     # longer than wires.connect_s, shorter than a start may take
-    g.gone = (g.gone[0], time.monotonic() - 6)
+    g.gone = g.gone._replace(since=time.monotonic() - 6)
     one_pass(g)
     g.socket.inbox.append(tickets(g, announcement(2), ticket(0, 2, epoch=2)))  # type: ignore[attr-defined]
     one_pass(g)
@@ -395,7 +395,7 @@ def test_weights_that_stay_gone_end_a_generator_of_its_own_and_never_a_supervise
         g.socket.inbox.append(tickets(g, announcement(1)))  # type: ignore[attr-defined]
         one_pass(g)
         assert g.gone is not None
-        g.gone = (g.gone[0], time.monotonic() - 8)  # watchdog.startup_s is 7
+        g.gone = g.gone._replace(since=time.monotonic() - 8)  # watchdog.startup_s is 7
         one_pass(g)
 
     with pytest.raises(

@@ -296,13 +296,14 @@ def test_ten_thousand_generators_cost_little_more_than_a_hundred() -> None:
 
 
 def test_the_generators_constants_are_the_real_ones() -> None:
-    from actors import generator
+    from actors import generator, turn
 
-    assert (sides.DECODE_STEPS, sides.IDLE_POLL_S, sides.EVERYTHING) == (
+    assert (sides.DECODE_STEPS, sides.IDLE_POLL_S, sides.RENEW_S) == (
         generator.DECODE_STEPS,
         generator.IDLE_POLL_S,
-        generator.EVERYTHING,
+        generator.RENEW_S,
     )
+    assert sides.samples_to_ask_for is turn.samples_to_ask_for
 
 
 # ---- distributions -------------------------------------------------------------------------------

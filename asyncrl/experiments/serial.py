@@ -1,101 +1,77 @@
-"""One run of an arm in one process: the same Store, EmbeddedEngine, Schedule and LearnerCore as
-`asyncrl run`, by turns.
+"""The whole system in one process, by turns: what `asyncrl run` does in many, to be read first.
 
-    grant --> engine: a few decode steps --> deliver --> ask --> train --> (the update's time in
-    decode steps) --> commit
+```
+  +--> ask ---> swap ---> start ---> decode ---> deliver --+   the generator's side
+  |                                                        |
+  +-- commit <--- (the update's time) <--- train <---------+   the learner's side
+```
 
-Time is counted in decode steps, so a run repeats whatever the machine does: while an update "runs"
-(`update_steps`), the engine goes on writing with the older weights, as far as the staleness limit
-lets it.  That is the natural lag of two sides of that speed."""
+Four parts do the work, the very same ones in a run of many processes:
+
+- `Store` (buffer/store.py) grants tickets as far as the staleness limit allows, keeps the answers,
+  composes batches and books every token.  Its process is buffer/service.py.
+- `Turn` (actors/turn.py) makes tickets into requests, the engine's answers into trajectories.  Its
+  process is actors/generator.py.
+- `LearnerCore` (learner/step.py) trains on a batch.  Its process is learner/loop.py.
+- The ring of published weights, here a dict, is shared memory there (asyncrl/transport/ring.py).
+
+What the processes add is what goes wrong between processes: sockets, leases, deaths, patience.
+
+Time is counted in decode steps, so that a run repeats bitwise whatever the machine does.  While an
+update "runs" (`update_steps`), the engine goes on writing with the older weights, as far as the
+staleness limit lets it: that is the natural lag of two sides of that speed.
+
+`asyncrl compare` and `asyncrl sweep` make their runs by `one`; what a run leaves is gathered in
+asyncrl/experiments/serial_record.py."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
-import numpy as np
+import msgspec
 import torch
-import xxhash
 
-from actors.delay import Late, decode_steps
-from actors.engine import Answer, Engine, Request
+from actors.delay import decode_steps
+from actors.engine import Engine
 from actors.engine_embedded import make_engine
-from actors.generator import trajectory
-from actors.rewards import RewardRunner
-from actors.schedule import Schedule
+from actors.turn import Turn, trajectory
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFinite
-from asyncrl.contract.messages import EVAL_BASE, LearnerHello, Ticket, WeightsSource
+from asyncrl.contract.messages import LearnerHello, WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.experiments.one_process import cold
+from asyncrl.experiments.serial_record import Record, RunRecord
 from asyncrl.models.policy import named_weights, weights_digest
-from asyncrl.models.tokenizer import encode_prompt, load_tokenizer, stop_tokens
-from asyncrl.tasks import get_task
-from buffer import trained
-from buffer.evaluation import OOD_BASE
 from buffer.service import evaluations, settings
 from buffer.store import Store
 from learner.step import LearnerCore
 
-# decode steps between two looks at the buffer
-EPOCH = 1
-SLICE = 4
-KEPT = (
-    "reward/mean",
-    "is/ess",
-    "is/target_ess",
-    "is/mean_weight",
-    "is/weight_ess",
-    "kl/behavior_start_k3",
-    "kl/behavior_target_k3",
-    "optim/grad_norm",
-    "policy/entropy",
-    "answer/truncated_share",
-    "clip/share",
-    "optim/early_stops",
-    "kl/target_ref_k1",
-    "kl/target_ref_k3",
-    "kl/gradient_share",
-    "kl/reward_gradient_share",
-    "mismatch/k3_at_lag_0",
-    "is/zero_share",
-    "is/rejected_answers",
-    "optim/steps",
-    "optim/lr_scale",
-    "optim/stop_kl",
-    "reshape/gamma",
-    "kl/moved",
-)
+EPOCH = 1  # the learner's only life
+SLICE = 4  # decode steps between two looks at the buffer
 Watch = Callable[[list[float], list[float]], str]
-_engines: dict[str, Engine] = {}  # a warm process keeps its engine from run to run
 
 
-def update_steps(config: Config) -> int:
-    """Decode steps that an update takes when learner and generators are equally fast: those in
-    which the engine writes one batch.
-    """
-    samples = config.learner.groups * config.learner.group_size
-    return max(
-        1,
-        round(
-            samples * config.generator.max_new_tokens * 0.75 / min(config.generator.slots, samples)
-        ),
-    )
+class Update(NamedTuple):
+    """Batch `number` is trained and its weights are published; it is committed at `ends`."""
+
+    number: int
+    label: Label
+    digest: str
+    ends: int  # in decode steps
 
 
-def _engine(config: Config) -> Engine:
-    key = repr((config.model, config.generator, config.weights.in_flight))
-    if key not in _engines:
-        _engines[key] = make_engine(config)
-    engine = _engines[key]
-    engine.abort(list(engine.progress()))
-    return engine
+class Weights(NamedTuple):
+    """A published version."""
+
+    tensors: dict[str, torch.Tensor]
+    digest: str
 
 
 class Run:
-    """One arm, one seed, from the initial weights to the last evaluation.
+    """One config from the initial weights to the last evaluation.
 
     watch: called after every evaluation on held-out prompts with the steps and accuracies so far; a
     reason that it returns ends the run."""
@@ -105,280 +81,211 @@ class Run:
             raise ConfigError(why)
         self.config = config
         self.watch = watch
-        self.abandoned = ""
-        self.task = get_task(config.task)
-        self.tokenizer = load_tokenizer(config.model.path)
+        self.core = LearnerCore(config, config.model.path)
+        self.turn = Turn(config, engine_of(config), lockstep=config.staleness.max_lag == 0)
+        task = self.turn.task
         self.store = Store(
             settings(config),
-            lambda i: self.task.prompt("train", i, config.seed),
-            evaluations(config, self.task),
+            lambda index: task.prompt("train", index, config.seed),
+            evaluations(config, task),
         )
-        self.core = LearnerCore(config, config.model.path)
-        self.engine, self.rewards = _engine(config), RewardRunner(config, self.task)
-        synchronous = config.staleness.max_lag == 0
-        self.schedule = Schedule(
-            drain_first=config.weights.in_flight == "between_groups", lockstep=synchronous
-        )
-        self.stops = stop_tokens(self.tokenizer, config)
-        self.loaded: Label | None = None
-        self.ring: dict[Label, tuple[dict[str, torch.Tensor], str]] = {}
-        self.prompts: dict[int, np.ndarray] = {}
-        self.clock = 0
-        self.busy_until = -1
-        self.update = update_steps(config)
-        self.pending: tuple[int, Label, str] | None = None
-        self.tokens = 0
-        self.decoding = 0.0
-        self.learning = 0.0
-        self.began = 0.0
-        self.curve: list[dict[str, float]] = []
-        self.evals: dict[tuple[str, int], dict[int, float]] = {}
-        self.lags: dict[int, int] = {}
-        self.batches: list[dict[str, Any]] = []  # what was trained
-        self.late: Late[tuple[Ticket, Answer]] = Late()
+        self.ring: dict[Label, Weights] = {}
+        self.loaded: Label | None = None  # in the engine
+        self.clock = 0  # decode steps
+        self.update: Update | None = None  # the one under way
+        self.record = Record()
 
-    def publish(self) -> tuple[Label, str]:
-        label = Label(EPOCH, self.core.state.number)
-        digest = weights_digest(self.core.model)
-        self.ring[label] = (
-            {k: v.detach().clone() for k, v in named_weights(self.core.model)},
-            digest,
-        )
-        return label, digest
+    def go(self) -> RunRecord:
+        """The whole run; returns its record.  Raises AsyncrlError when nothing can move."""
+        self.record.began = time.monotonic()
+        self.hello()
+        try:
+            while self.store.committed < self.config.learner.steps or self.evaluating():
+                self.ask()
+                self.swap()
+                self.start()
+                self.decode()
+                self.deliver()
+                if self.turn.engine.active:
+                    self.clock += SLICE
+                while self.commit() or self.train():
+                    pass
+                if not self.turn.engine.active:
+                    self.clock = max(self.clock, self.idle_until())
+                if self.abandoned():
+                    break
+        finally:
+            self.turn.rewards.close()
+        return self.recorded(time.monotonic() - self.record.began)
 
-    def generate(self) -> None:
-        """Tickets, weights, and a few decode steps; what ended is delivered."""
-        held = self.schedule.held
-        free = self.engine.slots - self.engine.active - self.schedule.waiting()
-        if self.schedule.lockstep:
-            free = 0 if held or self.late.next < math.inf else 1 << 30
-        self.schedule.announce(self.store.announcement())
-        if free > 0:
-            for t in self.schedule.take(self.store.grant("one", 1, free, 0.0)):
-                self.prompts[t.ticket] = encode_prompt(self.tokenizer, t.prompt)
-        goal = self.schedule.wanted(self.loaded)
+    def hello(self) -> None:
+        """The learner presents itself and the weights that it starts from (learner/loop.py)."""
+        label, digest = self.publish()
+        self.store.hello(
+            LearnerHello(
+                protocol=1,
+                run="",
+                epoch=EPOCH,
+                label=label,
+                parent=None,
+                digest=digest,
+                next_ticket=0,
+                origin=0,
+                max_lag=self.config.staleness.max_lag,
+                source=WeightsSource(EPOCH, "", "", ""),
+                ring=[],
+            )
+        )
+
+    # ---- the generator's side: actors/generator.py has a method of the same name for each --------
+
+    def ask(self) -> None:
+        """Tickets for the rows that are free (`want`; buffer/service.py grants them)."""
+        samples = self.turn.asks()
+        self.turn.schedule.announce(self.store.announcement())
+        if samples > 0:
+            self.turn.take(self.store.grant("one", 1, samples, 0.0))
+
+    def swap(self) -> None:
+        """The weights that the schedule wants, between two decode steps."""
+        goal = self.turn.schedule.wanted(self.loaded)
         if goal is not None:
-            weights, digest = self.ring[goal]
-            self.engine.load(weights, goal, digest)
+            weights = self.ring[goal]
+            self.turn.engine.load(weights.tensors, goal, weights.digest)
             self.loaded = goal
-        requests = []
-        for h, sample in self.schedule.admit(self.loaded, self.engine.slots - self.engine.active):
-            t = h.ticket
-            prompt = self.prompts[h.ticket.ticket]
-            s = t.sampling
-            most = min(t.sampling.max_new_tokens, self.config.generator.context - len(prompt))
-            key = (t.ticket, sample, t.attempt)
-            requests.append(
-                Request(
-                    key,
-                    prompt,
-                    t.ticket,
-                    most,
-                    s.temperature,
-                    s.top_p,
-                    s.kept(sample),
-                    self.stops,
-                    t.seed,
-                )
+
+    def start(self) -> None:
+        """Samples whose weights are loaded, as far as rows are free (`admit`)."""
+        requests, refused = self.turn.requests(self.loaded)
+        for sample in refused:
+            raise ConfigError(
+                f"ticket {sample.ticket.ticket}: {sample.why.why}; a comparison needs it"
             )
-        self.engine.add(requests)
+        self.turn.engine.add(requests)
+
+    def decode(self) -> None:
+        """A few steps of the engine; what ended waits for its time (`decode`, `finished`)."""
         began = time.monotonic()
-        for answer in self.engine.step(SLICE) if self.engine.active else []:
-            ticket = held[answer.key[0], answer.key[2]].ticket
-            self.schedule.done(answer.key, len(answer.tokens))
-            self.tokens += len(answer.tokens)
-            self.late.hold(
-                self.clock + SLICE + decode_steps(self.config, ticket, len(answer.tokens)),
-                (ticket, answer),
-            )
-        for ticket, answer in self.late.due(self.clock + SLICE):
-            text = self.tokenizer.decode(
-                [int(x) for x in answer.tokens if int(x) not in self.stops],
-                skip_special_tokens=True,
-            )
-            self.rewards.submit(answer.key, ticket.prompt, text, answer.tokens)
-            for _, reward, parts, token_rewards, failed in self._rewards():
-                self.deliver(
-                    trajectory(ticket, answer, text, float(reward), parts, token_rewards, failed)
-                )
-        self.decoding += time.monotonic() - began
+        for answer in self.turn.engine.step(SLICE) if self.turn.engine.active else []:
+            written = self.turn.finished(answer)
+            assert written is not None, "no ticket is dropped here"
+            self.record.tokens += len(answer.tokens)
+            late = decode_steps(self.config, written.ticket, len(answer.tokens))
+            self.turn.late.hold(self.clock + SLICE + late, answer.key)
+        self.record.decode_s += time.monotonic() - began
 
-    def _rewards(self) -> list[Any]:
-        """The reward of the answer just handed in; workers are waited for."""
-        while not (got := list(self.rewards.poll())):
-            time.sleep(0.001)
-        return got
+    def deliver(self) -> None:
+        """Rewards, and the trajectories to the store (`collect`, `deliver`; buffer/service.py)."""
+        began = time.monotonic()
+        for written in self.turn.due(self.clock + SLICE):
+            self.turn.submit(written)
+            while not (results := self.turn.results()):
+                time.sleep(0.001)
+            for judged, result in results:
+                if result.failed:
+                    raise AsyncrlError(
+                        f"the reward function failed on ticket {judged.ticket.ticket}: "
+                        f"{result.failed}; a comparison needs every reward"
+                    )
+                delivered = trajectory(judged, result)
+                self.record.answer_delivered(delivered)
+                self.store.deliver(delivered, 0.0)
+        self.record.decode_s += time.monotonic() - began
 
-    def deliver(self, t: Any) -> None:
-        if t.failed:
-            raise AsyncrlError(
-                f"the reward function failed on ticket {t.ticket}: {t.failed}; a comparison needs "
-                "every reward"
-            )
-        if t.ticket >= EVAL_BASE:
-            split, base = ("ood", OOD_BASE) if t.ticket >= OOD_BASE else ("heldout", EVAL_BASE)
-            self.evals.setdefault((split, t.spans[0].label.number), {})[t.ticket - base] = t.reward
-        self.store.deliver(t, 0.0)
+    # ---- the learner's side: learner/loop.py -----------------------------------------------------
 
-    def learn(self) -> bool:
-        """End an update whose time is over, begin one whose batch is ready.  False: nothing
-        moved.
-        """
-        if self.pending is not None:
-            if self.clock < self.busy_until:
-                return False
-            number, label, digest = self.pending
-            self.pending = None
-            self.store.commit(number, label, digest, self.core.unused)
-            self.store.checkpointed(number + 1)
-            keep = {*self.store.keep(), label, self.loaded}
-            self.ring = {k: v for k, v in self.ring.items() if k in keep}
-            return True
+    def train(self) -> bool:
+        """Begin an update, if none is under way and a batch is ready."""
         number = self.core.state.number
-        groups = self.store.ask(EPOCH, number)[0] if number < self.config.learner.steps else []
+        if self.update is not None or number == self.config.learner.steps:
+            return False
+        groups, _ = self.store.ask(EPOCH, number)
         if not groups:
             return False
         batch = self.store.batch(groups, EPOCH, number)
-        self.batches.append(
-            {
-                "ids": trained.digest(batch.samples),
-                "tickets": trained.runs(s.ticket for s in batch.samples),
-            }
-        )
-        counted: dict[int, int] = {}
-        for runs in batch.token_lags:
-            for start, end, lag in runs:
-                counted[lag] = counted.get(lag, 0) + end - start
-        audit(number, batch.samples, counted)
-        if self.config.staleness.on_exceed == "mask":  # what lies past the limit is not trained
-            counted = {lag: n for lag, n in counted.items() if lag <= self.config.staleness.max_lag}
-        for lag, n in counted.items():
-            self.lags[lag] = self.lags.get(lag, 0) + n
+        self.record.batch_leased(batch, self.config.staleness)
         began = time.monotonic()
         metrics = self.core.train(batch)
-        self.learning += time.monotonic() - began
-        row = {
-            "version": number + 1,
-            "t": time.monotonic() - self.began,
-            "lag/mean": trained.mean(counted),
-            "answer/length": sum(s.length for s in batch.samples) / len(batch.samples),
-        }
-        self.curve.append(row | {k: metrics[k] for k in KEPT if k in metrics})
-        self.pending = (number, *self.publish())
-        self.busy_until = self.clock + self.update
+        self.record.learn_s += time.monotonic() - began
+        self.record.batch_trained(batch, metrics)
+        self.update = Update(number, *self.publish(), self.clock + update_steps(self.config))
         return True
 
-    def go(self) -> dict[str, Any]:
-        """The whole run; returns its record.  Raises AsyncrlError when nothing can move."""
-        self.began = time.monotonic()
-        label, digest = self.publish()
-        limit = self.config.staleness.max_lag
-        self.store.hello(
-            LearnerHello(
-                1, "", EPOCH, label, None, digest, 0, 0, limit, WeightsSource(EPOCH, "", "", ""), []
-            )
-        )
-        try:
-            while (
-                self.store.committed < self.config.learner.steps or self.store.evaluations.pending
-            ):
-                self.generate()
-                active = bool(self.engine.active)
-                self.clock += SLICE if active else 0
-                while self.learn():
-                    pass
-                if not active and not self.engine.active:
-                    self.clock = max(self.clock, self.idle_until())
-                if self.store.evaluations.fresh and self.looked():
-                    break
-        finally:
-            self.rewards.close()
-        return self.record(time.monotonic() - self.began)
+    def publish(self) -> tuple[Label, str]:
+        """The learner's weights into the ring, as a version of their own."""
+        label = Label(EPOCH, self.core.state.number)
+        digest = weights_digest(self.core.model)
+        tensors = {name: w.detach().clone() for name, w in named_weights(self.core.model)}
+        self.ring[label] = Weights(tensors, digest)
+        return label, digest
+
+    def commit(self) -> bool:
+        """End an update whose time is over: the version counts, and frees room for new tickets."""
+        if self.update is None or self.clock < self.update.ends:
+            return False
+        number, label, digest, _ = self.update
+        self.update = None
+        self.store.commit(number, label, digest, self.core.unused)
+        self.store.checkpointed(number + 1)
+        keep = {*self.store.keep(), label, self.loaded}
+        self.ring = {name: weights for name, weights in self.ring.items() if name in keep}
+        return True
+
+    # ---- when it moves on, and when it ends ------------------------------------------------------
 
     def idle_until(self) -> int:
         """With nothing to decode: the time at which the update ends or an answer held back is due,
         whichever comes first; 0: neither.
         """
-        ends = [float(self.busy_until)] if self.pending is not None else []
-        # `generate` looks one slice ahead
-        ends += [self.late.next - SLICE] if self.late.next < math.inf else []
+        ends = [float(self.update.ends)] if self.update is not None else []
+        # `deliver` looks one slice ahead
+        ends += [self.turn.late.next - SLICE] if self.turn.late.next < math.inf else []
         return math.ceil(min(ends, default=0))
 
-    def evaluated(self, split: str) -> tuple[list[float], list[float]]:
-        """Steps and accuracies of the finished evaluations of `heldout` or `ood`."""
-        found = {
-            n: x[f"eval/{split}"]
-            for (of, n), x in self.store.evaluations.results.items()
-            if of == split
-        }
-        return [float(n) for n in sorted(found)], [found[n] for n in sorted(found)]
+    def evaluating(self) -> bool:
+        return bool(self.store.evaluations.pending)
 
-    def looked(self) -> bool:
+    def abandoned(self) -> bool:
         """After an evaluation: does `watch` end the run here?"""
         fresh = self.store.evaluations.fresh
         self.store.evaluations.fresh = []
-        if self.watch is not None and any("eval/heldout" in x for _, x in fresh):
-            self.abandoned = self.watch(*self.evaluated("heldout"))
-        return bool(self.abandoned)
+        if self.watch is not None and any("eval/heldout" in found for _, found in fresh):
+            self.record.abandoned = self.watch(*self.record.accuracy(self.store, "heldout"))
+        return bool(self.record.abandoned)
 
-    def record(self, wall: float) -> dict[str, Any]:
-        steps, accuracy = self.evaluated("heldout")
-        evals = {
-            split: {
-                str(n): [by[i] for i in sorted(by)]
-                for (s, n), by in sorted(self.evals.items())
-                if s == split
-            }
-            for split in ("heldout", "ood")
-        }
-        return {
-            "seed": self.config.seed,
-            "steps": self.store.committed,
-            "tokens": self.tokens,
-            "wall_s": wall,
-            "decode_s": self.decoding,
-            "learn_s": self.learning,
-            "clock": self.clock,
-            "weights_digest": weights_digest(self.core.model),
-            "batches": self.batches,
-            "trained_ids": xxhash.xxh3_64_hexdigest(
-                "".join(b["ids"] for b in self.batches).encode()
-            ),
-            "lag_histogram": {str(k): v for k, v in sorted(self.lags.items())},
-            "curve": self.curve,
-            "evals": evals,
-            "accuracy": [steps, accuracy],
-            "ood": list(self.evaluated("ood")),
-            "abandoned": self.abandoned,
-            "ledger_lines": self.store.ledger(),
-        }
+    def recorded(self, wall_s: float) -> RunRecord:
+        digest = weights_digest(self.core.model)
+        return self.record.whole(self.config.seed, self.store, digest, self.clock, wall_s)
 
 
-def audit(number: int, samples: list[Any], counted: dict[int, int]) -> None:
-    """Count the lag of batch `number` again, from the versions in its spans alone.  Raises
-    AsyncrlError when the buffer's count differs.
+def update_steps(config: Config) -> int:
+    """Decode steps that an update takes when learner and generators are equally fast: those in
+    which the engine writes one batch.
     """
-    again: dict[int, int] = {}
-    for s in samples:
-        for span in s.spans:
-            lag = number - span.label.number
-            again[lag] = again.get(lag, 0) + span.end - span.start
-    if again != counted:
-        raise AsyncrlError(
-            f"batch {number}: the buffer counted tokens by lag {counted}, its spans say {again}: a "
-            "bug of ours; please report it"
-        )
+    samples = config.learner.groups * config.learner.group_size
+    rows = min(config.generator.slots, samples)
+    return max(1, round(samples * config.generator.max_new_tokens * 0.75 / rows))
 
 
-def one(config: Config, seed: int, watch: Watch | None = None) -> dict[str, Any]:
+_engines: dict[str, Engine] = {}  # a warm process keeps its engine from run to run
+
+
+def engine_of(config: Config) -> Engine:
+    """The engine for `config`, empty."""
+    key = repr((config.model, config.generator, config.weights.in_flight))
+    if key not in _engines:
+        _engines[key] = make_engine(config)
+    engine = _engines[key]
+    engine.abort(list(engine.progress()))
+    return engine
+
+
+def one(config: Config, seed: int, watch: Watch | None = None) -> RunRecord:
     """Run `config` with `seed`.  An update that stays not finite ends the run and is recorded as a
     failure, not raised.
     """
-    import msgspec
-
-    whole = msgspec.structs.replace(config, seed=seed)
-    run = Run(whole, watch)
+    run = Run(msgspec.structs.replace(config, seed=seed), watch)
     try:
         return run.go()
     except NotFinite as error:
-        return run.record(0.0) | {"failed": str(error)}
+        return {**run.recorded(0.0), "failed": str(error)}

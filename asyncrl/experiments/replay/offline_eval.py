@@ -7,15 +7,12 @@ from __future__ import annotations
 import math
 import time
 
-from actors.engine import Request
 from actors.engine_embedded import make_engine
-from actors.rewards import RewardRunner
+from actors.turn import EVERYTHING, Turn
 from asyncrl.config.tree import Config
-from asyncrl.contract.messages import EVAL_BASE
+from asyncrl.contract.messages import EVAL_BASE, Sampling, Ticket
 from asyncrl.contract.versions import Label
 from asyncrl.models.policy import PolicyModel, named_weights, weights_digest
-from asyncrl.models.tokenizer import encode_prompt, load_tokenizer, stop_tokens
-from asyncrl.tasks import get_task
 from buffer.evaluation import OOD_BASE
 
 
@@ -25,83 +22,86 @@ class Evaluator:
     """
 
     def __init__(self, config: Config) -> None:
-        self.config, self.task = config, get_task(config.task)
-        self.tokenizer = load_tokenizer(config.model.path)
+        self.config = config
         self.engine = make_engine(config)
-        self.stops, self.rewards = (
-            stop_tokens(self.tokenizer, config),
-            RewardRunner(config, self.task),
-        )
+        self.turn = Turn(config, self.engine, lockstep=False)
+        self.loaded = Label(1, 0)
+        self.attempt = 0  # of all tickets of a split together: one is never taken twice
 
     def at(self, model: PolicyModel, number: int, *, last: bool) -> dict[str, float]:
         """Metrics of version `number`; empty where none is due.  last: the final evaluation, which
         has more prompts.
         """
-        e = self.config.evaluation
+        due = self.config.evaluation
         ends = last or number == 0
-        heldout, ood = (ends or (every and number % every == 0) for every in (e.every, e.ood_every))
+        heldout, ood = (
+            ends or (every and number % every == 0) for every in (due.every, due.ood_every)
+        )
         if not heldout and not ood:
             return {}
-        self.engine.load(dict(named_weights(model)), Label(1, number), weights_digest(model))
-        out = self.split("heldout", e.final_prompts if ends else e.prompts) if heldout else {}
-        return out | (
-            self.split("ood", e.ood_prompts if ends else min(e.prompts, e.ood_prompts))
-            if ood
-            else {}
-        )
+        self.loaded = Label(1, number)
+        self.engine.load(dict(named_weights(model)), self.loaded, weights_digest(model))
+        found: dict[str, float] = {}
+        if heldout:
+            found |= self.split("heldout", due.final_prompts if ends else due.prompts)
+        if ood:
+            prompts = due.ood_prompts if ends else min(due.prompts, due.ood_prompts)
+            found |= self.split("ood", prompts)
+        return found
 
-    def split(self, split: str, n: int) -> dict[str, float]:
-        """Mean reward and length over the first n prompts; a sample whose reward fails is left
-        out.
-        """
-        size = self.task.size(split)
-        n = n if size is None else min(n, size)
-        if not n:
-            return {}
-        base = OOD_BASE if split == "ood" else EVAL_BASE
-        g = self.config.generator
-        prompts = {base + i: self.task.prompt(split, i, self.config.seed) for i in range(n)}
-        for ticket, p in prompts.items():
-            coded = encode_prompt(self.tokenizer, p)
-            most = min(g.max_new_tokens, g.context - len(coded))
-            self.engine.add(
-                [
-                    Request(
-                        (ticket, 0, 1),
-                        coded,
-                        ticket,
-                        most,
-                        self.config.evaluation.temperature,
-                        1.0,
-                        0,
-                        self.stops,
-                        self.config.seed,
-                    )
-                ]
+    def tickets(self, split: str, prompts: int) -> list[Ticket]:
+        """One a prompt, as a run's evaluation would grant them at the weights that are loaded."""
+        self.attempt += 1
+        config = self.config
+        first = OOD_BASE if split == "ood" else EVAL_BASE
+        sampling = Sampling(
+            temperature=config.evaluation.temperature,
+            max_new_tokens=config.generator.max_new_tokens,
+        )
+        return [
+            Ticket(
+                ticket=first + index,
+                attempt=self.attempt,
+                kind="eval",
+                prompt=self.turn.task.prompt(split, index, config.seed),
+                samples=[0],
+                sampling=sampling,
+                min_version=self.loaded,
+                exact_version=self.loaded,
+                seed=config.seed,
             )
+            for index in range(prompts)
+        ]
+
+    def split(self, split: str, prompts: int) -> dict[str, float]:
+        """Mean reward and length over so many first prompts; a sample whose reward fails, or whose
+        prompt leaves no room for an answer, is left out.
+        """
+        size = self.turn.task.size(split)
+        prompts = prompts if size is None else min(prompts, size)
+        if not prompts:
+            return {}
+        self.turn.take(self.tickets(split, prompts))
+        requests, refused = self.turn.requests(self.loaded, room=EVERYTHING)
+        for sample in refused:
+            self.turn.schedule.done(sample.key, 0)
+        self.engine.add(requests)
         rewards = []
-        lengths = []
-        waiting = n
-        while waiting:
-            for a in self.engine.step() if self.engine.active else []:
-                shown = [int(t) for t in a.tokens if int(t) not in self.stops]
-                self.rewards.submit(
-                    a.key,
-                    prompts[a.key[0]],
-                    self.tokenizer.decode(shown, skip_special_tokens=True),
-                    a.tokens,
-                )
-                lengths.append(len(a.tokens))
-            got = list(self.rewards.poll())
-            waiting -= len(got)
-            rewards += [reward for _, reward, _, _, failed in got if not failed]
-            if not got and not self.engine.active:
+        tokens = 0
+        while self.engine.active or self.turn.judged:
+            for answer in self.engine.step() if self.engine.active else []:
+                if (written := self.turn.finished(answer)) is not None:
+                    self.turn.submit(written)
+                    tokens += len(answer.tokens)
+            results = self.turn.results()
+            rewards += [result.reward for _, result in results if not result.failed]
+            if not results and not self.engine.active:
                 time.sleep(0.001)
         return {
             f"eval/{split}": math.fsum(rewards) / max(len(rewards), 1),
             f"eval/{split}_n": len(rewards),
-            f"eval/{split}_length": sum(lengths) / n,
+            f"eval/{split}_length": tokens / prompts,
         }
 
     def close(self) -> None:
-        self.rewards.close()
+        self.turn.rewards.close()

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.turn import DECODE_STEPS
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.simulate.sides import DECODE_STEPS
 from asyncrl.experiments.simulate.times import Spec, Times, change
 from asyncrl.records import jsonl, metrics, trace
 

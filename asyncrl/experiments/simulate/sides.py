@@ -12,18 +12,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from actors.delivery import LINGER_S, size
-from actors.schedule import Schedule
+from actors.schedule import Key, Schedule
+from actors.turn import (
+    DECODE_STEPS,
+    IDLE_POLL_S,
+    RENEW_S,
+    samples_to_ask_for,
+    tokens_written,
+)
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import EVAL_BASE, Announcement, Failure, Span, Ticket, Trajectory
 from asyncrl.contract.versions import Label
 from asyncrl.experiments.simulate.times import Draw, Times, along, draw
 from asyncrl.experiments.simulate.world import Buffer, Clock
 
-# of actors/generator.py, which imports torch
-DECODE_STEPS = 8
-IDLE_POLL_S = 0.02
-RENEW_S = 0.5
-EVERYTHING = 1 << 30
 _TOKENS: dict[int, bytes] = {}
 
 
@@ -110,6 +112,10 @@ class Row:
     born: int
     length: int
     mark: int
+
+    @property
+    def key(self) -> Key:
+        return self.ticket.ticket, self.sample, self.ticket.attempt
 
 
 def _reward_processes(config: Config) -> int:
@@ -265,16 +271,16 @@ class Generator:
 
     def admit(self) -> int:
         room = self.slots - self.live
-        n = 0
+        started = 0
         if self.loaded is None or room <= 0:
             return 0
         for held, sample in self.schedule.admit(self.loaded, room):
             length = self.d.length(held.ticket, sample)
             row = Row(held.ticket, sample, self.engine_clock, length, len(self.marks) - 1)
             self.engine.setdefault(self.engine_clock + length, []).append(row)
-            n += 1
-        self.live += n
-        return n
+            started += 1
+        self.live += started
+        return started
 
     def end(self, session: int, rows: int, done: list[Row]) -> None:
         """What came of the decode steps: rewards, deliveries, the next request."""
@@ -290,7 +296,7 @@ class Generator:
             self.idle += now - self.idle_since
         self.idle_since = now
         for r in done:
-            self.schedule.done((r.ticket.ticket, r.sample, r.ticket.attempt), r.length)
+            self.schedule.done(r.key, r.length)
             self.judge(self.trajectory(r))
         self.collect()
         self.deliver()
@@ -328,18 +334,16 @@ class Generator:
             0.0 if r.ticket.ticket % 1000 < 1000 * self.times.no_spread else float(r.sample % 2)
         )
         return Trajectory(
-            r.ticket.ticket,
-            r.sample,
-            r.ticket.attempt,
-            b"",
-            tokens,
-            b"",
-            b"",
-            spans[::-1],
-            reward,
-            {},
-            "stop",
-            1.0,
+            *r.key,
+            prompt_tokens=b"",
+            tokens=tokens,
+            behavior_logprobs=b"",
+            mask=b"",
+            spans=spans[::-1],
+            reward=reward,
+            reward_parts={},
+            finish="stop",
+            temperature=1.0,
             failed=Failure("data", "simulated") if failed else "",
         )
 
@@ -381,15 +385,10 @@ class Generator:
             self.fresh_since = 0.0
 
     def want(self) -> None:
-        free = self.slots - self.live - self.schedule.waiting()
-        if self.lockstep:
-            free = (
-                0
-                if self.live or self.schedule.waiting() or self.calls or self.fresh
-                else EVERYTHING
-            )
+        unfinished = bool(self.calls or self.fresh)
+        free = samples_to_ask_for(self.schedule, self.slots, self.live, unfinished)
         if free > 0 and free > self.asked:
-            self.sequence = self.sequence + 1
+            self.sequence += 1
             self.asked = free
             self.buffer.tell(self.buffer.on_want, self, free, self.sequence)
 
@@ -398,15 +397,9 @@ class Generator:
     def lose(self) -> None:
         """The process ends now, with all it held; it comes back with a new session."""
         if not self.lost:
-            written: dict[tuple[int, int], int] = {
-                k: h.tokens for k, h in self.schedule.held.items()
-            }
-            for rows in [*self.engine.values(), self.ended]:
-                for r in rows:
-                    written[r.ticket.ticket, r.ticket.attempt] += self.engine_clock - r.born
-            self.buffer.tell(
-                self.buffer.on_lost, [(t, a, n) for (t, a), n in written.items()], self
-            )
+            rows = (row for ended in (*self.engine.values(), self.ended) for row in ended)
+            live = {row.key: self.engine_clock - row.born for row in rows}
+            self.buffer.tell(self.buffer.on_lost, tokens_written(self.schedule, live), self)
             self.lost = True
             self.buffer.awake.pop(self.name, None)
             if self.times.restart > self.lease_s:  # the buffer does not wait for it
@@ -422,7 +415,7 @@ class Generator:
 
     def back(self) -> None:
         self.lost = False
-        self.session = self.session + 1
+        self.session += 1
         self.start()
         self.idle += self.clock.now - self.idle_since
         self.idle_since = self.clock.now

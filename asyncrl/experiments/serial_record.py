@@ -1,0 +1,184 @@
+"""What a run in one process leaves: its curve, its lags, its evaluations, its ledger.
+
+`Record` gathers while `asyncrl.experiments.serial` runs; `RunRecord` is the JSON that compare and
+sweep read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import NotRequired, TypedDict
+
+import xxhash
+
+from asyncrl.config.tree import Staleness
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.messages import EVAL_BASE, Batch, Trajectory
+from buffer import trained
+from buffer.evaluation import OOD_BASE
+from buffer.store import Store
+
+KEPT = (
+    "reward/mean",
+    "is/ess",
+    "is/target_ess",
+    "is/mean_weight",
+    "is/weight_ess",
+    "kl/behavior_start_k3",
+    "kl/behavior_target_k3",
+    "optim/grad_norm",
+    "policy/entropy",
+    "answer/truncated_share",
+    "clip/share",
+    "optim/early_stops",
+    "kl/target_ref_k1",
+    "kl/target_ref_k3",
+    "kl/gradient_share",
+    "kl/reward_gradient_share",
+    "mismatch/k3_at_lag_0",
+    "is/zero_share",
+    "is/rejected_answers",
+    "optim/steps",
+    "optim/lr_scale",
+    "optim/stop_kl",
+    "reshape/gamma",
+    "kl/moved",
+)
+
+
+class BatchRecord(TypedDict):
+    """What one batch trained: a hash of its samples, its tickets as runs (first, last)."""
+
+    ids: str
+    tickets: list[list[int]]
+
+
+class RunRecord(TypedDict):
+    """Of one run.  Steps count versions; times are seconds; `clock` counts decode steps."""
+
+    seed: int
+    steps: int
+    tokens: int  # generated
+    wall_s: float  # 0: it failed
+    decode_s: float
+    learn_s: float
+    clock: int
+    weights_digest: str
+    batches: list[BatchRecord]
+    trained_ids: str
+    lag_histogram: dict[str, int]  # lag -> trained tokens
+    curve: list[dict[str, float]]  # one row a batch
+    evals: dict[str, dict[str, list[float]]]  # split -> version -> reward of each prompt
+    accuracy: list[list[float]]  # steps, accuracies on held-out prompts
+    ood: list[list[float]]
+    abandoned: str  # why `watch` ended it; "": it did not
+    ledger_lines: dict[str, dict[str, float]]
+    failed: NotRequired[str]
+
+
+class Record:
+    """The numbers of a run while it goes on."""
+
+    def __init__(self) -> None:
+        self.began = 0.0  # CLOCK_MONOTONIC seconds
+        self.tokens = 0
+        self.decode_s = 0.0
+        self.learn_s = 0.0
+        self.abandoned = ""
+        self.curve: list[dict[str, float]] = []
+        self.batches: list[BatchRecord] = []
+        self.lags: dict[int, int] = {}
+        self.batch_lags: dict[int, int] = {}  # of the batch in training
+        self.evals: dict[tuple[str, int], dict[int, float]] = {}  # (split, version) -> rewards
+
+    def answer_delivered(self, answer: Trajectory) -> None:
+        """Keep the reward of an evaluation's answer."""
+        if answer.ticket >= EVAL_BASE:
+            ood = answer.ticket >= OOD_BASE
+            split, base = ("ood", OOD_BASE) if ood else ("heldout", EVAL_BASE)
+            rewards = self.evals.setdefault((split, answer.spans[0].label.number), {})
+            rewards[answer.ticket - base] = answer.reward
+
+    def batch_leased(self, batch: Batch, staleness: Staleness) -> None:
+        """A batch goes to the learner: whose tokens, and of what lag.  Raises AsyncrlError when the
+        store's lags are not those of the answers' versions.
+        """
+        tickets = trained.runs(sample.ticket for sample in batch.samples)
+        self.batches.append({"ids": trained.digest(batch.samples), "tickets": tickets})
+        counted: dict[int, int] = {}
+        for runs in batch.token_lags:
+            for start, end, lag in runs:
+                counted[lag] = counted.get(lag, 0) + end - start
+        audit(batch.number, batch.samples, counted)
+        if staleness.on_exceed == "mask":  # what lies past the limit is not trained
+            counted = {lag: tokens for lag, tokens in counted.items() if lag <= staleness.max_lag}
+        for lag, tokens in counted.items():
+            self.lags[lag] = self.lags.get(lag, 0) + tokens
+        self.batch_lags = counted
+
+    def batch_trained(self, batch: Batch, metrics: Mapping[str, float]) -> None:
+        """A batch is trained: a row of the curve."""
+        row = {
+            "version": batch.number + 1,
+            "t": time.monotonic() - self.began,
+            "lag/mean": trained.mean(self.batch_lags),
+            "answer/length": sum(s.length for s in batch.samples) / len(batch.samples),
+        }
+        self.curve.append(row | {name: metrics[name] for name in KEPT if name in metrics})
+
+    def accuracy(self, store: Store, split: str) -> tuple[list[float], list[float]]:
+        """Steps and accuracies of the finished evaluations of `heldout` or `ood`."""
+        found = {
+            number: metrics[f"eval/{split}"]
+            for (of, number), metrics in store.evaluations.results.items()
+            if of == split
+        }
+        return [float(number) for number in sorted(found)], [found[n] for n in sorted(found)]
+
+    def rewards(self, split: str) -> dict[str, list[float]]:
+        """Version -> the reward of each prompt, in the order of the prompts."""
+        return {
+            str(number): [rewards[index] for index in sorted(rewards)]
+            for (of, number), rewards in sorted(self.evals.items())
+            if of == split
+        }
+
+    def whole(
+        self, seed: int, store: Store, weights_digest: str, clock: int, wall_s: float
+    ) -> RunRecord:
+        ids = "".join(batch["ids"] for batch in self.batches)
+        return {
+            "seed": seed,
+            "steps": store.committed,
+            "tokens": self.tokens,
+            "wall_s": wall_s,
+            "decode_s": self.decode_s,
+            "learn_s": self.learn_s,
+            "clock": clock,
+            "weights_digest": weights_digest,
+            "batches": self.batches,
+            "trained_ids": xxhash.xxh3_64_hexdigest(ids.encode()),
+            "lag_histogram": {str(lag): tokens for lag, tokens in sorted(self.lags.items())},
+            "curve": self.curve,
+            "evals": {split: self.rewards(split) for split in ("heldout", "ood")},
+            "accuracy": list(self.accuracy(store, "heldout")),
+            "ood": list(self.accuracy(store, "ood")),
+            "abandoned": self.abandoned,
+            "ledger_lines": store.ledger(),
+        }
+
+
+def audit(number: int, samples: Sequence[Trajectory], counted: dict[int, int]) -> None:
+    """Count the lag of batch `number` again, from the versions in its spans alone.  Raises
+    AsyncrlError when the buffer's count differs.
+    """
+    again: dict[int, int] = {}
+    for sample in samples:
+        for span in sample.spans:
+            lag = number - span.label.number
+            again[lag] = again.get(lag, 0) + span.end - span.start
+    if again != counted:
+        raise AsyncrlError(
+            f"batch {number}: the buffer counted tokens by lag {counted}, its spans say {again}: a "
+            "bug of ours; please report it"
+        )
