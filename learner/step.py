@@ -15,7 +15,8 @@ import torch
 
 from asyncrl.algorithms import advantages, kl, ratios
 from asyncrl.algorithms import loss as step_loss
-from asyncrl.config.tree import Config, KLLoss, KLReward
+from asyncrl.algorithms.settings import KLLoss, KLReward
+from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFinite
 from asyncrl.contract.messages import Batch
 from asyncrl.models import packed_forward
@@ -104,12 +105,12 @@ class LearnerCore:
         everyone = range(len(packed.responses))
         if (
             packed.loss.token_rewards is not None
-            and config.advantage.name not in advantages.PER_TOKEN
+            and config.advantage.name not in advantages.BY_TOKEN
         ):
             self._tell(
                 f"advantage.name = {config.advantage.name} takes one reward an answer, so the "
                 "reward function's token_rewards are not trained on; "
-                f"{', '.join(advantages.PER_TOKEN)} take them"
+                f"{', '.join(advantages.BY_TOKEN)} take them"
             )
         self._anchor(packed, everyone)
         if self.reference is not None:

@@ -14,9 +14,10 @@ import torch
 from test_algorithms import D, config
 
 from asyncrl.algorithms import advantages as adv
+from asyncrl.algorithms import batch as whole_batch
 from asyncrl.algorithms import loss as sl
-from asyncrl.algorithms import prepass
-from asyncrl.algorithms.prepass import LossBatch
+from asyncrl.algorithms.batch import LossBatch
+from asyncrl.algorithms.settings import Advantage
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Trajectory
 from learner.batch import _per_token
@@ -509,12 +510,12 @@ def test_a_charge_is_not_clamped_and_never_infinite() -> None:
     assert a == pytest.approx([-20, -500, 0, 0])
 
 
-def test_the_prepass_needs_no_penalty_key() -> None:
-    """Sections of other objects may lack keys; defaults stand in."""
+def test_a_section_of_its_own_needs_no_penalty_key() -> None:
+    """What a caller leaves out of a section has the section's own defaults."""
     c = config()
-    bare = SimpleNamespace(name="rloo", baseline="none", whiten=False)
+    bare = Advantage(name="rloo", baseline="none", whiten=False)
     plain = SimpleNamespace(
         **{k: getattr(c, k) for k in ("staleness", "loss", "kl", "generator")}, advantage=bare
     )
     b = answers([1, 1], [1.0, 0.0])
-    assert prepass.advantage(b, b.mask, plain, 0.0, 0.0)[0].tolist() == [1, -1]
+    assert whole_batch.advantage(b, b.mask, plain, 0.0, 0.0)[0].tolist() == [1, -1]

@@ -23,8 +23,9 @@ from asyncrl.algorithms import (
     surrogates,
 )
 from asyncrl.algorithms import loss as sl
-from asyncrl.algorithms.prepass import LossBatch
-from asyncrl.config.tree import Config, Reshape
+from asyncrl.algorithms.batch import LossBatch
+from asyncrl.algorithms.settings import Reshape
+from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 
 D = torch.float64

@@ -13,11 +13,11 @@ import pytest
 import torch
 from test_algorithms import D, batch, config, gradient, theta
 
-from asyncrl.algorithms import advantages, diagnostics, kl, reshape, stopping, surrogates, values
+from asyncrl.algorithms import advantages, diagnostics, kl, reshape, stopping, surrogates
 from asyncrl.algorithms import loss as sl
-from asyncrl.algorithms.prepass import LossBatch, advantage
+from asyncrl.algorithms.batch import LossBatch, advantage
+from asyncrl.algorithms.settings import Reshape
 from asyncrl.config import load
-from asyncrl.config.tree import Reshape
 from asyncrl.contract.errors import ConfigError
 
 
@@ -33,7 +33,7 @@ def surrogate(name: str) -> tuple[LossBatch, Any]:
     return b, config(loss={"surrogate": name, "cov_share": 0.2, "cov_lo": -1.0}, correction=own)
 
 
-@pytest.mark.parametrize("name", surrogates.NAMES)
+@pytest.mark.parametrize("name", surrogates.SURROGATES)
 def test_every_surrogate_is_the_same_for_any_split(name: str) -> None:
     b, c = surrogate(name)
     lp = theta(b)
@@ -47,7 +47,7 @@ def test_every_surrogate_is_the_same_for_any_split(name: str) -> None:
     assert torch.equal(grad[~b.mask], torch.zeros_like(grad[~b.mask]))
 
 
-@pytest.mark.parametrize("name", surrogates.NAMES)
+@pytest.mark.parametrize("name", surrogates.SURROGATES)
 def test_the_policy_term_is_linear_in_the_logprobs(name: str) -> None:
     """All but lp is detached: the gradient carries no gradient of its own, and one micro-batch's
     says nothing of another.
@@ -137,7 +137,7 @@ def test_gamma_base_follows_the_variance_of_the_log_ratios() -> None:
 def test_repair_b_looks_at_w_and_not_at_its_power() -> None:
     # w^0.5 is 1.14 and 0.84, both inside 1 +- 0.2
     w, adv = vec(1.3, 1.3, 0.7, 0.7), vec(1, -1, 1, -1)
-    t = reshape.reshape(w.log(), adv, torch.full((4,), 0.5, dtype=D), repaired(clip=0.2))
+    t = surrogates.reshape(w.log(), adv, torch.full((4,), 0.5, dtype=D), repaired(clip=0.2))
     assert t.coefficient.tolist() == pytest.approx(
         [0, -0.5 * math.sqrt(1.3), 0.5 * math.sqrt(0.7), 0]
     )
@@ -162,7 +162,7 @@ def test_repair_d_slows_what_pushes_away_and_leaves_what_comes_back() -> None:
 
 
 def test_gamma_zero_in_the_power_form_has_no_gradient() -> None:
-    t = reshape.reshape(vec(0.4, -0.4), vec(1, -1), vec(0, 0), repaired())
+    t = surrogates.reshape(vec(0.4, -0.4), vec(1, -1), vec(0, 0), repaired())
     assert t.coefficient.tolist() == [0, 0] and t.objective.tolist() == [1, -1]
 
 
@@ -293,7 +293,7 @@ def test_gae_bootstraps_truncated_answers_only() -> None:
 
 def test_clipped_value_loss_by_hand() -> None:
     v = vec(3.0, 0.5).requires_grad_(True)
-    loss = values.value_loss(v, vec(2.0, 2.0), vec(1.0, 1.0), clip=0.2)
+    loss = sl.value_loss(v, vec(2.0, 2.0), vec(1.0, 1.0), clip=0.2)
     # max((3-2)^2, (1.2-2)^2), max((0.5-2)^2, (0.8-2)^2)
     assert loss.tolist() == pytest.approx([0.5, 0.5 * 2.25])
     assert torch.autograd.grad(loss.sum(), v)[0].tolist() == pytest.approx([1.0, -1.5])
@@ -466,6 +466,7 @@ def test_the_prepass_reads_any_object_with_the_sections() -> None:
         **{
             k: getattr(c, k)
             for k in ("staleness", "advantage", "correction", "loss", "kl", "learner", "generator")
+            + ("reshape", "stop", "value", "seed")
         }
     )
     b = batch(9)

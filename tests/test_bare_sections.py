@@ -1,5 +1,5 @@
-"""A caller's config with no more keys than it cannot do without: what is left out is what the
-configuration's own defaults are.  float64.
+"""A caller without a config: the mathematics' own sections, each with no more keys than are given;
+what is left out is what the configuration's own defaults are.  float64.
 """
 
 from __future__ import annotations
@@ -12,35 +12,24 @@ import torch
 from test_algorithms import D, batch, config, theta
 
 from asyncrl.algorithms import loss as sl
-from asyncrl.algorithms.prepass import LossBatch
+from asyncrl.algorithms import settings
+from asyncrl.algorithms.batch import LossBatch
 
 
 def bare(advantage: dict[str, Any], **more: Any) -> Any:
-    """Sections with the keys that are read without a default."""
-    c = config(advantage=advantage)
+    """The sections by themselves, each with no more keys than are given."""
     sections = {
+        "seed": 0,
         "staleness": SimpleNamespace(on_exceed="pace"),
-        "correction": SimpleNamespace(
-            level="token",
-            bound="truncate",
-            lo=None,
-            hi=None,
-            self_normalize=False,
-            proximal="recompute",
-        ),
-        "advantage": SimpleNamespace(truncated="keep", **advantage),
-        "learner": SimpleNamespace(epochs=1, minibatches=1),
-        "loss": SimpleNamespace(
-            surrogate="decoupled_ppo",
-            eps_low=None,
-            eps_high=None,
-            dual_clip=0.0,
-            reduction="token-mean",
-            entropy=0.0,
-        ),
-        "kl": SimpleNamespace(reward=SimpleNamespace(coefficient=0.0)),
-        "reshape": c.reshape,
-        "generator": c.generator,
+        "correction": settings.Correction(),
+        "advantage": settings.Advantage(**advantage),
+        "learner": SimpleNamespace(epochs=1, minibatches=1, backend="torch"),
+        "loss": settings.Loss(),
+        "kl": settings.KL(),
+        "reshape": settings.Reshape(),
+        "stop": settings.Stop(),
+        "value": settings.Value(),
+        "generator": SimpleNamespace(max_new_tokens=64),
     }
     return SimpleNamespace(**{**sections, **more})
 
@@ -81,13 +70,13 @@ def test_an_advantage_of_a_name_alone(name: str, per_token: bool) -> None:
 
 @pytest.mark.parametrize("truncated", ["penalty", "soft", "fixed", "zero"])
 def test_a_penalty_nobody_gave_is_none(truncated: str) -> None:
-    b, c = batch(3), bare({"name": "rloo", "whiten": False})
+    b, c = batch(3), bare({"name": "rloo", "whiten": False, "truncated": truncated})
     b.truncated = torch.arange(12) % 2 == 0
-    c.advantage.truncated = truncated
     want = torch.where(b.truncated, 0.0, b.rewards) if truncated in ("zero", "fixed") else b.rewards
     assert sl.prepare(b, c).metrics["reward/used_mean"] == pytest.approx(float(want.mean()))
-    c.advantage.truncation_penalty = 1.0
     if truncated == "soft":  # a ramp of one token: below the limit nothing, at it the whole
+        given = {"name": "rloo", "truncated": "soft", "truncation_penalty": 1.0}
+        c.advantage = settings.Advantage(**given, truncation_ramp=1)
         c.generator = SimpleNamespace(max_new_tokens=int(torch.bincount(b.seq).max()))
         longest = torch.bincount(b.seq) == c.generator.max_new_tokens
         assert sl.prepare(b, c).metrics["reward/used_mean"] == pytest.approx(
@@ -132,9 +121,7 @@ def test_terms_of_bare_sections_have_the_defaults_of_the_configuration() -> None
             requires_grad=True,
         ),
     )
-    kl = SimpleNamespace(
-        reward=SimpleNamespace(coefficient=0.0), loss=SimpleNamespace(coefficient=0.3)
-    )
+    kl = settings.KL(loss=settings.KLLoss(coefficient=0.3))
     found = []
     for c in (
         bare({"name": "gae"}, kl=kl),
@@ -154,7 +141,7 @@ def test_terms_of_bare_sections_have_the_defaults_of_the_configuration() -> None
 
 
 def test_a_stop_of_a_limit_alone_skips_from_the_start() -> None:
-    for stop in (SimpleNamespace(kl_max=0.5), config(stop={"kl_max": 0.5}).stop):
+    for stop in (settings.Stop(kl_max=0.5), config(stop={"kl_max": 0.5}).stop):
         prep = sl.prepare(batch(3), bare({"name": "rloo", "whiten": False}, stop=stop))
         assert prep.budget is None and not sl.needs_current(prep)
         at = torch.arange(len(prep.batch.seq))
@@ -166,17 +153,8 @@ def test_a_stop_of_a_limit_alone_skips_from_the_start() -> None:
         ) and float(w) == pytest.approx(float(weight[prep.valid].sum()))
 
 
-def test_draws_without_a_seed_are_those_of_seed_zero() -> None:
-    loss = SimpleNamespace(
-        surrogate="clip_cov",
-        eps_low=None,
-        eps_high=None,
-        reduction="token-mean",
-        entropy=0.0,
-        cov_share=0.3,
-        cov_lo=-1.0,
-        cov_hi=1.0,
-    )
+def test_draws_of_bare_sections_are_those_of_the_configuration() -> None:
+    loss = settings.Loss(surrogate="clip_cov", cov_share=0.3, cov_lo=-1.0, cov_hi=1.0)
     whole = config(
         loss={"surrogate": "clip_cov", "cov_share": 0.3, "cov_lo": -1.0, "cov_hi": 1.0}, seed=0
     )

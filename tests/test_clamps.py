@@ -14,8 +14,8 @@ from test_algorithms import D, batch, config, gradient, theta
 
 from asyncrl.algorithms import correction, kl, ratios, reshape, surrogates
 from asyncrl.algorithms import loss as sl
-from asyncrl.algorithms.prepass import LossBatch
-from asyncrl.config.tree import Reshape
+from asyncrl.algorithms.batch import LossBatch
+from asyncrl.algorithms.settings import Reshape
 
 INF = math.inf
 
@@ -214,12 +214,12 @@ def test_repair_d_stops_the_box_cox_form_too() -> None:
         s.share = share
         g = reshape.gamma(x, a, s, c)
         assert g.tolist() == [0.5] * 4
-        t, w = reshape.reshape(x, a, g, c, s.share), (0.5 * x).exp()
+        t, w = surrogates.reshape(x, a, g, c, s.share), (0.5 * x).exp()
         slow = vec(share, 1, 1, share)
         assert torch.allclose(t.coefficient, slow * w * a) and torch.allclose(
             t.objective, slow * a * (w - 1) / 0.5
         )
-    free = reshape.reshape(x, a, g, repaired(form="box_cox"), 0.0)
+    free = surrogates.reshape(x, a, g, repaired(form="box_cox"), 0.0)
     assert torch.allclose(free.coefficient, (0.5 * x).exp() * a), (
         "a share without the budget is nobody's"
     )

@@ -232,37 +232,39 @@ def test_repair_d_by_tokens_and_globally() -> None:
 
 def test_the_two_forms_and_repair_b_by_hand() -> None:
     x, a, g = vec(2, 0.5).log(), vec(3, -1), vec(0.5, 0.5)
-    t = reshape.reshape(x, a, g, repaired())
+    t = surrogates.reshape(x, a, g, repaired())
     r2, rh = math.sqrt(2), math.sqrt(0.5)
     assert t.objective.tolist() == pytest.approx(
         [3 * r2, -rh]
     ) and t.coefficient.tolist() == pytest.approx([1.5 * r2, -0.5 * rh])
     assert t.clipped.tolist() == [0, 0]
-    t = reshape.reshape(x, a, g, repaired(form="box_cox"))
+    t = surrogates.reshape(x, a, g, repaired(form="box_cox"))
     assert t.objective.tolist() == pytest.approx(
         [3 * (r2 - 1) / 0.5, -(rh - 1) / 0.5]
     ) and t.coefficient.tolist() == pytest.approx([3 * r2, -rh])
-    t = reshape.reshape(x, a, vec(0, 0), repaired(form="box_cox"))  # the limit: log w, gradient 1
+    t = surrogates.reshape(
+        x, a, vec(0, 0), repaired(form="box_cox")
+    )  # the limit: log w, gradient 1
     assert t.objective.tolist() == pytest.approx(
         [3 * math.log(2), math.log(2)]
     ) and t.coefficient.tolist() == [3, -1]
-    t = reshape.reshape(x, a, vec(1e-5, 1e-5), repaired(form="box_cox"))
+    t = surrogates.reshape(x, a, vec(1e-5, 1e-5), repaired(form="box_cox"))
     assert t.objective.tolist() == pytest.approx([3 * math.log(2), math.log(2)], rel=1e-4)
     # both push away
-    slow = reshape.reshape(x, a, g, repaired(form="box_cox", budget="tokens"), share=0.25)
+    slow = surrogates.reshape(x, a, g, repaired(form="box_cox", budget="tokens"), share=0.25)
     assert slow.coefficient.tolist() == pytest.approx(
         [0.75 * r2, -0.25 * rh]
     ) and slow.objective.tolist() == pytest.approx([1.5 * (r2 - 1), -0.5 * (rh - 1)])
-    back = reshape.reshape(x, -a, g, repaired(form="box_cox", budget="tokens"), share=0.25)
+    back = surrogates.reshape(x, -a, g, repaired(form="box_cox", budget="tokens"), share=0.25)
     assert back.coefficient.tolist() == pytest.approx([-3 * r2, rh])
-    third = reshape.reshape(x, a, g, repaired(form="box_cox", budget="tokens"), share=1 / 3)
+    third = surrogates.reshape(x, a, g, repaired(form="box_cox", budget="tokens"), share=1 / 3)
     # in the loss's own precision
     assert third.coefficient.dtype == D and third.coefficient.tolist() == pytest.approx(
         [r2, -rh / 3], rel=1e-12
     )
-    free = reshape.reshape(x, a, g, repaired(form="box_cox"), share=0.25)
+    free = surrogates.reshape(x, a, g, repaired(form="box_cox"), share=0.25)
     assert free.coefficient.tolist() == pytest.approx([3 * r2, -rh])
-    cut = reshape.reshape(
+    cut = surrogates.reshape(
         vec(1.25, 1.25, 0.75, 0.75, 1.2, 0.8).log(),
         vec(1, -1, -1, 1, 1, -1),
         vec(*[1] * 6),
@@ -273,7 +275,7 @@ def test_the_two_forms_and_repair_b_by_hand() -> None:
         cut.coefficient.tolist() == pytest.approx([0, -1.25, 0, 0.75, 1.2, -0.8])
         and cut.clipped.dtype == torch.int8
     )
-    wide = reshape.reshape(vec(4).log(), vec(1), vec(1), repaired(clip=0.2, weight_max=3.0))
+    wide = surrogates.reshape(vec(4).log(), vec(1), vec(1), repaired(clip=0.2, weight_max=3.0))
     assert wide.objective.tolist() == [3.0] and wide.coefficient.tolist() == [0.0]
 
 
@@ -302,7 +304,7 @@ def test_unknown_words_of_reshape(keys: dict[str, str], said: str) -> None:
     s = reshape.Statistics(vec(1)[0], vec(1)[0], vec(1)[0])
     with pytest.raises(ConfigError, match=said.replace(".", r"\.")):
         reshape.gamma(vec(1), vec(1), s, c)
-        reshape.reshape(vec(1), vec(1), vec(1), c)
+        surrogates.reshape(vec(1), vec(1), vec(1), c)
 
 
 # ---- stops ---------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ import torch
 from click.testing import CliRunner
 
 from asyncrl.algorithms import correction, loss
+from asyncrl.algorithms.settings import Correction
 from asyncrl.cli import main
-from asyncrl.config.tree import Correction
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.lab import bias, bias_page, corrections, reshape
 from asyncrl.experiments.lab.policy import Space, coefficients, exact_gradient

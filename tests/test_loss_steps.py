@@ -16,9 +16,10 @@ from test_algorithms_catalogue import vec
 from test_learner_step import GROUPS, SIZE, core, model_dir
 from test_learner_step import batch as learner_batch
 
-from asyncrl.algorithms import correction, prepass, ratios, reshape, surrogates, values
+from asyncrl.algorithms import correction, ratios, reshape, surrogates
 from asyncrl.algorithms import loss as sl
-from asyncrl.algorithms.prepass import LossBatch
+from asyncrl.algorithms.batch import LossBatch
+from asyncrl.algorithms.settings import Correction
 from asyncrl.contract.errors import ConfigError
 from learner.batch import pack
 from learner.step import make_backend
@@ -57,7 +58,7 @@ def test_an_anchor_is_made_first_where_one_pass_is_not_enough() -> None:
     assert not sl.needs_anchor_first(
         SimpleNamespace(
             learner=SimpleNamespace(epochs=1, minibatches=1),
-            correction=SimpleNamespace(self_normalize=False),
+            correction=Correction(self_normalize=False),
         )
     )
 
@@ -376,7 +377,7 @@ def test_a_clipped_value_loss_takes_the_old_values() -> None:
     c = config(advantage={"name": "gae", "lam": 1.0}, value={"coefficient": 0.5, "clip": 0.2})
     prep, step = begun(b, c)
     loss, sums = sl.micro_loss(prep, step, torch.arange(len(b.seq)), theta(b), None, now)
-    want = values.value_loss(now.detach(), b.rewards[b.seq], b.values, 0.2)[b.mask].mean()
+    want = sl.value_loss(now.detach(), b.rewards[b.seq], b.values, 0.2)[b.mask].mean()
     assert float(sums["loss/value"]) == pytest.approx(float(want)) and prep.returns is not None
     bare, _ = sl.micro_loss(*begun(b, c), torch.arange(len(b.seq)), theta(b))
     assert float((loss - bare).detach()) == pytest.approx(0.5 * float(want))
@@ -560,13 +561,6 @@ def test_each_baseline_of_reinforce() -> None:
         assert torch.allclose(prep.advantage, torch.where(b.mask, (b.rewards - value)[b.seq], 0.0))
 
 
-def test_sections_are_filled_in_where_a_caller_has_fewer_keys() -> None:
-    made = prepass.section(SimpleNamespace(a=SimpleNamespace(x=1)), "a", x=5, y=6)
-    assert (made.x, made.y) == (1, 6) and prepass.section(SimpleNamespace(), "a", z=3).z == 3
-    whole = SimpleNamespace(x=1, y=2, other=9)
-    assert prepass.section(SimpleNamespace(a=whole), "a", x=5, y=6) is whole
-
-
 # ---- the learner's parts -------------------------------------------------------------------------
 
 
@@ -709,7 +703,7 @@ def test_rewards_per_token_that_nobody_takes_are_spoken_of_once(
 
 def test_weights_of_a_bare_correction_section_are_those_of_the_defaults() -> None:
     b = batch(2)
-    plain = SimpleNamespace(level="token", bound="truncate", lo=None, hi=None, self_normalize=False)
+    plain = Correction(level="token", bound="truncate", lo=None, hi=None, self_normalize=False)
     x = ratios.difference(b.anchor, b.behavior)  # type: ignore[arg-type]
     got, want = (
         correction.correct(x, b.anchor, b.mask, b.seq, 12, c) for c in (plain, config().correction)

@@ -9,7 +9,7 @@ import math
 import pytest
 import torch
 
-from asyncrl.algorithms import ratios, reductions, surrogates, values
+from asyncrl.algorithms import diagnostics, loss, ratios, reductions, surrogates
 
 D = torch.float64
 
@@ -75,19 +75,19 @@ def test_the_value_loss_is_half_a_square_and_clipped_only_when_asked() -> None:
     v, r, old = vec(3.0, 0.0, 1.0), vec(1.0, 2.0, 1.0), vec(1.0, 1.0, 3.0)
     half = [2.0, 2.0, 0.0]
     assert (
-        values.value_loss(v, r).tolist()
+        loss.value_loss(v, r).tolist()
         == half
-        == values.value_loss(v, r, old).tolist()
-        == values.value_loss(v, r, None, 0.5).tolist()
+        == loss.value_loss(v, r, old).tolist()
+        == loss.value_loss(v, r, None, 0.5).tolist()
     )
     # within 0.5 of the old value: 1.5, 0.5, 2.5; errors 0.5, 1.5, 1.5: the larger square of the two
     # counts
-    assert values.value_loss(v, r, old, 0.5).tolist() == pytest.approx([2.0, 2.0, 0.5 * 1.5**2])
+    assert loss.value_loss(v, r, old, 0.5).tolist() == pytest.approx([2.0, 2.0, 0.5 * 1.5**2])
     # the other side: values above the old one that must fall further
-    assert values.value_loss(vec(2.0), vec(0.0), vec(4.0), 0.5).tolist() == pytest.approx(
+    assert loss.value_loss(vec(2.0), vec(0.0), vec(4.0), 0.5).tolist() == pytest.approx(
         [0.5 * 3.5**2]
     )
-    assert values.value_loss(vec(4.0), vec(6.0), vec(1.0), 0.5).tolist() == pytest.approx(
+    assert loss.value_loss(vec(4.0), vec(6.0), vec(1.0), 0.5).tolist() == pytest.approx(
         [0.5 * 4.5**2]
     )
 
@@ -97,16 +97,16 @@ def test_explained_variance_by_hand() -> None:
     4; a mask of one says nothing.
     """
     r, m = vec(1, 3, 5, 99), yes(1, 1, 1, 0)
-    assert float(values.explained_variance(vec(0, 2, 4, 0), r, m)) == pytest.approx(1)
-    assert float(values.explained_variance(vec(0, 3, 6, 0), r, m)) == pytest.approx(0.75)
-    assert float(values.explained_variance(vec(3, 3, 3, 0), r, m)) == pytest.approx(0)
-    assert values.explained_variance(r, r, yes(1, 0, 0, 0)).tolist() == 0.0
+    assert float(diagnostics.explained_variance(vec(0, 2, 4, 0), r, m)) == pytest.approx(1)
+    assert float(diagnostics.explained_variance(vec(0, 3, 6, 0), r, m)) == pytest.approx(0.75)
+    assert float(diagnostics.explained_variance(vec(3, 3, 3, 0), r, m)) == pytest.approx(0)
+    assert diagnostics.explained_variance(r, r, yes(1, 0, 0, 0)).tolist() == 0.0
     # two are enough
-    assert float(values.explained_variance(vec(0, 3), vec(1, 3), yes(1, 1))) == pytest.approx(
+    assert float(diagnostics.explained_variance(vec(0, 3), vec(1, 3), yes(1, 1))) == pytest.approx(
         1 - 0.5 / 2
     )
     # returns without variance
-    assert math.isfinite(float(values.explained_variance(vec(1, 2), vec(1, 1), yes(1, 1))))
+    assert math.isfinite(float(diagnostics.explained_variance(vec(1, 2), vec(1, 1), yes(1, 1))))
 
 
 # ---- reductions ----------------------------------------------------------------------------------

@@ -12,9 +12,10 @@ import torch
 from test_algorithms import D, batch, config, gradient, theta
 from test_algorithms_catalogue import repaired, vec
 
-from asyncrl.algorithms import advantages, prepass, reshape, stopping, surrogates
+from asyncrl.algorithms import advantages, stopping, surrogates
+from asyncrl.algorithms import batch as whole_batch
 from asyncrl.algorithms import loss as sl
-from asyncrl.algorithms.prepass import LossBatch
+from asyncrl.algorithms.batch import LossBatch
 
 EVERYWHERE = {"correction": {"level": "none", "bound": "none"}}  # weight 1 on every token
 
@@ -199,7 +200,7 @@ def two_groups(name: str, **keys: Any) -> torch.Tensor:
         values=keys.pop("values", None),
         bootstrap=vec(0, 0, 0, 0),
     )
-    return prepass.advantage(b, b.mask, config(advantage={"name": name, **keys}), 0.0, 0.0)[0]
+    return whole_batch.advantage(b, b.mask, config(advantage={"name": name, **keys}), 0.0, 0.0)[0]
 
 
 def test_a_group_baseline_leaves_only_what_a_group_did_not_share() -> None:
@@ -254,13 +255,13 @@ def test_process_supervision_sums_the_normalised_steps_from_a_token_on() -> None
 
 def test_reshapes_weight_is_bounded_in_value_and_gradient() -> None:
     x, adv, g = vec(16, 16, 0.25).log(), vec(1, -1, 1), vec(0.5, 0.5, 0.5)  # w^gamma = 4, 4, 1/2
-    t = reshape.reshape(x, adv, g, repaired(weight_max=3.0))
+    t = surrogates.reshape(x, adv, g, repaired(weight_max=3.0))
     assert t.coefficient.tolist() == pytest.approx(
         [1.5, -1.5, 0.25]
     ) and t.objective.tolist() == pytest.approx([3, -3, 0.5])
-    free = reshape.reshape(x, adv, g, repaired())
+    free = surrogates.reshape(x, adv, g, repaired())
     assert free.coefficient.tolist() == pytest.approx([2, -2, 0.25])
-    box = reshape.reshape(x, adv, g, repaired(weight_max=3.0, form="box_cox"))
+    box = surrogates.reshape(x, adv, g, repaired(weight_max=3.0, form="box_cox"))
     # (w^g - 1) / g
     assert box.coefficient.tolist() == pytest.approx(
         [3, -3, 0.5]
@@ -309,7 +310,7 @@ def test_clip_ranges_default_to_the_surrogates_own_and_are_one_sided() -> None:
         lopsided = {"surrogate": "ppo", "eps_low": 0.35}
         want = torch.where(away, 0.0, r * part) if r > 1 else r * part
         assert torch.allclose(gradient(b, config(loss=lopsided, **EVERYWHERE), lp)[1], want)
-    assert sl.EPS["gspo"] == (3e-4, 4e-4)  # the paper's, section 5.1
+    assert surrogates.GSPO_CLIP == (3e-4, 4e-4)  # the paper's, section 5.1
 
 
 SURROGATES = [

@@ -6,15 +6,14 @@ from __future__ import annotations
 
 import math
 import typing
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from asyncrl.algorithms import advantages, kl, reductions, reshape, surrogates
+from asyncrl.algorithms import advantages, batch, kl, reductions, reshape, surrogates
 from asyncrl.algorithms import correction as weights
-from asyncrl.config import tree as cf
+from asyncrl.algorithms import settings as cf
 from asyncrl.contract.errors import ConfigError
 
 D = torch.float64
@@ -30,17 +29,8 @@ def yes(*x: int) -> torch.Tensor:
 
 
 def section(**keys: Any) -> Any:
-    """A `correction` with no more than the five keys that weights cannot do without."""
-    return SimpleNamespace(
-        **{
-            "level": "token",
-            "bound": "none",
-            "lo": None,
-            "hi": None,
-            "self_normalize": False,
-            **keys,
-        }
-    )
+    """A `correction` of tokens without a bound, and what else is given."""
+    return cf.Correction(**{"bound": "none", **keys})
 
 
 def choices(struct: Any, key: str) -> set[str]:
@@ -54,17 +44,23 @@ NAMED = [
     (weights.BOUNDS, cf.Correction, "bound"),
     (weights.STATISTICS, cf.Correction, "reject"),
     (weights.OVER, cf.Correction, "reject_over"),
-    (weights.VETOES, cf.Correction, "veto"),
-    (surrogates.NAMES, cf.Loss, "surrogate"),
+    (weights.VETO, cf.Correction, "veto"),
+    (surrogates.SURROGATES, cf.Loss, "surrogate"),
     (reductions.REDUCTIONS, cf.Loss, "reduction"),
     (reshape.MODES, cf.Reshape, "mode"),
-    (reshape.FORMS, cf.Reshape, "form"),
+    (surrogates.FORMS, cf.Reshape, "form"),
     (reshape.BUDGETS, cf.Reshape, "budget"),
     (kl.OFF_POLICY, cf.KLLoss, "off_policy"),
-    (advantages.NAMES, cf.Advantage, "name"),
+    ({**advantages.BY_ANSWER, **advantages.BY_TOKEN}, cf.Advantage, "name"),
+    (advantages.BASELINES, cf.Advantage, "baseline"),
+    (batch.SCALES, cf.Advantage, "rewards"),
     *[
-        ([x for n in kl.ESTIMATORS for x in (n, n + "+")], part, "estimator")
-        for part in (cf.KLLoss, cf.KLReward)
+        ([x for n in kl.ESTIMATORS for x in (n, n + "+")], part, key)
+        for part, key in (
+            (cf.KLLoss, "estimator"),
+            (cf.KLReward, "estimator"),
+            (cf.Reshape, "kl_estimator"),
+        )
     ],
 ]
 
@@ -76,6 +72,17 @@ def test_the_words_an_error_offers_are_those_the_configuration_takes(
     names: Any, struct: Any, key: str
 ) -> None:
     assert set(names) == choices(struct, key) and len(names) == len(set(names))
+
+
+def test_the_settings_read_words_from_the_source_as_python_does() -> None:
+    """Dicts and tuples of texts, without importing the module; what is none is no table."""
+    assert cf.names("surrogates", "SURROGATES") == tuple(surrogates.SURROGATES)
+    assert cf.ON_BEHAVIOR == surrogates.ON_BEHAVIOR and cf.BY_GROUP == advantages.BY_GROUP
+    assert set(surrogates.NEED_CURRENT) | set(surrogates.BEFORE) <= set(surrogates.SURROGATES)
+    assert set(kl.PREFIXES) <= set(kl.OFF_POLICY)
+    for module, table in (("surrogates", "NOTHING"), ("ratios", "CLAMP"), ("surrogates", "OPEN")):
+        with pytest.raises(KeyError, match=table):
+            cf.names(module, table)
 
 
 # ---- weights and bounds --------------------------------------------------------------------------

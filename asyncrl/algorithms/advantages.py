@@ -2,20 +2,23 @@
 number); these return [B].
 
 The token-level ones (reinforce_pp, gae, k_step, process_grpo) take and return [N], packed.
+BY_ANSWER and BY_TOKEN, at the end, have them by their name in the config: a new one is a function
+of (Answers, Advantage) or (Tokens, Advantage) and its line there.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import torch
 
-from asyncrl.algorithms.ratios import Rows, discounted_suffix, seq_max, seq_sum
+from asyncrl.algorithms.ratios import Rows, chosen, discounted_suffix, seq_max, seq_sum
+from asyncrl.algorithms.settings import Advantage
 from asyncrl.contract.errors import ConfigError
 
-NAMES = ("reinforce", "rloo", "grpo", "dr_grpo", "reinforce_pp", "opo", "gpg", "remax", "gae")
-# those that take rewards per token, where the reward function gives them
-PER_TOKEN = ("reinforce_pp", "gae", "grpo")
-# a KL term in the reward is charged token by token; elsewhere to the whole answer
-TOKEN_LEVEL = ("reinforce_pp", "gae")
+# those that compare the samples of one prompt, and need two of them
+BY_GROUP = ("rloo", "grpo", "dr_grpo", "opo", "gpg")
 # numbers that differ by less than this share of the larger one are equal: what rounding to float32
 # leaves of equal rewards
 EQUAL = 1e-6
@@ -352,3 +355,156 @@ def overlong_penalty(lengths: torch.Tensor, limit: int, ramp: int) -> torch.Tens
     of DAPO, arXiv 2503.14476).
     """
     return ((lengths - (limit - ramp)) / max(ramp, 1)).clamp(0.0, 1.0)
+
+
+# ---- by name -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Answers:
+    """What an advantage of whole answers may look at, [B]: rewards as they are left after
+    truncation, scaling and KL; groups int64; lengths in tokens of the loss; greedy: the reward of a
+    greedy answer to the same prompt, shaped as the rewards are.  ema: their mean over past batches,
+    a number."""
+
+    rewards: torch.Tensor
+    groups: torch.Tensor
+    lengths: torch.Tensor
+    greedy: torch.Tensor | None
+    ema: float
+
+
+@dataclass
+class Tokens:
+    """What an advantage of tokens may look at.  answers [B]: rewards after truncation and scaling;
+    charge [N]: of KL in the reward.
+
+    given [N]: the reward function's rewards of tokens, as they came, None: it gave none; tokens
+    [N], totals [B]: the same on trained tokens after truncation and scaling, and their sums; steps
+    bool [N]: where a step of process supervision ends, as the reward function says it.  values [N],
+    after [B]: V of the tokens, and behind the last one of an answer that was cut (else 0)."""
+
+    answers: torch.Tensor
+    mask: torch.Tensor
+    seq: torch.Tensor
+    groups: torch.Tensor
+    charge: torch.Tensor | None = None
+    given: torch.Tensor | None = None
+    tokens: torch.Tensor | None = None
+    totals: torch.Tensor | None = None
+    steps: torch.Tensor | None = None
+    values: torch.Tensor | None = None
+    after: torch.Tensor | None = None
+
+    def rewards(self, answers: torch.Tensor) -> torch.Tensor:
+        """[N]: what each token earns, less its KL charge; answers [B]: in all."""
+        if self.tokens is None:
+            each = on_last_token(answers, self.mask, self.seq)
+        else:
+            assert self.totals is not None
+            each = self.tokens + on_last_token(answers - self.totals, self.mask, self.seq)
+        return each if self.charge is None else each - self.charge
+
+    def ends(self) -> torch.Tensor:
+        """Bool [N]: the trained tokens that end a step, by what the reward function rewarded: no KL
+        charge makes one.
+        """
+        assert self.given is not None
+        if self.steps is None:
+            earned = on_trained(self.given, self.mask, self.seq)
+            return steps(earned, self.mask, self.seq, len(self.answers))
+        return on_trained(self.steps.to(self.answers.dtype), self.mask, self.seq) > 0
+
+
+def _no_baseline(a: Answers) -> torch.Tensor:
+    return reinforce(a.rewards, 0.0)
+
+
+def _batch_baseline(a: Answers) -> torch.Tensor:
+    return centred(a.rewards, torch.zeros_like(a.groups))
+
+
+def _ema_baseline(a: Answers) -> torch.Tensor:
+    return reinforce(a.rewards, a.ema)
+
+
+# advantage.baseline, of reinforce -> [B]
+BASELINES: dict[str, Callable[[Answers], torch.Tensor]] = {
+    "none": _no_baseline,
+    "batch": _batch_baseline,
+    "ema": _ema_baseline,
+}
+
+
+def _reinforce(a: Answers, c: Advantage) -> torch.Tensor:
+    return chosen("advantage.baseline", BASELINES, c.baseline)(a)
+
+
+def _rloo(a: Answers, c: Advantage) -> torch.Tensor:
+    return rloo(a.rewards, a.groups)
+
+
+def _grpo(a: Answers, c: Advantage) -> torch.Tensor:
+    return grpo(a.rewards, a.groups, ddof=c.ddof, eps=c.eps)
+
+
+def _dr_grpo(a: Answers, c: Advantage) -> torch.Tensor:
+    return dr_grpo(a.rewards, a.groups)
+
+
+def _opo(a: Answers, c: Advantage) -> torch.Tensor:
+    return opo(a.rewards, a.groups, a.lengths)
+
+
+def _gpg(a: Answers, c: Advantage) -> torch.Tensor:
+    return gpg(a.rewards, a.groups)
+
+
+def _remax(a: Answers, c: Advantage) -> torch.Tensor:
+    if a.greedy is None:
+        raise ConfigError(
+            "advantage.name = remax needs the reward of a greedy answer to each prompt "
+            "(LossBatch.greedy)"
+        )
+    return remax(a.rewards, a.greedy)
+
+
+def _reinforce_pp(t: Tokens, c: Advantage) -> tuple[torch.Tensor, None]:
+    answers = dr_grpo(t.answers, t.groups) if c.group_baseline else t.answers
+    return reinforce_pp(t.rewards(answers), t.mask, t.seq, gamma=c.gamma), None
+
+
+def _process_grpo(t: Tokens, c: Advantage) -> tuple[torch.Tensor, None]:
+    ends = t.ends()
+    earned = by_step(t.rewards(t.answers), ends, t.seq)
+    return process_grpo(earned, ends, t.mask, t.seq, t.groups, ddof=c.ddof, eps=c.eps), None
+
+
+def _gae(t: Tokens, c: Advantage) -> tuple[torch.Tensor, torch.Tensor]:
+    if t.values is None:
+        raise ConfigError("advantage.name = gae needs values (LossBatch.values): a value head")
+    earned = t.rewards(t.answers)
+    after = torch.zeros_like(t.answers) if t.after is None else t.after
+    adv, returns = gae(earned, t.values, t.mask, t.seq, after, gamma=c.gamma, lam=c.lam)
+    if c.k_step > 0:
+        adv = k_step(earned, t.values, t.mask, t.seq, after, k=c.k_step, gamma=c.gamma, lam=c.lam)
+    return masked_whiten(adv, t.mask) if c.whiten else adv, returns
+
+
+# advantage.name -> [B], broadcast to the answer's tokens; KL in the reward is charged to the answer
+BY_ANSWER: dict[str, Callable[[Answers, Advantage], torch.Tensor]] = {
+    "reinforce": _reinforce,
+    "rloo": _rloo,
+    "grpo": _grpo,
+    "dr_grpo": _dr_grpo,
+    "opo": _opo,
+    "gpg": _gpg,
+    "remax": _remax,
+}
+# advantage.name -> (advantage [N], returns [N] or None); KL in the reward is charged by token.  A
+# name of both dicts is here where the reward function gives rewards of tokens, else there.
+BY_TOKEN: dict[str, Callable[[Tokens, Advantage], tuple[torch.Tensor, torch.Tensor | None]]] = {
+    "reinforce_pp": _reinforce_pp,
+    "gae": _gae,
+    "grpo": _process_grpo,
+}

@@ -7,7 +7,10 @@ mix.
 log_rho comes as `ratios.difference` gives it and is clamped to [-20, 20] at the last moment: a
 token's where it is used by itself, a whole answer's after it was summed or averaged.  Clamping each
 token first would change the product: one token at -30 in an answer whose others add up to +25
-weighs e^-5, not e^5."""
+weighs e^-5, not e^5.
+
+LEVELS, BOUNDS, STATISTICS and OVER have what the config names: a new one is a function and its line
+in the dict."""
 
 from __future__ import annotations
 
@@ -18,52 +21,86 @@ from typing import Any
 
 import torch
 
-from asyncrl.algorithms.ratios import CLAMP, masked_mean, seq_max, seq_mean, seq_sum, unknown
+from asyncrl.algorithms.ratios import CLAMP, chosen, masked_mean, seq_max, seq_mean, seq_sum
+from asyncrl.algorithms.settings import Correction
 from asyncrl.contract.errors import ConfigError
 
-LEVELS = ("none", "token", "sequence", "geometric")
-BOUNDS = ("none", "truncate", "clip", "mask")
-STATISTICS = ("none", "ratio", "k1", "k2", "k3")
-OVER = ("token", "sum", "mean", "max")
-VETOES = ("none", "probability", "ratio")
 DEFAULT_BOUNDS = {"token": (0.5, 2.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
-# of the ratio; k's have none
+# a level that has none is not bounded until lo and hi are given; of the ratio; k's have none
 REJECT_BAND = {"token": (0.5, 2.0), "sum": (0.5, 2.0), "mean": (0.99, 1.01), "max": (0.0, 2.0)}
-VETO = {"probability": 1e-6, "ratio": 1e-4}
+VETO = {"none": 0.0, "probability": 1e-6, "ratio": 1e-4}
+
+
+def _none(log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
+    return torch.ones_like(log_rho)
+
+
+def _token(log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
+    """rho."""
+    return log_rho.clamp(-CLAMP, CLAMP).exp()
+
+
+def _sequence(log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
+    """exp(sum log rho): per-trajectory importance sampling."""
+    return seq_sum(log_rho, seq, n).clamp(-CLAMP, CLAMP).exp()[seq]
+
+
+def _geometric(
+    log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
+) -> torch.Tensor:
+    """exp(mean log rho): GSPO's ratio (arXiv 2507.18071) taken on proximal / behaviour."""
+    return seq_mean(log_rho, mask, seq, n).clamp(-CLAMP, CLAMP).exp()[seq]
+
+
+# correction.level -> unbounded weights [N] of log rho [N] (0 outside the mask), mask, seq, n
+LEVELS: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
+    "none": _none,
+    "token": _token,
+    "sequence": _sequence,
+    "geometric": _geometric,
+}
 
 
 def weights(
     log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int, level: str
 ) -> torch.Tensor:
-    """Unbounded weights [N] from log rho [N]: token rho, `sequence` exp(sum log rho), `geometric`
-    exp(mean log rho), broadcast.
-
-    Raises ConfigError for another level.  The product form is per-trajectory importance sampling;
-    the geometric one is GSPO's ratio (arXiv 2507.18071) taken on proximal / behaviour."""
+    """Unbounded weights [N] from log rho [N], by a name of LEVELS; an answer's is broadcast to its
+    tokens.  Raises ConfigError for another level."""
     x = torch.where(mask, log_rho.detach(), 0.0)
-    if level == "none":
-        return torch.ones_like(x)
-    if level == "token":
-        return x.clamp(-CLAMP, CLAMP).exp()
-    if level not in LEVELS:
-        raise unknown("correction.level", level, LEVELS)
-    total = seq_sum(x, seq, n) if level == "sequence" else seq_mean(x, mask, seq, n)
-    return total.clamp(-CLAMP, CLAMP).exp()[seq]
+    return chosen("correction.level", LEVELS, level)(x, mask, seq, n)
+
+
+def _unbounded(w: torch.Tensor, lo: float, hi: float) -> torch.Tensor:
+    return w
+
+
+def _truncate(w: torch.Tensor, lo: float, hi: float) -> torch.Tensor:
+    """min(w, hi) (TIS, Yao et al. 2025)."""
+    return w.clamp(max=hi)
+
+
+def _clip(w: torch.Tensor, lo: float, hi: float) -> torch.Tensor:
+    """clamp(w, lo, hi)."""
+    return w.clamp(lo, hi)
+
+
+def _mask(w: torch.Tensor, lo: float, hi: float) -> torch.Tensor:
+    """w 1[lo <= w <= hi] (IcePop, at token level)."""
+    return torch.where((w >= lo) & (w <= hi), w, 0.0)
+
+
+# correction.bound -> bounded weights [N] of weights [N], lo, hi
+BOUNDS: dict[str, Callable[[torch.Tensor, float, float], torch.Tensor]] = {
+    "none": _unbounded,
+    "truncate": _truncate,
+    "clip": _clip,
+    "mask": _mask,
+}
 
 
 def bounded(w: torch.Tensor, bound: str, lo: float, hi: float) -> torch.Tensor:
-    """truncate min(w, hi) (TIS, Yao et al. 2025) | clip clamp(w, lo, hi) | mask w 1[lo <= w <= hi]
-    (IcePop, at token level) | none.
-    """
-    if bound == "truncate":
-        return w.clamp(max=hi)
-    if bound == "clip":
-        return w.clamp(lo, hi)
-    if bound == "mask":
-        return torch.where((w >= lo) & (w <= hi), w, 0.0)
-    if bound != "none":
-        raise unknown("correction.bound", bound, BOUNDS)
-    return w
+    """Weights [N] after a name of BOUNDS.  Raises ConfigError for another."""
+    return chosen("correction.bound", BOUNDS, bound)(w, lo, hi)
 
 
 def mean_weight(
@@ -79,6 +116,58 @@ def mean_weight(
     return torch.where(mean > 0, mean, 1.0)
 
 
+def _raw(raw: torch.Tensor) -> torch.Tensor:
+    return raw
+
+
+def _k1(raw: torch.Tensor) -> torch.Tensor:
+    return -raw.clamp(-CLAMP, CLAMP)
+
+
+def _k2(raw: torch.Tensor) -> torch.Tensor:
+    return raw.clamp(-CLAMP, CLAMP).square() / 2
+
+
+def _k3(raw: torch.Tensor) -> torch.Tensor:
+    x = raw.clamp(-CLAMP, CLAMP)
+    return torch.expm1(x) - x
+
+
+# correction.reject -> of a token's log rho [N]; the ratio is exponentiated when it is summed up
+STATISTICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "none": torch.zeros_like,
+    "ratio": _raw,
+    "k1": _k1,
+    "k2": _k2,
+    "k3": _k3,
+}
+
+
+def _of_token(s: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
+    return s
+
+
+def _of_sum(s: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
+    return seq_sum(s, seq, n)[seq]
+
+
+def _of_mean(s: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
+    return seq_mean(s, mask, seq, n)[seq]
+
+
+def _of_max(s: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
+    return seq_max(s, mask, seq, n)[seq]
+
+
+# correction.reject_over -> [N], the token's own statistic or its whole answer's
+OVER: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]] = {
+    "token": _of_token,
+    "sum": _of_sum,
+    "mean": _of_mean,
+    "max": _of_max,
+}
+
+
 def statistic(
     name: str, over: str, log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
 ) -> torch.Tensor:
@@ -88,24 +177,8 @@ def statistic(
     With x = log rho: k1 = -x, k2 = x^2/2, k3 = e^x - 1 - x.  A ratio over the answer is exp of the
     log-ratios' sum, mean or max."""
     raw = torch.where(mask, log_rho.detach(), 0.0)
-    x = raw.clamp(-CLAMP, CLAMP)
-    values: dict[str, Callable[[], torch.Tensor]] = {
-        "ratio": lambda: raw,
-        "k1": lambda: -x,
-        "k2": lambda: x.square() / 2,
-        "k3": lambda: torch.expm1(x) - x,
-    }
-    if name not in values:
-        raise unknown("correction.reject", name, STATISTICS)
-    s = values[name]()
-    if over == "sum":
-        s = seq_sum(s, seq, n)[seq]
-    elif over == "mean":
-        s = seq_mean(s, mask, seq, n)[seq]
-    elif over == "max":
-        s = seq_max(s, mask, seq, n)[seq]
-    elif over != "token":
-        raise unknown("correction.reject_over", over, OVER)
+    by_token = chosen("correction.reject", STATISTICS, name)(raw)
+    s = chosen("correction.reject_over", OVER, over)(by_token, mask, seq, n)
     return s.clamp(-CLAMP, CLAMP).exp() if name == "ratio" else s
 
 
@@ -147,13 +220,9 @@ def vetoed(
     """
     if kind == "none":
         return torch.zeros_like(mask)
-    if kind not in VETOES:
-        raise unknown("correction.veto", kind, VETOES)
-    limit = (
-        torch.tensor(VETO[kind] if threshold is None else threshold, dtype=log_rho.dtype)
-        .log()
-        .item()
-    )
+    own = chosen("correction.veto", VETO, kind)
+    below = torch.tensor(own if threshold is None else threshold, dtype=log_rho.dtype)
+    limit = below.log().item()
     bad = mask & ((log_prox if kind == "probability" else log_rho) < limit)
     return seq_sum(bad.to(log_rho.dtype), seq, n)[seq] > 0
 
@@ -201,9 +270,9 @@ class Corrected:
     vetoed: torch.Tensor
 
 
-def needs_statistics(c: Any) -> bool:
+def needs_statistics(c: Correction) -> bool:
     """Does this `correction` need the whole batch's ratios before any weight is known?"""
-    return bool(c.self_normalize or getattr(c, "m2", 0.0))
+    return bool(c.self_normalize or c.m2)
 
 
 def correct(
@@ -212,20 +281,18 @@ def correct(
     mask: torch.Tensor,
     seq: torch.Tensor,
     n: int,
-    c: Any,
+    c: Correction,
     stats: Statistics | None = None,
 ) -> Corrected:
-    """All of Correct for whole answers, by the config section `c` (or its namesake).
+    """All of Correct for whole answers, by the config section `c`.
 
     log_rho [N] not clamped, log_prox [N]; mask bool [N].  stats: of the whole batch, when these
     tokens are a part of it; None: they are the batch. Order: level, bound, rejection and veto,
     M2PO, self-normalisation over what is kept."""
-    # sections of older configs
-    get: Callable[[str, Any], Any] = lambda name, default: getattr(c, name, default)  # noqa: E731
     lo, hi = DEFAULT_BOUNDS.get(c.level, (0.0, torch.inf))
     token = log_rho.clamp(-CLAMP, CLAMP)
-    if function := get("function", ""):
-        w = torch.as_tensor(load_function(function)(token, mask, seq, n, c)).detach()
+    if c.function:
+        w = torch.as_tensor(load_function(c.function)(token, mask, seq, n, c)).detach()
     else:
         w = bounded(
             weights(log_rho, mask, seq, n, c.level),
@@ -233,20 +300,13 @@ def correct(
             lo if c.lo is None else c.lo,
             hi if c.hi is None else c.hi,
         )
-    veto = vetoed(get("veto", "none"), get("veto_below", None), log_rho, log_prox, mask, seq, n)
+    veto = vetoed(c.veto, c.veto_below, log_rho, log_prox, mask=mask, seq=seq, n=n)
     keep = ~veto & kept(
-        get("reject", "none"),
-        get("reject_over", "token"),
-        get("reject_lo", None),
-        get("reject_hi", None),
-        log_rho,
-        mask,
-        seq,
-        n,
+        c.reject, c.reject_over, c.reject_lo, c.reject_hi, log_rho, mask, seq=seq, n=n
     )
     stats = stats or Statistics()
-    if limit := get("m2", 0.0):
-        stats.m2 = m2_threshold(token, mask, limit) if stats.m2 is None else stats.m2
+    if c.m2:
+        stats.m2 = m2_threshold(token, mask, c.m2) if stats.m2 is None else stats.m2
         w = torch.where(token.abs() < stats.m2, w, 0.0)
     w = torch.where(keep, w, 0.0)
     if c.self_normalize:

@@ -261,6 +261,17 @@ def metrics(total: dict[str, torch.Tensor]) -> dict[str, float]:
     return out
 
 
+def explained_variance(
+    values: torch.Tensor, returns: torch.Tensor, mask: torch.Tensor
+) -> torch.Tensor:
+    """1 - var(R - V) / var(R) over the mask: 1 is a perfect critic, 0 one that says the mean."""
+    v = values[mask]
+    r = returns[mask]
+    if len(r) < 2:
+        return values.new_zeros(())
+    return 1 - (r - v).var() / r.var().clamp(min=1e-12)
+
+
 def _ess(w: float, w2: float, n: float) -> float:
     return w * w / max(n * w2, 1e-30)
 
@@ -352,7 +363,7 @@ def _of_bucket(s: dict[str, float], bucket: str) -> dict[str, float]:
 
 
 def _of_reshape(s: list[float]) -> dict[str, float]:
-    """From the sums that step_loss makes: n, gamma, w, w^gamma, w^gamma A and its square, gamma and
+    """From the sums of `surrogates`: n, gamma, w, w^gamma, w^gamma A and its square, gamma and
     count away, and back.
     """
     n = max(s[0], 1.0)

@@ -15,14 +15,13 @@ import torch
 
 from asyncrl.algorithms.ratios import (
     CLAMP,
+    chosen,
     difference,
     discounted_suffix,
     log_ratio,
     running_sum,
     unknown,
 )
-
-OFF_POLICY = ("none", "ratio", "prefix", "prefix_full")
 
 
 def k1(x: torch.Tensor) -> torch.Tensor:
@@ -146,6 +145,60 @@ def prefix_full(
     return w * (step_kl - step_kl.detach()) + _straight_through(later, lp, value)
 
 
+@dataclass(frozen=True)
+class Pair:
+    """A term of the loss [N]: theta's, the reference's and mu's logprobs, the tokens' answers, the
+    keys of [kl.loss], and the exact KL(theta || ref) of each step where a model gives it."""
+
+    lp: torch.Tensor
+    ref: torch.Tensor
+    behavior: torch.Tensor
+    seq: torch.Tensor
+    estimator: str = "k3"
+    discount: float = 1.0
+    truncate: float = torch.inf
+    step_kl: torch.Tensor | None = None
+
+    @property
+    def x(self) -> torch.Tensor:
+        """lp - ref: what exponentiates it clamps it; k1, k2 and abs pull however far the policy
+        has gone."""
+        return difference(self.lp, self.ref)
+
+
+def _on_policy(p: Pair) -> torch.Tensor:
+    return estimate(p.estimator, p.x)
+
+
+def _ratio(p: Pair) -> torch.Tensor:
+    return ratio(p.estimator, p.x, p.lp, p.behavior)
+
+
+def _prefix(p: Pair) -> torch.Tensor:
+    return prefix(p.lp, p.ref, p.behavior, p.seq, discount=p.discount, truncate=p.truncate)
+
+
+def _prefix_full(p: Pair) -> torch.Tensor:
+    if p.step_kl is None:
+        raise unknown(
+            "kl.loss.off_policy",
+            "prefix_full (needs the exact KL of each step over the vocabulary)",
+            [name for name in OFF_POLICY if name != "prefix_full"],
+        )
+    return prefix_full(p.step_kl, p.lp, p.behavior, p.seq, discount=p.discount, truncate=p.truncate)
+
+
+# kl.loss.off_policy -> the term per token [N], with gradient
+OFF_POLICY: dict[str, Callable[[Pair], torch.Tensor]] = {
+    "none": _on_policy,
+    "ratio": _ratio,
+    "prefix": _prefix,
+    "prefix_full": _prefix_full,
+}
+# those that are a product over an answer's tokens in the loss
+PREFIXES = ("prefix", "prefix_full")
+
+
 def term(
     lp: torch.Tensor,
     ref: torch.Tensor,
@@ -161,23 +214,8 @@ def term(
     """The KL term of the loss per token [N], with gradient: any estimator, off-policy form of it or
     none.
     """
-    if off_policy == "prefix":
-        return prefix(lp, ref, behavior, seq, discount=discount, truncate=truncate)
-    if off_policy == "prefix_full":
-        if step_kl is None:
-            raise unknown(
-                "kl.loss.off_policy",
-                "prefix_full (needs the exact KL of each step over the vocabulary)",
-                OFF_POLICY[:-1],
-            )
-        return prefix_full(step_kl, lp, behavior, seq, discount=discount, truncate=truncate)
-    # what exponentiates it clamps it; k1, k2 and abs pull however far the policy has gone
-    x = difference(lp, ref)
-    if off_policy == "ratio":
-        return ratio(estimator, x, lp, behavior)
-    if off_policy != "none":
-        raise unknown("kl.loss.off_policy", off_policy, OFF_POLICY)
-    return estimate(estimator, x)
+    pair = Pair(lp, ref, behavior, seq, estimator, discount, truncate=truncate, step_kl=step_kl)
+    return chosen("kl.loss.off_policy", OFF_POLICY, off_policy)(pair)
 
 
 def adaptive(beta: float, kl: float, target: float, samples: int, horizon: int) -> float:

@@ -13,15 +13,12 @@
 
 Everything is packed over response tokens: N in the batch, B samples, tokens of a sample contiguous
 and in order.  A micro-batch holds whole samples, so what belongs to a sequence needs nothing
-outside it; what is a statistic of the batch is computed in `prepare` and `begin_step`.  `config` is
-read by section (staleness, advantage, correction, loss, reshape, kl, stop, value), whatever its
-type."""
+outside it; what is a statistic of the batch is computed in `prepare` and `begin_step`.  What is
+read of `config` is `settings.Settings`."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -34,9 +31,9 @@ from asyncrl.algorithms import (
     reshape,
     stopping,
     surrogates,
-    values,
 )
-from asyncrl.algorithms.prepass import LossBatch, advantage, fade, kept, section
+from asyncrl.algorithms.batch import LossBatch, advantage, fade, kept
+from asyncrl.algorithms.settings import Settings
 from asyncrl.contract.errors import ConfigError
 
 add_sums = diagnostics.add
@@ -55,7 +52,6 @@ __all__ = [
     "prepare",
     "stop_statistic",
 ]
-EPS = {"gspo": (3e-4, 4e-4)}  # clip ranges that are not 0.2
 
 
 @dataclass
@@ -63,7 +59,7 @@ class Prepared:
     """A batch after its pre-pass; nothing here carries a gradient."""
 
     batch: LossBatch
-    config: Any
+    config: Settings
     advantage: torch.Tensor  # [N]
     valid: torch.Tensor  # bool [N]: tokens in the loss, before rejection
     fade: torch.Tensor  # [N] factor of staleness.on_exceed = downweight
@@ -103,24 +99,22 @@ class Step:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def needs_anchor_first(config: Any) -> bool:
+def needs_anchor_first(config: Settings) -> bool:
     """Must a recomputed anchor be known before the first optimizer step of a batch?"""
     several = config.learner.epochs * config.learner.minibatches > 1
-    after = getattr(config.correction, "denominator", "before") == "after"
+    after = config.correction.denominator == "after"
     return bool(several or correction.needs_statistics(config.correction) or after)
 
 
-def needs_start_first(config: Any) -> bool:
+def needs_start_first(config: Settings) -> bool:
     """Must the learner's start be known before the first optimizer step, whatever the anchor is?
     (One forward over the batch.)
 
     KL in the reward is measured there.  Early stopping measures from it: with minibatches the first
     step shows only some of it, and of several ranks each sees its own samples."""
     in_reward = config.kl.reward.coefficient > 0 and config.kl.reward.at == "start"
-    in_parts = (
-        config.learner.minibatches > 1 or getattr(config.learner, "backend", "torch") != "torch"
-    )
-    return bool(in_reward or (_stop(config).kl_max > 0 and in_parts))
+    in_parts = config.learner.minibatches > 1 or config.learner.backend != "torch"
+    return bool(in_reward or (config.stop.kl_max > 0 and in_parts))
 
 
 def needs_current(prep: Prepared) -> bool:
@@ -128,11 +122,9 @@ def needs_current(prep: Prepared) -> bool:
     gradient over the batch.)
     """
     c = prep.config
-    stop = _stop(prep.config)
+    stop = c.stop
     wanted = (
-        c.loss.surrogate in ("reshape", "kl_cov", "clip_cov")
-        or stop.action == "slow"
-        or stop.ess_min > 0
+        c.loss.surrogate in surrogates.NEED_CURRENT or stop.action == "slow" or stop.ess_min > 0
     )
     wanted = wanted or (
         c.loss.surrogate == "reinforce" and correction.needs_statistics(c.correction)
@@ -145,17 +137,13 @@ def _start_given(prep: Prepared) -> bool:
     return prep.steps == 0 and prep.batch.start is not None
 
 
-def _stop(config: Any) -> Any:
-    return section(config, "stop", kl_max=0.0, against="start", action="skip", ess_min=0.0)
-
-
 # ---- once a batch --------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def prepare(
     batch: LossBatch,
-    config: Any,
+    config: Settings,
     *,
     baseline: float = 0.0,
     beta: float | None = None,
@@ -171,36 +159,30 @@ def prepare(
     adv, returns, numbers = advantage(batch, valid, config, baseline, beta)
     corrected = None
     if batch.anchor is not None and config.loss.surrogate != "reinforce":
-        corrected = _correct(
-            batch,
-            torch.arange(len(batch.seq), device=batch.seq.device),
-            batch.anchor,
-            valid,
-            config,
-            None,
-        )
+        everything = torch.arange(len(batch.seq), device=batch.seq.device)
+        corrected = _correct(batch, everything, batch.anchor, valid, config, None)
     inside = adv[valid]
     numbers |= {
         "adv/mean": inside.mean() if len(inside) else adv.new_zeros(()),
         "adv/abs_max": inside.abs().amax() if len(inside) else adv.new_zeros(()),
         "answer/masked_share": 1 - valid.to(adv.dtype).mean(),
     }
-    stop = _stop(config)
+    stop = config.stop
     budget = stopping.Budget(stop.kl_max) if stop.action == "slow" and stop.kl_max > 0 else None
     metrics = {name: x[0] for name, x in diagnostics.to_host(numbers).items()}
     given = batch.start is not None
     start = batch.start.clone() if batch.start is not None else torch.zeros_like(batch.behavior)
     known = torch.full_like(batch.mask, given)
     return Prepared(
-        batch,
-        config,
-        adv,
-        valid,
-        fade(batch, config),
-        corrected,
-        returns,
-        metrics,
-        budget,
+        batch=batch,
+        config=config,
+        advantage=adv,
+        valid=valid,
+        fade=fade(batch, config),
+        corrected=corrected,
+        returns=returns,
+        metrics=metrics,
+        budget=budget,
         number=number,
         start=start,
         known=known,
@@ -221,7 +203,7 @@ def _correct(
     part: torch.Tensor,
     anchor: torch.Tensor,
     valid: torch.Tensor,
-    config: Any,
+    config: Settings,
     stats: correction.Statistics | None,
 ) -> correction.Corrected:
     """Weights of the tokens `part`; anchor, valid [n]: pi_prox (or pi_theta for surrogate =
@@ -229,7 +211,13 @@ def _correct(
     """
     log_rho = ratios.difference(anchor, batch.behavior[part])
     return correction.correct(
-        log_rho, anchor, valid, batch.seq[part], len(batch.rewards), config.correction, stats
+        log_rho,
+        anchor,
+        valid,
+        batch.seq[part],
+        n=len(batch.rewards),
+        c=config.correction,
+        stats=stats,
     )
 
 
@@ -257,7 +245,7 @@ def begin_step(prep: Prepared, samples: torch.Tensor, current: torch.Tensor | No
     inside = torch.zeros(len(batch.rewards), dtype=torch.bool, device=batch.seq.device)
     inside[samples] = True
     counted = prep.valid & inside[batch.seq]
-    if prep.corrected is not None and getattr(c.correction, "denominator", "before") == "after":
+    if prep.corrected is not None and c.correction.denominator == "after":
         counted &= prep.corrected.kept
     length = (
         float(c.loss.norm_length or c.generator.max_new_tokens)
@@ -276,26 +264,15 @@ def _statistics(prep: Prepared, step: Step, current: torch.Tensor | None) -> Non
     """Fill in what the surrogate and the stop need of the whole batch."""
     c = prep.config
     batch = prep.batch
-    stop = _stop(prep.config)
+    stop = c.stop
     name = c.loss.surrogate
     if name == "reinforce" and current is not None and correction.needs_statistics(c.correction):
-        _correct(
-            batch,
-            torch.arange(len(batch.seq), device=batch.seq.device),
-            current,
-            prep.valid,
-            c,
-            step.stats,
-        )
-    if name in ("kl_cov", "clip_cov") and current is not None:
+        everything = torch.arange(len(batch.seq), device=batch.seq.device)
+        _correct(batch, everything, current, prep.valid, c, step.stats)
+    if name in surrogates.BEFORE and current is not None:
         cov = surrogates.covariance(current, prep.advantage, prep.valid)
-        if name == "kl_cov":
-            step.chosen = surrogates.highest(cov, prep.valid, c.loss.cov_share)
-        else:
-            seed = ((getattr(c, "seed", 0) * 1_000_003 + prep.number) * 1009 + prep.steps) % 2**63
-            step.chosen = surrogates.drawn(
-                cov, prep.valid, c.loss.cov_share, c.loss.cov_lo, c.loss.cov_hi, seed
-            )
+        seed = ((c.seed * 1_000_003 + prep.number) * 1009 + prep.steps) % 2**63
+        step.chosen = surrogates.BEFORE[name](cov, prep.valid, c.loss, seed)
     if current is None or not (name == "reshape" or stop.action == "slow" or stop.ess_min > 0):
         return
     log_w = ratios.log_ratio(current, batch.behavior)
@@ -344,80 +321,20 @@ def _stop_kl(prep: Prepared, current: torch.Tensor) -> torch.Tensor:
 # ---- per micro-batch -----------------------------------------------------------------------------
 
 
-def _trust(
-    prep: Prepared,
-    step: Step,
-    part: torch.Tensor,
-    raw: torch.Tensor,
-    now: torch.Tensor,
-    valid: torch.Tensor,
-) -> surrogates.Trust:
-    """The surrogate named in the config, on the tokens `part`.  raw [n]: log pi_theta / anchor, not
-    clamped.
-    """
-    log_r = raw.clamp(-ratios.CLAMP, ratios.CLAMP)
-    loss = prep.config.loss
-    seq = prep.batch.seq[part]
-    n = len(prep.batch.rewards)
-    adv = prep.advantage[part]
-    name, (low, high) = loss.surrogate, EPS.get(loss.surrogate, (0.2, 0.2))
-    low = low if loss.eps_low is None else loss.eps_low
-    high = high if loss.eps_high is None else loss.eps_high
-    if name in ("ppo", "decoupled_ppo"):
-        return surrogates.ppo(log_r, adv, low=low, high=high, dual=loss.dual_clip)
-    if name == "vanilla":
-        return surrogates.vanilla(log_r, adv)
-    if name in ("reinforce", "gpg", "sft"):
-        return surrogates.plain(now, adv)
-    if name == "gspo":
-        return surrogates.gspo(raw, adv, valid, seq, n, low=low, high=high)
-    if name == "cispo":
-        bound = high if getattr(loss, "cispo_absolute", False) else 1 + high
-        return surrogates.cispo(
-            log_r, adv, now, lo=0.0 if loss.eps_low is None else 1 - loss.eps_low, hi=bound
-        )
-    if name == "sapo":
-        return surrogates.sapo(log_r, adv, tau_pos=loss.sapo_tau_pos, tau_neg=loss.sapo_tau_neg)
-    if name == "dppo":
-        return surrogates.dppo(log_r, adv, now.exp(), threshold=loss.dppo_threshold)
-    if name == "topr":
-        return surrogates.topr(raw, adv, now, valid, seq, n)
-    if name == "dro":
-        return surrogates.dro(log_r, adv, now, beta=loss.dro_beta)
-    if name in ("kl_cov", "clip_cov"):
-        assert step.chosen is not None
-        if name == "kl_cov":
-            return surrogates.kl_cov(
-                log_r, adv, step.chosen[part], coefficient=loss.cov_coefficient
-            )
-        return surrogates.clip_cov(log_r, adv, step.chosen[part], low=low, high=high)
-    raise ratios.unknown("loss.surrogate", name, surrogates.NAMES)
-
-
-def _reshaped(
-    prep: Prepared, step: Step, part: torch.Tensor, log_w: torch.Tensor, valid: torch.Tensor
-) -> tuple[surrogates.Trust, dict[str, torch.Tensor]]:
-    """IS-reshape on the tokens `part`, and its own sums."""
-    assert step.reshape is not None
-    adv = prep.advantage[part]
-    c = prep.config.reshape
-    g = reshape.gamma(log_w, adv, step.reshape, c)
-    push = adv * log_w
-    w = (g * log_w).exp()
-    rows = [
-        torch.ones_like(g),
-        g,
-        log_w.exp(),
-        w,
-        w * adv,
-        (w * adv).square(),
-        g * (push > 0),
-        push > 0,
-        g * (push < 0),
-        push < 0,
-    ]
-    sums = torch.stack([torch.where(valid, x.double(), 0.0).sum() for x in rows])
-    return reshape.reshape(log_w, adv, g, c, step.reshape.share), {"reshape": sums}
+def _tokens(prep: Prepared, step: Step, part: torch.Tensor, now: torch.Tensor) -> surrogates.Tokens:
+    """What a surrogate looks at, of the tokens `part`; now [n]: log pi_theta."""
+    b = prep.batch
+    return surrogates.Tokens(
+        raw=ratios.difference(now, now if b.anchor is None else b.anchor[part]),
+        adv=prep.advantage[part],
+        lp=now,
+        behavior=b.behavior[part],
+        mask=prep.valid[part],
+        seq=b.seq[part],
+        n=len(b.rewards),
+        drawn=None if step.chosen is None else step.chosen[part],
+        stats=step.reshape,
+    )
 
 
 def micro_loss(
@@ -439,45 +356,49 @@ def micro_loss(
     now = lp.detach()
     valid = prep.valid[part]
     factor = step.factor[part]
-    behavior = b.behavior[part]
-    prox = now if b.anchor is None else b.anchor[part]
     _remember(prep, part, now)
     fixed = prep.corrected
     if fixed is None:
-        fixed = _correct(
-            b, part, now if c.loss.surrogate == "reinforce" else prox, valid, c, step.stats
-        )
+        known = None if c.loss.surrogate == "reinforce" else b.anchor
+        fixed = _correct(b, part, now if known is None else known[part], valid, c, step.stats)
     else:
         fixed = correction.Corrected(fixed.weight[part], fixed.kept[part], fixed.vetoed[part])
-    more: dict[str, torch.Tensor] = {}
-    if c.loss.surrogate == "reshape":
-        trust, more = _reshaped(prep, step, part, ratios.log_ratio(now, behavior), valid)
-    else:
-        trust = _trust(prep, step, part, ratios.difference(now, prox), now, valid)
+    tokens = _tokens(prep, step, part, now)
+    trust = surrogates.trust(tokens, c)
     live = valid & fixed.kept
     prep.live[part] = live & (fixed.weight != 0)
     scale = torch.where(live, fixed.weight * prep.fade[part] * factor, 0.0)
     coefficient = torch.where(live, trust.coefficient * scale, 0.0)
     safe = torch.where(live, lp, 0.0)
     loss = -(coefficient * safe).sum()
-    sums = more | {"loss/policy": -torch.where(live, trust.objective * scale, 0.0).sum()}
-    extra, terms = _terms(prep, part, live, factor, lp, coefficient, entropy, values_now, step_kl)
+    sums = tokens.sums | {"loss/policy": -torch.where(live, trust.objective * scale, 0.0).sum()}
+    extra, terms = _terms(
+        prep,
+        part,
+        live,
+        lp,
+        coefficient,
+        factor=factor,
+        entropy=entropy,
+        values_now=values_now,
+        step_kl=step_kl,
+    )
     view = diagnostics.View(
-        b.seq[part],
-        b.token_lag[part],
-        valid,
-        fixed.kept,
-        fixed.vetoed,
-        behavior,
-        prep.start[part],
-        now,
-        fixed.weight,
-        trust.clipped,
-        b.rewards,
-        None if b.reference is None else b.reference[part],
-        None if entropy is None else entropy.detach(),
-        prep.known[part],
-        None if b.age is None else b.age[part],
+        seq=b.seq[part],
+        lag=b.token_lag[part],
+        valid=valid,
+        kept=fixed.kept,
+        vetoed=fixed.vetoed,
+        behavior=tokens.behavior,
+        start=prep.start[part],
+        target=now,
+        weight=fixed.weight,
+        clipped=trust.clipped,
+        rewards=b.rewards,
+        reference=None if b.reference is None else b.reference[part],
+        entropy=None if entropy is None else entropy.detach(),
+        known=prep.known[part],
+        age=None if b.age is None else b.age[part],
     )
     return loss + extra, diagnostics.sums(view) | sums | terms
 
@@ -499,9 +420,10 @@ def _terms(
     prep: Prepared,
     part: torch.Tensor,
     live: torch.Tensor,
-    factor: torch.Tensor,
     lp: torch.Tensor,
     coefficient: torch.Tensor,
+    *,
+    factor: torch.Tensor,
     entropy: torch.Tensor | None,
     values_now: torch.Tensor | None,
     step_kl: torch.Tensor | None,
@@ -523,38 +445,9 @@ def _terms(
     if entropy is not None and c.loss.entropy:
         sums["loss/entropy"] = weighed(entropy)
         total = total - c.loss.entropy * sums["loss/entropy"]
-    k = section(
-        c.kl,
-        "loss",
-        coefficient=0.0,
-        estimator="k3",
-        off_policy="none",
-        discount=1.0,
-        truncate=math.inf,
-    )
+    k = c.kl.loss
     if b.reference is not None and k.coefficient > 0:
-        how = {
-            "estimator": k.estimator,
-            "off_policy": k.off_policy,
-            "discount": k.discount,
-            "truncate": k.truncate,
-        }
-        if k.off_policy in ("prefix", "prefix_full"):  # a product over the live tokens alone
-            term = kl.term(
-                lp[live],
-                b.reference[part][live],
-                b.behavior[part][live],
-                b.seq[part][live],
-                step_kl=None if step_kl is None else step_kl[live],
-                **how,
-            )
-            sums["loss/kl"] = (term * factor[live]).sum()
-        else:
-            sums["loss/kl"] = weighed(
-                kl.term(
-                    safe(lp), safe(b.reference[part]), safe(b.behavior[part]), b.seq[part], **how
-                )
-            )
+        sums["loss/kl"] = _kl_in_loss(prep, part, live, lp, factor, step_kl)
         total = total + k.coefficient * sums["loss/kl"]
         if lp.requires_grad:
             slope = torch.autograd.grad(sums["loss/kl"], lp, retain_graph=True)[0]
@@ -567,13 +460,63 @@ def _terms(
         sums["loss/kl_penalty"] = weighed(kl.estimate(c.reshape.kl_estimator, x))
         total = total + c.reshape.kl_penalty * sums["loss/kl_penalty"]
     if values_now is not None and prep.returns is not None:
-        v = section(c, "value", coefficient=0.1, clip=0.0)
         old = None if b.values is None else safe(b.values[part])
         sums["loss/value"] = weighed(
-            values.value_loss(safe(values_now), safe(prep.returns[part]), old, v.clip)
+            value_loss(safe(values_now), safe(prep.returns[part]), old, c.value.clip)
         )
-        total = total + v.coefficient * sums["loss/value"]
+        total = total + c.value.coefficient * sums["loss/value"]
     return total, {name: x.detach() for name, x in sums.items()}
+
+
+def _kl_in_loss(
+    prep: Prepared,
+    part: torch.Tensor,
+    live: torch.Tensor,
+    lp: torch.Tensor,
+    factor: torch.Tensor,
+    step_kl: torch.Tensor | None,
+) -> torch.Tensor:
+    """The KL to the reference over the tokens `live` of `part`, reduced: a scalar with gradient."""
+    b = prep.batch
+    k = prep.config.kl.loss
+    assert b.reference is not None
+    behavior, reference, seq = (x[part] for x in (b.behavior, b.reference, b.seq))
+
+    def safe(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(live, x, 0.0)
+
+    if k.off_policy in kl.PREFIXES:  # a product over the live tokens alone
+        lp, reference, behavior, seq = lp[live], reference[live], behavior[live], seq[live]
+        step_kl = None if step_kl is None else step_kl[live]
+    else:
+        lp, reference, behavior = safe(lp), safe(reference), safe(behavior)
+    term = kl.term(
+        lp,
+        reference,
+        behavior,
+        seq,
+        estimator=k.estimator,
+        off_policy=k.off_policy,
+        discount=k.discount,
+        truncate=k.truncate,
+        step_kl=step_kl,
+    )
+    if k.off_policy in kl.PREFIXES:
+        return (term * factor[live]).sum()
+    return (safe(term) * factor).sum()
+
+
+def value_loss(
+    values: torch.Tensor, returns: torch.Tensor, old: torch.Tensor | None = None, clip: float = 0.0
+) -> torch.Tensor:
+    """Per token [N]: 0.5 (V - R)^2, or with clip > 0 0.5 max((V-R)^2, (clip(V, V_old - c, V_old +
+    c) - R)^2) (PPO; Huang et al. 2022, "The 37 implementation details of PPO").  values with
+    gradient; returns, old [N] detached."""
+    loss = (values - returns).square()
+    if clip > 0 and old is not None:
+        near = old + (values - old).clamp(-clip, clip)
+        loss = torch.maximum(loss, (near - returns).square())
+    return 0.5 * loss
 
 
 @torch.no_grad()
@@ -591,7 +534,7 @@ def stop_statistic(
     behavior = prep.batch.behavior[part]
     start = prep.start[part]
     to_start = ratios.log_ratio(start, behavior)
-    if _stop(prep.config).against == "behavior":
+    if prep.config.stop.against == "behavior":
         now, weight = stopping.kl_statistic(
             ratios.log_ratio(lp, behavior), torch.ones_like(start), valid
         )

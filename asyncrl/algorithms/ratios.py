@@ -7,12 +7,14 @@ it is, and one token beyond the clamp would make it another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
 import torch
 
 from asyncrl.contract.errors import ConfigError
 
+Function = TypeVar("Function")
 CLAMP = 20.0
 # what an infinite log-ratio counts as: beyond every clamp, and sums of them are numbers still
 FAR = 1000.0
@@ -21,6 +23,14 @@ FAR = 1000.0
 def unknown(key: str, name: object, valid: Iterable[str]) -> ConfigError:
     """The error for a name outside a closed set."""
     return ConfigError(f"{key} = {name}: choose one of {', '.join(valid)}")
+
+
+def chosen(key: str, table: Mapping[str, Function], name: str) -> Function:
+    """The function that `table` has under `name`, the value of the config's `key`.  Raises
+    ConfigError for a name that it has not."""
+    if name not in table:
+        raise unknown(key, name, table)
+    return table[name]
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -12,17 +12,13 @@ report); Box and Cox 1964 for the second form."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from asyncrl.algorithms.ratios import masked_mean, unknown
-from asyncrl.algorithms.surrogates import Trust, sides
-
-MODES = ("v3.1", "base", "constant")
-FORMS = ("power", "box_cox")
-BUDGETS = ("none", "tokens", "global")
+from asyncrl.algorithms.ratios import chosen, masked_mean
+from asyncrl.algorithms.settings import Reshape
 
 
 @dataclass
@@ -65,61 +61,64 @@ def gamma_v31(
     return base + (target - base) * torch.sigmoid(adv * log_w / tau)
 
 
-def gamma(log_w: torch.Tensor, adv: torch.Tensor, stats: Statistics, c: Any) -> torch.Tensor:
+@dataclass(frozen=True)
+class Pushed:
+    """What gamma is made of: log w, A [N], the batch's statistics, the config's [reshape]."""
+
+    log_w: torch.Tensor
+    adv: torch.Tensor
+    stats: Statistics
+    c: Reshape
+
+
+def _v31(x: Pushed) -> torch.Tensor:
+    g = gamma_v31(x.log_w, x.adv, x.stats.base, tau=x.c.tau, temperature=x.c.temperature)
+    return g.clamp(min=x.c.gamma_min)
+
+
+def _base(x: Pushed) -> torch.Tensor:
+    return x.stats.base.expand_as(x.log_w).clamp(min=x.c.gamma_min)
+
+
+def _constant(x: Pushed) -> torch.Tensor:
+    return torch.full_like(x.log_w, x.c.gamma)
+
+
+def _unspent(g: torch.Tensor, x: Pushed) -> torch.Tensor:
+    return g
+
+
+def _of_tokens(g: torch.Tensor, x: Pushed) -> torch.Tensor:
+    """Less of what pushes away; in the box_cox form it is the coefficient that is lowered."""
+    if x.c.form == "box_cox":
+        return g
+    return torch.where(x.adv * x.log_w > 0, g * x.stats.share, g)
+
+
+def _of_batch(g: torch.Tensor, x: Pushed) -> torch.Tensor:
+    """The report's wording of D: gamma_kl for the whole batch."""
+    target = (x.c.kl_budget / x.stats.kl.clamp(min=1e-30)).sqrt().clamp(max=1.0)
+    return torch.minimum(x.stats.base, target).expand_as(x.log_w)
+
+
+# reshape.mode -> gamma [N]
+MODES: dict[str, Callable[[Pushed], torch.Tensor]] = {
+    "v3.1": _v31,
+    "base": _base,
+    "constant": _constant,
+}
+# reshape.budget -> gamma [N] after repair D
+BUDGETS: dict[str, Callable[[torch.Tensor, Pushed], torch.Tensor]] = {
+    "none": _unspent,
+    "tokens": _of_tokens,
+    "global": _of_batch,
+}
+
+
+def gamma(log_w: torch.Tensor, adv: torch.Tensor, stats: Statistics, c: Reshape) -> torch.Tensor:
     """gamma [N] by the config section `c` = reshape: mode, then gamma_min, then repair D (which may
     reach 0).
     """
-    if c.mode == "v3.1":
-        g = gamma_v31(log_w, adv, stats.base, tau=c.tau, temperature=c.temperature).clamp(
-            min=c.gamma_min
-        )
-    elif c.mode == "base":
-        g = stats.base.expand_as(log_w).clamp(min=c.gamma_min)
-    elif c.mode == "constant":
-        g = torch.full_like(log_w, c.gamma)
-    else:
-        raise unknown("reshape.mode", c.mode, MODES)
-    if c.budget == "none":
-        return g
-    if c.budget == "tokens":
-        return g if c.form == "box_cox" else torch.where(adv * log_w > 0, g * stats.share, g)
-    if c.budget != "global":
-        raise unknown("reshape.budget", c.budget, BUDGETS)
-    # the report's wording of D: gamma_kl for the whole batch
-    target = (c.kl_budget / stats.kl.clamp(min=1e-30)).sqrt().clamp(max=1.0)
-    return torch.minimum(stats.base, target).expand_as(log_w)
-
-
-def reshape(
-    log_w: torch.Tensor, adv: torch.Tensor, g: torch.Tensor, c: Any, share: float = 1.0
-) -> Trust:
-    """The Trust of log w [N], A [N], gamma [N]; `c.clip` e > 0 is repair B: no gradient where w
-    (not w^gamma, which overshoots) has left [1-e, 1+e] in the direction of A; `c.weight_max` > 0
-    bounds w^gamma.
-
-    share: of repair D by tokens, for the Box-Cox form: there gamma = 0 leaves the full gradient of
-    the log-likelihood, so what pushes away is multiplied by the share itself (the power form has it
-    in gamma, whose gradient goes to 0 with it)."""
-    w = (g * log_w).exp()
-    bounded = w.clamp(max=c.weight_max) if c.weight_max > 0 else w
-    if c.form == "power":
-        coefficient = g * bounded * adv
-        value = bounded * adv
-    elif c.form == "box_cox":
-        # w^gamma - 1 over gamma, whose limit at 0 is log w
-        value = adv * torch.where(g > 1e-6, torch.expm1(g * log_w) / g.clamp(min=1e-6), log_w)
-        slow = (
-            torch.where(adv * log_w > 0, torch.full_like(adv, share), 1.0)
-            if c.budget == "tokens"
-            else torch.ones_like(adv)
-        )
-        coefficient = slow * bounded * adv
-        value = slow * value
-    else:
-        raise unknown("reshape.form", c.form, FORMS)
-    r = log_w.exp()
-    if c.clip > 0:
-        cut = sides((adv < 0) & (r < 1 - c.clip), (adv > 0) & (r > 1 + c.clip))
-    else:
-        cut = torch.zeros_like(adv, dtype=torch.int8)
-    return Trust(torch.where(cut == 0, coefficient, 0.0), value, cut)
+    x = Pushed(log_w, adv, stats, c)
+    g = chosen("reshape.mode", MODES, c.mode)(x)
+    return chosen("reshape.budget", BUDGETS, c.budget)(g, x)

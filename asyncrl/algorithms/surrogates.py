@@ -1,37 +1,30 @@
 """Trust: surrogates in coefficient form.  Each maps (log r [N], A [N], ...) to a Trust, detached; r
 = exp(lp - anchor).
 
+SURROGATES, at the end, has them by their name in the config: a new one is a function of (Tokens,
+Settings) and its line there.
+
 The loss is - sum coefficient w norm lp with everything but lp detached.  The coefficient (A phi)
 depends on pi_theta / anchor only, so that a token's weight against the behaviour policy is never
 counted twice."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
-from asyncrl.algorithms.ratios import CLAMP, seq_mean, seq_sum
+from asyncrl.algorithms.ratios import CLAMP, chosen, log_ratio, seq_mean, seq_sum
+from asyncrl.algorithms.reshape import Statistics, gamma
+from asyncrl.algorithms.settings import Loss, Reshape, Settings
 
-NAMES = (
-    "vanilla",
-    "reinforce",
-    "ppo",
-    "decoupled_ppo",
-    "gspo",
-    "cispo",
-    "dppo",
-    "sapo",
-    "topr",
-    "dro",
-    "kl_cov",
-    "clip_cov",
-    "gpg",
-    "sft",
-    "reshape",
-)
 # as published their ratio is pi_theta / mu: the anchor must be the behaviour policy
 ON_BEHAVIOR = ("topr", "dro", "reshape")
+# what they do to a token depends on the whole batch under the policy as it is now
+NEED_CURRENT = ("reshape", "kl_cov", "clip_cov")
+GSPO_CLIP = (3e-4, 4e-4)  # its ratio is a mean: a clip range that is not 0.2
 OPEN = 0
 LOW = 1
 HIGH = 2
@@ -113,8 +106,8 @@ def gspo(
     seq: torch.Tensor,
     n: int,
     *,
-    low: float = 3e-4,
-    high: float = 4e-4,
+    low: float = GSPO_CLIP[0],
+    high: float = GSPO_CLIP[1],
 ) -> Trust:
     """Clip on the sequence ratio s = exp(mean log r), a token's share of its gradient through s
     (Qwen, arXiv 2507.18071).
@@ -235,3 +228,193 @@ def clip_cov(
         t.objective,
         torch.where(chosen & (t.clipped == OPEN), HIGH, t.clipped).to(torch.int8),
     )
+
+
+def reshape(
+    log_w: torch.Tensor, adv: torch.Tensor, g: torch.Tensor, c: Reshape, share: float = 1.0
+) -> Trust:
+    """IS-reshape of log w [N], A [N], gamma [N]; `c.clip` e > 0 is repair B: no gradient where w
+    (not w^gamma, which overshoots) has left [1-e, 1+e] in the direction of A; `c.weight_max` > 0
+    bounds w^gamma.
+
+    share: of repair D by tokens, for the Box-Cox form: there gamma = 0 leaves the full gradient of
+    the log-likelihood, so what pushes away is multiplied by the share itself (the power form has it
+    in gamma, whose gradient goes to 0 with it)."""
+    w = (g * log_w).exp()
+    bounded = w.clamp(max=c.weight_max) if c.weight_max > 0 else w
+    slow = torch.ones_like(adv)
+    if c.budget == "tokens":
+        slow = torch.where(adv * log_w > 0, torch.full_like(adv, share), 1.0)
+    coefficient, value = chosen("reshape.form", FORMS, c.form)(log_w, adv, g, bounded, slow)
+    r = log_w.exp()
+    if c.clip > 0:
+        cut = sides((adv < 0) & (r < 1 - c.clip), (adv > 0) & (r > 1 + c.clip))
+    else:
+        cut = torch.zeros_like(adv, dtype=torch.int8)
+    return Trust(torch.where(cut == 0, coefficient, 0.0), value, cut)
+
+
+def _power(
+    log_w: torch.Tensor, adv: torch.Tensor, g: torch.Tensor, w: torch.Tensor, slow: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return g * w * adv, w * adv
+
+
+def _box_cox(
+    log_w: torch.Tensor, adv: torch.Tensor, g: torch.Tensor, w: torch.Tensor, slow: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # w^gamma - 1 over gamma, whose limit at 0 is log w
+    value = adv * torch.where(g > 1e-6, torch.expm1(g * log_w) / g.clamp(min=1e-6), log_w)
+    return slow * w * adv, slow * value
+
+
+# reshape.form -> (coefficient [N], objective [N]) of log w, A, gamma, the bounded w^gamma, and the
+# share that what pushes away keeps
+FORMS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
+    "power": _power,
+    "box_cox": _box_cox,
+}
+
+# ---- by name -------------------------------------------------------------------------------------
+
+
+@dataclass
+class Tokens:
+    """What a surrogate may look at: [n] tokens of whole answers, nothing with a gradient.
+
+    raw: log pi_theta / anchor, finite and not clamped; log_r: clamped to [-20, 20], what a token's
+    own ratio is taken from. lp: log pi_theta; behavior: log mu; mask bool: in the loss; seq int64:
+    each token's answer, of `n`.  drawn bool: the tokens that BEFORE picked, stats: IS-reshape's
+    statistics, both of the whole batch before the step.  sums: what the surrogate adds to the
+    batch's sums for its own metrics."""
+
+    raw: torch.Tensor
+    adv: torch.Tensor
+    lp: torch.Tensor
+    behavior: torch.Tensor
+    mask: torch.Tensor
+    seq: torch.Tensor
+    n: int
+    drawn: torch.Tensor | None = None
+    stats: Statistics | None = None
+    sums: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def log_r(self) -> torch.Tensor:
+        return self.raw.clamp(-CLAMP, CLAMP)
+
+
+def _or(given: float | None, default: float) -> float:
+    return default if given is None else given
+
+
+def _ppo(t: Tokens, c: Settings) -> Trust:
+    low, high = _or(c.loss.eps_low, 0.2), _or(c.loss.eps_high, 0.2)
+    return ppo(t.log_r, t.adv, low=low, high=high, dual=c.loss.dual_clip)
+
+
+def _vanilla(t: Tokens, c: Settings) -> Trust:
+    return vanilla(t.log_r, t.adv)
+
+
+def _plain(t: Tokens, c: Settings) -> Trust:
+    return plain(t.lp, t.adv)
+
+
+def _gspo(t: Tokens, c: Settings) -> Trust:
+    low, high = _or(c.loss.eps_low, GSPO_CLIP[0]), _or(c.loss.eps_high, GSPO_CLIP[1])
+    return gspo(t.raw, t.adv, t.mask, t.seq, t.n, low=low, high=high)
+
+
+def _cispo(t: Tokens, c: Settings) -> Trust:
+    high = _or(c.loss.eps_high, 0.2)
+    low = 0.0 if c.loss.eps_low is None else 1 - c.loss.eps_low
+    return cispo(t.log_r, t.adv, t.lp, lo=low, hi=high if c.loss.cispo_absolute else 1 + high)
+
+
+def _dppo(t: Tokens, c: Settings) -> Trust:
+    return dppo(t.log_r, t.adv, t.lp.exp(), threshold=c.loss.dppo_threshold)
+
+
+def _sapo(t: Tokens, c: Settings) -> Trust:
+    return sapo(t.log_r, t.adv, tau_pos=c.loss.sapo_tau_pos, tau_neg=c.loss.sapo_tau_neg)
+
+
+def _topr(t: Tokens, c: Settings) -> Trust:
+    return topr(t.raw, t.adv, t.lp, t.mask, t.seq, t.n)
+
+
+def _dro(t: Tokens, c: Settings) -> Trust:
+    return dro(t.log_r, t.adv, t.lp, beta=c.loss.dro_beta)
+
+
+def _kl_cov(t: Tokens, c: Settings) -> Trust:
+    assert t.drawn is not None
+    return kl_cov(t.log_r, t.adv, t.drawn, coefficient=c.loss.cov_coefficient)
+
+
+def _clip_cov(t: Tokens, c: Settings) -> Trust:
+    assert t.drawn is not None
+    low, high = _or(c.loss.eps_low, 0.2), _or(c.loss.eps_high, 0.2)
+    return clip_cov(t.log_r, t.adv, t.drawn, low=low, high=high)
+
+
+def _reshape(t: Tokens, c: Settings) -> Trust:
+    """Against mu, whatever the anchor; with sums for its own metrics."""
+    assert t.stats is not None
+    log_w = log_ratio(t.lp, t.behavior)
+    g = gamma(log_w, t.adv, t.stats, c.reshape)
+    push = t.adv * log_w
+    w = (g * log_w).exp()
+    rows = [
+        torch.ones_like(g),
+        g,
+        log_w.exp(),
+        w,
+        w * t.adv,
+        (w * t.adv).square(),
+        g * (push > 0),
+        push > 0,
+        g * (push < 0),
+        push < 0,
+    ]
+    t.sums["reshape"] = torch.stack([torch.where(t.mask, x.double(), 0.0).sum() for x in rows])
+    return reshape(log_w, t.adv, g, c.reshape, t.stats.share)
+
+
+def _highest(cov: torch.Tensor, mask: torch.Tensor, c: Loss, seed: int) -> torch.Tensor:
+    return highest(cov, mask, c.cov_share)
+
+
+def _drawn(cov: torch.Tensor, mask: torch.Tensor, c: Loss, seed: int) -> torch.Tensor:
+    return drawn(cov, mask, c.cov_share, c.cov_lo, c.cov_hi, seed)
+
+
+# loss.surrogate -> Trust of the tokens
+SURROGATES: dict[str, Callable[[Tokens, Settings], Trust]] = {
+    "vanilla": _vanilla,
+    "reinforce": _plain,
+    "ppo": _ppo,
+    "decoupled_ppo": _ppo,
+    "gspo": _gspo,
+    "cispo": _cispo,
+    "dppo": _dppo,
+    "sapo": _sapo,
+    "topr": _topr,
+    "dro": _dro,
+    "kl_cov": _kl_cov,
+    "clip_cov": _clip_cov,
+    "gpg": _plain,
+    "sft": _plain,
+    "reshape": _reshape,
+}
+# loss.surrogate -> the batch's tokens, bool [N], that are picked by their covariance before a step
+BEFORE: dict[str, Callable[[torch.Tensor, torch.Tensor, Loss, int], torch.Tensor]] = {
+    "kl_cov": _highest,
+    "clip_cov": _drawn,
+}
+
+
+def trust(t: Tokens, c: Settings) -> Trust:
+    """The surrogate that the config names, on these tokens.  Raises ConfigError for another."""
+    return chosen("loss.surrogate", SURROGATES, c.loss.surrogate)(t, c)

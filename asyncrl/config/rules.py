@@ -1,12 +1,10 @@
-"""Combinations of settings that cannot work (`check`) or deserve a word (`warnings`).  Pure:
-imports neither torch nor the config.
-"""
+"""Combinations of settings that cannot work (`check`) or deserve a word (`warnings`).  Pure."""
 
 from __future__ import annotations
 
 from typing import Any
 
-OWN_RATIO = ("topr", "dro", "reshape")  # their ratio is pi_theta / mu as published
+from asyncrl.algorithms import settings
 
 
 def check(c: Any) -> list[str]:
@@ -75,7 +73,7 @@ def _surrogate(c: Any) -> list[str]:
     s = c.loss.surrogate
     k = c.correction
     out = []
-    if s in OWN_RATIO and k.proximal != "behavior":
+    if s in settings.ON_BEHAVIOR and k.proximal != "behavior":
         out.append(
             f"loss.surrogate: {s} takes its ratio against the behaviour policy; set "
             "correction.proximal = behavior"
@@ -176,9 +174,7 @@ def _stop(c: Any) -> list[str]:
 def _advantage(c: Any) -> list[str]:
     a = c.advantage
     out = []
-    by_group = a.name in ("rloo", "grpo", "dr_grpo", "opo", "gpg") or (
-        a.name == "reinforce_pp" and a.group_baseline
-    )
+    by_group = a.name in settings.BY_GROUP or (a.name == "reinforce_pp" and a.group_baseline)
     if by_group and c.learner.group_size < 2 and c.loss.surrogate != "sft":
         what = f"{a.name} with advantage.group_baseline" if a.group_baseline else a.name
         out.append(

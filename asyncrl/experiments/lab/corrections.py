@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from asyncrl.algorithms import correction, ratios
+from asyncrl.algorithms.settings import Correction
 from asyncrl.config.load import PRESETS
-from asyncrl.config.tree import Correction
 from asyncrl.experiments.lab.bias import average
 from asyncrl.experiments.lab.policy import Space, cosine, exact_gradient, relative
 

@@ -2,7 +2,7 @@
 which repairs bound it.
 
 The batch is drawn from mu = the policy at its start, trained for 16 epochs by the learner's own
-loss (`step_loss`, under configs that `config_load` accepts), and followed by another.  What is
+loss, under configs that a run would accept, and followed by another.  What is
 measured is exact: KL(mu || theta) in nats a token and the expected reward, over all answers."""
 
 from __future__ import annotations

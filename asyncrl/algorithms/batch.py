@@ -1,17 +1,15 @@
-"""The pre-pass over a whole batch: which tokens are in the loss, and their advantages.  No
-gradient; see step_loss for the whole.
-"""
+"""A whole batch before its first step: which tokens are in the loss, what their answers earn, and
+their advantages.  No gradient; see `loss` for the rest."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 
-from asyncrl.algorithms import advantages, kl, ratios, values
+from asyncrl.algorithms import advantages, diagnostics, kl, ratios
+from asyncrl.algorithms.settings import Settings
 from asyncrl.contract.errors import ConfigError
 
 
@@ -56,20 +54,7 @@ class LossBatch:
     age: torch.Tensor | None = None
 
 
-def section(config: Any, key: str, /, **defaults: Any) -> Any:
-    """config.key, or a stand-in with the defaults; keys that the section lacks are filled in
-    too.
-    """
-    found = getattr(config, key, None)
-    missing = {k: v for k, v in defaults.items() if not hasattr(found, k)}
-    if found is not None and not missing:
-        return found
-    return SimpleNamespace(
-        **missing, **{k: getattr(found, k) for k in defaults if k not in missing}
-    )
-
-
-def kept(batch: LossBatch, config: Any) -> torch.Tensor:
+def kept(batch: LossBatch, config: Settings) -> torch.Tensor:
     """Tokens that staleness.on_exceed = mask and advantage.truncated = mask leave in the loss."""
     keep = torch.ones_like(batch.mask)
     if config.staleness.on_exceed == "mask":
@@ -79,7 +64,7 @@ def kept(batch: LossBatch, config: Any) -> torch.Tensor:
     return keep
 
 
-def fade(batch: LossBatch, config: Any) -> torch.Tensor:
+def fade(batch: LossBatch, config: Settings) -> torch.Tensor:
     """Factor [N]: half for each `half_life` versions above max_lag, under staleness.on_exceed =
     downweight.
     """
@@ -109,10 +94,10 @@ class Shaped:
 
 
 def _cut(
-    rewards: torch.Tensor, truncated: torch.Tensor, lengths: torch.Tensor, config: Any
+    rewards: torch.Tensor, truncated: torch.Tensor, lengths: torch.Tensor, config: Settings
 ) -> torch.Tensor:
     """Rewards [B] after `advantage.truncated`: truncated bool [B], lengths int64 [B] in tokens."""
-    a = section(config, "advantage", truncated="keep", truncation_penalty=0.0, truncation_ramp=1)
+    a = config.advantage
     penalty = float(a.truncation_penalty)
     if a.truncated == "penalty":
         return rewards - penalty * truncated
@@ -125,13 +110,29 @@ def _cut(
     return rewards
 
 
-def shaped(batch: LossBatch, valid: torch.Tensor, config: Any) -> Shaped:
+def _raw(rewards: torch.Tensor, over: torch.Tensor) -> torch.Tensor:
+    return rewards
+
+
+def _whitened(rewards: torch.Tensor, over: torch.Tensor) -> torch.Tensor:
+    return advantages.whiten(rewards, over=over)
+
+
+# advantage.rewards -> rewards scaled by those of the batch, `over`
+SCALES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "raw": _raw,
+    "unit": advantages.to_unit,
+    "whiten": _whitened,
+}
+
+
+def shaped(batch: LossBatch, valid: torch.Tensor, config: Settings) -> Shaped:
     """The batch's rewards after `advantage.truncated` and `advantage.rewards`.  A baseline that is
     a reward is treated as one.
     """
-    a = section(config, "advantage", name="", truncated="keep", rewards="raw")
+    a = config.advantage
     n = len(batch.rewards)
-    given = batch.token_rewards if a.name in advantages.PER_TOKEN else None
+    given = batch.token_rewards if a.name in advantages.BY_TOKEN else None
     earned = batch.rewards if given is None else ratios.seq_sum(given, batch.seq, n)
     rewards = _cut(earned, batch.truncated, torch.bincount(batch.seq, minlength=n), config)
     greedy = None
@@ -139,14 +140,11 @@ def shaped(batch: LossBatch, valid: torch.Tensor, config: Any) -> Shaped:
         assert batch.greedy_truncated is not None and batch.greedy_lengths is not None
         greedy = _cut(batch.greedy, batch.greedy_truncated, batch.greedy_lengths, config)
     over = rewards if greedy is None else torch.cat([rewards, greedy])
-    scale: Callable[[torch.Tensor], torch.Tensor] = lambda x: x  # noqa: E731
-    if a.rewards == "unit":
-        scale = lambda x: advantages.to_unit(x, over)  # noqa: E731
-    elif a.rewards == "whiten":
-        scale = lambda x: advantages.whiten(x, over=over)  # noqa: E731
-    out = Shaped(scale(rewards), None if greedy is None else scale(greedy))
+    scale = ratios.chosen("advantage.rewards", SCALES, a.rewards)
+    out = Shaped(scale(rewards, over), None if greedy is None else scale(greedy, over))
     if given is not None:
-        one, zero = scale(torch.tensor([1.0, 0.0], dtype=rewards.dtype, device=rewards.device))
+        ends = torch.tensor([1.0, 0.0], dtype=rewards.dtype, device=rewards.device)
+        one, zero = scale(ends, over)
         factor = (one - zero).expand(n)
         if a.truncated in ("zero", "fixed"):  # in the place of all that a cut answer was given
             factor = torch.where(batch.truncated, 0.0, factor)
@@ -156,7 +154,7 @@ def shaped(batch: LossBatch, valid: torch.Tensor, config: Any) -> Shaped:
 
 
 def _kl_in_reward(
-    batch: LossBatch, valid: torch.Tensor, config: Any, beta: float
+    batch: LossBatch, valid: torch.Tensor, config: Settings, beta: float
 ) -> torch.Tensor | None:
     """beta * sg[k] per token [N], 0 outside `valid`; None without such a term."""
     if beta <= 0:
@@ -166,13 +164,11 @@ def _kl_in_reward(
     )
 
 
-def _to_reference(batch: LossBatch, config: Any) -> torch.Tensor:
+def _to_reference(batch: LossBatch, config: Settings) -> torch.Tensor:
     """log pi / pi_ref [N] for KL in the reward: pi is the learner's start, never mu unless
     kl.reward.at = behavior asks for it.
     """
-    by = (
-        batch.behavior if section(config.kl, "reward", at="start").at == "behavior" else batch.start
-    )
+    by = batch.behavior if config.kl.reward.at == "behavior" else batch.start
     ref = batch.reference if batch.reward_reference is None else batch.reward_reference
     if by is None or ref is None:
         raise ConfigError(
@@ -182,7 +178,7 @@ def _to_reference(batch: LossBatch, config: Any) -> torch.Tensor:
     return ratios.difference(by, ref)
 
 
-def _kl_of_answers(batch: LossBatch, valid: torch.Tensor, config: Any) -> torch.Tensor:
+def _kl_of_answers(batch: LossBatch, valid: torch.Tensor, config: Settings) -> torch.Tensor:
     """k1 estimate of KL(start || reference) in nats an answer: mean over answers with a token in
     the loss of the sum over its tokens.
     """
@@ -192,7 +188,7 @@ def _kl_of_answers(batch: LossBatch, valid: torch.Tensor, config: Any) -> torch.
 
 
 def advantage(
-    batch: LossBatch, valid: torch.Tensor, config: Any, baseline: float, beta: float
+    batch: LossBatch, valid: torch.Tensor, config: Settings, baseline: float, beta: float
 ) -> tuple[torch.Tensor, torch.Tensor | None, dict[str, torch.Tensor]]:
     """(advantage [N], returns [N] or None, numbers for the metrics)."""
     rewards = shaped(batch, valid, config)
@@ -222,7 +218,7 @@ def advantage(
     if batch.greedy is not None:
         numbers["reward/greedy"] = batch.greedy.mean()
     if returns is not None and batch.values is not None:
-        numbers["value/explained_variance"] = values.explained_variance(
+        numbers["value/explained_variance"] = diagnostics.explained_variance(
             batch.values, returns, valid
         )
         numbers["value/mean"] = ratios.masked_mean(batch.values, valid)
@@ -234,126 +230,43 @@ def _charged(
     valid: torch.Tensor,
     rewards: Shaped,
     charge: torch.Tensor | None,
-    config: Any,
+    config: Settings,
     baseline: float,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(advantage [N], returns [N] or None) of the rewards less the KL charge [N]."""
     a = config.advantage
     if config.loss.surrogate == "sft":
         return (batch.rewards > 0).to(batch.rewards.dtype)[batch.seq], None
-    if a.name in advantages.TOKEN_LEVEL or (rewards.tokens is not None and a.name == "grpo"):
-        return _token_level(batch, valid, rewards, charge, config)
+    by_token = rewards.tokens is not None or a.name not in advantages.BY_ANSWER
+    if by_token and a.name in advantages.BY_TOKEN:
+        return advantages.BY_TOKEN[a.name](_tokens(batch, valid, rewards, charge), a)
+    by_name = ratios.chosen("advantage.name", advantages.BY_ANSWER, a.name)
     left = rewards.answers
     if charge is not None:
         left = left - ratios.seq_sum(charge, batch.seq, len(left))
-    adv = _by_answer(left, rewards.greedy, batch, a, baseline)
+    lengths = ratios.seq_sum(batch.mask.to(left.dtype), batch.seq, len(left))
+    adv = by_name(advantages.Answers(left, batch.groups, lengths, rewards.greedy, baseline), a)
     return (advantages.whiten(adv) if a.whiten else adv)[batch.seq], None
+
+
+def _tokens(
+    batch: LossBatch, valid: torch.Tensor, rewards: Shaped, charge: torch.Tensor | None
+) -> advantages.Tokens:
+    after = batch.bootstrap
+    return advantages.Tokens(
+        answers=rewards.answers,
+        mask=valid,
+        seq=batch.seq,
+        groups=batch.groups,
+        charge=charge,
+        given=batch.token_rewards,
+        tokens=rewards.tokens,
+        totals=rewards.totals,
+        steps=batch.steps,
+        values=batch.values,
+        after=None if after is None else torch.where(batch.truncated, after, 0.0),
+    )
 
 
 def _std(x: torch.Tensor) -> torch.Tensor:
     return x.std() if len(x) > 1 else x.new_zeros(())
-
-
-def _by_answer(
-    rewards: torch.Tensor, greedy: torch.Tensor | None, batch: LossBatch, a: Any, baseline: float
-) -> torch.Tensor:
-    """One advantage an answer: [B].  greedy [B], baseline: shaped as the rewards are."""
-    if a.name == "rloo":
-        return advantages.rloo(rewards, batch.groups)
-    if a.name == "grpo":
-        return advantages.grpo(rewards, batch.groups, ddof=a.ddof, eps=a.eps)
-    if a.name == "dr_grpo":
-        return advantages.dr_grpo(rewards, batch.groups)
-    if a.name == "opo":
-        return advantages.opo(
-            rewards,
-            batch.groups,
-            ratios.seq_sum(batch.mask.to(rewards.dtype), batch.seq, len(rewards)),
-        )
-    if a.name == "gpg":
-        return advantages.gpg(rewards, batch.groups)
-    if a.name == "remax":
-        if greedy is None:
-            raise ConfigError(
-                "advantage.name = remax needs the reward of a greedy answer to each prompt "
-                "(LossBatch.greedy)"
-            )
-        return advantages.remax(rewards, greedy)
-    if a.name != "reinforce":
-        raise ratios.unknown("advantage.name", a.name, advantages.NAMES)
-    if a.baseline not in ("none", "batch", "ema"):
-        raise ratios.unknown("advantage.baseline", a.baseline, ("none", "batch", "ema"))
-    if a.baseline == "batch":
-        return advantages.centred(rewards, torch.zeros_like(batch.groups))
-    return advantages.reinforce(rewards, baseline if a.baseline == "ema" else 0.0)
-
-
-def _token_level(
-    batch: LossBatch, valid: torch.Tensor, rewards: Shaped, charge: torch.Tensor | None, config: Any
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """reinforce_pp, gae and process-supervised grpo: (advantage [N], returns [N] or None)."""
-    a = section(
-        config,
-        "advantage",
-        name="",
-        gamma=1.0,
-        lam=0.95,
-        k_step=0,
-        group_baseline=False,
-        whiten=False,
-        ddof=1,
-        eps=1e-4,
-    )
-    answers = rewards.answers
-    n = len(batch.rewards)
-    if a.name == "reinforce_pp" and a.group_baseline:
-        answers = advantages.dr_grpo(answers, batch.groups)
-    if rewards.tokens is None:
-        per_token = advantages.on_last_token(answers, valid, batch.seq)
-    else:
-        assert rewards.totals is not None
-        per_token = rewards.tokens + advantages.on_last_token(
-            answers - rewards.totals, valid, batch.seq
-        )
-    if charge is not None:
-        per_token = per_token - charge
-    if a.name == "grpo":
-        step = _steps(batch, valid, n)
-        return advantages.process_grpo(
-            advantages.by_step(per_token, step, batch.seq),
-            step,
-            valid,
-            batch.seq,
-            batch.groups,
-            ddof=a.ddof,
-            eps=a.eps,
-        ), None
-    if a.name == "reinforce_pp":
-        return advantages.reinforce_pp(per_token, valid, batch.seq, gamma=a.gamma), None
-    if batch.values is None:
-        raise ConfigError("advantage.name = gae needs values (LossBatch.values): a value head")
-    end = (
-        answers.new_zeros(n)
-        if batch.bootstrap is None
-        else torch.where(batch.truncated, batch.bootstrap, 0.0)
-    )
-    adv, returns = advantages.gae(
-        per_token, batch.values, valid, batch.seq, end, gamma=a.gamma, lam=a.lam
-    )
-    if a.k_step > 0:
-        adv = advantages.k_step(
-            per_token, batch.values, valid, batch.seq, end, k=a.k_step, gamma=a.gamma, lam=a.lam
-        )
-    return advantages.masked_whiten(adv, valid) if a.whiten else adv, returns
-
-
-def _steps(batch: LossBatch, valid: torch.Tensor, n: int) -> torch.Tensor:
-    """Bool [N]: the trained tokens that end a step, by what the reward function rewarded: no KL
-    charge makes one.
-    """
-    assert batch.token_rewards is not None
-    if batch.steps is None:
-        return advantages.steps(
-            advantages.on_trained(batch.token_rewards, valid, batch.seq), valid, batch.seq, n
-        )
-    return advantages.on_trained(batch.steps.to(batch.rewards.dtype), valid, batch.seq) > 0
