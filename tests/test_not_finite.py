@@ -12,7 +12,8 @@ import pytest
 from test_learner_step import batch, core, model_dir
 
 from actors.engine import Answer
-from actors.generator import trajectory
+from actors.rewards import Result
+from actors.turn import Written, trajectory
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError, NotFinite, ProtocolError
 from asyncrl.contract.messages import Prompt, Sampling, Span, Ticket
@@ -75,5 +76,5 @@ def test_a_logprob_that_is_not_finite_is_a_divergence_and_a_breach_of_the_protoc
         seed=0,
     )
     with pytest.raises(NotFinite, match="logprob that is not finite for ticket 3") as error:
-        trajectory(ticket, answer, "", 0.0, {}, None, "")
+        trajectory(Written(ticket, answer, ""), Result(answer.key, 0.0, {}, None, ""))
     assert isinstance(error.value, ProtocolError)

@@ -93,11 +93,11 @@ class Run:
         self.loaded: Label | None = None  # in the engine
         self.clock = 0  # decode steps
         self.update: Update | None = None  # the one under way
-        self.record = Record()
+        self.numbers = Record()
 
     def go(self) -> RunRecord:
         """The whole run; returns its record.  Raises AsyncrlError when nothing can move."""
-        self.record.began = time.monotonic()
+        self.numbers.began = time.monotonic()
         self.hello()
         try:
             while self.store.committed < self.config.learner.steps or self.evaluating():
@@ -116,7 +116,7 @@ class Run:
                     break
         finally:
             self.turn.rewards.close()
-        return self.recorded(time.monotonic() - self.record.began)
+        return self.record(time.monotonic() - self.numbers.began)
 
     def hello(self) -> None:
         """The learner presents itself and the weights that it starts from (learner/loop.py)."""
@@ -169,10 +169,10 @@ class Run:
         for answer in self.turn.engine.step(SLICE) if self.turn.engine.active else []:
             written = self.turn.finished(answer)
             assert written is not None, "no ticket is dropped here"
-            self.record.tokens += len(answer.tokens)
+            self.numbers.tokens += len(answer.tokens)
             late = decode_steps(self.config, written.ticket, len(answer.tokens))
             self.turn.late.hold(self.clock + SLICE + late, answer.key)
-        self.record.decode_s += time.monotonic() - began
+        self.numbers.decode_s += time.monotonic() - began
 
     def deliver(self) -> None:
         """Rewards, and the trajectories to the store (`collect`, `deliver`; buffer/service.py)."""
@@ -188,9 +188,9 @@ class Run:
                         f"{result.failed}; a comparison needs every reward"
                     )
                 delivered = trajectory(judged, result)
-                self.record.answer_delivered(delivered)
+                self.numbers.answer_delivered(delivered)
                 self.store.deliver(delivered, 0.0)
-        self.record.decode_s += time.monotonic() - began
+        self.numbers.decode_s += time.monotonic() - began
 
     # ---- the learner's side: learner/loop.py -----------------------------------------------------
 
@@ -203,11 +203,11 @@ class Run:
         if not groups:
             return False
         batch = self.store.batch(groups, EPOCH, number)
-        self.record.batch_leased(batch, self.config.staleness)
+        self.numbers.batch_leased(batch, self.config.staleness)
         began = time.monotonic()
         metrics = self.core.train(batch)
-        self.record.learn_s += time.monotonic() - began
-        self.record.batch_trained(batch, metrics)
+        self.numbers.learn_s += time.monotonic() - began
+        self.numbers.batch_trained(batch, metrics)
         self.update = Update(number, *self.publish(), self.clock + update_steps(self.config))
         return True
 
@@ -250,12 +250,12 @@ class Run:
         fresh = self.store.evaluations.fresh
         self.store.evaluations.fresh = []
         if self.watch is not None and any("eval/heldout" in found for _, found in fresh):
-            self.record.abandoned = self.watch(*self.record.accuracy(self.store, "heldout"))
-        return bool(self.record.abandoned)
+            self.numbers.abandoned = self.watch(*self.numbers.accuracy(self.store, "heldout"))
+        return bool(self.numbers.abandoned)
 
-    def recorded(self, wall_s: float) -> RunRecord:
+    def record(self, wall_s: float) -> RunRecord:
         digest = weights_digest(self.core.model)
-        return self.record.whole(self.config.seed, self.store, digest, self.clock, wall_s)
+        return self.numbers.whole(self.config.seed, self.store, digest, self.clock, wall_s)
 
 
 def update_steps(config: Config) -> int:
@@ -288,4 +288,4 @@ def one(config: Config, seed: int, watch: Watch | None = None) -> RunRecord:
     try:
         return run.go()
     except NotFinite as error:
-        return {**run.recorded(0.0), "failed": str(error)}
+        return {**run.record(0.0), "failed": str(error)}
