@@ -4,11 +4,10 @@ replay and tests share.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -21,6 +20,7 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFinite
 from asyncrl.contract.messages import Batch
 from asyncrl.models import packed_forward
 from asyncrl.models.policy import PolicyModel, load_policy, manifest
+from learner import schedule
 from learner.backend import TorchBackend
 from learner.batch import Packed, micro_batches, pack
 from learner.critic import Critic
@@ -28,6 +28,16 @@ from learner.split import Measure
 from learner.state import State
 
 BAD_IN_A_ROW = 3
+
+
+class Made(NamedTuple):
+    """The optimizer steps that were made on a batch: the sums behind their metrics, the norm of
+    each gradient, and the last KL that early stopping looked at.
+    """
+
+    sums: dict[str, torch.Tensor]
+    norms: list[float]
+    stop_kl: float
 
 
 class LearnerCore:
@@ -101,6 +111,54 @@ class LearnerCore:
         """
         self.backend.tell("train", batch)
         config = self.config
+        packed = self._packed(batch)
+        everyone = range(len(packed.responses))
+        self.critic_norms: list[float] = []
+        prep = step_loss.prepare(
+            packed.loss,
+            config,
+            baseline=self.state.baseline,
+            beta=self.state.beta,
+            number=batch.number,
+        )
+        rate = self._rate()
+        measured = config.record.kl_moved and batch.number % config.record.kl_moved == 0
+        before = self._forward(self.model, packed, everyone) if measured else None
+        steps = self._epochs(prep, packed)
+        self.unused = self._unused(prep, packed, len(batch.samples))
+        metrics = prep.metrics | step_loss.finish(steps.sums)
+        if self.backend.rank == 0:
+            metrics |= self.measure(batch, packed, prep)
+        if config.exact is True and (off := metrics.get("mismatch/max_at_lag_0", 0.0)) != 0:
+            raise AsyncrlError(
+                f"exact: engine and learner differ at lag 0 in batch {batch.number} by {off:.1e} "
+                'nats; see `asyncrl doctor --exact`, or exact = "try"'
+            )
+        if self.critic_norms:
+            metrics["value/grad_norm"] = sum(self.critic_norms) / len(self.critic_norms)
+        if before is not None:
+            metrics["kl/moved"] = self._moved(
+                prep, before, self._forward(self.model, packed, everyone)
+            )
+        used_beta = self.state.beta
+        self._carry(packed, metrics)
+        self.state.number = batch.number + 1
+        return metrics | {
+            "optim/lr": rate,
+            "optim/steps": len(steps.norms),
+            "optim/grad_norm": sum(steps.norms) / max(len(steps.norms), 1),
+            "optim/early_stops": self.state.early_stops,
+            "optim/skipped": self.state.skipped,
+            "optim/stop_kl": steps.stop_kl,
+            "kl/beta": used_beta,
+            "kl/loss_beta": config.kl.loss.coefficient,
+        }
+
+    def _packed(self, batch: Batch) -> Packed:
+        """The batch, with what other models and the critic make of it: the anchor, the references'
+        logprobs, the values.
+        """
+        config = self.config
         packed = pack(batch, greedy=config.advantage.name == "remax").to(self.where)
         everyone = range(len(packed.responses))
         if (
@@ -121,46 +179,7 @@ class LearnerCore:
             packed.loss.values, packed.loss.bootstrap = (
                 x.to(self.where) for x in self.critic.start(packed, self._mine(packed, everyone)[0])
             )
-        self.critic_norms: list[float] = []
-        prep = step_loss.prepare(
-            packed.loss,
-            config,
-            baseline=self.state.baseline,
-            beta=self.state.beta,
-            number=batch.number,
-        )
-        rate = self._rate()
-        measured = config.record.kl_moved and batch.number % config.record.kl_moved == 0
-        before = self._forward(self.model, packed, everyone) if measured else None
-        sums, steps, norms, stop_kl = self._epochs(prep, packed)
-        self.unused = self._unused(prep, packed, len(batch.samples))
-        metrics = prep.metrics | step_loss.finish(sums)
-        if self.backend.rank == 0:
-            metrics |= self.measure(batch, packed, prep)
-        if config.exact is True and (off := metrics.get("mismatch/max_at_lag_0", 0.0)) != 0:
-            raise AsyncrlError(
-                f"exact: engine and learner differ at lag 0 in batch {batch.number} by {off:.1e} "
-                'nats; see `asyncrl doctor --exact`, or exact = "try"'
-            )
-        if self.critic_norms:
-            metrics["value/grad_norm"] = sum(self.critic_norms) / len(self.critic_norms)
-        if before is not None:
-            metrics["kl/moved"] = self._moved(
-                prep, before, self._forward(self.model, packed, everyone)
-            )
-        used_beta = self.state.beta
-        self._carry(packed, metrics)
-        self.state.number = batch.number + 1
-        return metrics | {
-            "optim/lr": rate,
-            "optim/steps": steps,
-            "optim/grad_norm": sum(norms) / max(len(norms), 1),
-            "optim/early_stops": self.state.early_stops,
-            "optim/skipped": self.state.skipped,
-            "optim/stop_kl": stop_kl,
-            "kl/beta": used_beta,
-            "kl/loss_beta": config.kl.loss.coefficient,
-        }
+        return packed
 
     def _tell(self, what: str) -> None:
         """Say something of the data on stderr, once, by rank 0."""
@@ -168,18 +187,15 @@ class LearnerCore:
             print(f"learner: {what}", file=sys.stderr, flush=True)
         self.told.add(what)
 
-    def _epochs(
-        self, prep: step_loss.Prepared, packed: Packed
-    ) -> tuple[dict[str, torch.Tensor], int, list[float], float]:
+    def _epochs(self, prep: step_loss.Prepared, packed: Packed) -> Made:
         """All optimizer steps of a batch, until KL early stopping ends them."""
         total: dict[str, torch.Tensor] = {}
         norms: list[float] = []
-        done = 0
         stop_kl = 0.0
         self.made = set()
         for epoch in range(self.config.learner.epochs):
             for samples in self._minibatches(packed, epoch):
-                first = self.backend.stops_first and bool(self.config.stop.kl_max) and done > 0
+                first = self.backend.stops_first and bool(self.config.stop.kl_max) and bool(norms)
                 current = (
                     self._forward(self.model, packed, range(len(packed.responses)))
                     if first or step_loss.needs_current(prep)
@@ -206,21 +222,20 @@ class LearnerCore:
                         and self.config.stop.action == "skip"
                         and stop_kl > self.config.stop.kl_max
                     )
-                    stopped = bool(over) and done > 0
+                    stopped = bool(over) and bool(norms)
                 if stopped:
                     if not total:
                         total = self._untrained(prep, step, packed, samples)
                     self.state.early_stops += 1
                     self._zero_grad()
-                    return total, done, norms, stop_kl
+                    return Made(total, norms, stop_kl)
                 step_loss.add_sums(total, sums)
                 norm = self._apply(packed, sums, step.lr_scale)
                 if norm is not None:
                     step_loss.step_made(prep)
                     self.made.update(samples)
                     norms.append(norm)
-                    done += 1
-        return total, done, norms, stop_kl
+        return Made(total, norms, stop_kl)
 
     def _unused(
         self, prep: step_loss.Prepared, packed: Packed, samples: int
@@ -256,19 +271,14 @@ class LearnerCore:
             return step_loss.micro_loss(prep, step, part, prep.start[part])[1]
 
     def _minibatches(self, packed: Packed, epoch: int) -> list[list[int]]:
-        """Whole groups, dealt to the epoch's minibatches by a permutation that (seed, batch, epoch)
-        fixes.
-        """
-        parts = self.config.learner.minibatches
-        groups = max(packed.groups) + 1
-        if parts == 1:
-            return [list(range(len(packed.groups)))]
-        source = torch.Generator().manual_seed(
-            ((self.config.seed * 1_000_003 + self.state.number) * 1009 + epoch) % 2**63
+        """Answers of each optimizer step of the epoch."""
+        return schedule.minibatches(
+            packed.groups,
+            self.config.learner.minibatches,
+            seed=self.config.seed,
+            number=self.state.number,
+            epoch=epoch,
         )
-        order = torch.randperm(groups, generator=source).tolist()
-        place = {g: n * parts // groups for n, g in enumerate(order)}
-        return [[i for i, g in enumerate(packed.groups) if place[g] == p] for p in range(parts)]
 
     def _gradient(
         self, prep: step_loss.Prepared, step: step_loss.Step, packed: Packed, samples: Sequence[int]
@@ -489,22 +499,12 @@ class LearnerCore:
         )
 
     def _rate(self) -> float:
-        """The learning rate of this batch: a function of its number, so that nothing of it needs
-        saving.
-        """
+        """The learning rate of this batch."""
         return self.config.learner.lr * self._schedule()
 
     def _schedule(self) -> float:
         """Share of the learning rate."""
-        settings = self.config.learner
-        number = self.state.number
-        left = 1.0 - number / settings.steps
-        shape = {
-            "constant": 1.0,
-            "linear": left,
-            "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left))),
-        }[settings.schedule]
-        return shape * min(1.0, (number + 1) / (settings.warmup_steps + 1))
+        return schedule.share(self.config.learner, self.state.number)
 
     def _carry(self, packed: Packed, metrics: dict[str, float]) -> None:
         """Running mean of the rewards as the advantage took them, and the adaptive KL

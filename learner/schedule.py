@@ -1,0 +1,42 @@
+"""What a batch's number alone decides: its learning rate, and which answers each optimizer step
+takes.  Nothing of it is carried from batch to batch, so nothing of it needs saving.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from asyncrl.config.tree import Learner
+
+
+def share(settings: Learner, number: int) -> float:
+    """Share of `learner.lr` that batch `number` trains with: the schedule, after the warm-up."""
+    left = 1.0 - number / settings.steps
+    shape = {
+        "constant": 1.0,
+        "linear": left,
+        "cosine": 0.5 * (1 + math.cos(math.pi * (1 - left))),
+    }[settings.schedule]
+    return shape * min(1.0, (number + 1) / (settings.warmup_steps + 1))
+
+
+def minibatches(
+    groups: Sequence[int], parts: int, *, seed: int, number: int, epoch: int
+) -> list[list[int]]:
+    """Answers of each optimizer step: whole groups, dealt by a permutation that (seed, batch,
+    epoch) fixes.
+
+    groups: of each answer, numbered from 0."""
+    if parts == 1:
+        return [list(range(len(groups)))]
+    source = torch.Generator().manual_seed(((seed * 1_000_003 + number) * 1009 + epoch) % 2**63)
+    count = max(groups) + 1
+    order = torch.randperm(count, generator=source).tolist()
+    place = {group: at * parts // count for at, group in enumerate(order)}
+    return [
+        [answer for answer, group in enumerate(groups) if place[group] == part]
+        for part in range(parts)
+    ]
