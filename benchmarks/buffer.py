@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import rounds
+from lib import rounds
 
 from asyncrl.config import load
 from asyncrl.contract import messages as m

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -22,12 +21,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-import rounds
+from lib import rounds
+from lib.kept_pages import keep
 
 ROOT = rounds.results_file.ROOT
 MINUTES = 10.0
 SLOW = (
-    "reward.function=benchmarks.slow_reward:waiting",
+    "reward.function=benchmarks.lib.slow_reward:waiting",
     "reward.workers=32",
     "learner.groups=8",
     "generator.slots=64",
@@ -155,12 +155,8 @@ def main() -> None:
             name, [g for part in parts for g in goals(part, made[part])], result, args
         )
         for part in parts if path else ():
-            shutil.copy(
-                out / part / "report.html",
-                path.with_name(
-                    f"{path.stem}.html" if args.part == [part] else f"{path.stem}_{part}.html"
-                ),
-            )
+            one = f"{path.stem}.html" if args.part == [part] else f"{path.stem}_{part}.html"
+            keep(out / part / "report.html", path.with_name(one))
 
 
 if __name__ == "__main__":

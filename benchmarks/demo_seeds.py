@@ -18,7 +18,7 @@ import tempfile
 import time
 from pathlib import Path
 
-import results_file
+from lib import results_file
 
 
 def main() -> None:

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import rounds
 import torch
+from lib import rounds
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 from actors.engine import Request

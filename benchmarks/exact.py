@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import rounds
 import torch
 from engine import A_SLOT, GROUP, MOST, PROMPT, SIZES, lengths
-from learner_batch import batch, config
+from lib import rounds
+from lib.learner_batch import batch, config
 
 from actors.engine import Answer, Request
 from actors.engine_embedded import EmbeddedEngine

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import results_file
+from lib import results_file
 
 from asyncrl.experiments.compare.sweep_page import Line, svg
 from asyncrl.records import metrics

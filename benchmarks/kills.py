@@ -31,8 +31,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import results_file
 import xxhash
+from lib import results_file
 
 from asyncrl.config import load
 from asyncrl.records import rundir

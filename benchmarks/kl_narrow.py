@@ -20,7 +20,7 @@ of 4 to 6 (what it forgets); both exact.
 from __future__ import annotations
 
 import kl_placement
-import studies
+from lib import studies
 
 MEASURED = ["kl.reward.coefficient=0.0", "kl.loss.estimator=k3", "kl.loss.coefficient=1e-9"]
 COLUMNS = {

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import studies
+from lib import studies
 
 PLACES = [f"{k} in {where}" for where in ("reward", "loss") for k in ("k1", "k2", "k3")]
 TEACHER = [

@@ -14,8 +14,7 @@ import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import results_file
-import rounds
+from lib import results_file, rounds
 
 from asyncrl.cli.base import say
 from asyncrl.experiments.lab import (

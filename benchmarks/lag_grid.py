@@ -28,7 +28,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import results_file
+from lib import results_file
 
 sys.path.insert(0, str(results_file.ROOT))
 

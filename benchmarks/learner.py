@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import rounds
 import torch
-from learner_batch import GROUPS, PROMPT, SIZE, batch, config
+from lib import rounds
+from lib.learner_batch import GROUPS, PROMPT, SIZE, batch, config
 
 from asyncrl.contract.messages import Batch
 from asyncrl.models.policy import build_model

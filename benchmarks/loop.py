@@ -43,7 +43,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import rounds
+from lib import rounds
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -475,7 +475,7 @@ def slow_rewards(
     work: Path, model: Path, cores: list[int], n: int, steps: int
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     sets = [
-        "reward.function='benchmarks.slow_reward:reward'",
+        "reward.function='benchmarks.lib.slow_reward:reward'",
         "reward.workers=32",
         "learner.groups=8",
         "generator.slots=64",
@@ -525,13 +525,17 @@ def own_rewards(
         sets = ["learner.lr=0.0", f"seed={r}"]
         kinds = {
             "built in": sets,
-            "own": [*sets, "reward.workers=1", "reward.function='benchmarks.cheap_reward:reward'"],
+            "own": [
+                *sets,
+                "reward.workers=1",
+                "reward.function='benchmarks.lib.cheap_reward:reward'",
+            ],
         }
         for name in ("lists", "coroutine"):
             kinds[name] = [
                 *sets,
                 "reward.workers=1",
-                f"reward.function='benchmarks.cheap_reward:{name}'",
+                f"reward.function='benchmarks.lib.cheap_reward:{name}'",
             ]
         kinds["in a process"] = [*sets, "reward.workers=1"]
         kinds = {k: v for k, v in kinds.items() if not only or k in only}
@@ -569,7 +573,7 @@ def own_rewards(
 def publication(work: Path, n: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Ring writes against learner steps of 32 x 8 samples, for a model of at least 100 MB."""
     import torch
-    from learner_batch import batch, config
+    from lib.learner_batch import batch, config
 
     from asyncrl.contract.versions import Label
     from asyncrl.models import policy as models

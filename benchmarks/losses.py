@@ -24,8 +24,8 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import rounds
 import torch
+from lib import rounds
 
 from asyncrl.algorithms import loss
 from asyncrl.config.tree import Config

@@ -17,8 +17,8 @@ import time
 from pathlib import Path
 
 import psutil
-import rounds
-from results_file import ROOT
+from lib import rounds
+from lib.results_file import ROOT
 
 EVERY_S = 2.0
 MOST = {"generator": 1.02, "learner": 1.02, "buffer": 1.10}

@@ -28,8 +28,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import results_file
-import studies
+from lib import results_file, studies
 
 from asyncrl.experiments.compare import verdict
 from asyncrl.experiments.compare.page import clean

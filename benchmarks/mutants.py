@@ -48,7 +48,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import results_file
+from lib import results_file
 
 ROOT = results_file.ROOT
 # first: benchmarks/learner.py and buffer.py must not hide the packages of their names

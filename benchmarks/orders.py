@@ -19,8 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import results_file
-import rounds
+from lib import results_file, rounds
 
 from asyncrl.experiments.compare import sweep, sweep_analysis, sweep_page, verdict
 from asyncrl.experiments.compare.page import clean

@@ -21,8 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import results_file
-import rounds
+from lib import results_file, rounds
 
 from asyncrl.experiments.replay import diff
 from asyncrl.records import metrics

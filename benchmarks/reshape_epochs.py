@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 
-import studies
+from lib import studies
 
 from asyncrl.experiments.lab import reshape as lab
 

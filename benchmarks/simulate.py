@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-import rounds
+from lib import rounds
 
 ROOT = rounds.results_file.ROOT
 MOST_TV = 0.15
@@ -32,7 +32,7 @@ SMALL = [
     "record.samples=0",
 ]
 SLOW = [
-    "reward.function='benchmarks.slow_reward:waiting'",
+    "reward.function='benchmarks.lib.slow_reward:waiting'",
     "reward.workers=32",
     "learner.groups=8",
     "generator.slots=64",

@@ -24,8 +24,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import rounds
-from results_file import ROOT
+from lib import rounds
+from lib.results_file import ROOT
 
 from asyncrl.contract import messages
 from asyncrl.records import rundir

@@ -11,7 +11,7 @@ import re
 import sys
 from typing import Any
 
-from results_file import ROOT
+from lib.results_file import ROOT
 from rich.console import Console
 from rich.table import Table
 

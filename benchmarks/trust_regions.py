@@ -22,8 +22,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import results_file
-import rounds
+from lib import results_file, rounds
 
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError

@@ -34,7 +34,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
-import rounds
+from lib import rounds
 
 # build_model's arguments, answers, tokens of each
 SIZES: dict[str, tuple[dict[str, Any], int, int]] = {

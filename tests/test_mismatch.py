@@ -1,5 +1,5 @@
-"""Engine and learner that differ at equal weights: said once, at once; what benchmarks/studies.py
-computes from runs.
+"""Engine and learner that differ at equal weights: said once, at once; what
+benchmarks/lib/studies.py computes from runs.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def run(end: float, ood: float, norm: float = 1.0) -> dict[str, object]:
 def test_a_study_pairs_runs_by_seed_and_counts_what_broke(monkeypatch: pytest.MonkeyPatch) -> None:
     # last: benchmarks/learner.py must not hide the package
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
-    import studies
+    from lib import studies
 
     broken = studies.facts(run(0.1, 0.2))
     assert (

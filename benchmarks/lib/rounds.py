@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import results_file
+from lib import results_file
 
 # first: benchmarks/learner.py and buffer.py must not hide the packages of their names
 sys.path.insert(0, str(results_file.ROOT))

@@ -7,14 +7,15 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from lib.kept_pages import keep
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def machine() -> dict[str, Any]:
@@ -83,7 +84,7 @@ def finish(name: str, result: dict[str, Any], page: Path, args: Any) -> None:
     """
     if not args.quick:
         path = write(name, result)
-        shutil.copy(page, path.with_suffix(".html"))
+        keep(page, path.with_suffix(".html"))
         print(path, file=sys.stderr)
     if args.json:
         print(json.dumps(result))

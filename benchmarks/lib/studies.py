@@ -20,14 +20,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import results_file
-import rounds
-
 from asyncrl.config import load
 from asyncrl.experiments.compare import verdict
 from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.warm_pool import Cells
 from asyncrl.supervise.run import preflight, say
+from lib import results_file, rounds
 
 Arms = Mapping[str, Sequence[str]]  # name -> --set items
 EVALUATION = [

@@ -1,0 +1,26 @@
+"""Pages beside results, without the plot library in them: 5 MB each otherwise.
+
+A kept page asks for LIBRARY in its own folder, which the repository does not hold; `python
+benchmarks/pages.py` puts it there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+LIBRARY = "plotly.min.js"
+REFERENCE = f'<script src="{LIBRARY}"></script>'
+BEGINS = "<script>/**\n* plotly.js v"
+
+
+def without_library(page: str) -> str:
+    """The page with a reference where it has the library itself; unchanged without one."""
+    begin = page.find(BEGINS)
+    if begin < 0:
+        return page
+    end = page.index("</script>", begin) + len("</script>")
+    return page[:begin] + REFERENCE + page[end:]
+
+
+def keep(page: Path, path: Path) -> None:
+    """Copy a page to its place beside a result."""
+    path.write_text(without_library(page.read_text()))
