@@ -13,7 +13,6 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -31,6 +30,7 @@ from asyncrl.transport.sockets import PeerSocket
 from learner import checkpoint
 from learner.publisher import Publisher
 from learner.recorder import Recorder
+from learner.state import Cursor
 from learner.step import LearnerCore
 
 POLL_S = 0.1
@@ -46,15 +46,10 @@ class Learner:
         self.config, self.run_dir, self.run = config, run_dir, run_id(run_dir)
         self.core = LearnerCore(config, config.model.path, run_dir)
         self.epoch, self.origin, self.directory = checkpoint.begin(run_dir / "checkpoints")
-        self.extra: dict[str, Any] = {
-            "next_ticket": 0,
-            "ledger": {},
-            "trained_above": [],
-            "parent": None,
-        }
+        self.cursor = Cursor()
         older: dict[int, bytes] = {}
         if (path := checkpoint.newest(self.directory)) is not None:
-            self.extra |= checkpoint.restore(self.core, path)
+            self.cursor = Cursor.read(checkpoint.restore(self.core, path))
             older = checkpoint.older(path)
             print(
                 f"learner: resumed from {path} at version {self.number}, "
@@ -101,7 +96,7 @@ class Learner:
 
     def pump(self, timeout: float) -> None:
         """Handle what has arrived within `timeout` seconds; repeat what is unanswered; say what it
-        waits for.
+        waits for; judge the buffer's silence.
         """
         reply = self.socket.recv(timeout)
         while reply is not None:
@@ -121,6 +116,11 @@ class Learner:
             self.checkpointed = None
         self.core.backend.keep_alive()
         now = time.monotonic()
+        self.report(now)
+        self.judge_silence(now - self.heard)
+
+    def report(self, now: float) -> None:
+        """What it waits for: to the buffer now and then, and on stderr when that takes long."""
         waiting = None
         if self.waiting:
             waiting = Wait("learner", self.waiting, BUFFER, now - self.waiting_since)
@@ -131,7 +131,11 @@ class Learner:
         buffer = f"the buffer at {self.socket.address}"
         for line in self.wait_log.lines([waiting._replace(on=buffer)] if waiting else []):
             print(line, file=sys.stderr, flush=True)
-        silent = now - self.heard
+
+    def judge_silence(self, silent: float) -> None:
+        """The buffer has sent nothing for `silent` seconds: the run has ended without its last word
+        having come, or the buffer is gone.  Raises NothingToDo, PeerUnreachable.
+        """
         if silent > ENDED_S and self.waiting and ended(self.run_dir, self.config.learner.steps):
             if self.number < self.config.learner.steps or not self.welcomed:
                 raise NothingToDo(
@@ -180,7 +184,7 @@ class Learner:
     # ---- the loop --------------------------------------------------------------------------------
 
     def hello(self) -> None:
-        parent = self.extra["parent"]
+        parent = self.cursor.parent
         label = Label(self.epoch, self.number)
         message = m.LearnerHello(
             protocol=m.PROTOCOL,
@@ -189,13 +193,13 @@ class Learner:
             label=label,
             parent=None if parent is None else Label(*parent),
             digest=self.digest,
-            next_ticket=self.extra["next_ticket"],
+            next_ticket=self.cursor.next_ticket,
             origin=self.origin,
             max_lag=self.config.staleness.max_lag,
             source=self.publisher.source,
             ring=self.ring,
-            ledger=self.extra["ledger"],
-            trained_above=self.extra["trained_above"],
+            ledger=self.cursor.ledger,
+            trained_above=self.cursor.trained_above,
             pid=os.getpid(),
             vocabulary=int(self.core.model.hf.config.get_text_config().vocab_size),
         )
@@ -280,12 +284,12 @@ class Learner:
         }
         self.mark = now
         self.last_batch = batch
-        self.extra = {
-            "next_ticket": batch.next_ticket,
-            "ledger": batch.ledger,
-            "trained_above": batch.trained_above,
-            "parent": [self.epoch, self.number - 1],
-        }
+        self.cursor = Cursor(
+            next_ticket=batch.next_ticket,
+            ledger=batch.ledger,
+            trained_above=batch.trained_above,
+            parent=[self.epoch, self.number - 1],
+        )
         commit = m.Commit(
             self.epoch,
             batch.number,
@@ -308,7 +312,11 @@ class Learner:
         with self.tracer.span("checkpoint"):
             older = self.publisher.older(self.number) if self.publisher.depth else {}
             oldest = checkpoint.save(
-                self.directory, self.core, self.extra, self.config.learner.keep_checkpoints, older
+                self.directory,
+                self.core,
+                self.cursor.kept(),
+                self.config.learner.keep_checkpoints,
+                older,
             )
         self.checkpointed = oldest
 

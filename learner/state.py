@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
+
+import msgspec
 
 
 @dataclass
@@ -17,3 +20,25 @@ class State:
     early_stops: int = 0
     skipped: int = 0
     bad_in_a_row: int = 0
+
+
+class Cursor(msgspec.Struct, frozen=True):
+    """What a learner's hello tells the buffer, so that both go on from the same batch; a checkpoint
+    keeps it beside the `State`.
+
+    next_ticket, ledger, trained_above: as the last batch brought them; parent: epoch and number of
+    the weights that it was trained on."""
+
+    next_ticket: int = 0
+    ledger: dict[str, dict[str, float]] = {}
+    trained_above: list[int] = []
+    parent: list[int] | None = None
+
+    def kept(self) -> dict[str, Any]:
+        """As a checkpoint keeps it, for `read`."""
+        return msgspec.structs.asdict(self)
+
+    @staticmethod
+    def read(kept: dict[str, Any]) -> Cursor:
+        """What a checkpoint kept; a name that an earlier program did not write has its default."""
+        return msgspec.convert(kept, Cursor)

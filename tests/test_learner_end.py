@@ -19,6 +19,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.records import rundir
 from asyncrl.transport.ring import RingReader
 from learner.loop import Learner
+from learner.state import Cursor
 
 
 class Buffer:
@@ -137,3 +138,35 @@ def test_told_to_stop_it_leaves_a_checkpoint_and_exports_nothing(
         and "Goodbye" not in one.socket.seen
     )  # type: ignore[attr-defined]
     assert not (one.run_dir / "model").exists()
+
+
+def test_a_resumed_learner_tells_the_buffer_what_the_checkpoint_kept(
+    learner: Callable[[], Learner],
+) -> None:
+    one = learner()
+    one.hello()
+    one.cursor = Cursor(7, {"trained": {"tokens": 5.0}}, [9], [1, 0])
+    one.checkpoint()
+    two = learner()
+    assert two.cursor == one.cursor
+    said: list[m.LearnerHello] = []
+    send = two.socket.send
+
+    def listen(message: m.FromPeer) -> None:
+        if isinstance(message, m.LearnerHello):
+            said.append(message)
+        send(message)
+
+    two.socket.send = listen  # type: ignore[method-assign]
+    two.hello()
+    [hello] = said
+    assert (hello.next_ticket, hello.ledger, hello.trained_above, hello.parent) == (
+        7,
+        {"trained": {"tokens": 5.0}},
+        [9],
+        Label(1, 0),
+    )
+
+
+def test_what_an_earlier_program_did_not_keep_has_its_default() -> None:
+    assert Cursor.read({"next_ticket": 3, "no more": 1}) == Cursor(next_ticket=3)
