@@ -50,9 +50,12 @@ floors of this package, and imports run down only:
 - `config`: from TOML to one frozen tree.
 - `algorithms`: the mathematics, on torch alone.
 - `contract`: messages, versions, admission, errors.
+
+From Python, as in a notebook: `asyncrl.run(config, sets)` and `asyncrl.load_run(path)`.
 """
 
 import sys as _sys
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 __version__ = "0.1.0"
 
@@ -71,3 +74,17 @@ from asyncrl.contract import importing as _importing  # noqa: E402
 _importing.ours_first()
 if _by_name:
     _importing.found_here()
+
+if _TYPE_CHECKING:
+    from asyncrl.supervise.notebook import LoadedRun, load_run, run
+
+__all__ = ["LoadedRun", "__version__", "load_run", "run"]
+
+
+def __getattr__(name: str) -> object:
+    """What a notebook calls, imported when it is asked for: every process of a run imports this."""
+    if name not in ("LoadedRun", "load_run", "run"):
+        raise AttributeError(f"module 'asyncrl' has no attribute {name!r}")
+    from asyncrl.supervise import notebook
+
+    return getattr(notebook, name)

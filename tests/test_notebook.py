@@ -1,0 +1,161 @@
+"""`asyncrl.run` and `asyncrl.load_run`, as a notebook calls them: with real runs."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import ENV, ROOT, SMALL
+
+import asyncrl
+from asyncrl.config import load
+from asyncrl.contract import errors, importing
+from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.records import jsonl, metrics
+from asyncrl.supervise import notebook
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> asyncrl.LoadedRun:
+    """A run of six steps, started from a table in another working directory."""
+    folder = tmp_path_factory.mktemp("notebook")
+    table = {
+        "runs": "{here}/runs",
+        "name": "first",
+        "model": {"path": str(small_model)},
+        "task": {"name": "sort"},
+        "record": {"samples_every": 2},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        return asyncrl.run(table, [*SMALL[:-1], "staleness.max_lag=2"])
+
+
+def test_what_a_run_left(first: asyncrl.LoadedRun) -> None:
+    rows = metrics.read(first.path)
+    trained = [r for r in rows if "reward/mean" in r]
+    found = first.metrics["reward/mean"]
+    assert found.steps.tolist() == [r["step"] for r in trained] and len(trained) == 6
+    assert found.values.tolist() == [r["reward/mean"] for r in trained]
+    assert found.seconds.tolist() == [r["t"] for r in trained]
+    kinds = (found.steps.dtype, found.seconds.dtype, found.values.dtype)
+    assert kinds == (np.int64, np.float64, np.float64)
+    assert first.metrics["eval/heldout"].steps.tolist() == [0, 3, 6], "as measured, not by batch"
+    assert "lag/samples" not in first.metrics and any("lag/samples" in r for r in rows)
+    assert first.samples == jsonl.read(first.path / "samples.jsonl") and "text" in first.samples[0]
+    assert first.config == load.load(first.path / "config.toml")
+    assert first.config.staleness.max_lag == 2 and first.path.is_absolute()
+    assert first.summary == json.loads((first.path / "summary.json").read_text())
+    assert first.summary["steps"] == 6 and "partial" not in first.summary
+    ends = dict(first.ledger)
+    assert ends.pop("generated") == sum(ends.values()) > 0
+
+
+def test_a_run_without_its_summary_is_read_as_far_as_it_came(
+    first: asyncrl.LoadedRun, tmp_path: Path
+) -> None:
+    shutil.copytree(first.path, tmp_path / "cut")
+    for name in ("summary.json", "buffer_summary.json"):
+        (tmp_path / "cut" / name).unlink()
+    cut = asyncrl.load_run(str(tmp_path / "cut"))
+    assert cut.summary["partial"] and cut.summary["steps"] == 6
+    assert cut.ledger["trained"] == first.ledger["trained"]
+    assert cut.metrics.keys() == first.metrics.keys()
+
+
+def test_where_no_run_is(first: asyncrl.LoadedRun, tmp_path: Path) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "config.toml").touch()
+    for where in (tmp_path, tmp_path / "none", tmp_path / "project", first.path / "logs"):
+        with pytest.raises(ConfigError, match=r"is no run directory .* as in runs/NAME"):
+            asyncrl.load_run(where)
+
+
+def test_a_refusal_is_the_products_own(
+    first: asyncrl.LoadedRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A config that was loaded, whose directory is taken; a name; a wrong key.  Nothing is printed
+    unless asked for.
+    """
+    with pytest.raises(ConfigError, match="holds a run already"):
+        asyncrl.run(first.config)
+    with pytest.raises(ConfigError, match=r"^demoo: no such config file; shipped, by name: ") as e:
+        asyncrl.run("demoo")
+    assert e.value.exit_code == 2 and capfd.readouterr() == ("", "")
+    with pytest.raises(ConfigError, match=r"^--set learner.lrr=1: learner.lrr: unknown key"):
+        asyncrl.run(Path("demo"), ["learner.lrr=1"], show=True)
+    out, err = capfd.readouterr()
+    assert out == "" and err.startswith("error: --set learner.lrr=1: ")
+
+
+ENDS = [
+    (1, '{"error": "said"}', AsyncrlError, "^said$"),
+    (2, '{"error": "said"}', ConfigError, "^said$"),
+    (3, '{"error": "said"}', errors.ProcessLost, "^said$"),
+    (4, '{"error": "said"}', errors.PeerUnreachable, "^said$"),
+    (5, '{"error": "said"}', errors.Damaged, "^said$"),
+    (6, '{"error": "said"}', errors.NothingToDo, "^said$"),
+    (130, '{"error": "interrupted"}', KeyboardInterrupt, "^$"),
+    (130, '{"run_dir": "runs/a"}', KeyboardInterrupt, r"asyncrl.load_run\('runs/a'\)"),
+    (1, "", AsyncrlError, "^the last line$"),
+]
+
+
+@pytest.mark.parametrize(("code", "answer", "kind", "said"), ENDS)
+def test_how_a_command_may_end(
+    code: int,
+    answer: str,
+    kind: type[BaseException],
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    program = (
+        f"import sys; print({answer!r}); print('a line\\nthe last line\\n', file=sys.stderr); "
+        f"sys.exit({code})"
+    )
+    monkeypatch.setattr(importing, "command", lambda *_: [sys.executable, "-c", program])
+    with pytest.raises(kind, match=said) as error:
+        notebook.run("demo")
+    assert type(error.value) is kind
+    assert getattr(error.value, "exit_code", code) == code
+
+
+def test_an_interrupt_writes_a_checkpoint_and_is_passed_on(
+    tmp_path: Path, small_model: Path
+) -> None:
+    sets = [f"model.path={str(small_model)!r}", *SMALL[:-1], "learner.steps=100000", "name='long'"]
+    code = f"import asyncrl; asyncrl.run('demo', {sets!r}, show=True)"
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, env=ENV, stderr=subprocess.PIPE, text=True
+    )
+    run_dir = tmp_path / "runs" / "long"
+    until = time.monotonic() + 240
+    while not any("reward/mean" in r for r in jsonl.read(run_dir / "metrics.jsonl")):
+        assert process.poll() is None and time.monotonic() < until, process.communicate()[1]
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    err = process.communicate(timeout=240)[1]
+    assert "KeyboardInterrupt: the run was stopped; asyncrl.load_run('runs/long')" in err
+    found = asyncrl.load_run(run_dir)
+    assert 0 < found.summary["steps"] < 100000 and list(run_dir.glob("checkpoints/*/*"))
+
+
+def test_importing_asyncrl_stays_cheap() -> None:
+    """Every process of a run imports it, and nothing of this with it; reading a run needs no
+    torch.
+    """
+    code = (
+        "import sys, asyncrl; few = [m in sys.modules for m in ('numpy', 'msgspec', 'torch')]; "
+        "asyncrl.load_run; print(few, 'torch' in sys.modules, hasattr(asyncrl, 'runn'))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=ENV, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "[False, False, False] False False", done.stderr
