@@ -25,6 +25,7 @@ PRODUCT = ("asyncrl", "actors", "buffer", "learner")
 MATHEMATICS = (
     "asyncrl/algorithms",
     "asyncrl/experiments/lab",
+    "asyncrl/experiments/compare/verdict.py",
     "asyncrl/models/exact_operators.py",
     "asyncrl/models/packed_forward.py",
     "actors/decoder.py",

@@ -117,15 +117,15 @@ class SweepProgress(Progress):
         from rich.table import Table
 
         with self.lock:
-            p = self.sweep.plan
+            plan = self.sweep.plan
             table = Table(
                 "correction",
-                *(f"{'lag' if p.injected else 'limit'} {label(x)}" for x in p.limits),
+                *(f"{'lag' if plan.injected else 'limit'} {label(x)}" for x in plan.limits),
                 title=f"{self.sweep.directory.name}: {self.state()}",
                 caption=f"sync: {self.text(SYNC)}",
             )
-            for n in p.corrections:
-                table.add_row(n, *(self.text(p.cell[n, x]) for x in p.limits))
+            for name in plan.corrections:
+                table.add_row(name, *(self.text(plan.cell[name, x]) for x in plan.limits))
             return table
 
     def text(self, arm: str) -> str:
@@ -167,12 +167,14 @@ class CompareProgress(Progress):
         from rich.table import Table
 
         with self.lock:
-            c = self.comparison
-            title = f"{c.directory.name}: {self.state()}"
+            comparison = self.comparison
+            title = f"{comparison.directory.name}: {self.state()}"
             caption = "accuracy on held-out prompts; ! unstable"
-            table = Table("arm", *(f"seed {s}" for s in c.seeds), title=title, caption=caption)
-            for n in c.configs:
-                table.add_row(n, *(self.text(n, s) for s in c.seeds))
+            table = Table(
+                "arm", *(f"seed {s}" for s in comparison.seeds), title=title, caption=caption
+            )
+            for name in comparison.configs:
+                table.add_row(name, *(self.text(name, s) for s in comparison.seeds))
             return table
 
     def text(self, arm: str, seed: int) -> str:
@@ -214,8 +216,8 @@ def print_table(
         collapse_padding=True,
         pad_edge=False,
     )
-    for i, name in enumerate(shown.values()):
-        table.add_column(name, no_wrap=i == 0, justify="left" if i == 0 else "right")
+    for column, name in enumerate(shown.values()):
+        table.add_column(name, no_wrap=column == 0, justify="left" if column == 0 else "right")
     for row in rows:
         table.add_row(*(row[head.index(h)] for h in shown))
     Console().print(table)

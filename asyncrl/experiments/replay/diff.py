@@ -65,23 +65,31 @@ def read(run_dir: Path) -> tuple[dict[str, Any], dict[int, dict[str, float]], st
 
 
 def first_difference(
-    a: dict[int, dict[str, float]], b: dict[int, dict[str, float]]
+    before: dict[int, dict[str, float]], now: dict[int, dict[str, float]]
 ) -> dict[str, Any] | None:
     """The first step where a number that is not of the machine differs: all that differ there, the
     relatively largest first.
     """
-    for step in sorted(a.keys() & b.keys()):
+    for step in sorted(before.keys() & now.keys()):
         found = []
-        for name in sorted(a[step].keys() & b[step].keys()):
-            x = a[step][name]
-            y = b[step][name]
-            if not name.startswith(MACHINE) and x != y and not (math.isnan(x) and math.isnan(y)):
-                found.append((abs(x - y) / max(abs(x), abs(y), 1e-12), name, x, y))
+        for name in sorted(before[step].keys() & now[step].keys()):
+            one = before[step][name]
+            other = now[step][name]
+            if (
+                not name.startswith(MACHINE)
+                and one != other
+                and not (math.isnan(one) and math.isnan(other))
+            ):
+                found.append(
+                    (abs(one - other) / max(abs(one), abs(other), 1e-12), name, one, other)
+                )
         if found:
             found.sort(reverse=True)
             return {
                 "step": step,
-                "metrics": [{"name": n, "a": x, "b": y, "relative": r} for r, n, x, y in found],
+                "metrics": [
+                    {"name": n, "a": one, "b": other, "relative": r} for r, n, one, other in found
+                ],
             }
     return None
 
@@ -91,9 +99,9 @@ def diff(one: Path, two: Path) -> dict[str, Any]:
     same.
     """
     (ca, ra, da), (cb, rb, db) = read(one), read(two)
-    for c in (ca, cb):
+    for config in (ca, cb):
         for name in NAMES:
-            c.pop(name, None)
+            config.pop(name, None)
     first = first_difference(ra, rb)
     return {
         "a": str(one),

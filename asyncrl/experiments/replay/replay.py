@@ -164,30 +164,30 @@ class Replay:
         self.run_dir = run_dir
         self.sets = list(sets)
         check_sets(sets)
-        self.recording = r = stream.read(run_dir)
+        self.recording = recording = stream.read(run_dir)
         kept = stream.weights(run_dir)
-        self.start = r.start if start is None else start
-        self.end = r.end if until is None else min(until, r.end)
+        self.start = recording.start if start is None else start
+        self.end = recording.end if until is None else min(until, recording.end)
         if self.start not in kept:
             if start is None:
                 raise Damaged(
                     f"{run_dir}: the recording's first weights "
-                    f"({stream.directory(run_dir)}/weights/number_{r.start}) are missing"
+                    f"({stream.directory(run_dir)}/weights/number_{recording.start}) are missing"
                 )
             raise ConfigError(
                 f"--from {start}: no weights of version {start} were recorded, but of "
                 f"{', '.join(map(str, kept))} (record.weights_every)"
             )
-        if not r.start <= self.start < self.end:
+        if not recording.start <= self.start < self.end:
             raise ConfigError(
                 f"--from {self.start}, --until {self.end}: nothing lies between them; the "
-                f"recording has batches {r.start} to {r.end - 1}"
+                f"recording has batches {recording.start} to {recording.end - 1}"
             )
         if wrong := checkpoint.verify(kept[self.start]):
             raise Damaged(f"{kept[self.start]} is damaged: {wrong}")
         self.weights = kept[self.start]
-        self.initial = kept[0] / "model" if 0 in kept and not r.start else None
-        self.recorded = resolve(r.life(self.end - 1).config, (), str(run_dir))
+        self.initial = kept[0] / "model" if 0 in kept and not recording.start else None
+        self.recorded = resolve(recording.life(self.end - 1).config, (), str(run_dir))
         self.config = self.resolved(self.start)
         last = self.resolved(self.end - 1)
         if (last.advantage.name == "remax") != (self.recorded.advantage.name == "remax"):
@@ -198,7 +198,9 @@ class Replay:
             )
         self.changed = differences(msgspec.to_builtins(self.recorded), msgspec.to_builtins(last))
         self.cut = (
-            "" if until is not None and until <= r.end else r.cut(self.recorded.learner.steps)
+            ""
+            if until is not None and until <= recording.end
+            else recording.cut(self.recorded.learner.steps)
         )
         if self.recorded.learner.backend != "torch" and self.start:
             raise ConfigError(
@@ -318,59 +320,59 @@ def replay(
 
     Raises ConfigError for a run without a recording, a key that may not change or versions that are
     not there; Damaged for a damaged recording."""
-    r = Replay(run_dir, sets, start=start, until=until)
-    if r.cut:
-        say(f"note: {r.cut}")
-    if r.recorded.learner.backend != "torch":
+    made = Replay(run_dir, sets, start=start, until=until)
+    if made.cut:
+        say(f"note: {made.cut}")
+    if made.recorded.learner.backend != "torch":
         say(
-            f"note: recorded with learner.backend = {r.recorded.learner.backend}; one torch "
+            f"note: recorded with learner.backend = {made.recorded.learner.backend}; one torch "
             "process rounds otherwise, so nothing will be bitwise the same"
         )
     where = place(run_dir, out)
-    (where / "config.toml").write_text(load.dump(r.resolved(r.end - 1)))
-    done = r.go(where, say, evaluate=evaluate)
-    found = judge(r, done)
+    (where / "config.toml").write_text(load.dump(made.resolved(made.end - 1)))
+    done = made.go(where, say, evaluate=evaluate)
+    found = judge(made, done)
     found["replay_dir"] = str(where)
-    write(where, r, done, found)
+    write(where, made, done, found)
     return found
 
 
 # ---- the difference ------------------------------------------------------------------------------
 
 
-def recorded_rows(r: Replay) -> dict[int, dict[str, float]]:
+def recorded_rows(made: Replay) -> dict[int, dict[str, float]]:
     """step -> what the run measured, from the recording, and its evaluations from metrics.jsonl."""
-    rows = {s.batch.number: dict(s.metrics) for s in r.recording.steps(r.start, r.end)}
-    for row in metrics.read(r.run_dir):
-        if any(k.startswith("eval/") for k in row) and r.start <= row["step"] <= r.end:
+    rows = {s.batch.number: dict(s.metrics) for s in made.recording.steps(made.start, made.end)}
+    for row in metrics.read(made.run_dir):
+        if any(k.startswith("eval/") for k in row) and made.start <= row["step"] <= made.end:
             rows.setdefault(int(row["step"]), {}).update(
                 {k: v for k, v in row.items() if k.startswith("eval/")}
             )
     return rows
 
 
-def judge(r: Replay, done: Replayed) -> dict[str, Any]:
+def judge(made: Replay, done: Replayed) -> dict[str, Any]:
     """The replay beside the recorded run: first difference, ends, stability by rule, and how far
     the replay left the data.
     """
-    before = recorded_rows(r)
+    before = recorded_rows(made)
     trained = {
         n: {k: v for k, v in row.items() if not k.startswith("eval/")}
         for n, row in done.rows.items()
     }
     first = diff.first_difference(before, trained)
-    digests = {s.batch.number + 1: s.digest for s in r.recording.steps(r.start, r.end)}
+    digests = {s.batch.number + 1: s.digest for s in made.recording.steps(made.start, made.end)}
     other = next(
         (n for n, d in sorted(done.digests.items()) if n in digests and d != digests[n]), None
     )
     same = first is None and other is None and not done.failed
-    reproduced = same if not r.changed and r.recorded.learner.backend == "torch" else None
+    reproduced = same if not made.changed and made.recorded.learner.backend == "torch" else None
     found: dict[str, Any] = {
-        "run_dir": str(r.run_dir),
+        "run_dir": str(made.run_dir),
         "from": done.start,
         "to": done.end,
-        "changed": [x.replace(", now ", " | ") for x in r.changed],
-        "cut": r.cut,
+        "changed": [x.replace(", now ", " | ") for x in made.changed],
+        "cut": made.cut,
         "equal": same,
         "reproduced": reproduced,
         "first_difference": first,
@@ -423,18 +425,20 @@ def verdict(found: dict[str, Any]) -> str:
         )
     if found["equal"]:
         return "the change made no difference: every loss and weight is bitwise the recorded one"
-    a = found["recorded"]["trouble"]
-    b = [*found["replayed"]["trouble"], *([found["failed"]] if found["failed"] else [])]
-    if a and not b:
+    before = found["recorded"]["trouble"]
+    after = [*found["replayed"]["trouble"], *([found["failed"]] if found["failed"] else [])]
+    if before and not after:
         return (
-            f"the recorded run was unstable by rule ({'; '.join(a)}); on the same data "
+            f"the recorded run was unstable by rule ({'; '.join(before)}); on the same data "
             "this change is not"
         )
-    if b and not a:
-        return f"unstable by rule on the same data, where the recorded run was not: {'; '.join(b)}"
+    if after and not before:
+        return (
+            f"unstable by rule on the same data, where the recorded run was not: {'; '.join(after)}"
+        )
     return (
-        f"both unstable by rule: recorded: {'; '.join(a)}; replayed: {'; '.join(b)}"
-        if b
+        f"both unstable by rule: recorded: {'; '.join(before)}; replayed: {'; '.join(after)}"
+        if after
         else "both stable by rule"
     )
 
@@ -483,25 +487,25 @@ def text(found: dict[str, Any]) -> str:
             f"  {m['name']}: {m['a']:.9g} | {m['b']:.9g} (relative {m['relative']:.2g})"
             for m in first["metrics"][:5]
         ]
-    a = found["recorded"]
-    b = found["replayed"]
+    recorded = found["recorded"]
+    replayed = found["replayed"]
     names = [
         k
         for k in ("heldout_end", *WATCHED, "kl_max")
-        if a.get(k) is not None and b.get(k) is not None
+        if recorded.get(k) is not None and replayed.get(k) is not None
     ]
     lines.append(f"{'at the end (mean of the last tenth)':36} {'recorded':>12} {'replayed':>12}")
-    lines += [f"  {k:34} {a[k]:12.5g} {b[k]:12.5g}" for k in names]
+    lines += [f"  {k:34} {recorded[k]:12.5g} {replayed[k]:12.5g}" for k in names]
     return "\n".join([*lines, found["verdict"], *([found["warning"]] if found["warning"] else [])])
 
 
-def write(where: Path, r: Replay, done: Replayed, found: dict[str, Any]) -> None:
+def write(where: Path, made: Replay, done: Replayed, found: dict[str, Any]) -> None:
     """OUT/replay.json and OUT/report.html: the curves of both, and the text."""
     atomic_write.write(where / "replay.json", json.dumps(clean(found), indent=1))
     diff.page(
         "A replay",
         text(found),
-        {"recorded": recorded_rows(r), "replayed": done.rows},
+        {"recorded": recorded_rows(made), "replayed": done.rows},
         clean(found),
         where / "report.html",
         "replay",
