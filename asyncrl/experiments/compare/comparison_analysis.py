@@ -8,6 +8,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+from msgspec.structs import asdict
+
 from asyncrl.config.tree import Config
 from asyncrl.experiments.compare import verdict
 from asyncrl.experiments.compare.comparison import Cell
@@ -125,7 +128,39 @@ def cause(config: Config, trouble: Sequence[str]) -> str:
     return "lower learner.lr, or set stop.kl_max with more than one optimizer step a batch"
 
 
-def about(cells: Sequence[Cell], config: Config, target: float) -> dict[str, Any]:
+class ArmFound(msgspec.Struct, frozen=True):
+    """One arm over its seeds, as the JSON has it: means over its runs where nothing else is said,
+    nan where none of them measured it.
+    """
+
+    heldout_start: float
+    heldout_end: float
+    ood_start: float
+    ood_end: float
+    ood_each: list[float]
+    kl_ref: float  # target to reference at the end, k3, nats a token
+    each: list[float]  # held-out accuracy at the end, by seed
+    area: float  # mean height of the curve of accuracy
+    wall_s: float
+    tokens: float  # trained
+    generated: float  # tokens
+    tokens_per_s: float  # trained
+    lag: float  # of trained tokens, versions
+    lag_max: int  # of any run
+    ess: float  # share; over all batches of all runs
+    target: float  # accuracy whose time is asked for
+    reached: int  # runs that came there; the next two are means over these
+    steps_to_target: float
+    seconds_to_target: float
+    unstable: int  # runs
+    trouble: list[str]  # kinds, of any run
+    cause: str
+    signs: dict[str, list[str]]
+    weights_digests: list[str]
+    warm: bool  # in warm processes: its times are not those of a real run
+
+
+def about(cells: Sequence[Cell], config: Config, target: float) -> ArmFound:
     """One arm over its seeds.  target: the accuracy whose time is asked for, over the runs that
     reach it.
     """
@@ -137,35 +172,35 @@ def about(cells: Sequence[Cell], config: Config, target: float) -> dict[str, Any
     times = [found for found in times if not math.isnan(found[0])]
     trouble = sorted({said.split(":")[0] for cell in cells for said in cell.trouble})
     ess = "is/target_ess"
-    return {
-        "heldout_start": over("heldout_start"),
-        "heldout_end": mean([cell.final for cell in cells]),
-        "ood_start": mean(known(cell.ood_start for cell in cells)),
-        "ood_end": mean(known(cell.ood_end for cell in cells)),
-        "ood_each": [cell.ood_end for cell in cells],
-        "kl_ref": mean(known(reference_kl(cell.rows) for cell in cells)),
-        "each": [cell.final for cell in cells],
-        "area": mean([cell.area for cell in cells]),
-        "wall_s": over("wall_s"),
-        "tokens": over("tokens"),
-        "generated": mean([cell.summary["ledger"]["generated"] for cell in cells]),
-        "tokens_per_s": mean(
+    return ArmFound(
+        heldout_start=over("heldout_start"),
+        heldout_end=mean([cell.final for cell in cells]),
+        ood_start=mean(known(cell.ood_start for cell in cells)),
+        ood_end=mean(known(cell.ood_end for cell in cells)),
+        ood_each=[cell.ood_end for cell in cells],
+        kl_ref=mean(known(reference_kl(cell.rows) for cell in cells)),
+        each=[cell.final for cell in cells],
+        area=mean([cell.area for cell in cells]),
+        wall_s=over("wall_s"),
+        tokens=over("tokens"),
+        generated=mean([cell.summary["ledger"]["generated"] for cell in cells]),
+        tokens_per_s=mean(
             [cell.summary["tokens"] / max(cell.summary["wall_s"], 1e-9) for cell in cells]
         ),
-        "lag": mean([cell.summary["lag"]["mean"] for cell in cells]),
-        "lag_max": max(cell.summary["lag"]["max"] for cell in cells),
-        "ess": mean([row[ess] for cell in cells for row in cell.rows if ess in row]),
-        "target": target,
-        "reached": len(times),
-        "steps_to_target": mean([step for step, _ in times]),
-        "seconds_to_target": mean([seconds for _, seconds in times]),
-        "unstable": sum(bool(cell.trouble) for cell in cells),
-        "trouble": trouble,
-        "cause": cause(config, trouble),
-        "signs": signs_of(cells),
-        "weights_digests": [cell.summary["weights_digest"] for cell in cells],
-        "warm": all(cell.warm for cell in cells),
-    }
+        lag=mean([cell.summary["lag"]["mean"] for cell in cells]),
+        lag_max=max(cell.summary["lag"]["max"] for cell in cells),
+        ess=mean([row[ess] for cell in cells for row in cell.rows if ess in row]),
+        target=target,
+        reached=len(times),
+        steps_to_target=mean([step for step, _ in times]),
+        seconds_to_target=mean([seconds for _, seconds in times]),
+        unstable=sum(bool(cell.trouble) for cell in cells),
+        trouble=trouble,
+        cause=cause(config, trouble),
+        signs=signs_of(cells),
+        weights_digests=[cell.summary["weights_digest"] for cell in cells],
+        warm=all(cell.warm for cell in cells),
+    )
 
 
 # ---- arms against the first one ------------------------------------------------------------------
@@ -194,7 +229,7 @@ def measures(cells: Sequence[Cell], config: Config) -> list[Measure]:
     return out
 
 
-def judged(measure: Measure, runs: Runs, base: str) -> list[dict[str, Any]]:
+def judged(measure: Measure, runs: Runs, base: str) -> list[Verdict]:
     """A verdict on every arm but the base, by one measure, with Holm's correction among them."""
     other = [measure.value(cell) for cell in runs[base]]
     found = {
@@ -206,63 +241,69 @@ def judged(measure: Measure, runs: Runs, base: str) -> list[dict[str, Any]]:
     return [told(measure, name, base, found[name], runs) for name in found]
 
 
-def told(
-    measure: Measure, name: str, base: str, found: verdict.Difference, runs: Runs
-) -> dict[str, Any]:
-    """One verdict as the JSON has it."""
+class Verdict(msgspec.Struct, frozen=True):
+    """One arm against the base by one measure, as the JSON has it."""
+
+    arm: str
+    against: str
+    metric: str
+    difference: float
+    interval: list[float]  # 95 %, over other seeds
+    verdict: str  # equal, better, worse, no difference visible
+    p: float  # after Holm
+    interval_other_prompts: list[float]
+    detectable: float  # the difference that as many seeds show with 80 % power
+    text: str
+
+
+def told(measure: Measure, name: str, base: str, found: verdict.Difference, runs: Runs) -> Verdict:
+    """What is said of one difference; runs with the same weights are equal, whatever it is."""
     same = all(
         cell.summary["weights_digest"] == other.summary["weights_digest"]
         for cell, other in zip(runs[name], runs[base], strict=True)
     )
-    return {
-        "arm": name,
-        "against": base,
-        "metric": measure.name,
-        "difference": found.mean,
-        "interval": [found.low, found.high],
-        "verdict": "equal" if same else found.word(),
-        "p": found.adjusted,
-        "interval_other_prompts": [found.prompt_low, found.prompt_high],
-        "detectable": verdict.detectable(found.sd, found.seeds),
-        "text": f"{name} is bitwise equal to {base}"
+    return Verdict(
+        arm=name,
+        against=base,
+        metric=measure.name,
+        difference=found.mean,
+        interval=[found.low, found.high],
+        verdict="equal" if same else found.word(),
+        p=found.adjusted,
+        interval_other_prompts=[found.prompt_low, found.prompt_high],
+        detectable=verdict.detectable(found.sd, found.seeds),
+        text=f"{name} is bitwise equal to {base}"
         if same
         else verdict.verdict(name, base, found, measure.words),
-    }
+    )
 
 
-def traded(name: str, arm: dict[str, Any], base_name: str, base: dict[str, Any]) -> str:
+def traded(name: str, arm: ArmFound, base_name: str, base: ArmFound) -> str:
     """What an arm gains in speed and loses in accuracy, beside the base."""
-    alike = not arm["warm"] and not base["warm"]
-    speed = base["wall_s"] / max(arm["wall_s"], 1e-9)
+    alike = not arm.warm and not base.warm
+    speed = base.wall_s / max(arm.wall_s, 1e-9)
     said = (
         f"{speed:.2f} times the speed of {base_name}"
         if alike
         else "run in a warm process by turns, so its speed says nothing"
     )
     return (
-        f"{name}: {said}, accuracy {arm['heldout_end'] - base['heldout_end']:+.3f}; "
+        f"{name}: {said}, accuracy {arm.heldout_end - base.heldout_end:+.3f}; "
         f"{reached(arm, base, base_name, alike)}"
     )
 
 
-def reached(arm: dict[str, Any], base: dict[str, Any], name: str, timed: bool) -> str:
+def reached(arm: ArmFound, base: ArmFound, name: str, timed: bool) -> str:
     """When an arm came to the accuracy asked for, beside the base."""
-    goal = f"{arm['target']:.3f}"
-    missed = len(arm["each"]) - arm["reached"]
-    if not arm["reached"] or not base["reached"]:
+    goal = f"{arm.target:.3f}"
+    missed = len(arm.each) - arm.reached
+    if not arm.reached or not base.reached:
         return f"accuracy {goal} was never reached" + (
-            "" if arm["reached"] == base["reached"] else f" by {name}" if arm["reached"] else ""
+            "" if arm.reached == base.reached else f" by {name}" if arm.reached else ""
         )
-    what = (
-        f"accuracy {goal} at batch {arm['steps_to_target']:.0f} ({name} "
-        f"{base['steps_to_target']:.0f})"
-    )
-    what += (
-        f", after {arm['seconds_to_target']:.0f} s ({base['seconds_to_target']:.0f})"
-        if timed
-        else ""
-    )
-    return what + (f", never in {missed} of {len(arm['each'])} runs" if missed else "")
+    what = f"accuracy {goal} at batch {arm.steps_to_target:.0f} ({name} {base.steps_to_target:.0f})"
+    what += f", after {arm.seconds_to_target:.0f} s ({base.seconds_to_target:.0f})" if timed else ""
+    return what + (f", never in {missed} of {len(arm.each)} runs" if missed else "")
 
 
 def analyse(cells: Sequence[Cell], configs: dict[str, Config]) -> dict[str, Any]:
@@ -281,9 +322,9 @@ def analyse(cells: Sequence[Cell], configs: dict[str, Config]) -> dict[str, Any]
         for name in others
     }
     return {
-        "arms": arms,
+        "arms": {name: asdict(arm) for name, arm in arms.items()},
         "verdicts": [
-            said
+            asdict(said)
             for measure in measures(cells, configs[base])
             for said in judged(measure, runs, base)
         ],
