@@ -18,6 +18,7 @@ from conftest import ENV, ROOT, SMALL, Ended, shared
 from asyncrl.config import load, shipped
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
+from asyncrl.tasks.warm_start import warm_start
 
 PLAIN_ENV = {k: v for k, v in ENV.items() if k != "PYTHONPATH"}
 PACKED = ("asyncrl", "actors", "buffer", "learner", "configs", "pyproject.toml")
@@ -70,7 +71,8 @@ def test_what_is_no_module_is_in_the_wheel(installed: Path) -> None:
     wanted = {x for x in wanted if "__pycache__" not in x}
     wanted |= {str(p.relative_to(ROOT)) for p in (ROOT / "asyncrl").rglob("templates/**/*.*")}
     assert wanted | {"asyncrl/py.typed"} <= names
-    assert {"asyncrl/configs/schema.json", "asyncrl/records/templates/run.html"} <= wanted
+    some = ("configs/schema.json", "records/templates/run.html", "cli/templates/new/reward.py")
+    assert {f"asyncrl/{name}" for name in some} <= wanted
 
 
 def test_a_shipped_config_runs_by_its_name(
@@ -94,6 +96,19 @@ def test_a_shipped_example_finds_its_prompts_and_its_reward_anywhere(
     done = called([*argv, "configs/file_example.toml", "-n", "1"], tmp_path)
     assert done.code == 0, done.err
     assert done.json["reward_of_answer"] == 0, "the task's own would say 1: it wants no `#`"
+
+
+def test_a_new_project_runs_from_a_notebook(installed: Path, tmp_path: Path) -> None:
+    env = installed / "env" / "bin"
+    assert called([str(env / "asyncrl"), "new", "mine"], tmp_path).code == 0
+    warm_start(load.load(tmp_path / "mine" / "config.toml"), tmp_path / "mine" / "model", steps=2)
+    code = (
+        "import asyncrl; r = asyncrl.run('mine/config.toml', ['learner.steps=2', "
+        "'evaluation.every=0', 'evaluation.final_prompts=16', 'evaluation.prompts=16']); "
+        "print(r.metrics['reward/mean'].values.shape, r.summary['steps'], asyncrl.__file__)"
+    )
+    done = called([str(env / "python"), "-P", "-c", code], tmp_path)
+    assert done.out.startswith(f"(2,) 2 {installed / 'env'}"), done.err
 
 
 @pytest.mark.parametrize("name", ["demo", "demo.toml", "configs/demo.toml"])

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ENV, Ended
+from conftest import ENV, ROOT, Ended
 
 from actors.rewards import check
 from asyncrl.cli import new
@@ -112,6 +112,49 @@ def test_a_project_trains_and_gets_better(project: Path, tmp_path: Path) -> None
     again = asyncrl(project, "run", "config.toml", "--json", *words)
     assert again.code == 0 and "warm-starting" not in again.err, "from inside, with that model"
     assert (project / "runs" / "again" / "summary.json").exists()
+
+
+SHORT = "learner.steps=2 evaluation.every=0 evaluation.prompts=8 evaluation.final_prompts=8"
+
+
+def commands(text: str) -> list[str]:
+    """What a page says to type: lines of its sh blocks, and in `...` after asyncrl."""
+    blocks = "\n".join(re.findall(r"(?ms)^```sh\n(.*?)^```", text))
+    return re.findall(r"(?m)^asyncrl .*$", blocks) or re.findall(r"`(asyncrl [^`]*)`", text)
+
+
+def test_every_command_of_the_pages_runs(tmp_path: Path) -> None:
+    """docs/own-project.md from its first line, then the project's README in the project; runs are
+    cut short, and from a model that has hardly learned.
+    """
+    page = (ROOT / "docs" / "own-project.md").read_text()
+    readme = (new.TEMPLATE / "README.md").read_text().replace("NAME", "four")
+    typed = [(tmp_path, line) for line in commands(page)]
+    typed += [(tmp_path / "sums", line) for line in commands(readme)]
+    assert [line.split()[1] for _, line in typed] == (
+        ["new", "run", "task", "run", "report", "task", "run", "doctor", "run", "sweep", "export"]
+    )
+    more = {"run": [x for s in SHORT.split() for x in ("--set", s)], "sweep": ["--dry-run"]}
+    for n, (folder, line) in enumerate(typed):
+        words = line.split()[1:] + more.get(line.split()[1], [])
+        if words[0] == "run" and "name=four" not in words:
+            words += ["--set", f"name=run{n}"]
+        done = asyncrl(folder, *words)
+        assert done.code == 0, (line, done.err[-2000:])
+        if n == 0:
+            config = load.load(tmp_path / "sums" / "config.toml")
+            warm_start(config, config.model.path, steps=2, threads=1)
+    (python,) = re.findall(r"(?ms)^```python\n(import asyncrl\n.*?)^```", page)
+    short = "', '".join(SHORT.split())
+    done = subprocess.run(
+        [sys.executable, "-c", python.replace('"learner.steps=40"', f"'{short}', 'name=own'")],
+        cwd=tmp_path,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=540,
+    )
+    assert done.stdout.startswith("[0 2] [0."), done.stderr
 
 
 # ---- the warm start of a task of one's own -------------------------------------------------------
