@@ -68,7 +68,7 @@ def sample(store: Store, t: Trajectory) -> None:
     if t.ticket >= EVAL_BASE:
         out = store.evaluations.out.get(t.attempt)
         need(
-            t.sample == 0 and (out is None or out[0].ticket == t.ticket),
+            t.sample == 0 and (out is None or out.job.ticket == t.ticket),
             f"attempt {t.attempt} is not of evaluation ticket {t.ticket}, sample {t.sample}",
         )
         return

@@ -7,7 +7,6 @@ snapshot, made with the settings that its records need."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,17 +20,14 @@ from asyncrl.contract.messages import (
     Prompt,
     Ticket,
     Trajectory,
-    WeightsSource,
 )
 from asyncrl.contract.versions import Label
 from buffer.batches import Lack
-from buffer.evaluation import Evaluations, Job, Round
+from buffer.evaluation import Evaluations
 from buffer.groups import Group, Settings
 from buffer.journal import Journal, read, segments
-from buffer.ledger import Ledger
+from buffer.state import FORMAT, Head, Snapshot
 from buffer.store import Store
-
-FORMAT = 1
 
 
 class Granted(msgspec.Struct, tag="grant", array_like=True):
@@ -93,46 +89,6 @@ class Told(msgspec.Struct, tag="told", array_like=True):
     drawn: int
 
 
-class EvalState(msgspec.Struct):
-    every: int
-    prompts: int
-    final_prompts: int
-    ood_prompts: int
-    temperature: float
-    queue: list[Job]
-    out: list[tuple[int, Job, str, int, float]]
-    rounds: list[Round]
-    results: list[tuple[str, int, dict[str, float]]]
-    ood_every: int = 0  # which an older journal lacks
-
-
-class Snapshot(msgspec.Struct, tag="snapshot"):
-    """A store's whole state."""
-
-    format: int
-    settings: Settings
-    plain: dict[str, int]
-    max_lag: float | None  # None: no limit (msgpack keeps inf, JSON views of it do not)
-    policy: Label | None
-    source: WeightsSource | None
-    alive: list[Group]
-    retained: list[Group]
-    comps: list[list[int]]
-    past: Ledger
-    gone: list[tuple[tuple[int, int, int], Disposition]]
-    strays: list[tuple[tuple[int, int], list[int]]]
-    skip: list[int]
-    failures: dict[str, int]
-    tree: list[tuple[Label, int]]
-    parents: list[int]
-    depths: list[int]
-    digests: list[str]
-    evaluations: EvalState
-    leased: list[int] = []
-    carried: Ledger = msgspec.field(default_factory=Ledger)
-    drawn: list[tuple[tuple[str, int], int]] = []
-
-
 Record = (
     Granted
     | Renewed
@@ -146,101 +102,8 @@ Record = (
     | Finished
     | Told
 )
-# a segment folds with the settings that it was written under
-EVALUATED = ("every", "prompts", "final_prompts", "ood_prompts", "temperature", "ood_every")
-PLAIN = (
-    "epoch",
-    "active",
-    "cursor",
-    "attempts",
-    "committed",
-    "base",
-    "completions",
-    "failed_samples",
-    "failed_machinery",
-    "stored_bytes",
-    "drawn_before",
-)
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
-
-
-def snapshot(s: Store) -> bytes:
-    error = s.evaluations
-    tree = s.tree
-    kept = EvalState(
-        error.every,
-        error.prompts,
-        error.final_prompts,
-        error.ood_prompts,
-        error.temperature,
-        list(error.queue),
-        [(a, *entry) for a, entry in error.out.items()],
-        error.rounds,
-        [(split, n, values) for (split, n), values in error.results.items()],
-        error.ood_every,
-    )
-    plain = {name: getattr(s, name) for name in PLAIN} | {"finished": int(s.finished)}
-    return _encode(
-        Snapshot(
-            FORMAT,
-            s.s,
-            plain,
-            None if s.max_lag == float("inf") else s.max_lag,
-            s.policy,
-            s.source,
-            list(s.alive.values()),
-            list(s.retained.values()),
-            s.comps,
-            s.past,
-            list(s.gone.items()),
-            list(s.strays.items()),
-            sorted(s.skip),
-            s.failures,
-            list(tree._node.items()),
-            tree._parent,
-            tree._depth,
-            tree._digest,
-            kept,
-            sorted(s.leased),
-            s.carried,
-            list(s.drawn.items()),
-        )
-    )
-
-
-def _restore(s: Store, x: Snapshot) -> None:
-    """Put a snapshot's state into the fresh store `s`."""
-    for name in PLAIN:
-        setattr(s, name, x.plain.get(name, 0))  # a key that an older journal lacks
-    s.s = x.settings
-    s.finished = bool(x.plain["finished"])
-    s.max_lag = float("inf") if x.max_lag is None else x.max_lag
-    s.policy = x.policy
-    s.source = x.source
-    s.alive = {g.ticket: g for g in x.alive}
-    s.retained = {g.ticket: g for g in x.retained}
-    s.comps, s.composed, s.past = x.comps, {t for comp in x.comps for t in comp}, x.past
-    s.gone = OrderedDict(x.gone)
-    s.strays = OrderedDict(x.strays)
-    s.skip = set(x.skip)
-    s.failures = x.failures
-    s.tree._node = dict(x.tree)
-    s.tree._parent = x.parents
-    s.tree._depth = x.depths
-    s.tree._digest = x.digests
-    s.tree.index()
-    s.drawn = OrderedDict(x.drawn)
-    s.leased = set(x.leased)
-    s.carried = x.carried
-    error = s.evaluations
-    kept = x.evaluations
-    for name in EVALUATED:
-        setattr(error, name, getattr(kept, name))
-    error.queue = deque(kept.queue)
-    error.rounds = kept.rounds
-    error.results = {(split, n): v for split, n, v in kept.results}
-    error.out = {a: (job, who, session, expires) for a, job, who, session, expires in kept.out}
 
 
 class RecordedStore(Store):
@@ -265,31 +128,32 @@ class RecordedStore(Store):
         segment_bytes: int = 0,
     ) -> RecordedStore:
         store = cls(settings, prompt, evaluations)
-        mine = {name: getattr(evaluations, name) for name in EVALUATED}
+        plan = evaluations.plan
         if found := segments(directory):
             store._fold_segment(found[-1])
-        for name, value in mine.items():
-            setattr(evaluations, name, value)
+        # a segment folds with the settings that it was written under; from here on count ours
+        evaluations.plan = plan
         store.s = settings
         store.finished = store.finished and store.committed >= settings.steps
         evaluations.fresh = []
-        store._leases_anew(now)
+        store.leases_anew(now)
         store.journal = Journal(
             directory, sync=sync, **({"segment_bytes": segment_bytes} if segment_bytes else {})
         )
-        store.journal.rotate(snapshot(store))
+        store.journal.rotate(_encode(store.snapshot()))
         return store
 
     def _fold_segment(self, path: Path) -> None:
         records = read(path)
         try:
-            first = msgspec.msgpack.decode(next(records), type=Snapshot)
-            if first.format != FORMAT:
+            first = next(records)
+            found = msgspec.msgpack.decode(first, type=Head).format
+            if found != FORMAT:
                 raise Damaged(
-                    f"{path} has format {first.format}, this version reads {FORMAT}: go on with "
+                    f"{path} has format {found}, this version reads {FORMAT}: go on with "
                     "the version that wrote it"
                 )
-            _restore(self, first)
+            self.restore(msgspec.msgpack.decode(first, type=Snapshot))
             for payload in records:
                 self._apply(_decode(payload))
         except (StopIteration, msgspec.MsgspecError, KeyError) as error:
@@ -331,17 +195,6 @@ class RecordedStore(Store):
         else:
             self.finished = True
 
-    def _leases_anew(self, now: float) -> None:
-        """The clock of the life before says nothing: every lease runs its full time from now."""
-        for g in self.alive.values():
-            if g.lease is not None:
-                g.lease.expires = now + self.s.lease_s
-        error = self.evaluations
-        error.out = {
-            a: (job, who, session, now + self.s.lease_s)
-            for a, (job, who, session, _) in error.out.items()
-        }
-
     def _record(self, record: Any) -> None:
         self.journal.append(_encode(record))
 
@@ -350,7 +203,7 @@ class RecordedStore(Store):
         full.
         """
         if self.journal.full:
-            self.journal.rotate(snapshot(self))
+            self.journal.rotate(_encode(self.snapshot()))
         self.journal.write()
 
     # ---- the store's changes, recorded -----------------------------------------------------------

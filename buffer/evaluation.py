@@ -8,10 +8,11 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 from asyncrl.contract.messages import EVAL_BASE, Disposition, Prompt, Sampling, Ticket, Trajectory
 from asyncrl.contract.versions import Label
+from buffer.groups import Settings
 
 OOD_BASE = EVAL_BASE + (1 << 32)
 MAX_FAILURES = 3
@@ -56,6 +57,36 @@ class Round:
         }
 
 
+class Plan(NamedTuple):
+    """What a run evaluates: every so many versions, how many prompts."""
+
+    every: int = 0
+    prompts: int = 0
+    final_prompts: int = 0
+    ood_prompts: int = 0
+    temperature: float = 1.0
+    ood_every: int = 0
+
+
+class Out(NamedTuple):
+    """A job at a generator."""
+
+    job: Job
+    producer: str
+    session: int
+    expires: float
+
+
+class EvaluationsState(NamedTuple):
+    """Evaluations, to be kept."""
+
+    plan: Plan
+    queue: list[Job]
+    out: list[tuple[int, Out]]
+    rounds: list[Round]
+    results: list[tuple[tuple[str, int], dict[str, float]]]
+
+
 class Evaluations:
     """Which rounds are due, which jobs are out, and the results by (split, number of the
     version).
@@ -71,22 +102,43 @@ class Evaluations:
         prompt: Callable[[str, int], Prompt] | None = None,
         ood_every: int = 0,
     ) -> None:
-        self.ood_every = ood_every
-        self.every = every
-        self.prompts = prompts
-        self.final_prompts = final_prompts
-        self.ood_prompts = ood_prompts
-        self.temperature = temperature
+        self.plan = Plan(
+            every=every,
+            prompts=prompts,
+            final_prompts=final_prompts,
+            ood_prompts=ood_prompts,
+            temperature=temperature,
+            ood_every=ood_every,
+        )
         self.prompt = prompt
         self.queue: deque[Job] = deque()
-        # attempt -> (job, producer, session, expires)
-        self.out: dict[int, tuple[Job, str, int, float]] = {}
-        self.last: Job | None = None
+        self.out: dict[int, Out] = {}  # by attempt
         self.rounds: list[Round] = []
         self.results: dict[tuple[str, int], dict[str, float]] = {}
         # finished, not yet written to the metrics
         self.fresh: list[tuple[int, dict[str, float]]] = []
-        self._taken: deque[tuple[Job, str, int, float]] = deque()
+
+    def snapshot(self) -> EvaluationsState:
+        return EvaluationsState(
+            plan=self.plan,
+            queue=list(self.queue),
+            out=list(self.out.items()),
+            rounds=self.rounds,
+            results=list(self.results.items()),
+        )
+
+    def restore(self, state: EvaluationsState) -> None:
+        """Go on from `state`.  Results that were not written yet (`fresh`) are not in it: they are
+        of the process, and a buffer that starts again has nobody to tell them to.
+        """
+        self.plan = state.plan
+        self.queue = deque(state.queue)
+        self.out = dict(state.out)
+        self.rounds = state.rounds
+        self.results = dict(state.results)
+
+    def leases_anew(self, expires: float) -> None:
+        self.out = {attempt: out._replace(expires=expires) for attempt, out in self.out.items()}
 
     def restart(self, label: Label, steps: int) -> None:
         """A learner's hello: what is unfinished starts over, at the learner's version if one is due
@@ -111,11 +163,12 @@ class Evaluations:
     def committed(self, label: Label, steps: int) -> None:
         """Start the rounds that are due at this version."""
         ends = label.number in (0, steps)
-        if ends or (self.every and label.number % self.every == 0):
-            self._start(label, "heldout", self.final_prompts if ends else self.prompts)
-        if ends or (self.ood_every and label.number % self.ood_every == 0):
+        plan = self.plan
+        if ends or (plan.every and label.number % plan.every == 0):
+            self._start(label, "heldout", plan.final_prompts if ends else plan.prompts)
+        if ends or (plan.ood_every and label.number % plan.ood_every == 0):
             self._start(
-                label, "ood", self.ood_prompts if ends else min(self.prompts, self.ood_prompts)
+                label, "ood", plan.ood_prompts if ends else min(plan.prompts, plan.ood_prompts)
             )
 
     def _start(self, label: Label, split: str, size: int) -> None:
@@ -130,51 +183,49 @@ class Evaluations:
     def pending(self) -> bool:
         return bool(self.rounds)
 
-    def take(self, producer: str, session: int, expires: float) -> Job | None:
-        if not self.queue:
-            return None
-        job = self.queue.popleft()
-        self._taken.append((job, producer, session, expires))
-        return job
-
-    def ticket(self, job: Job, attempt: int, policy: Label, settings: Any) -> Ticket:
+    def grant(
+        self, attempt: int, settings: Settings, *, producer: str, session: int, expires: float
+    ) -> Ticket:
+        """The next job of `queue` as a ticket."""
         assert self.prompt is not None
-        self.out[attempt] = self._taken.pop()
-        s = settings.sampling
-        sampling = Sampling(self.temperature, 1.0, 0, s.max_new_tokens)
+        job = self.queue.popleft()
+        self.out[attempt] = Out(job, producer, session, expires)
+        limit = settings.sampling.max_new_tokens
         return Ticket(
-            job.ticket,
-            attempt,
-            "eval",
-            self.prompt(job.split, job.index),
-            [0],
-            sampling,
-            Label(job.label.epoch, 0),
-            job.label,
-            settings.seed,
+            ticket=job.ticket,
+            attempt=attempt,
+            kind="eval",
+            prompt=self.prompt(job.split, job.index),
+            samples=[0],
+            sampling=Sampling(self.plan.temperature, 1.0, 0, limit),
+            min_version=Label(job.label.epoch, 0),
+            exact_version=job.label,
+            seed=settings.seed,
         )
 
     def renew(self, ticket: int, attempt: int, expires: float) -> None:
         if (entry := self.out.get(attempt)) is not None:
-            self.out[attempt] = (*entry[:3], expires)
+            self.out[attempt] = entry._replace(expires=expires)
 
     def expire(self, now: float) -> int:
-        late = [a for a, e in self.out.items() if e[3] < now]
+        late = [a for a, e in self.out.items() if e.expires < now]
         self._again(late)
         return len(late)
 
     def end_sessions(self, producer: str, session: int) -> None:
-        self._again([a for a, e in self.out.items() if e[1] == producer and e[2] != session])
+        self._again(
+            [a for a, e in self.out.items() if e.producer == producer and e.session != session]
+        )
 
     def _again(self, attempts: list[int]) -> None:
         for a in attempts:
-            self.queue.appendleft(self.out.pop(a)[0])
+            self.queue.appendleft(self.out.pop(a).job)
 
     def deliver(self, t: Trajectory) -> Disposition:
         entry = self.out.pop(t.attempt, None)
         if entry is None:
             return "duplicate"
-        job = entry[0]
+        job = entry.job
         current = next(r for r in self.rounds if r.label == job.label and r.split == job.split)
         if t.failed and job.failures + 1 < MAX_FAILURES:
             job.failures += 1

@@ -37,6 +37,7 @@ from buffer import batches, checks
 from buffer.evaluation import Evaluations
 from buffer.groups import MAX_DROPS, Group, Lease, Settings, Stored, size
 from buffer.ledger import Ledger, tokens_of
+from buffer.state import Snapshot
 
 # rewards that differ by this share of the larger one are equal, as in
 # asyncrl/algorithms/advantages.py (which needs torch)
@@ -91,6 +92,83 @@ class Store:
         self.drawn_before = 0  # of sessions long gone
         self.finished = False
 
+    # ---- kept over a restart ---------------------------------------------------------------------
+
+    def snapshot(self) -> Snapshot:
+        """The whole state.  It shares what it holds with the store: encode it at once."""
+        return Snapshot(
+            settings=self.s,
+            epoch=self.epoch,
+            active=self.active,
+            cursor=self.cursor,
+            attempts=self.attempts,
+            committed=self.committed,
+            base=self.base,
+            completions=self.completions,
+            failed_samples=self.failed_samples,
+            failed_machinery=self.failed_machinery,
+            stored_bytes=self.stored_bytes,
+            drawn_before=self.drawn_before,
+            finished=self.finished,
+            max_lag=self.max_lag,
+            policy=self.policy,
+            source=self.source,
+            alive=list(self.alive.values()),
+            retained=list(self.retained.values()),
+            comps=self.comps,
+            leased=sorted(self.leased),
+            past=self.past,
+            carried=self.carried,
+            gone=list(self.gone.items()),
+            strays=list(self.strays.items()),
+            skip=sorted(self.skip),
+            failures=self.failures,
+            drawn=list(self.drawn.items()),
+            tree=self.tree.snapshot(),
+            evaluations=self.evaluations.snapshot(),
+        )
+
+    def restore(self, state: Snapshot) -> None:
+        """Become the store that `state` was taken of; its prompts stay this one's."""
+        self.s = state.settings
+        self.epoch = state.epoch
+        self.active = state.active
+        self.cursor = state.cursor
+        self.attempts = state.attempts
+        self.committed = state.committed
+        self.base = state.base
+        self.completions = state.completions
+        self.failed_samples = state.failed_samples
+        self.failed_machinery = state.failed_machinery
+        self.stored_bytes = state.stored_bytes
+        self.drawn_before = state.drawn_before
+        self.finished = state.finished
+        self.max_lag = state.max_lag
+        self.policy = state.policy
+        self.source = state.source
+        self.alive = {group.ticket: group for group in state.alive}
+        self.retained = {group.ticket: group for group in state.retained}
+        self.comps = state.comps
+        self.composed = {ticket for comp in state.comps for ticket in comp}
+        self.leased = set(state.leased)
+        self.past = state.past
+        self.carried = state.carried
+        self._kept = None
+        self.gone = OrderedDict(state.gone)
+        self.strays = OrderedDict(state.strays)
+        self.skip = set(state.skip)
+        self.failures = state.failures
+        self.drawn = OrderedDict(state.drawn)
+        self.tree.restore(state.tree)
+        self.evaluations.restore(state.evaluations)
+
+    def leases_anew(self, now: float) -> None:
+        """The clock of the life before says nothing: every lease runs its full time from now."""
+        for g in self.alive.values():
+            if g.lease is not None:
+                g.lease.expires = now + self.s.lease_s
+        self.evaluations.leases_anew(now + self.s.lease_s)
+
     # ---- the rules, each of them needed: tests override them one by one --------------------------
 
     @property
@@ -138,16 +216,23 @@ class Store:
         out: list[Ticket] = []
         if self.policy is None or self.finished:
             return out
-        while (
-            samples > 0
-            and (job := self.evaluations.take(producer, session, now + self.s.lease_s)) is not None
-        ):
+        while samples > 0 and self.evaluations.queue:
             self.attempts += 1
-            out.append(self.evaluations.ticket(job, self.attempts, self.policy, self.s))
-            samples -= 1
-        while samples > 0 and (ticket := self._grant_one(producer, session, now)) is not None:
+            ticket = self.evaluations.grant(
+                self.attempts,
+                self.s,
+                producer=producer,
+                session=session,
+                expires=now + self.s.lease_s,
+            )
             out.append(ticket)
-            samples -= len(ticket.samples)
+            samples -= 1
+        while samples > 0:
+            granted = self._grant_one(producer, session, now)
+            if granted is None:
+                break
+            out.append(granted)
+            samples -= len(granted.samples)
         return out
 
     def _line(self) -> Iterator[tuple[int, Group]]:
@@ -206,15 +291,15 @@ class Store:
         )
         g.attempts[self.attempts] = [0, 0, 0]
         return Ticket(
-            g.ticket,
-            self.attempts,
-            "train",
-            self.prompt(g.ticket),
-            todo,
-            self.s.sampling,
-            self.least_version(self.policy),
-            exact,
-            self.s.seed,
+            ticket=g.ticket,
+            attempt=self.attempts,
+            kind="train",
+            prompt=self.prompt(g.ticket),
+            samples=todo,
+            sampling=self.s.sampling,
+            min_version=self.least_version(self.policy),
+            exact_version=exact,
+            seed=self.s.seed,
         )
 
     def renew(

@@ -13,13 +13,16 @@ from typing import Any
 import msgspec
 import pytest
 from schedules import PROMPTS, World
+from test_store import hello, judged, sample
 
 from asyncrl.contract.errors import Damaged
-from asyncrl.contract.messages import Prompt
+from asyncrl.contract.messages import Failure, LearnerHello, Prompt, Sampling, WeightsSource
+from asyncrl.contract.versions import Label, PolicyTree
 from buffer import journal as j
-from buffer.durable_store import RecordedStore, Snapshot, snapshot
+from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
 from buffer.groups import Settings
+from buffer.state import Snapshot
 from buffer.store import Store
 
 PAYLOADS = [bytes([n + 1]) * (7 * n + 1) for n in range(6)]
@@ -133,11 +136,12 @@ def evaluations() -> Evaluations:
 
 def state(store: Store) -> Snapshot:
     """Everything the store knows, without the clocks of leases."""
-    x = msgspec.msgpack.decode(snapshot(store), type=Snapshot)
+    x = msgspec.msgpack.decode(msgspec.msgpack.encode(store.snapshot()), type=Snapshot)
     for g in x.alive:
         if g.lease:
             g.lease.expires = 0.0
-    x.evaluations.out = [(*y[:4], 0.0) for y in x.evaluations.out]
+    out = [(attempt, out._replace(expires=0.0)) for attempt, out in x.evaluations.out]
+    x.evaluations = x.evaluations._replace(out=out)
     return x
 
 
@@ -185,6 +189,94 @@ def test_a_killed_buffer_folds_to_the_same_state_and_the_run_goes_on(
     assert kills > 100
 
 
+# what a snapshot leaves out: the task's prompts, a cache, and what this process alone looks at
+OF_THE_PROCESS: dict[type, set[str]] = {
+    Store: {"prompt", "_kept", "changes"},
+    Evaluations: {"prompt", "fresh"},
+    PolicyTree: set(),
+}
+
+
+def fields(owner: Any) -> dict[str, Any]:
+    """Every attribute that must come back, those of the parts as `part.name`."""
+    out: dict[str, Any] = {}
+    for name in vars(owner).keys() - OF_THE_PROCESS[type(owner)]:
+        value = getattr(owner, name)
+        if type(value) in OF_THE_PROCESS:
+            out |= {f"{name}.{inner}": x for inner, x in fields(value).items()}
+        else:
+            out[name] = value
+    return out
+
+
+def new_store(settings: Settings | None = None) -> Store:
+    return Store(settings or Settings(9, 9, 9, Sampling()), PROMPTS.__getitem__, Evaluations())
+
+
+def unusual(store: Store) -> None:
+    """What the random schedules do not: a checkpoint of another buffer, failures, the end."""
+    totals = {"trained": {"tokens": 3.0, "samples": 1, "mean_length": 3.0, "mean_reward": 1.0}}
+    source = WeightsSource(1, "here", "there", "")
+    label = Label(1, 2)
+    assert store.hello(
+        LearnerHello(1, "", 1, label, None, "d", 4, 0, 2.0, source, [], totals, [6, 60])
+    )
+    for ticket in (t for t in store.grant("g", 1, 9, 0.0) if t.kind == "train"):
+        store.told("g", ticket.attempt, 5)
+        failed = Failure("data" if ticket.ticket % 2 else "machinery", "no")
+        store.deliver(sample(ticket, 0, (label, 1), digest="d", failed=str(failed)), 0.0)
+    store.finish()
+    for session in range(1100):
+        store.told("h", session, 1)
+
+
+def test_every_attribute_of_a_store_comes_back_from_a_snapshot() -> None:
+    """Over random schedules with evaluations, until each attribute has had something to lose."""
+    fresh = fields(new_store())
+    never = set(fresh)
+
+    def compare(store: Store) -> bool:
+        before = fields(store)
+        again = new_store()
+        again.restore(
+            msgspec.msgpack.decode(msgspec.msgpack.encode(store.snapshot()), type=Snapshot)
+        )
+        after = fields(again)
+        assert after.keys() == before.keys()
+        for name, value in before.items():
+            assert after[name] == value, name
+            assert isinstance(value, int) or type(after[name]) is type(value), name
+            if fresh[name] != value:
+                never.discard(name)
+        return False
+
+    for seed in range(30):
+        world = World(seed, make=new_store)
+        world.faults += 6
+        world.more_faults = [lambda world=world: compare(world.store)] * 9
+        world.run()
+        compare(world.store)
+    for split in ("heldout", "ood"):
+        store = Store(
+            Settings(1, 2, 9, Sampling(), error_budget=9, machinery_budget=9),
+            PROMPTS.__getitem__,
+            Evaluations(2, 1, 1, int(split == "ood"), 0.7, lambda _, i: Prompt(i, ""), ood_every=5),
+        )
+        unusual(store)
+        compare(store)
+        assert hello(store, 2, 0) is False  # behind what is kept
+    evaluated = Store(Settings(1, 1, 9, Sampling()), PROMPTS.__getitem__, evaluations())
+    assert hello(evaluated, 1, 0)
+    one, *_ = evaluated.grant("g", 1, 2, 0.0)
+    judged(evaluated, one, 1.0)
+    compare(evaluated)
+    for ticket in evaluated.grant("g", 1, 2, 0.0):
+        if ticket.kind == "eval":
+            judged(evaluated, ticket, 0.5)
+    compare(evaluated)
+    assert not never, f"never other than a new store's: {sorted(never)}"
+
+
 def recorded(directory: Path, steps: int = 3) -> RecordedStore:
     from schedules import Sampling
 
@@ -210,7 +302,7 @@ def test_evaluations_out_and_queued_survive(tmp_path: Path) -> None:
     assert (
         state(again) == state(store)
         and again.evaluations.labels() == [(1, 0), (1, 0)]
-        and again.evaluations.ood_every == 5
+        and again.evaluations.plan.ood_every == 5
     )
     judged(again, b, 1.0)
     (c, *_) = again.grant("g", 1, 1, 0.0)

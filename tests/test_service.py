@@ -699,10 +699,7 @@ def test_what_cannot_be_is_refused_and_nothing_of_it_stays(begin: Any, mode: str
     if mode == "process":
         run.end()
         # the journal folds
-        assert (
-            state(open_store(run.config, run.dir, get_task(run.config.task))).plain["committed"]
-            == 1
-        )
+        assert state(open_store(run.config, run.dir, get_task(run.config.task))).committed == 1
 
 
 def test_an_epoch_before_any_hello_is_nobodys(begin: Any) -> None:

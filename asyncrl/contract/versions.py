@@ -23,6 +23,15 @@ class Label(NamedTuple):
         return f"{self.epoch}.{self.number}"
 
 
+class TreeState(NamedTuple):
+    """A tree, to be kept: the policies by number, and the labels that name them."""
+
+    labels: list[tuple[Label, int]]
+    parents: list[int]  # -1: none is stored
+    depths: list[int]
+    digests: list[str]
+
+
 class PolicyTree:
     """The policies that learners registered by hello or commit.
 
@@ -47,6 +56,17 @@ class PolicyTree:
         self._parent: list[int] = []
         self._depth: list[int] = []
         self._digest: list[str] = []
+
+    def snapshot(self) -> TreeState:
+        return TreeState(list(self._node.items()), self._parent, self._depth, self._digest)
+
+    def restore(self, state: TreeState) -> None:
+        """Become the tree that `state` was taken of."""
+        self._node = dict(state.labels)
+        self._parent = list(state.parents)
+        self._depth = list(state.depths)
+        self._digest = list(state.digests)
+        self.index()
 
     def __contains__(self, label: Label) -> bool:
         return label in self._node
