@@ -139,6 +139,25 @@ def limit_sets(limit: float, injected: bool) -> list[str]:
     )
 
 
+def check(name: str, items: Sequence[str], names: Sequence[str]) -> None:
+    """A correction's name is its own among all `names`, and its items leave alone what all cells
+    share.  Raises ConfigError.
+    """
+    if names.count(name) > 1:
+        raise ConfigError(f"--correction {name}: given twice; give the second a name of its own")
+    if name == SYNC:
+        raise ConfigError(
+            f"--correction {name}: this name is taken by the synchronous run of the config as it is"
+        )
+    for item in items:
+        key = item.partition("=")[0].strip()
+        if comparison.shared(key) or key in ("staleness.max_lag", "staleness.inject"):
+            raise ConfigError(
+                f"--correction {name}: {key} must be the same in all cells; give it by --set, "
+                "limits by --limits"
+            )
+
+
 def plan(
     source: str,
     sets: Sequence[str],
@@ -163,23 +182,9 @@ def plan(
         injected,
         {SYNC: load.load(source, [*sets, *limit_sets(0, injected)])},
     )
+    names = [name for name, _ in corrections]
     for name, items in corrections:
-        if [n for n, _ in corrections].count(name) > 1:
-            raise ConfigError(
-                f"--correction {name}: given twice; give the second a name of its own"
-            )
-        if name == SYNC:
-            raise ConfigError(
-                f"--correction {name}: this name is taken by the synchronous run of the config as "
-                "it is"
-            )
-        for item in items:
-            key = item.partition("=")[0].strip()
-            if comparison.shared(key) or key in ("staleness.max_lag", "staleness.inject"):
-                raise ConfigError(
-                    f"--correction {name}: {key} must be the same in all cells; give it by --set, "
-                    "limits by --limits"
-                )
+        check(name, items, names)
         for limit in limits:
             try:
                 config = load.load(source, [*sets, *items, *limit_sets(limit, injected)])
