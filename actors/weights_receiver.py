@@ -15,8 +15,8 @@ from asyncrl.contract.errors import PeerUnreachable
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.models.policy import flat_bytes, read_flat, views
+from asyncrl.transport.chunks import ChunkClient
 from asyncrl.transport.ring import RingReader
-from asyncrl.transport.sockets import ChunkClient
 
 if TYPE_CHECKING:
     from asyncrl.transport.gpu_pairs import PairClient

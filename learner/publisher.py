@@ -22,8 +22,8 @@ from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
 from asyncrl.records.rundir import ring_dir
+from asyncrl.transport.chunks import ChunkServer
 from asyncrl.transport.ring import Ring
-from asyncrl.transport.sockets import ChunkServer
 from learner.step import LearnerCore
 
 if TYPE_CHECKING:

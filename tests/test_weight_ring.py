@@ -17,8 +17,8 @@ from conftest import ENV, ROOT
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.versions import Label
 from asyncrl.transport import ring as weight_ring
+from asyncrl.transport.chunks import ChunkClient, ChunkServer
 from asyncrl.transport.ring import Ring, RingReader
-from asyncrl.transport.sockets import ChunkClient, ChunkServer
 
 ROWS: weight_ring.Rows = [("w", "uint8", [1 << 20], 0, 1 << 20)]
 SIZE = 1 << 20
