@@ -1,15 +1,18 @@
 """What an engine is to the generator: requests in, answers out, weights swapped between two decode
-steps.
+steps.  Which there are stands in asyncrl/config/engines.py.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from asyncrl.config.engines import ENGINES
+from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Span
 from asyncrl.contract.versions import Label
 
@@ -74,6 +77,13 @@ class Engine(Protocol):
 
     def progress(self) -> dict[Key, int]:
         """Tokens written so far of every request in the engine."""
+
+
+def engine_for(config: Config) -> Engine:
+    """The engine that `generator.engine` names."""
+    maker = importlib.import_module(ENGINES[config.generator.engine].maker)
+    made: Engine = maker.make_engine(config)
+    return made
 
 
 def uniforms(seed: int, ticket: int, sample: int, count: int) -> np.ndarray:

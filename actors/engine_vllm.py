@@ -30,7 +30,7 @@ from asyncrl.contract.errors import ConfigError, ProtocolError
 from asyncrl.contract.importing import no_garbage
 from asyncrl.contract.messages import Span
 from asyncrl.contract.versions import Label
-from asyncrl.models.installed import missing_vllm
+from asyncrl.models.installed import missing
 from asyncrl.models.policy import load_policy, probe_ids, probe_logprobs, text_config
 
 PROBE = "probe"
@@ -191,7 +191,7 @@ class VllmEngine:
         kv_bytes: int = 0,
         seed: int = 0,
     ) -> None:
-        if why := missing_vllm():
+        if why := missing("vllm"):
             raise ConfigError(f"generator.engine = vllm: {why}")
         self.slots = slots
         self.context = context

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from actors.delay import decode_steps
 from actors.delivery import Outbox
-from actors.engine import Answer, Engine
+from actors.engine import Answer, Engine, engine_for
 from actors.turn import DECODE_STEPS, IDLE_POLL_S, RENEW_S, NoRoom, Turn, trajectory, unwritten
 from actors.weights_receiver import Pulled, WeightsReceiver
 from asyncrl.config.tree import Config
@@ -405,17 +405,6 @@ class Generator:
         if not self.over:
             self.socket.send(m.Leaving(self.producer, self.session))
         self.socket.close()
-
-
-def engine_for(config: Config) -> Engine:
-    """The engine that `generator.engine` names."""
-    if config.generator.engine == "vllm":
-        from actors.engine_vllm import make_engine as make_vllm
-
-        return make_vllm(config)
-    from actors.engine_embedded import make_engine
-
-    return make_engine(config)
 
 
 def main(config: Config, run_dir: Path, index: int) -> bool:

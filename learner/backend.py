@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
 from asyncrl.models.policy import PolicyModel, probe_logprobs, write_flat
 
@@ -142,7 +143,7 @@ class TorchBackend:
         """
         return (
             probe_logprobs(self.model).astype("<f4").tobytes()
-            if self.config.generator.engine == "vllm"
+            if ENGINES[self.config.generator.engine].probed
             else b""
         )
 

@@ -17,6 +17,7 @@ import msgspec
 import tomli_w
 
 from asyncrl.config import rules, shipped
+from asyncrl.config.engines import ENGINES, which
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 
@@ -400,8 +401,8 @@ def _exact(c: Config) -> list[str]:
             "exact: generator.mantissa_bits rounds the generator's weights, which the learner's "
             "are not; set it to 0"
         )
-    if c.generator.engine != "embedded":
-        out.append(f"exact: needs generator.engine = embedded, not {c.generator.engine}")
+    if not ENGINES[c.generator.engine].exact:
+        out.append(f"exact: needs generator.engine = {which('exact')}, not {c.generator.engine}")
     if c.learner.backend != "torch":
         out.append(f"exact: needs learner.backend = torch, not {c.learner.backend}")
     if g.top_p < 1 or g.top_k > 0:

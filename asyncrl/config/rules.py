@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from asyncrl.algorithms import settings
+from asyncrl.config.engines import ENGINES
 
 
 def check(c: Any) -> list[str]:
@@ -252,20 +253,22 @@ def _value(c: Any) -> list[str]:
 
 
 def _engine(c: Any) -> list[str]:
+    engine = ENGINES[c.generator.engine]
     out = []
     for key, t in (
         ("generator.temperature", c.generator.temperature),
         ("evaluation.temperature", c.evaluation.temperature),
     ):
-        if c.generator.engine == "vllm" and t < 0.01:
+        if t < engine.least_temperature:
             out.append(
-                f"{key}: {t:g}; vLLM raises temperatures below 0.01 to 0.01, and the recorded one "
-                "would be wrong"
+                f"{key}: {t:g}; {engine.title} raises temperatures below "
+                f"{engine.least_temperature:g} to {engine.least_temperature:g}, and the recorded "
+                "one would be wrong"
             )
-    if c.generator.engine == "vllm" and c.model.device.startswith("cuda:"):
+    if not engine.numbered_gpu and c.model.device.startswith("cuda:"):
         out.append(
-            f"model.device: {c.model.device}; vLLM takes the first GPU it sees: use cuda, and "
-            "generator.gpus to choose"
+            f"model.device: {c.model.device}; {engine.title} takes the first GPU it sees: use "
+            "cuda, and generator.gpus to choose"
         )
     for key, gpus in (("generator.gpus", c.generator.gpus), ("learner.gpus", c.learner.gpus)):
         if gpus and c.model.device not in ("auto", "cuda"):
@@ -300,16 +303,13 @@ def _engine(c: Any) -> list[str]:
             f"weights.transport: nccl does not connect GPU {both[0]} with itself (learner.gpus, "
             "generator.gpus); use auto"
         )
-    if c.generator.engine != "vllm" and c.generator.kv_cache_mib:
-        out.append(
-            "generator.kv_cache_mib: belongs to generator.engine = vllm, not to "
-            f"{c.generator.engine}"
-        )
-    if c.generator.engine != "embedded" and c.generator.mantissa_bits:
-        out.append(
-            "generator.mantissa_bits: belongs to generator.engine = embedded, not to "
-            f"{c.generator.engine}"
-        )
+    for key in sorted({key for row in ENGINES.values() for key in row.settings}):
+        if getattr(c.generator, key) and key not in engine.settings:
+            owners = " or ".join(name for name, row in ENGINES.items() if key in row.settings)
+            out.append(
+                f"generator.{key}: belongs to generator.engine = {owners}, not to "
+                f"{c.generator.engine}"
+            )
     return out
 
 

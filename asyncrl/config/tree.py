@@ -24,6 +24,7 @@ from asyncrl.algorithms.settings import (
     Stop,
     Value,
 )
+from asyncrl.config.engines import EngineName
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -98,9 +99,9 @@ class Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
 
 
 class Generator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    engine: Annotated[
-        Literal["embedded", "vllm"], Meta(description="`asyncrl engines` says which work here")
-    ] = "embedded"
+    engine: Annotated[EngineName, Meta(description="`asyncrl engines` says which work here")] = (
+        "embedded"
+    )
     dtype: Annotated[
         Literal["same", "float32", "bfloat16"], Meta(description="same: the model's")
     ] = "same"

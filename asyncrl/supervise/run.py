@@ -84,12 +84,12 @@ def preflight(config: Config) -> None:
     """What can be known before anything starts: model directory, tokenizer, task, room for the
     prompts, reward function.
     """
-    from asyncrl.models.installed import missing_vllm
+    from asyncrl.models.installed import missing
     from asyncrl.tasks import get_task
     from asyncrl.tasks.file import FileTask
 
-    if config.generator.engine == "vllm" and (why := missing_vllm()):
-        raise ConfigError(f"generator.engine = vllm: {why}")
+    if why := missing(config.generator.engine):
+        raise ConfigError(f"generator.engine = {config.generator.engine}: {why}")
     if why := devices.missing(config):
         raise ConfigError(why)
     task = get_task(config.task)

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
 from asyncrl.records import atomic_write
 from asyncrl.tasks import Task, file, get_task, synthetic
@@ -43,12 +44,11 @@ def warm_start(
     torch.set_num_threads(threads)
     try:
         with atomic_write.replacing(Path(path), part=own_part) as part:
-            # vLLM on a CPU has kernels for 32 dimensions a head and more
             model = models.build_model(
                 part,
                 task.symbols,
                 seed=config.seed,
-                heads=2 if config.generator.engine == "vllm" else 4,
+                heads=ENGINES[config.generator.engine].warm_start_heads,
                 max_positions=max(256, config.generator.context),
             )
             loss = _fit(model, demonstrations, count)
