@@ -138,14 +138,14 @@ def message(store: Store, groups: list[Group], epoch: int, number: int) -> Batch
         t for t in range(first, store.cursor) if t not in store.alive or t in trained
     ] + sorted(store.skip)
     return Batch(
-        epoch,
-        number,
-        [s.trajectory for s in stored],
-        lags,
-        in_flight,
-        runs,
-        {},
-        first,
-        store.checkpoint_ledger(trained),
-        above,
+        epoch=epoch,
+        number=number,
+        samples=[s.trajectory for s in stored],
+        lags=lags,
+        in_flight=in_flight,
+        token_lags=runs,
+        stats={},
+        next_ticket=first,
+        ledger=store.checkpoint_ledger(trained),
+        trained_above=above,
     )

@@ -29,20 +29,14 @@ from asyncrl.records.metrics import MetricsWriter, RunClock
 from asyncrl.records.rundir import Lock, buffer_address, run_id, take_back
 from asyncrl.tasks import Task, get_task
 from asyncrl.transport.sockets import BufferSocket
-from buffer import batches, checks
+from buffer import batches, checks, numbers
 from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
 from buffer.groups import Settings
 from buffer.sessions import Sessions
 from buffer.store import Store
-from buffer.trained import Trained, mean, quantile
+from buffer.trained import Trained
 
-SUMS = (
-    *(f"generator/{x}" for x in ("tokens", "busy_s", "idle_s", "swap_s", "reward_idle_s")),
-    "reward/judged",
-    "reward/waited_s",
-    "reward/called_s",
-)
 POLL_S = 0.25
 TICK_S = 0.25
 SYNC_POLL_S = 0.001  # while replies wait for the disk
@@ -75,20 +69,20 @@ def settings(config: Config) -> Settings:
 
 def evaluations(config: Config, task: Task) -> Evaluations:
     """What this run evaluates; never more prompts than the task has."""
-    error = config.evaluation
+    wanted = config.evaluation
 
-    def most(n: int, split: str) -> int:
+    def most(prompts: int, split: str) -> int:
         size = task.size(split)
-        return n if size is None else min(n, size)
+        return prompts if size is None else min(prompts, size)
 
     return Evaluations(
-        error.every,
-        most(error.prompts, "heldout"),
-        most(error.final_prompts, "heldout"),
-        most(error.ood_prompts, "ood"),
-        error.temperature,
-        lambda split, i: task.prompt(split, i, config.seed),
-        error.ood_every,
+        every=wanted.every,
+        prompts=most(wanted.prompts, "heldout"),
+        final_prompts=most(wanted.final_prompts, "heldout"),
+        ood_prompts=most(wanted.ood_prompts, "ood"),
+        temperature=wanted.temperature,
+        prompt=lambda split, index: task.prompt(split, index, config.seed),
+        ood_every=wanted.ood_every,
     )
 
 
@@ -578,9 +572,10 @@ class Service:
         )
         histogram: dict[str, list[float]] = {}
         if batch is not None:
-            values |= self.lags(batch)
+            values |= numbers.of_batch(batch, self.trained.add(batch, self.mask_limit))
             histogram["lag/samples"] = [float(x) for x in batch.lags]
-            self.show(batch)
+            for row in numbers.shown(batch, self.config.record):
+                self.samples.write(row)
         values |= self.generator_numbers(now) | {
             "buffer/groups": len(self.store.alive),
             "buffer/bytes": self.store.stored_bytes,
@@ -589,33 +584,9 @@ class Service:
         self.latest |= values
         self.metrics.write(commit.number, values, self.clock.at(now), histogram)
 
-    def lags(self, batch: m.Batch) -> dict[str, float]:
-        """Lag over the batch's trained tokens, and what its samples were made of."""
-        counts = self.trained.add(batch, self.mask_limit)
-        n = max(len(batch.lags), 1)
-        parts: dict[str, list[float]] = {}
-        for s in batch.samples:
-            for name, x in s.reward_parts.items():
-                parts.setdefault(f"reward_part/{name}", []).append(x)
-        return {
-            "lag/mean": mean(counts),
-            "lag/max": max(counts, default=0),
-            "lag/p95": quantile(counts, 0.95),
-            "lag/in_flight": sum(batch.in_flight) / n,
-            "lag/in_queue": (sum(batch.lags) - sum(batch.in_flight)) / n,
-            "answer/length": sum(s.length for s in batch.samples) / n,
-        } | {name: sum(x) / len(x) for name, x in parts.items()}
-
     def generator_numbers(self, now: float) -> dict[str, float]:
         """Sums over the generators since the last step."""
-        totals = dict.fromkeys(SUMS, 0.0)
-        for entry in self.generators.values():
-            for name in totals:
-                value = entry["stats"].get(name, 0.0)
-                last = entry.setdefault("counted", {}).get(name, 0.0)
-                totals[name] += max(0.0, value - last)
-                entry["counted"][name] = value
-        totals = {name.partition("/")[2]: x for name, x in totals.items()}
+        totals = numbers.news(self.generators.values())
         spent = totals["busy_s"] + totals["idle_s"]
         if not spent:
             # steps are faster than the generators' reports: the next report is of all the time
@@ -627,60 +598,9 @@ class Service:
             "throughput/generator_tokens_per_s": totals["tokens"] / max(span, 1e-9),
             "time/generator_idle_share": totals["idle_s"] / spent,
             "time/swap": totals["swap_s"],
-        } | self.reward_numbers(totals, spent)
-
-    def reward_numbers(self, totals: dict[str, float], spent: float) -> dict[str, float]:
-        """Of the reward processes, where there are any: `totals` since the last step, in which the
-        generators have `spent` so many seconds.
-        """
-        stats = [
-            error["stats"]
-            for error in self.generators.values()
-            if "reward/workers" in error["stats"]
-        ]
-        if not stats:
-            return {}
-        now = {
-            name: sum(s.get(name, 0.0) for s in stats)
-            for name in ("reward/queue", "reward/workers")
-        }
-        judged = totals["judged"]
-        means = (
-            {
-                "reward/wait_s": totals["waited_s"] / judged,
-                "reward/call_s": totals["called_s"] / judged,
-            }
-            if judged
-            else {}
+        } | numbers.of_rewards(
+            [entry["stats"] for entry in self.generators.values()], totals, spent
         )
-        return now | means | {"time/reward_wait_share": min(1.0, totals["reward_idle_s"] / spent)}
-
-    def show(self, batch: m.Batch) -> None:
-        every = self.config.record.samples_every
-        many = self.config.record.samples or len(batch.samples)
-        if not every or batch.number % every:
-            return
-        for s, lag in list(zip(batch.samples, batch.lags, strict=True))[
-            :: max(1, len(batch.samples) // many)
-        ][:many]:
-            row = {
-                "batch": batch.number,
-                "ticket": s.ticket,
-                "sample": s.sample,
-                "attempt": s.attempt,
-                "prompt": s.prompt_text,
-                "text": s.text,
-                "reward": s.reward,
-                "parts": s.reward_parts,
-                "finish": s.finish,
-                "lag": lag,
-                "versions": [[str(x.label), x.start, x.end] for x in s.spans],
-                "digests": [x.digest for x in s.spans],
-                "prompt_tokens": memoryview(s.prompt_tokens).cast("i").tolist(),
-                "tokens": memoryview(s.tokens).cast("i").tolist(),
-                "logprobs": memoryview(s.behavior_logprobs).cast("f").tolist(),
-            }
-            self.samples.write(row)
 
     def write_evaluations(self) -> None:
         fresh = self.store.evaluations.fresh
@@ -701,56 +621,27 @@ class Service:
 
     def status(self) -> m.Status:
         now = time.monotonic()
-        peers = {name: now - error["at"] for name, error in self.generators.items()}
+        peers = {name: now - entry["at"] for name, entry in self.generators.items()}
         if self.learner:
             peers["learner"] = now - self.learner["at"]
-        s = self.store
         return m.Status(
-            self.run,
-            s.committed,
-            s.s.steps,
-            s.epoch,
-            dict(self.latest),
-            s.ledger(),
-            self.waits(),
-            peers,
-            bool(self.ended_at),
-            self.error,
-            self.progress,
+            run=self.run,
+            committed=self.store.committed,
+            steps=self.store.s.steps,
+            epoch=self.store.epoch,
+            metrics=dict(self.latest),
+            ledger=self.store.ledger(),
+            waits=self.waits(),
+            peers=peers,
+            finished=bool(self.ended_at),
+            error=self.error,
+            progress=self.progress,
         )
 
     def summary(self) -> dict[str, Any]:
         """What only the buffer knows of the run."""
-        s = self.store
-        results = self.store.evaluations.results
-        numbers = sorted(n for split, n in results if split == "heldout")
-
-        def value(split: str, n: int | None) -> float | None:
-            return (
-                None
-                if n is None or (split, n) not in results
-                else results[split, n][f"eval/{split}"]
-            )
-
-        ledger = s.ledger()
-        lags = self.trained.lags()
-        return {
-            "wall_s": self.clock.at(self.last_commit),
-            "steps": s.committed,
-            "trajectories": self.trained.samples(),
-            "tokens": sum(lags.values()),
-            "heldout_start": value("heldout", 0),
-            "heldout_end": value("heldout", numbers[-1] if numbers else None),
-            "ood_start": value("ood", 0),
-            "ood_end": value("ood", s.s.steps),
-            "lag": {"mean": mean(lags), "p95": quantile(lags, 0.95), "max": max(lags, default=0)},
-            "ledger": {"generated": s.generated()}
-            | {name: int(x["tokens"]) for name, x in ledger.items()},
-            "ledger_lines": ledger,
-            "trained_ids": self.trained.ids(),
-            "failures": s.failures,
+        return numbers.summary(self.store, self.trained, self.clock.at(self.last_commit)) | {
             "mismatch_k3_max": self.mismatch,
-            "lag_histogram": {str(k): v for k, v in sorted(lags.items())},
             "finished": bool(self.ended_at),
             "error": self.error,
         }

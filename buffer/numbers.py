@@ -1,0 +1,134 @@
+"""What the buffer knows in numbers: of a committed batch, of the generators between two commits,
+and of the whole run.  Without sockets or clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from asyncrl.config.tree import Record
+from asyncrl.contract.messages import Batch
+from buffer.store import Store
+from buffer.trained import Trained, mean, quantile
+
+# sums that a generator tells since its start
+SUMS = (
+    *(f"generator/{name}" for name in ("tokens", "busy_s", "idle_s", "swap_s", "reward_idle_s")),
+    "reward/judged",
+    "reward/waited_s",
+    "reward/called_s",
+)
+
+
+def of_batch(batch: Batch, counts: dict[int, int]) -> dict[str, float]:
+    """Lag over the batch's trained tokens (`counts`: tokens by lag), and what its samples were made
+    of.
+    """
+    many = max(len(batch.lags), 1)
+    parts: dict[str, list[float]] = {}
+    for sample in batch.samples:
+        for name, value in sample.reward_parts.items():
+            parts.setdefault(f"reward_part/{name}", []).append(value)
+    return {
+        "lag/mean": mean(counts),
+        "lag/max": max(counts, default=0),
+        "lag/p95": quantile(counts, 0.95),
+        "lag/in_flight": sum(batch.in_flight) / many,
+        "lag/in_queue": (sum(batch.lags) - sum(batch.in_flight)) / many,
+        "answer/length": sum(sample.length for sample in batch.samples) / many,
+    } | {name: sum(values) / len(values) for name, values in parts.items()}
+
+
+def shown(batch: Batch, record: Record) -> Iterator[dict[str, Any]]:
+    """Rows of samples.jsonl: some samples of every `samples_every`-th batch, spread over it."""
+    many = record.samples or len(batch.samples)
+    if not record.samples_every or batch.number % record.samples_every:
+        return
+    pairs = list(zip(batch.samples, batch.lags, strict=True))
+    for sample, lag in pairs[:: max(1, len(pairs) // many)][:many]:
+        yield {
+            "batch": batch.number,
+            "ticket": sample.ticket,
+            "sample": sample.sample,
+            "attempt": sample.attempt,
+            "prompt": sample.prompt_text,
+            "text": sample.text,
+            "reward": sample.reward,
+            "parts": sample.reward_parts,
+            "finish": sample.finish,
+            "lag": lag,
+            "versions": [[str(span.label), span.start, span.end] for span in sample.spans],
+            "digests": [span.digest for span in sample.spans],
+            "prompt_tokens": memoryview(sample.prompt_tokens).cast("i").tolist(),
+            "tokens": memoryview(sample.tokens).cast("i").tolist(),
+            "logprobs": memoryview(sample.behavior_logprobs).cast("f").tolist(),
+        }
+
+
+def news(generators: Iterable[dict[str, Any]]) -> dict[str, float]:
+    """Each of SUMS over the generators since they were counted last; notes in each that it is
+    counted.
+    """
+    totals = dict.fromkeys(SUMS, 0.0)
+    for entry in generators:
+        counted = entry.setdefault("counted", {})
+        for name in SUMS:
+            value = entry["stats"].get(name, 0.0)
+            totals[name] += max(0.0, value - counted.get(name, 0.0))
+            counted[name] = value
+    return {name.partition("/")[2]: value for name, value in totals.items()}
+
+
+def of_rewards(
+    stats: Sequence[Mapping[str, float]], totals: Mapping[str, float], spent: float
+) -> dict[str, float]:
+    """Of the reward processes, where there are any: `totals` since the last step, in which the
+    generators have `spent` so many seconds.
+    """
+    judging = [entry for entry in stats if "reward/workers" in entry]
+    if not judging:
+        return {}
+    now = {
+        name: sum(entry.get(name, 0.0) for entry in judging)
+        for name in ("reward/queue", "reward/workers")
+    }
+    judged = totals["judged"]
+    means = {}
+    if judged:
+        means = {
+            "reward/wait_s": totals["waited_s"] / judged,
+            "reward/call_s": totals["called_s"] / judged,
+        }
+    return now | means | {"time/reward_wait_share": min(1.0, totals["reward_idle_s"] / spent)}
+
+
+def summary(store: Store, trained: Trained, wall_s: float) -> dict[str, Any]:
+    """What the store and the rows of trained batches say of the whole run."""
+    results = store.evaluations.results
+    evaluated = sorted(number for split, number in results if split == "heldout")
+
+    def value(split: str, number: int | None) -> float | None:
+        if number is None or (split, number) not in results:
+            return None
+        return results[split, number][f"eval/{split}"]
+
+    ledger = store.ledger()
+    lags = trained.lags()
+    return {
+        "wall_s": wall_s,
+        "steps": store.committed,
+        "trajectories": trained.samples(),
+        "tokens": sum(lags.values()),
+        "heldout_start": value("heldout", 0),
+        "heldout_end": value("heldout", evaluated[-1] if evaluated else None),
+        "ood_start": value("ood", 0),
+        "ood_end": value("ood", store.s.steps),
+        "lag": {"mean": mean(lags), "p95": quantile(lags, 0.95), "max": max(lags, default=0)},
+        "ledger": {"generated": store.generated()}
+        | {name: int(line["tokens"]) for name, line in ledger.items()},
+        "ledger_lines": ledger,
+        "trained_ids": trained.ids(),
+        "failures": store.failures,
+        "lag_histogram": {str(lag): tokens for lag, tokens in sorted(lags.items())},
+    }
