@@ -97,13 +97,15 @@ class Measure:
         # drawn by the policy that the batch starts from
         version = torch.where(loss.token_lag == 0, prep.start, torch.nan)
         spans: dict[Label, list[tuple[int, int, int]]] = {}
-        for i in answers:
-            for span in samples[i].spans:
-                first, last = (int(packed.offsets[i]) + at for at in (span.start, span.end))
+        for answer in answers:
+            for span in samples[answer].spans:
+                first, last = (int(packed.offsets[answer]) + at for at in (span.start, span.end))
                 if last > first and bool((loss.token_lag[first:last] > 0).any()):
-                    spans.setdefault(Label(*span.label), []).append((i, first, last))
+                    spans.setdefault(Label(*span.label), []).append((answer, first, last))
         for label, places in sorted(spans.items()):
-            if (found := self.under(label, packed, sorted({i for i, _, _ in places}))) is not None:
+            if (
+                found := self.under(label, packed, sorted({answer for answer, _, _ in places}))
+            ) is not None:
                 for _, first, last in places:
                     version[first:last] = found[first:last].to(version.dtype)
         part = packed.part(answers)
@@ -145,17 +147,19 @@ class Measure:
         logprobs already.
         """
         if self.reference is None:
-            m = self.config.model
-            self.reference = frozen(load_policy(m.reference or m.path, m.dtype, m.device))
+            settings = self.config.model
+            self.reference = frozen(
+                load_policy(settings.reference or settings.path, settings.dtype, settings.device)
+            )
         part = packed.part(answers)
         part = part[prep.valid[part]]
-        x = ratios.log_ratio(
+        moved = ratios.log_ratio(
             prep.latest[part],
             self.forward(self.reference, packed, answers)[part].to(prep.latest.dtype),
         ).double()
         return {
-            f"kl/target_ref_{name}": mean(f(x)) for name, f in (("k1", kl.k1), ("k3", kl.k3))
-        } | {"kl/ref_target": mean(kl.forward_k3(x))}
+            f"kl/target_ref_{name}": mean(f(moved)) for name, f in (("k1", kl.k1), ("k3", kl.k3))
+        } | {"kl/ref_target": mean(kl.forward_k3(moved))}
 
 
 def frozen(model: PolicyModel) -> PolicyModel:
@@ -163,5 +167,5 @@ def frozen(model: PolicyModel) -> PolicyModel:
     return model
 
 
-def mean(x: torch.Tensor) -> float:
-    return float(x.mean()) if len(x) else 0.0
+def mean(values: torch.Tensor) -> float:
+    return float(values.mean()) if len(values) else 0.0

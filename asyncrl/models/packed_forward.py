@@ -266,7 +266,9 @@ def step_kl(
     """
     heads = lay.hf.get_output_embeddings().weight, ref.hf.get_output_embeddings().weight
     scale = 1.0 / temperature.to(hidden.device, torch.float32)
-    return _StepKL.apply(hidden, heads[0], ref_hidden.detach(), heads[1].detach(), scale)  # type: ignore[no-any-return, no-untyped-call]
+    return _StepKL.apply(  # type: ignore[no-any-return, no-untyped-call]
+        hidden, heads[0], ref_hidden.detach(), heads[1].detach(), scale
+    )
 
 
 @dataclass
@@ -438,7 +440,8 @@ def block(
         k = rms_norm(k, att.k_norm.weight, lay.eps)
     x = x + att.o_proj(_attention(lay, turn(q, cos, sin), turn(k, cos, sin), v, pl))
     h = rms_norm(x, layer.post_attention_layernorm.weight, lay.eps)
-    return x + mlp.down_proj(F.silu(mlp.gate_proj(h)) * mlp.up_proj(h))  # type: ignore[no-any-return]
+    added: torch.Tensor = mlp.down_proj(F.silu(mlp.gate_proj(h)) * mlp.up_proj(h))
+    return x + added
 
 
 def logprobs(
@@ -469,7 +472,9 @@ def logprobs(
         x = block(lay, layer, x, cos.to(x.dtype), sin.to(x.dtype), pl)
     hidden = rms_norm(x, model.norm.weight, lay.eps).index_select(0, pl.picks)
     scale = (1.0 / temperature.to(weight.device, torch.float32))[pl.sample]
-    lp, ent = _PickedLogprobs.apply(hidden, weight, pl.targets, scale, want_entropy)  # type: ignore[no-untyped-call]
+    lp, ent = _PickedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, pl.targets, scale, want_entropy
+    )
     return ForwardOut(lp, ent if want_entropy else None, hidden if want_hidden else None)
 
 

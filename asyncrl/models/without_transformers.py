@@ -34,6 +34,8 @@ class Rotary(torch.nn.Module):
 
     rope_type = "default"
 
+    frequencies: torch.Tensor
+
     def __init__(self, base: float, dim: int) -> None:
         super().__init__()
         self.register_buffer(
@@ -46,7 +48,8 @@ class Rotary(torch.nn.Module):
         self, like: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         # also of a bf16 model
-        angles = positions[..., None].float() * self.frequencies.to(like.device, torch.float32)  # type: ignore[operator]
+        frequencies = self.frequencies.to(like.device, torch.float32)
+        angles = positions[..., None].float() * frequencies
         both = torch.cat((angles, angles), dim=-1)
         return both.cos().to(like.dtype), both.sin().to(like.dtype)
 
