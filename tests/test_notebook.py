@@ -18,7 +18,7 @@ import asyncrl
 from asyncrl.config import load
 from asyncrl.contract import errors, importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.records import jsonl, metrics
+from asyncrl.records import jsonl, lives, metrics, rundir
 from asyncrl.supervise import notebook
 
 
@@ -127,24 +127,43 @@ def test_how_a_command_may_end(
     assert getattr(error.value, "exit_code", code) == code
 
 
-def test_an_interrupt_writes_a_checkpoint_and_is_passed_on(
-    tmp_path: Path, small_model: Path
-) -> None:
-    sets = [f"model.path={str(small_model)!r}", *SMALL[:-1], "learner.steps=100000", "name='long'"]
+def going(folder: Path, model: Path) -> tuple[subprocess.Popen[str], Path]:
+    """A program that called asyncrl.run, once its run trains; and the run's directory."""
+    sets = [f"model.path={str(model)!r}", *SMALL[:-1], "learner.steps=100000", "name='long'"]
     code = f"import asyncrl; asyncrl.run('demo', {sets!r}, show=True)"
     process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=tmp_path, env=ENV, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", code], cwd=folder, env=ENV, stderr=subprocess.PIPE, text=True
     )
-    run_dir = tmp_path / "runs" / "long"
+    run_dir = folder / "runs" / "long"
     until = time.monotonic() + 240
     while not any("reward/mean" in r for r in jsonl.read(run_dir / "metrics.jsonl")):
         assert process.poll() is None and time.monotonic() < until, process.communicate()[1]
         time.sleep(0.05)
+    return process, run_dir
+
+
+def test_an_interrupt_writes_a_checkpoint_and_is_passed_on(
+    tmp_path: Path, small_model: Path
+) -> None:
+    process, run_dir = going(tmp_path, small_model)
     process.send_signal(signal.SIGINT)
     err = process.communicate(timeout=240)[1]
     assert "KeyboardInterrupt: the run was stopped; asyncrl.load_run('runs/long')" in err
     found = asyncrl.load_run(run_dir)
     assert 0 < found.summary["steps"] < 100000 and list(run_dir.glob("checkpoints/*/*"))
+
+
+def test_a_run_does_not_outlive_the_notebook(tmp_path: Path, small_model: Path) -> None:
+    process, run_dir = going(tmp_path, small_model)
+    process.kill()
+    process.wait()
+    until = time.monotonic() + 240
+    names = ("supervisor", "buffer", "learner", "generator-0")
+    while any(lives.alive(run_dir, name) for name in names):
+        assert time.monotonic() < until
+        time.sleep(0.05)
+    rundir.Lock(run_dir).close()
+    assert asyncrl.load_run(run_dir).summary["partial"]
 
 
 def test_importing_asyncrl_stays_cheap() -> None:

@@ -19,7 +19,7 @@ import tomli_w
 
 from asyncrl.config import load, shipped
 from asyncrl.config.tree import Config
-from asyncrl.contract import errors, importing, parent
+from asyncrl.contract import errors, importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.records import jsonl, metrics
 
@@ -165,7 +165,8 @@ def _last_object(text: str) -> dict[str, Any]:
 def _call(argv: Sequence[str], answer: int, show: bool) -> tuple[int, str]:
     """The command's exit code, and the last line that it said; `answer` takes its stdout.
 
-    It lives in a session of its own: an interrupt of this process's group reaches it once."""
+    It lives in a session of its own: an interrupt of this process's group reaches it once.  Where
+    this process is killed, what the command says next has no reader, and that ends it."""
     process = subprocess.Popen(
         argv,
         stdin=subprocess.DEVNULL,
@@ -173,7 +174,6 @@ def _call(argv: Sequence[str], answer: int, show: bool) -> tuple[int, str]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-        preexec_fn=parent.die_with_parent,
     )
     assert process.stderr is not None
     last = ""
