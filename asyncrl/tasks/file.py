@@ -193,9 +193,9 @@ class FileTask:
         elif len(self.symbols) > MOST_SYMBOLS:
             why = f"texts have {len(self.symbols)} different characters, {MOST_SYMBOLS} at most"
         else:
-            r = random.Random(f"file:demo:{seed}")
-            asked = r.choices(rows, k=n)
-            given = [p if r.random() < RIGHT else r.choice(rows) for p in asked]
+            chance = random.Random(f"file:demo:{seed}")
+            asked = chance.choices(rows, k=n)
+            given = [p if chance.random() < RIGHT else chance.choice(rows) for p in asked]
             return [(p.text, g.answer) for p, g in zip(asked, given, strict=True)]
         raise ConfigError(
             f"model.warm_start: cannot build a tiny model: {why}; point model.path at a model of "
