@@ -1,0 +1,160 @@
+"""README, CONTRIBUTING and docs: what they name is there, links lead somewhere, the site builds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import figures  # noqa: E402
+
+LOG = sorted((ROOT / "docs" / "log").glob("2*.md"))
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    ROOT / "configs" / "README.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
+RESULT = re.compile(r"benchmarks/results/[\w.-]+")
+RESULT_NAME = re.compile(r"\d{4}-\d\d-\d\d_([0-9a-f]+)_\d+core_[\w-]+\.(?:json|html)")
+NAMED = re.compile(
+    r"`((?:asyncrl|actors|buffer|learner|configs|tests|benchmarks|docs|requirements)/(?:[\w./-]*(?:/|\.\w+))?)`"
+)
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def prose(page: Path) -> str:
+    """The page without its fenced blocks."""
+    return re.sub(r"(?ms)^```.*?^```", "", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """What a heading is called in a link, as GitHub and the site do it."""
+    found: set[str] = set()
+    for heading in re.findall(r"(?m)^#+ (.+)$", prose(page)):
+        words = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower()
+        found.add(re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", words).strip()))
+    return found
+
+
+def links(page: Path) -> list[str]:
+    without_code = re.sub(r"`[^`]*`", "", prose(page))
+    return re.findall(r"\]\(([^)\s]+)\)", without_code)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_link_and_anchor_leads_somewhere(page: Path) -> None:
+    for link in links(page):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{name(page)}: {link} leads nowhere"
+        if anchor:
+            assert anchor in anchors(target), f"{name(page)}: {name(target)} has no #{anchor}"
+
+
+def test_there_are_links_to_check() -> None:
+    assert len(links(ROOT / "README.md")) > 10
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p not in LOG], ids=name)
+def test_every_file_that_a_page_names_is_there(page: Path) -> None:
+    """The log speaks of its day; every other page of today."""
+    for named in NAMED.findall(prose(page)):
+        assert (ROOT / named).exists(), f"{name(page)} names {named}, which is not there"
+
+
+def git(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
+def results_named() -> dict[str, str]:
+    """Result file -> a page that names it."""
+    return {found: name(page) for page in PAGES for found in RESULT.findall(page.read_text())}
+
+
+def test_every_result_that_a_page_names_is_there() -> None:
+    named = results_named()
+    assert len(named) > 30
+    for path, page in named.items():
+        if path.rstrip(".") in (
+            "benchmarks/results",
+            "benchmarks/results/DATE_COMMIT_MACHINE_NAME",
+        ):
+            continue
+        assert (ROOT / path).is_file(), f"{page} names {path}, which is not there"
+
+
+def test_every_result_was_measured_at_a_commit_of_this_history() -> None:
+    if git("rev-parse", "--git-dir").returncode:
+        pytest.skip("no git history here (an unpacked archive): commits of results not checked")
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() == "true":
+        pytest.skip("a shallow clone: commits of results not checked; `git fetch --unshallow`")
+    files = sorted(p.name for p in (ROOT / "benchmarks" / "results").iterdir())
+    assert files
+    for file in files:
+        found = RESULT_NAME.fullmatch(file)
+        assert found, f"{file} is not called DATE_COMMIT_MACHINE_NAME"
+        assert git("merge-base", "--is-ancestor", found[1], "HEAD").returncode == 0, (
+            f"{file}: commit {found[1]} is not in this history: measure it again, or leave it out"
+        )
+
+
+def test_the_readme_fits_on_one_page() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+@pytest.mark.parametrize("image", sorted(figures.drawn()))
+def test_every_figure_is_what_its_result_draws(image: str) -> None:
+    drawn = figures.drawn()[image]
+    assert drawn == (ROOT / "docs" / "img" / image).read_text(), "run benchmarks/figures.py"
+
+
+def test_the_demo_s_figure_shows_its_run() -> None:
+    """Of another run, another picture: the end of the curve is in the title and in the line."""
+    result = json.loads(json.dumps(figures.demo_result()))
+    before = figures.demo(result)
+    result["heldout"][-1][1] = 0.123
+    after = figures.demo(result)
+    assert "to 0.88" in before and "to 0.12" in after
+    line = re.compile(r"stroke='#2563eb'.*?points='([^']+)'")
+    old, new = (line.search(x) for x in (before, after))
+    assert old and new and old[1].split()[-1] != new[1].split()[-1]
+    assert old[1].split()[:-1] == new[1].split()[:-1]
+
+
+@pytest.mark.parametrize("page", LOG, ids=name)
+def test_an_entry_of_the_log_has_heading_and_verdict_and_is_in_the_index(page: Path) -> None:
+    lines = page.read_text().splitlines()
+    date = page.name[:10]
+    assert lines[0].startswith("# ") and not lines[1]
+    verdict = re.fullmatch(rf"{date}\. \*\*(.+)\*\*", lines[2])
+    assert verdict, f"{page.name}: the third line is its date and its verdict in bold"
+    index = (page.parent / "index.md").read_text()
+    assert f"| {date} | [{lines[0][2:]}]({page.name}) | {verdict[1]} |" in index
+
+
+def test_the_site_builds_strictly(tmp_path: Path) -> None:
+    """A link that the site cannot follow, or a page that its menu lacks, is an error."""
+    argv = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "s")]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(
+        argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    made = {p.parent.name for p in (tmp_path / "s").rglob("index.html")}
+    assert {"staleness", "algorithms", "performance", "log"} <= made
