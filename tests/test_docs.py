@@ -15,6 +15,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import figures  # noqa: E402
 
+from asyncrl.config import load  # noqa: E402
+
 LOG = sorted((ROOT / "docs" / "log").glob("2*.md"))
 PAGES = [
     ROOT / "README.md",
@@ -76,6 +78,23 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
         assert (ROOT / named).exists(), f"{name(page)} names {named}, which is not there"
 
 
+def test_every_key_that_a_page_names_exists() -> None:
+    keys = load.keys()
+    sections = {k.split(".")[0] for k in keys if "." in k}
+    ends = ("py", "md", "toml", "json", "jsonl", "html", "log", "txt", "key", "key_secret")
+    named = 0
+    for page in PAGES:
+        if page in LOG:
+            continue
+        for key in re.findall(r"`(\w+(?:\.\w+)+)(?: = [^`]*)?`", page.read_text()):
+            section, *_, last = key.split(".")
+            if section not in sections or last in ends:
+                continue
+            named += 1
+            assert key in keys or any(k.startswith(key + ".") for k in keys), f"{name(page)}: {key}"
+    assert named > 100
+
+
 def git(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         ["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
@@ -91,11 +110,6 @@ def test_every_result_that_a_page_names_is_there() -> None:
     named = results_named()
     assert len(named) > 30
     for path, page in named.items():
-        if path.rstrip(".") in (
-            "benchmarks/results",
-            "benchmarks/results/DATE_COMMIT_MACHINE_NAME",
-        ):
-            continue
         assert (ROOT / path).is_file(), f"{page} names {path}, which is not there"
 
 
