@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -76,6 +77,19 @@ def test_every_file_that_a_page_names_is_there(page: Path) -> None:
     """The log speaks of its day; every other page of today."""
     for named in NAMED.findall(prose(page)):
         assert (ROOT / named).exists(), f"{name(page)} names {named}, which is not there"
+
+
+def test_every_page_that_the_code_names_is_there() -> None:
+    folders = ("asyncrl", "actors", "buffer", "learner", "benchmarks", "tests", "configs")
+    sources = [p for f in folders for kind in ("*.py", "*.toml") for p in (ROOT / f).rglob(kind)]
+    found = {
+        (path, page)
+        for path in [*sources, ROOT / "Makefile", ROOT / "pyproject.toml"]
+        for page in re.findall(r"\b(docs/[\w/-]+\.md|CONTRIBUTING\.md)", path.read_text())
+    }
+    assert len(found) > 5
+    for path, page in sorted(found):
+        assert (ROOT / page).is_file(), f"{name(path)} names {page}, which is not there"
 
 
 def test_every_key_that_a_page_names_exists() -> None:
@@ -172,3 +186,54 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     made = {p.parent.name for p in (tmp_path / "s").rglob("index.html")}
     assert {"staleness", "algorithms", "performance", "log"} <= made
+
+
+def result(file: str) -> dict[str, Any]:
+    assert file in (ROOT / "README.md").read_text(), f"README does not name {file}"
+    return dict(json.loads((ROOT / "benchmarks" / "results" / file).read_text()))
+
+
+def measured(path: str, figure: str) -> float:
+    (goal,) = [g for g in result(path)["goals"] if g["figure"] == figure]
+    return float(goal["value"])
+
+
+def bullet(file: str) -> str:
+    """The README's line that names the result file, on one line."""
+    text = (ROOT / "README.md").read_text().split("## Measured")[1].split("\n## ")[0]
+    (line,) = [" ".join(b.split()) for b in text.split("\n- ") if file in b]
+    return line
+
+
+def test_the_readme_s_figures_are_those_of_their_files() -> None:
+    seeds = "2026-11-21_c0f74bc_4core_demo_seeds.json"
+    rows = result(seeds)["seeds"]
+    low, start = min(r["heldout_end"] for r in rows), min(r["heldout_start"] for r in rows)
+    slowest = max(r["wall_s"] for r in rows)
+    assert f"five seeds: {start:.2f} to {low:.2f} and more in {slowest:.0f} s" in bullet(seeds)
+    assert len(rows) == 5
+
+    compared = "2026-11-21_80ca5c9_4core_comparisons_default.json"
+    found = result(compared)["parts"]["default"]["found"]
+    speed = found["arms"]["sync"]["wall_s"] / found["arms"]["async"]["wall_s"]
+    verdicts = {(v["arm"], v["metric"]): v["verdict"] for v in found["verdicts"]}
+    assert f"{speed:.2f} times the speed" in bullet(compared)
+    assert verdicts["async", "heldout_end"] == "no difference visible"
+    assert "no difference in accuracy visible" in bullet(compared)
+
+    grid = "2026-11-21_3ff3b71_4core_lag_grid.json"
+    cells = result(grid)["tasks"]["rle-5e-4"]["cells"]
+    final = {(c["correction"], c["limit"]): f"{c['final']:.2f}" for c in cells}
+    with_it, without, synchronous = final["ppo", "4"], final["none", "4"], final["ppo", "0"]
+    assert f"At lag 4: {with_it} with PPO" in bullet(grid)
+    assert f"{without} without ({synchronous} synchronous)" in bullet(grid)
+
+    engine = "2026-11-21_4a3f240_4core_engine.json"
+    small, large = (
+        measured(engine, f"{n}, spread 3: engine / generate static") for n in ("84k", "2.6M")
+    )
+    assert f"{small:.1f} times the best" in bullet(engine)
+    assert f"{large:.1f} at 2.6M" in bullet(engine)
+
+    learner = "2026-11-21_a0c235d_4core_learner.json"
+    assert f"{measured(learner, '84k: step, ours / plain, 64 rows'):.1f} times" in bullet(learner)

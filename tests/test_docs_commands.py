@@ -125,11 +125,17 @@ def shape(line: str) -> str:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Path:
-    """A directory as a clone looks to its user, with an untrained model in place of the demo's."""
+    """A directory as a clone looks to its user, with untrained models in place of warm starts."""
+    from asyncrl.config.tree import Task
+    from asyncrl.models import policy
+    from asyncrl.tasks import get_task
+
     path = tmp_path_factory.mktemp("docs")
     (path / "configs").symlink_to(ROOT / "configs")
     (path / "models").mkdir()
     shutil.copytree(small_model, path / "models" / "sort")
+    symbols = get_task(Task(name="rle")).symbols  # type: ignore[attr-defined]
+    policy.build_model(path / "models" / "rle", symbols, hidden=32, kv_heads=2, seed=1)
     return path
 
 

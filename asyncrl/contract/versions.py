@@ -1,5 +1,5 @@
 """Policy versions: labels, their tree, and the one definition of lag.  Pure; see
-docs/architecture.md, "Versions".
+docs/protocol.md, "Names".
 
 A *policy* is a node of a tree: a parent and an update.  Its *number* is its depth, the count of
 batches committed since the start.  A *label* (epoch, number) names it; the epoch counts the
