@@ -26,6 +26,7 @@ PAGES = [
     "README.md",
     "docs/getting-started.md",
     "docs/running.md",
+    "docs/own-project.md",
     "docs/rewards.md",
     "docs/staleness.md",
     "docs/simulate.md",
@@ -36,6 +37,7 @@ PAGES = [
     "docs/algorithms.md",
     "docs/performance.md",
     "CONTRIBUTING.md",
+    "benchmarks/results/README.md",
 ]
 SHELL = ("sh", "console", "bash", "shell")
 
@@ -59,6 +61,8 @@ SHORTER = {
     "asyncrl run configs/demo.toml": f"{TINY} --set learner.steps=22",
     "asyncrl run configs/demo.toml --set staleness.max_lag=0": f"{TINY} --set learner.steps=2",
     "asyncrl run configs/demo.toml --set record.stream=true": f"{TINY} --set learner.steps=3",
+    # the model that its first command finds: "0123456789+=" is all that its prompts are written in
+    "asyncrl run sums/config.toml": f"{TINY} --set learner.steps=2 --set model.path=models/sums",
     "asyncrl run --resume": "--set learner.steps=23",
     "asyncrl simulate": "--seeds 1 --steps 2",
     "asyncrl simulate configs/demo.toml --generators": "--generators 1,3 --seeds 1 --steps 2",
@@ -134,6 +138,7 @@ def place(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> Path:
     (path / "configs").symlink_to(ROOT / "configs")
     (path / "models").mkdir()
     shutil.copytree(small_model, path / "models" / "sort")
+    policy.build_model(path / "models" / "sums", "0123456789+=", hidden=32, kv_heads=2, seed=1)
     symbols = get_task(Task(name="rle")).symbols  # type: ignore[attr-defined]
     policy.build_model(path / "models" / "rle", symbols, hidden=32, kv_heads=2, seed=1)
     return path
