@@ -31,15 +31,15 @@ def pick(store: Store, number: int) -> tuple[list[Group], Lack | None]:
     line = store.to_compose()
     if store.in_order and not math.isinf(store.max_lag):
         picked = line[: store.s.batch]  # in ticket order, as `alive` is
-        late = next((g for g in picked if not g.complete), None)
+        late = next((group for group in picked if not group.complete), None)
         if late is not None:
             return [], why(late)
     else:
         if store.s.on_exceed == "drop":
             drop_stale(store, line, number)
         ready = sorted(
-            (g for g in line if g.complete and g.ticket in store.alive),
-            key=lambda g: (rank(store, g, number), g.completed),
+            (group for group in line if group.complete and group.ticket in store.alive),
+            key=lambda group: (rank(store, group, number), group.completed),
         )
         picked = ready[: store.s.batch]
     if len(picked) < store.s.batch:
@@ -48,44 +48,47 @@ def pick(store: Store, number: int) -> tuple[list[Group], Lack | None]:
     return picked, None
 
 
-def rank(store: Store, g: Group, number: int) -> int:
+def rank(store: Store, group: Group, number: int) -> int:
     """What goes before completion: in the order `freshest` the lag of the group's oldest token,
     should it train in batch `number`.
     """
     if store.s.order != "freshest":
         return 0
-    return max(admission.sample_lag(runs_of(store, s, number)) for s in g.stored())
+    return max(admission.sample_lag(runs_of(store, stored, number)) for stored in group.stored())
 
 
-def why(g: Group) -> Lack:
-    lacks = f"ticket {g.ticket}: {len(g.missing())} samples"
-    if g.lease is None:
+def why(group: Group) -> Lack:
+    lacks = f"ticket {group.ticket}: {len(group.missing())} samples"
+    if group.lease is None:
         return Lack(f"{lacks} to be granted again")
-    return Lack(f"{lacks} at {g.lease.producer}", on=g.lease.producer)
+    return Lack(f"{lacks} at {group.lease.producer}", on=group.lease.producer)
 
 
-def runs_of(store: Store, s: Stored, number: int) -> list[tuple[int, int, int]]:
+def runs_of(store: Store, stored: Stored, number: int) -> list[tuple[int, int, int]]:
     assert store.policy is not None
-    return admission.span_lags(store.tree, s.trajectory.spans, store.policy, number)
+    return admission.span_lags(store.tree, stored.trajectory.spans, store.policy, number)
 
 
 def drop_stale(store: Store, line: list[Group], number: int) -> None:
     """`drop`: a complete group past the limit is sent again; the third time it is abandoned."""
-    for g in line:
-        if not g.complete or all(
-            admission.sample_lag(runs_of(store, s, number)) <= store.max_lag for s in g.stored()
+    for group in line:
+        if not group.complete or all(
+            admission.sample_lag(runs_of(store, stored, number)) <= store.max_lag
+            for stored in group.stored()
         ):
             continue
-        g.drops += 1
+        group.drops += 1
         store.changes += 1
-        if g.drops >= MAX_DROPS:
-            store.leave(g, "abandoned")
+        if group.drops >= MAX_DROPS:
+            store.leave(group, "abandoned")
             continue
-        store.stored_bytes -= g.free()
-        for i, s in enumerate(g.stored()):
-            g.other.append(("dropped_stale", s.trajectory.length, s.trajectory.reward))
-            g.finals[i, s.trajectory.attempt] = "dropped_stale"
-        g.samples = [None] * store.s.group
+        store.stored_bytes -= group.free()
+        for index, stored in enumerate(group.stored()):
+            group.other.append(
+                ("dropped_stale", stored.trajectory.length, stored.trajectory.reward)
+            )
+            group.finals[index, stored.trajectory.attempt] = "dropped_stale"
+        group.samples = [None] * store.s.group
 
 
 def judge(store: Store, groups: list[Group], number: int) -> None:
@@ -93,42 +96,42 @@ def judge(store: Store, groups: list[Group], number: int) -> None:
     is a bug of ours.
     """
     hard = store.s.on_exceed in ("pace", "drop")
-    for g in groups:
-        for i, s in enumerate(g.samples):
-            if s is None:
+    for group in groups:
+        for index, stored in enumerate(group.samples):
+            if stored is None:
                 continue
-            runs = runs_of(store, s, number)
+            runs = runs_of(store, stored, number)
             masked = (
                 sum(e - b for b, e, lag in runs if lag > store.max_lag)
                 if store.s.on_exceed == "mask"
                 else 0
             )
-            store.changes += masked != s.masked
-            s.masked = masked
+            store.changes += masked != stored.masked
+            stored.masked = masked
             if store.s.on_exceed == "downweight":
-                s.faded = sum(
+                stored.faded = sum(
                     (e - b) * (1 - 0.5 ** (max(0.0, lag - store.max_lag) / store.s.half_life))
                     for b, e, lag in runs
                 )
             if not hard or admission.sample_lag(runs) <= store.max_lag:
                 continue
-            if min(x.label.epoch for x in s.trajectory.spans) >= store.epoch:
+            if min(x.label.epoch for x in stored.trajectory.spans) >= store.epoch:
                 raise ProtocolError(
-                    f"ticket {g.ticket}, sample {i} would train {admission.sample_lag(runs)} "
-                    f"versions late in batch {number}, "
-                    f"past the limit {store.max_lag:g}: a bug of ours; keep the run directory and "
-                    "report it"
+                    f"ticket {group.ticket}, sample {index} would train "
+                    f"{admission.sample_lag(runs)} versions late in batch {number}, "
+                    f"past the limit {store.max_lag:g}: a bug of ours; keep the run directory "
+                    "and report it"
                 )
-            g.other.append(("orphaned", s.trajectory.length, s.trajectory.reward))
-            g.finals[i, s.trajectory.attempt] = "orphaned"
-            g.samples[i] = None
-            store.stored_bytes -= size(s.trajectory)
+            group.other.append(("orphaned", stored.trajectory.length, stored.trajectory.reward))
+            group.finals[index, stored.trajectory.attempt] = "orphaned"
+            group.samples[index] = None
+            store.stored_bytes -= size(stored.trajectory)
             store.changes += 1
 
 
 def message(store: Store, groups: list[Group], epoch: int, number: int) -> Batch:
     """The message for composed, complete groups."""
-    stored = [s for g in groups for s in g.stored()]
+    stored = [s for group in groups for s in group.stored()]
     runs = [runs_of(store, s, number) if s.runs is None else s.runs for s in stored]
     lags = [admission.sample_lag(r) for r in runs]
     in_flight = [min(s.in_flight, lag) for s, lag in zip(stored, lags, strict=True)]

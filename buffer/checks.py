@@ -42,48 +42,49 @@ def producer(name: str) -> None:
     )
 
 
-def sample(store: Store, t: Trajectory) -> None:
+def sample(store: Store, answer: Trajectory) -> None:
     """An answer: to a ticket and an attempt that were granted, by weights that a learner
     registered.
     """
-    for span in t.spans:
+    for span in answer.spans:
         theirs = span.digest[:40]
         need(
             span.label in store.tree,
-            f"ticket {t.ticket}: weights {span.label} (digest {theirs}) wrote tokens, but no "
+            f"ticket {answer.ticket}: weights {span.label} (digest {theirs}) wrote tokens, but no "
             "learner has announced them; "
             f"known are up to {store.policy}: stop the generator that runs other weights",
         )
         ours = store.tree.digest(span.label)
         need(
             span.digest in ("", ours),
-            f"ticket {t.ticket}: weights {span.label} have digest {theirs} at the generator and "
-            f"{ours} at the learner",
+            f"ticket {answer.ticket}: weights {span.label} have digest {theirs} at the generator "
+            f"and {ours} at the learner",
         )
     need(
-        1 <= t.attempt <= store.attempts,
-        f"ticket {t.ticket}: attempt {t.attempt} was never granted; the last one is "
+        1 <= answer.attempt <= store.attempts,
+        f"ticket {answer.ticket}: attempt {answer.attempt} was never granted; the last one is "
         f"{store.attempts}",
     )
-    if t.ticket >= EVAL_BASE:
-        out = store.evaluations.out.get(t.attempt)
+    if answer.ticket >= EVAL_BASE:
+        out = store.evaluations.out.get(answer.attempt)
         need(
-            t.sample == 0 and (out is None or out.job.ticket == t.ticket),
-            f"attempt {t.attempt} is not of evaluation ticket {t.ticket}, sample {t.sample}",
+            answer.sample == 0 and (out is None or out.job.ticket == answer.ticket),
+            f"attempt {answer.attempt} is not of evaluation ticket {answer.ticket}, sample "
+            f"{answer.sample}",
         )
         return
     need(
-        0 <= t.sample < store.s.group,
-        f"ticket {t.ticket}: sample {t.sample} of a group of {store.s.group}",
+        0 <= answer.sample < store.s.group,
+        f"ticket {answer.ticket}: sample {answer.sample} of a group of {store.s.group}",
     )
     need(
-        0 <= t.ticket < store.cursor,
-        f"ticket {t.ticket} was never granted; the next one is {store.cursor}",
+        0 <= answer.ticket < store.cursor,
+        f"ticket {answer.ticket} was never granted; the next one is {store.cursor}",
     )
-    group = store.alive.get(t.ticket) or store.retained.get(t.ticket)
+    group = store.alive.get(answer.ticket) or store.retained.get(answer.ticket)
     need(
-        group is None or t.attempt in group.attempts,
-        f"ticket {t.ticket}: attempt {t.attempt} is not one of its attempts",
+        group is None or answer.attempt in group.attempts,
+        f"ticket {answer.ticket}: attempt {answer.attempt} is not one of its attempts",
     )
 
 
@@ -149,8 +150,8 @@ def progress(store: Store, rows: list[tuple[int, int, int]]) -> None:
 
 def renew(message: Renew) -> None:
     """A generator's own numbers and its wait: finite, not negative, and its own."""
-    for name, x in message.stats.items():
-        need(math.isfinite(x) and x >= 0, f"{message.producer}: {name[:40]!r} is {x}")
+    for name, value in message.stats.items():
+        need(math.isfinite(value) and value >= 0, f"{message.producer}: {name[:40]!r} is {value}")
     drawn(message.drawn)
     wait = message.waiting
     if wait is None:
@@ -174,33 +175,38 @@ def drawn(tokens: int) -> None:
     need(0 <= tokens < 1 << 60, f"{tokens} tokens cannot have been drawn")
 
 
-def hello(h: LearnerHello) -> None:
+def hello(message: LearnerHello) -> None:
     """A learner's names are of its own epoch, its ring lies behind it, its totals are a ledger."""
-    who = f"the learner of epoch {h.epoch}"
+    who = f"the learner of epoch {message.epoch}"
     need(
-        h.epoch >= 1 and h.label.epoch == h.epoch and h.label.number >= 0,
-        f"{who} says that it is at version {h.label}",
+        message.epoch >= 1 and message.label.epoch == message.epoch and message.label.number >= 0,
+        f"{who} says that it is at version {message.label}",
     )
-    need(0 <= h.origin <= h.epoch, f"{who} says that it resumed from epoch {h.origin}")
-    need(h.max_lag >= 0, f"{who} has the limit {h.max_lag}")
     need(
-        0 <= h.next_ticket < TICKET_END and all(0 <= t < TICKET_END for t in h.trained_above),
-        f"{who} goes on at ticket {h.next_ticket}",
+        0 <= message.origin <= message.epoch,
+        f"{who} says that it resumed from epoch {message.origin}",
+    )
+    need(message.max_lag >= 0, f"{who} has the limit {message.max_lag}")
+    need(
+        0 <= message.next_ticket < TICKET_END
+        and all(0 <= ticket < TICKET_END for ticket in message.trained_above),
+        f"{who} goes on at ticket {message.next_ticket}",
     )
     behind = all(
-        label.epoch == h.epoch and 0 <= label.number < h.label.number for label, _ in h.ring
+        label.epoch == message.epoch and 0 <= label.number < message.label.number
+        for label, _ in message.ring
     )
     need(
         behind,
-        f"{who} at version {h.label} holds weights that are not of its past: "
-        f"{', '.join(str(x) for x, _ in h.ring[:8])}",
+        f"{who} at version {message.label} holds weights that are not of its past: "
+        f"{', '.join(str(x) for x, _ in message.ring[:8])}",
     )
     try:
         need(
-            set(h.ledger) <= set(DISPOSITIONS),
+            set(message.ledger) <= set(DISPOSITIONS),
             f"{who} has a ledger with other lines than {', '.join(DISPOSITIONS)}",
         )
-        Ledger.restore(h.ledger)
+        Ledger.restore(message.ledger)
     except (KeyError, ValueError, OverflowError) as error:
         raise BadMessage(
             f"{who} has a ledger that does not read: {type(error).__name__} {error}"

@@ -162,36 +162,38 @@ class RecordedStore(Store):
                 "file"
             ) from error
 
-    def _apply(self, r: Record) -> None:
+    def _apply(self, record: Record) -> None:
         """One record again, by the plain store's own methods."""
-        if isinstance(r, Granted):
-            super().grant(r.producer, r.session, r.samples, r.now)
-            if self.attempts != r.attempts:
+        if isinstance(record, Granted):
+            super().grant(record.producer, record.session, record.samples, record.now)
+            if self.attempts != record.attempts:
                 raise Damaged(
                     f"the journal does not fold: a grant gives attempt {self.attempts}, it gave "
-                    f"{r.attempts}; was the task or the code changed?"
+                    f"{record.attempts}; was the task or the code changed?"
                 )
-        elif isinstance(r, Delivered):
+        elif isinstance(record, Delivered):
             try:
-                super().deliver(r.trajectory, 0.0)
+                super().deliver(record.trajectory, 0.0)
             except AsyncrlError as error:
                 raise Damaged(f"the journal does not fold: {error}") from error
-        elif isinstance(r, Renewed):
-            super().renew(r.producer, r.session, r.progress, r.now, r.judging)
-        elif isinstance(r, Expired):
-            super().expire(r.now)
-        elif isinstance(r, Ended):
-            super().end_sessions(r.producer, r.session)
-        elif isinstance(r, Greeted):
-            super().hello(r.hello)
-        elif isinstance(r, Asked):
-            super().ask(r.epoch, r.number)
-        elif isinstance(r, Committed):
-            super().commit(r.number, r.label, r.digest, r.unused)
-        elif isinstance(r, Retired):
-            super().checkpointed(r.oldest)
-        elif isinstance(r, Told):
-            super().told(r.producer, r.session, r.drawn)
+        elif isinstance(record, Renewed):
+            super().renew(
+                record.producer, record.session, record.progress, record.now, record.judging
+            )
+        elif isinstance(record, Expired):
+            super().expire(record.now)
+        elif isinstance(record, Ended):
+            super().end_sessions(record.producer, record.session)
+        elif isinstance(record, Greeted):
+            super().hello(record.hello)
+        elif isinstance(record, Asked):
+            super().ask(record.epoch, record.number)
+        elif isinstance(record, Committed):
+            super().commit(record.number, record.label, record.digest, record.unused)
+        elif isinstance(record, Retired):
+            super().checkpointed(record.oldest)
+        elif isinstance(record, Told):
+            super().told(record.producer, record.session, record.drawn)
         else:
             self.finished = True
 
@@ -232,25 +234,25 @@ class RecordedStore(Store):
             self._record(Told(producer, session, drawn))
 
     def expire(self, now: float) -> int:
-        n = super().expire(now)
-        if n:
+        ended = super().expire(now)
+        if ended:
             self._record(Expired(now))
-        return n
+        return ended
 
     def end_sessions(self, producer: str, session: int) -> None:
         super().end_sessions(producer, session)
         self._record(Ended(producer, session))
 
-    def deliver(self, t: Trajectory, now: float) -> Disposition:
-        what = super().deliver(t, now)
-        self._record(Delivered(t))
+    def deliver(self, sample: Trajectory, now: float) -> Disposition:
+        what = super().deliver(sample, now)
+        self._record(Delivered(sample))
         return what
 
-    def hello(self, h: LearnerHello) -> bool:
-        new = h.epoch != self.epoch
-        followed = super().hello(h)
+    def hello(self, hello: LearnerHello) -> bool:
+        new = hello.epoch != self.epoch
+        followed = super().hello(hello)
         if followed and new:
-            self._record(Greeted(h))
+            self._record(Greeted(hello))
         return followed
 
     def ask(self, epoch: int, number: int) -> tuple[list[Group], Lack | None]:

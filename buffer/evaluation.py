@@ -48,12 +48,12 @@ class Round:
         return len(self.rewards) + self.failed >= self.size
 
     def metrics(self) -> dict[str, float]:
-        n = max(len(self.rewards), 1)
-        mean = math.fsum(self.rewards) / n  # rounded once: rewards arrive in any order
+        count = max(len(self.rewards), 1)
+        mean = math.fsum(self.rewards) / count  # rounded once: rewards arrive in any order
         return {
             f"eval/{self.split}": mean,
             f"eval/{self.split}_n": len(self.rewards),
-            f"eval/{self.split}_length": sum(self.lengths) / n,
+            f"eval/{self.split}_length": sum(self.lengths) / count,
         }
 
 
@@ -157,7 +157,9 @@ class Evaluations:
         """
         newest = dict(sorted(self.results))  # of each split, the last one counts
         self.results = {
-            (s, n): v for (s, n), v in self.results.items() if n >= base or n in (0, newest[s])
+            (split, number): values
+            for (split, number), values in self.results.items()
+            if number >= base or number in (0, newest[split])
         }
 
     def committed(self, label: Label, steps: int) -> None:
@@ -208,33 +210,37 @@ class Evaluations:
             self.out[attempt] = entry._replace(expires=expires)
 
     def expire(self, now: float) -> int:
-        late = [a for a, e in self.out.items() if e.expires < now]
+        late = [attempt for attempt, out in self.out.items() if out.expires < now]
         self._again(late)
         return len(late)
 
     def end_sessions(self, producer: str, session: int) -> None:
         self._again(
-            [a for a, e in self.out.items() if e.producer == producer and e.session != session]
+            [
+                attempt
+                for attempt, out in self.out.items()
+                if out.producer == producer and out.session != session
+            ]
         )
 
     def _again(self, attempts: list[int]) -> None:
-        for a in attempts:
-            self.queue.appendleft(self.out.pop(a).job)
+        for attempt in attempts:
+            self.queue.appendleft(self.out.pop(attempt).job)
 
-    def deliver(self, t: Trajectory) -> Disposition:
-        entry = self.out.pop(t.attempt, None)
+    def deliver(self, sample: Trajectory) -> Disposition:
+        entry = self.out.pop(sample.attempt, None)
         if entry is None:
             return "duplicate"
         job = entry.job
         current = next(r for r in self.rounds if r.label == job.label and r.split == job.split)
-        if t.failed and job.failures + 1 < MAX_FAILURES:
+        if sample.failed and job.failures + 1 < MAX_FAILURES:
             job.failures += 1
             self.queue.append(job)
-        elif t.failed:
+        elif sample.failed:
             current.failed += 1
         else:
-            current.rewards.append(t.reward)
-            current.lengths.append(t.length)
+            current.rewards.append(sample.reward)
+            current.lengths.append(sample.length)
         if current.done:
             self.rounds.remove(current)
             self.results[current.split, job.label.number] = current.metrics()

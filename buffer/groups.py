@@ -82,14 +82,14 @@ class Group:
         return self.ticket if self.stands < 0 else self.stands
 
     def missing(self) -> list[int]:
-        return [i for i, s in enumerate(self.samples) if s is None]
+        return [i for i, stored in enumerate(self.samples) if stored is None]
 
     @property
     def complete(self) -> bool:
-        return all(s is not None for s in self.samples)
+        return all(stored is not None for stored in self.samples)
 
     def stored(self) -> list[Stored]:
-        return [s for s in self.samples if s is not None]
+        return [stored for stored in self.samples if stored is not None]
 
     def fold(self, into: Ledger, *, trained: bool, rest: LedgerLine = "left_over") -> None:
         """Add this group's lines: accepted samples are trained or `rest`; tokens of attempts that
@@ -97,30 +97,35 @@ class Group:
         """
         for what, tokens, reward in self.other:
             into.add(what, tokens, 1, tokens, reward)
-        for s in self.stored():
-            t = s.trajectory
+        for stored in self.stored():
+            sample = stored.trajectory
             if trained:
-                if not s.skipped:
+                if not stored.skipped:
                     into.add(
-                        "trained", t.length - s.masked - s.rejected, 1, t.length, t.reward, s.faded
+                        "trained",
+                        sample.length - stored.masked - stored.rejected,
+                        1,
+                        sample.length,
+                        sample.reward,
+                        stored.faded,
                     )
-                if s.skipped:
-                    into.add("skipped", s.skipped, 1, t.length, t.reward)
-                if s.rejected:
-                    into.add("rejected", s.rejected, 1, t.length, t.reward)
-                if s.masked:
-                    into.add("masked_stale", s.masked, 1, t.length, t.reward)
+                if stored.skipped:
+                    into.add("skipped", stored.skipped, 1, sample.length, sample.reward)
+                if stored.rejected:
+                    into.add("rejected", stored.rejected, 1, sample.length, sample.reward)
+                if stored.masked:
+                    into.add("masked_stale", stored.masked, 1, sample.length, sample.reward)
             else:
-                into.add(rest, t.length, 1, t.length, t.reward)
+                into.add(rest, sample.length, 1, sample.length, sample.reward)
         for reported, delivered, ended in self.attempts.values():
             if reported > delivered:
                 into.add("lost_with_process" if ended else rest, reported - delivered)
 
     def free(self) -> int:
         """Bytes that its stored samples take."""
-        return sum(size(s.trajectory) for s in self.stored())
+        return sum(size(stored.trajectory) for stored in self.stored())
 
 
-def size(t: Trajectory) -> int:
+def size(sample: Trajectory) -> int:
     """What a stored sample counts against the byte limit: ids, logprobs, mask, and its prompt."""
-    return 11 * len(t.tokens) // 4 + len(t.prompt_tokens)
+    return 11 * len(sample.tokens) // 4 + len(sample.prompt_tokens)

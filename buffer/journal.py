@@ -84,9 +84,9 @@ def _judge_tail(path: Path, data: bytes, bad: int) -> None:
                 "(a power cut does this under durability.mode = process; disk survives one)"
             )
         at = data.find(MARK, at + 1)
-    with path.open("r+b") as f:
-        f.truncate(bad)
-        os.fsync(f.fileno())
+    with path.open("r+b") as file:
+        file.truncate(bad)
+        os.fsync(file.fileno())
 
 
 class Journal:

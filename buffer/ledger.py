@@ -54,18 +54,18 @@ class Line:
         self.samples += other.samples
         self.length_sum += other.length_sum
         self.reward_sum += other.reward_sum
-        for k, n in other.by_length.items():
-            self.by_length[k] = self.by_length.get(k, 0) + n
-        for k, x in other.faded.items():
-            self.faded[k] = self.faded.get(k, 0.0) + x
+        for upto, tokens in other.by_length.items():
+            self.by_length[upto] = self.by_length.get(upto, 0) + tokens
+        for upto, faded in other.faded.items():
+            self.faded[upto] = self.faded.get(upto, 0.0) + faded
 
     def as_dict(self) -> dict[str, float]:
-        n = max(self.samples, 1)
+        samples = max(self.samples, 1)
         means = {
             "tokens": self.tokens,
             "samples": self.samples,
-            "mean_length": self.length_sum / n,
-            "mean_reward": self.reward_sum / n,
+            "mean_length": self.length_sum / samples,
+            "mean_reward": self.reward_sum / samples,
         }
         return (
             means
@@ -111,15 +111,15 @@ class Ledger:
     def restore(cls, totals: dict[str, dict[str, float]]) -> Ledger:
         """From `totals`, as a checkpoint keeps them (`memory` durability)."""
         out = cls()
-        for name, t in totals.items():
-            n = t["samples"]
+        for name, line in totals.items():
+            samples = line["samples"]
             out.lines[name] = Line(
-                int(t["tokens"]),
-                int(n),
-                t["mean_length"] * n,
-                t["mean_reward"] * n,
-                {k: int(x) for k, x in binned(t, "upto_").items()},
-                binned(t, "faded_upto_"),
+                int(line["tokens"]),
+                int(samples),
+                line["mean_length"] * samples,
+                line["mean_reward"] * samples,
+                {k: int(x) for k, x in binned(line, "upto_").items()},
+                binned(line, "faded_upto_"),
             )
         return out
 

@@ -46,20 +46,24 @@ REFUSALS_SAID = 20  # lines in the log; further ones are only counted
 
 
 def settings(config: Config) -> Settings:
-    g = config.generator
-    s = config.staleness
+    generator = config.generator
+    staleness = config.staleness
     return Settings(
         batch=config.learner.groups,
         group=config.learner.group_size,
         steps=config.learner.steps,
         sampling=m.Sampling(
-            g.temperature, g.top_p, g.top_k, g.max_new_tokens, config.advantage.name == "remax"
+            generator.temperature,
+            generator.top_p,
+            generator.top_k,
+            generator.max_new_tokens,
+            config.advantage.name == "remax",
         ),
         seed=config.seed,
-        on_exceed=s.on_exceed,
-        order=s.order,
-        inject=s.inject,
-        half_life=s.half_life,
+        on_exceed=staleness.on_exceed,
+        order=staleness.order,
+        inject=staleness.inject,
+        half_life=staleness.half_life,
         filter_no_spread=config.advantage.no_spread == "filter",
         lease_s=config.wires.lease_s,
         error_budget=config.reward.error_budget,
@@ -89,8 +93,8 @@ def evaluations(config: Config, task: Task) -> Evaluations:
 def open_store(config: Config, run_dir: Path, task: Task) -> Store:
     """A new store (`memory`), or the journal's, folded (`process`, `disk`)."""
 
-    def prompt(i: int) -> m.Prompt:
-        return task.prompt("train", i, config.seed)
+    def prompt(index: int) -> m.Prompt:
+        return task.prompt("train", index, config.seed)
 
     if config.durability.mode == "memory":
         return Store(settings(config), prompt, evaluations(config, task))
@@ -312,18 +316,19 @@ class Service:
     def on_Deliver(self, peer: bytes, message: m.Deliver) -> None:
         """Finished samples are taken whoever brings them: also from a session that is over."""
         checks.drawn(message.drawn)
-        for t in message.samples:
-            checks.sample(self.store, t)
-            checks.answer(t, self.vocabulary)
+        for sample in message.samples:
+            checks.sample(self.store, sample)
+            checks.answer(sample, self.vocabulary)
         entry = self.heard(message.producer, peer, message.session)
         now = time.monotonic()
         if entry is not None or self.sessions.over(message.producer, message.session):
             self.store.told(message.producer, message.session, message.drawn)
         acks = [
-            (t.ticket, t.sample, t.attempt, self.store.deliver(t, now)) for t in message.samples
+            (sample.ticket, sample.sample, sample.attempt, self.store.deliver(sample, now))
+            for sample in message.samples
         ]
         self.progress += sum(
-            t.ticket >= m.EVAL_BASE for t in message.samples
+            sample.ticket >= m.EVAL_BASE for sample in message.samples
         ) + self.news_for_a_batch(acks)
         self.send(
             peer, m.Acks(message.session, acks, self.config.wires.credit_bytes, self.announcement())
@@ -401,21 +406,22 @@ class Service:
         """Batches before `number` whose rows are missing and whose samples are here: their commits
         were lost, or their rows torn.
         """
-        s = self.store
+        store = self.store
         out = []
-        for n, comp in enumerate(s.comps, s.base):
+        for trained, comp in enumerate(store.comps, store.base):
             groups = [
-                g
-                for t in comp
-                if (g := s.alive.get(t) or s.retained.get(t)) is not None and g.complete
+                group
+                for ticket in comp
+                if (group := store.alive.get(ticket) or store.retained.get(ticket)) is not None
+                and group.complete
             ]
             if (
-                n < number
-                and not self.trained.knows(n)
+                trained < number
+                and not self.trained.knows(trained)
                 and len(groups) == len(comp)
-                and s.policy is not None
+                and store.policy is not None
             ):
-                out.append(s.batch(groups, s.epoch, n))
+                out.append(store.batch(groups, store.epoch, trained))
         return out
 
     @property

@@ -164,9 +164,9 @@ class Store:
 
     def leases_anew(self, now: float) -> None:
         """The clock of the life before says nothing: every lease runs its full time from now."""
-        for g in self.alive.values():
-            if g.lease is not None:
-                g.lease.expires = now + self.s.lease_s
+        for group in self.alive.values():
+            if group.lease is not None:
+                group.lease.expires = now + self.s.lease_s
         self.evaluations.leases_anew(now + self.s.lease_s)
 
     # ---- the rules, each of them needed: tests override them one by one --------------------------
@@ -190,19 +190,19 @@ class Store:
 
     def to_compose(self) -> list[Group]:
         """Groups that no batch has yet, in ticket order."""
-        return [g for g in self.alive.values() if g.ticket not in self.composed]
+        return [group for group in self.alive.values() if group.ticket not in self.composed]
 
     def least_version(self, policy: Label) -> Label:
         """The oldest version that may write a ticket granted now, at `policy`."""
         return policy
 
-    def disposition(self, g: Group, t: Trajectory) -> Disposition | None:
+    def disposition(self, group: Group, sample: Trajectory) -> Disposition | None:
         """What became of the sample when it was delivered before; None: it is new."""
-        return g.finals.get((t.sample, t.attempt))
+        return group.finals.get((sample.sample, sample.attempt))
 
-    def without_spread(self, g: Group) -> None:
+    def without_spread(self, group: Group) -> None:
         """A complete group teaches nothing."""
-        self.leave(g, "filtered")
+        self.leave(group, "filtered")
 
     # ---- tickets ---------------------------------------------------------------------------------
 
@@ -241,60 +241,64 @@ class Store:
         Composed batches come first, as they train: under `pace` they are the first in ticket order
         too, unless another order or no limit composed them, in a life before.  The rest follows in
         ticket order."""
-        first = (self.alive[t] for comp in self.comps[self.committed - self.base :] for t in comp)
+        first = (
+            self.alive[ticket]
+            for comp in self.comps[self.committed - self.base :]
+            for ticket in comp
+        )
         return enumerate(
             itertools.chain(
-                first, (g for g in self.alive.values() if g.ticket not in self.composed)
+                first, (group for group in self.alive.values() if group.ticket not in self.composed)
             )
         )
 
     def _grant_one(self, producer: str, session: int, now: float) -> Ticket | None:
         room = admission.room(self.max_lag, self.s.batch, self.stored_bytes, self.s.byte_limit)
-        for place, g in self._line():
+        for place, group in self._line():
             if not self.in_room(place, room):
                 break
-            if g.lease is None and not g.complete:
-                return self._lease(g, place, producer, session, now)
+            if group.lease is None and not group.complete:
+                return self._lease(group, place, producer, session, now)
         enough = self.committed + self.to_train() // self.s.batch >= self.s.steps
         if self.places_taken() >= room or enough:
             return None
         self._skip_trained()
-        group = Group(self.cursor, [None] * self.s.group)
-        ticket = self._lease(group, len(self.alive), producer, session, now)
+        new = Group(self.cursor, [None] * self.s.group)
+        ticket = self._lease(new, len(self.alive), producer, session, now)
         if ticket is not None:
-            self.alive[self.cursor] = group
+            self.alive[self.cursor] = new
             self.cursor += 1
         return ticket
 
     def _lease(
-        self, g: Group, place: int, producer: str, session: int, now: float
+        self, group: Group, place: int, producer: str, session: int, now: float
     ) -> Ticket | None:
         assert self.policy is not None
         exact = None
         if self.s.inject is not None:
             planned = admission.planned_batch(self.committed, place, self.s.batch)
-            wanted = planned - admission.injected_lag(self.s.inject, self.s.seed, g.ticket)
+            wanted = planned - admission.injected_lag(self.s.inject, self.s.seed, group.ticket)
             if wanted > self.committed:
                 return None
             exact = next(
                 (
                     x
-                    for n in range(max(wanted, 0), self.committed + 1)
-                    if (x := Label(self.epoch, n)) in self.tree
+                    for number in range(max(wanted, 0), self.committed + 1)
+                    if (x := Label(self.epoch, number)) in self.tree
                 ),
                 None,
             )
         self.attempts += 1
-        todo = g.missing()
-        g.lease = Lease(
+        todo = group.missing()
+        group.lease = Lease(
             self.attempts, producer, session, now + self.s.lease_s, set(todo), self.policy
         )
-        g.attempts[self.attempts] = [0, 0, 0]
+        group.attempts[self.attempts] = [0, 0, 0]
         return Ticket(
-            ticket=g.ticket,
+            ticket=group.ticket,
             attempt=self.attempts,
             kind="train",
-            prompt=self.prompt(g.ticket),
+            prompt=self.prompt(group.ticket),
             samples=todo,
             sampling=self.s.sampling,
             min_version=self.least_version(self.policy),
@@ -320,11 +324,11 @@ class Store:
             if ticket >= EVAL_BASE:
                 self.evaluations.renew(ticket, attempt, now + self.s.lease_s)
             elif (
-                (g := self.alive.get(ticket)) is not None
-                and g.lease is not None
-                and g.lease.attempt == attempt
+                (group := self.alive.get(ticket)) is not None
+                and group.lease is not None
+                and group.lease.attempt == attempt
             ):
-                g.lease.expires = now + self.s.lease_s
+                group.lease.expires = now + self.s.lease_s
         moved = False
         queued = []
         for ticket, attempt, tokens in progress:
@@ -332,16 +336,16 @@ class Store:
                 self.evaluations.renew(ticket, attempt, now + self.s.lease_s)
                 moved = moved or tokens > 0
             elif (
-                g := self.alive.get(ticket) or self.retained.get(ticket)
-            ) is not None and attempt in g.attempts:
-                count = g.attempts[attempt]
+                group := self.alive.get(ticket) or self.retained.get(ticket)
+            ) is not None and attempt in group.attempts:
+                count = group.attempts[attempt]
                 if tokens > count[0]:
                     count[0], moved = tokens, True
                     self._touched(ticket)
-                    if g.lease is not None and g.lease.attempt == attempt:
-                        g.lease.expires = now + self.s.lease_s
-                elif tokens == 0 and g.lease is not None and g.lease.attempt == attempt:
-                    queued.append(g.lease)
+                    if group.lease is not None and group.lease.attempt == attempt:
+                        group.lease.expires = now + self.s.lease_s
+                elif tokens == 0 and group.lease is not None and group.lease.attempt == attempt:
+                    queued.append(group.lease)
             elif (ticket, attempt) in self.strays:
                 self._stray(ticket, attempt, max(tokens, self.strays[ticket, attempt][0]), 0)
         for lease in queued if moved else ():
@@ -373,80 +377,95 @@ class Store:
 
     def expire(self, now: float) -> int:
         """End the leases that ran out; returns how many."""
-        late = [g for g in self.alive.values() if g.lease is not None and g.lease.expires < now]
-        for g in late:
-            self._end_lease(g)
+        late = [
+            group
+            for group in self.alive.values()
+            if group.lease is not None and group.lease.expires < now
+        ]
+        for group in late:
+            self._end_lease(group)
         return len(late) + self.evaluations.expire(now)
 
     def end_sessions(self, producer: str, session: int) -> None:
         """A producer's new session: its older leases end."""
-        for g in self.alive.values():
-            if g.lease is not None and g.lease.producer == producer and g.lease.session != session:
-                self._end_lease(g)
+        for group in self.alive.values():
+            if (
+                group.lease is not None
+                and group.lease.producer == producer
+                and group.lease.session != session
+            ):
+                self._end_lease(group)
         self.evaluations.end_sessions(producer, session)
 
-    def _end_lease(self, g: Group) -> None:
-        if g.lease is not None:
-            g.attempts[g.lease.attempt][2] = 1
-            g.lease = None
+    def _end_lease(self, group: Group) -> None:
+        if group.lease is not None:
+            group.attempts[group.lease.attempt][2] = 1
+            group.lease = None
 
     # ---- samples ---------------------------------------------------------------------------------
 
-    def deliver(self, t: Trajectory, now: float) -> Disposition:
+    def deliver(self, sample: Trajectory, now: float) -> Disposition:
         """Take one sample; returns its disposition.  Raises BadMessage for one that no ticket asked
         for, or of weights that no learner registered.
         """
-        checks.sample(self, t)
-        if t.ticket >= EVAL_BASE:
-            return self.evaluations.deliver(t)
-        key = (t.ticket, t.sample, t.attempt)
-        g = self.alive.get(t.ticket) or self.retained.get(t.ticket)
-        if g is None:
+        checks.sample(self, sample)
+        if sample.ticket >= EVAL_BASE:
+            return self.evaluations.deliver(sample)
+        key = (sample.ticket, sample.sample, sample.attempt)
+        group = self.alive.get(sample.ticket) or self.retained.get(sample.ticket)
+        if group is None:
             if key not in self.gone:
-                self.past.add("duplicate", t.length, 1, t.length, t.reward)
+                self.past.add("duplicate", sample.length, 1, sample.length, sample.reward)
                 self._stray(
-                    t.ticket, t.attempt, self.strays.get((t.ticket, t.attempt), [0])[0], t.length
+                    sample.ticket,
+                    sample.attempt,
+                    self.strays.get((sample.ticket, sample.attempt), [0])[0],
+                    sample.length,
                 )
                 self._remember(key, "duplicate")
             return self.gone[key]
-        if (known := self.disposition(g, t)) is not None:
+        if (known := self.disposition(group, sample)) is not None:
             return known
-        return self._accept(g, t)
+        return self._accept(group, sample)
 
-    def _accept(self, g: Group, t: Trajectory) -> Disposition:
+    def _accept(self, group: Group, sample: Trajectory) -> Disposition:
         what: Disposition
-        self._touched(g.ticket)
-        count = g.attempts.setdefault(t.attempt, [0, 0, 1])
-        count[1] += t.length
+        self._touched(group.ticket)
+        count = group.attempts.setdefault(sample.attempt, [0, 0, 1])
+        count[1] += sample.length
         count[0] = max(count[0], count[1])
-        if g.lease is not None and g.lease.attempt == t.attempt:
-            g.lease.todo.discard(t.sample)
-        if t.failed:
+        if group.lease is not None and group.lease.attempt == sample.attempt:
+            group.lease.todo.discard(sample.sample)
+        if sample.failed:
             what = "failed"
-            self._fail(g, t, t.failed)
-        elif g.samples[t.sample] is not None:
+            self._fail(group, sample, sample.failed)
+        elif group.samples[sample.sample] is not None:
             what = "duplicate"
-            g.other.append(("duplicate", t.length, t.reward))
+            group.other.append(("duplicate", sample.length, sample.reward))
         else:
             what = "accepted"
             assert self.policy is not None
             lag = admission.sample_lag(
-                admission.span_lags(self.tree, t.spans, self.policy, self.committed)
+                admission.span_lags(self.tree, sample.spans, self.policy, self.committed)
             )
-            g.samples[t.sample] = Stored(t, lag)
-            self.stored_bytes += size(t)
-        g.finals[t.sample, t.attempt] = what
-        if g.lease is not None and not g.lease.todo:
-            self._end_lease(g)
-        if what == "accepted" and g.complete:
-            self._completed(g)
-        if g.failures >= MAX_DROPS and g.ticket in self.alive and g.ticket not in self.composed:
-            self.leave(g, "abandoned")
+            group.samples[sample.sample] = Stored(sample, lag)
+            self.stored_bytes += size(sample)
+        group.finals[sample.sample, sample.attempt] = what
+        if group.lease is not None and not group.lease.todo:
+            self._end_lease(group)
+        if what == "accepted" and group.complete:
+            self._completed(group)
+        if (
+            group.failures >= MAX_DROPS
+            and group.ticket in self.alive
+            and group.ticket not in self.composed
+        ):
+            self.leave(group, "abandoned")
         return what
 
-    def _fail(self, g: Group, t: Trajectory, failure: Failure) -> None:
-        g.failures += 1
-        g.other.append(("failed", t.length, 0.0))
+    def _fail(self, group: Group, sample: Trajectory, failure: Failure) -> None:
+        group.failures += 1
+        group.other.append(("failed", sample.length, 0.0))
         kind = failure.kind
         self.failures[kind] = self.failures.get(kind, 0) + 1
         if kind == "machinery":
@@ -462,46 +481,46 @@ class Store:
         if failed > budget * self.s.batch * self.s.group:
             raise AsyncrlError(
                 f"{failed} samples failed since the last batch, more than {key} allows "
-                f"({budget:g} of {self.s.batch * self.s.group}); the last one: ticket {g.ticket}, "
-                f"{failure}"
+                f"({budget:g} of {self.s.batch * self.s.group}); the last one: "
+                f"ticket {group.ticket}, {failure}"
             )
 
-    def _completed(self, g: Group) -> None:
-        self._end_lease(g)
+    def _completed(self, group: Group) -> None:
+        self._end_lease(group)
         self.completions += 1
-        g.completed = self.completions
-        rewards = [s.trajectory.reward for s in g.stored()]
+        group.completed = self.completions
+        rewards = [stored.trajectory.reward for stored in group.stored()]
         equal = math.isclose(min(rewards), max(rewards), rel_tol=EQUAL)
         if (
             self.s.filter_no_spread
             and equal
             and self.s.group > 1
-            and g.ticket not in self.composed
-            and g.ticket in self.alive
+            and group.ticket not in self.composed
+            and group.ticket in self.alive
         ):
-            self.without_spread(g)
+            self.without_spread(group)
 
-    def leave(self, g: Group, what: LedgerLine) -> None:
+    def leave(self, group: Group, what: LedgerLine) -> None:
         """A group leaves the stream: filtered, abandoned, or of a branch that is not followed."""
         if self.s.inject is not None and what == "abandoned":
-            self._succeed(g)
-        self.alive.pop(g.ticket, None)
-        self._end_lease(g)
-        for s in g.stored():
-            g.other.append((what, s.trajectory.length, s.trajectory.reward))
-            g.finals[s.trajectory.sample, s.trajectory.attempt] = what
-        self.stored_bytes -= g.free()
-        g.samples = [None] * self.s.group
-        self._retire(g, trained=False)
+            self._succeed(group)
+        self.alive.pop(group.ticket, None)
+        self._end_lease(group)
+        for stored in group.stored():
+            group.other.append((what, stored.trajectory.length, stored.trajectory.reward))
+            group.finals[stored.trajectory.sample, stored.trajectory.attempt] = what
+        self.stored_bytes -= group.free()
+        group.samples = [None] * self.s.group
+        self._retire(group, trained=False)
 
-    def _succeed(self, g: Group) -> None:
+    def _succeed(self, group: Group) -> None:
         """Under injection the place decides the lag: a new group stands where `g` stood, so that
         those behind keep their batches.
         """
         self._skip_trained()
-        new = Group(self.cursor, [None] * self.s.group, stands=g.place)
+        new = Group(self.cursor, [None] * self.s.group, stands=group.place)
         self.alive = {
-            x.ticket: x for y in self.alive.values() for x in ((y, new) if y is g else (y,))
+            x.ticket: x for y in self.alive.values() for x in ((y, new) if y is group else (y,))
         }
         self.cursor += 1
 
@@ -510,15 +529,17 @@ class Store:
             self.skip.discard(self.cursor)
             self.cursor += 1
 
-    def _retire(self, g: Group, *, trained: bool) -> None:
+    def _retire(self, group: Group, *, trained: bool) -> None:
         """Fold a group's lines into the past; late copies of its samples still find their
         disposition.
         """
-        g.fold(self.past, trained=trained)
-        for (sample, attempt), what in g.finals.items():
-            self._remember((g.ticket, sample, attempt), "trained" if what == "accepted" else what)
-        for attempt, (reported, delivered, _) in g.attempts.items():
-            self.strays[g.ticket, attempt] = [reported, delivered]
+        group.fold(self.past, trained=trained)
+        for (sample, attempt), what in group.finals.items():
+            self._remember(
+                (group.ticket, sample, attempt), "trained" if what == "accepted" else what
+            )
+        for attempt, (reported, delivered, _) in group.attempts.items():
+            self.strays[group.ticket, attempt] = [reported, delivered]
         while len(self.strays) > STRAYS:
             self.strays.popitem(last=False)
 
@@ -529,77 +550,83 @@ class Store:
 
     # ---- the learner -----------------------------------------------------------------------------
 
-    def hello(self, h: LearnerHello) -> bool:
+    def hello(self, hello: LearnerHello) -> bool:
         """Follow a learner; False: it is fenced.  Raises BadMessage for a hello that contradicts
         itself.
         """
-        checks.hello(h)
-        if h.epoch == self.epoch:
+        checks.hello(hello)
+        if hello.epoch == self.epoch:
             return True
-        if h.epoch < self.epoch or h.label.number < self.base or h.origin < self.active:
+        if hello.epoch < self.epoch or hello.label.number < self.base or hello.origin < self.active:
             return False
-        for label, digest in sorted(h.ring):
-            was = Label(h.origin, label.number)
+        for label, digest in sorted(hello.ring):
+            was = Label(hello.origin, label.number)
             if was in self.tree and self.tree.digest(was) == digest:
                 self.tree.alias(label, was)
             else:
                 before = Label(label.epoch, label.number - 1)
                 self.tree.register(label, before if before in self.tree else None, digest)
-        parent = h.parent if h.parent is not None and h.parent in self.tree else None
-        before = Label(h.epoch, h.label.number - 1)
+        parent = hello.parent if hello.parent is not None and hello.parent in self.tree else None
+        before = Label(hello.epoch, hello.label.number - 1)
         self.tree.register(
-            h.label,
+            hello.label,
             parent if parent is not None else (before if before in self.tree else None),
-            h.digest,
+            hello.digest,
         )
-        self.epoch = h.epoch
-        self.max_lag = h.max_lag
-        self.source = h.source
-        for g in self.alive.values():
-            self._end_lease(g)
-        self._follow(h)
-        self.policy = h.label
-        self.evaluations.restart(h.label, self.s.steps)
+        self.epoch = hello.epoch
+        self.max_lag = hello.max_lag
+        self.source = hello.source
+        for group in self.alive.values():
+            self._end_lease(group)
+        self._follow(hello)
+        self.policy = hello.label
+        self.evaluations.restart(hello.label, self.s.steps)
         return True
 
-    def _follow(self, h: LearnerHello) -> None:
+    def _follow(self, hello: LearnerHello) -> None:
         """Move `committed` to the learner's number, down or up; a new (`memory`) buffer takes its
         cursor and totals.
         """
-        number = h.label.number
+        number = hello.label.number
         self._kept = None
         self.leased = set()
         if number > self.base + len(self.comps):
-            self._follow_beyond(h)
-        for n, comp in enumerate(self.comps, self.base):
-            for t in comp:
-                if n < number and t in self.alive:
-                    self.retained[t] = self.alive.pop(t)
-                if n >= number and t in self.retained:
-                    self.alive[t] = self.retained.pop(t)
-                    for s in self.alive[t].stored():
-                        s.skipped = s.rejected = 0  # it is trained again, perhaps otherwise
+            self._follow_beyond(hello)
+        for batch, comp in enumerate(self.comps, self.base):
+            for ticket in comp:
+                if batch < number and ticket in self.alive:
+                    self.retained[ticket] = self.alive.pop(ticket)
+                if batch >= number and ticket in self.retained:
+                    self.alive[ticket] = self.retained.pop(ticket)
+                    for stored in self.alive[ticket].stored():
+                        stored.skipped = stored.rejected = (
+                            0  # it is trained again, perhaps otherwise
+                        )
         self.alive = dict(sorted(self.alive.items(), key=lambda x: x[1].place))
         self.committed = number
 
-    def _follow_beyond(self, h: LearnerHello) -> None:
+    def _follow_beyond(self, hello: LearnerHello) -> None:
         """The learner has trained what this buffer never composed: what of it is alive here, since
         an older checkpoint, is not trained again.
         """
-        for g in self.retained.values():
-            self._retire(g, trained=True)
-            self.stored_bytes -= g.free()
-        above = set(h.trained_above)
-        for g in [g for t, g in self.alive.items() if t < h.next_ticket or t in above]:
-            self.leave(g, "orphaned")
-        self.base = h.label.number
+        for group in self.retained.values():
+            self._retire(group, trained=True)
+            self.stored_bytes -= group.free()
+        above = set(hello.trained_above)
+        for group in [
+            group
+            for ticket, group in self.alive.items()
+            if ticket < hello.next_ticket or ticket in above
+        ]:
+            self.leave(group, "orphaned")
+        self.base = hello.label.number
         self.comps = []
         self.composed = set()
         self.retained = {}
-        self.cursor = max(self.cursor, h.next_ticket)
-        self.skip = {t for t in above if t >= self.cursor}
-        if h.ledger:
-            self.carried = Ledger.restore(h.ledger)
+        self.cursor = max(self.cursor, hello.next_ticket)
+        self.skip = {ticket for ticket in above if ticket >= self.cursor}
+        if hello.ledger:
+            self.carried = Ledger.restore(hello.ledger)
 
     def ask(self, epoch: int, number: int) -> tuple[list[Group], batches.Lack | None]:
         """(the groups of batch `number`, None), or ([], what it waits for); ([], None) for a late
@@ -617,24 +644,24 @@ class Store:
             picked, why = batches.pick(self, number)
             if not picked:
                 return [], why
-            self.comps.append([g.ticket for g in picked])
-            self.composed.update(g.ticket for g in picked)
+            self.comps.append([group.ticket for group in picked])
+            self.composed.update(group.ticket for group in picked)
             self.changes += 1
-        groups = [self.alive[t] for t in self.comps[at]]
+        groups = [self.alive[ticket] for ticket in self.comps[at]]
         self.changes += self.active != epoch
         self.active = epoch
         # the learner may be training on it already: judged once, it comes again the same
         if number in self.leased:
             return groups, None
         batches.judge(self, groups, number)
-        late = next((g for g in groups if not g.complete), None)
+        late = next((group for group in groups if not group.complete), None)
         if late is not None:
             return [], batches.why(late)
         self.leased.add(number)
         self.changes += 1
-        for g in groups:
-            for s in g.stored():
-                s.runs = batches.runs_of(self, s, number)
+        for group in groups:
+            for stored in group.stored():
+                stored.runs = batches.runs_of(self, stored, number)
         return groups, None
 
     def batch(self, groups: list[Group], epoch: int, number: int) -> Batch:
@@ -655,18 +682,22 @@ class Store:
         self.tree.register(label, self.policy, digest)
         kept = self._lines_kept()
         self.leased.discard(number)
-        of_batch = [s for t in self.comps[number - self.base] for s in self.alive[t].stored()]
-        for s, (skipped, rejected) in zip(
+        of_batch = [
+            stored
+            for ticket in self.comps[number - self.base]
+            for stored in self.alive[ticket].stored()
+        ]
+        for stored, (skipped, rejected) in zip(
             of_batch, unused or [(0, 0)] * len(of_batch), strict=True
         ):
-            left = s.trajectory.length - s.masked
-            s.skipped = min(skipped, left)
-            s.rejected = min(rejected, left - s.skipped)
-        for t in self.comps[number - self.base]:
-            g = self.retained[t] = self.alive.pop(t)
-            g.fold(kept, trained=True)
-            for s in g.stored():
-                s.runs = None
+            left = stored.trajectory.length - stored.masked
+            stored.skipped = min(skipped, left)
+            stored.rejected = min(rejected, left - stored.skipped)
+        for ticket in self.comps[number - self.base]:
+            group = self.retained[ticket] = self.alive.pop(ticket)
+            group.fold(kept, trained=True)
+            for stored in group.stored():
+                stored.runs = None
         self.committed = number + 1
         self.policy = label
         self.failed_samples = 0
@@ -681,21 +712,27 @@ class Store:
         more.
         """
         groups = itertools.chain(self.alive.values(), self.retained.values())
-        used = {span.label for g in groups for s in g.stored() for span in s.trajectory.spans}
+        used = {
+            span.label
+            for group in groups
+            for stored in group.stored()
+            for span in stored.trajectory.spans
+        }
         self.tree.prune(
             self.base - VERSIONS,
-            used | {g.lease.granted for g in self.alive.values() if g.lease is not None},
+            used
+            | {group.lease.granted for group in self.alive.values() if group.lease is not None},
         )
 
     def checkpointed(self, oldest: int) -> None:
         """Retire what lies behind the oldest checkpoint kept."""
         before = self.base
         while self.base < min(oldest, self.committed) and self.comps:
-            for t in self.comps.pop(0):
-                self.composed.discard(t)
-                if (g := self.retained.pop(t, None)) is not None:
-                    self._retire(g, trained=True)
-                    self.stored_bytes -= g.free()
+            for ticket in self.comps.pop(0):
+                self.composed.discard(ticket)
+                if (group := self.retained.pop(ticket, None)) is not None:
+                    self._retire(group, trained=True)
+                    self.stored_bytes -= group.free()
             self.base = self.base + 1
             self._kept = None
         if self.base != before:
@@ -711,8 +748,8 @@ class Store:
         if self.s.inject is not None:
             most = self.s.inject if isinstance(self.s.inject, int) else len(self.s.inject) - 1
             out |= {
-                Label(self.epoch, n)
-                for n in range(max(0, self.committed - most), self.committed + 1)
+                Label(self.epoch, number)
+                for number in range(max(0, self.committed - most), self.committed + 1)
             }
         return sorted(out)
 
@@ -727,8 +764,8 @@ class Store:
         out = self.carried.copy()
         out.merge(self.past)
         out.merge(self._lines_kept())
-        for g in self.alive.values():
-            g.fold(out, trained=False)
+        for group in self.alive.values():
+            group.fold(out, trained=False)
         return out
 
     def checkpoint_ledger(self, trained: set[int]) -> dict[str, dict[str, float]]:
@@ -740,8 +777,8 @@ class Store:
         out = self.carried.copy()
         out.merge(self.past)
         out.merge(self._lines_kept())
-        for g in self.alive.values():
-            g.fold(out, trained=g.ticket in trained, rest="lost_with_process")
+        for group in self.alive.values():
+            group.fold(out, trained=group.ticket in trained, rest="lost_with_process")
         return out.totals()
 
     def _lines_kept(self) -> Ledger:
@@ -750,8 +787,8 @@ class Store:
         """
         if self._kept is None:
             self._kept = Ledger()
-            for g in self.retained.values():
-                g.fold(self._kept, trained=True)
+            for group in self.retained.values():
+                group.fold(self._kept, trained=True)
         return self._kept
 
     def _touched(self, ticket: int) -> None:

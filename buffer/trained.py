@@ -42,11 +42,11 @@ def runs(tickets: Iterable[int]) -> list[list[int]]:
     [[1, 3], [7, 7]]
     """
     out: list[list[int]] = []
-    for t in sorted(set(tickets)):
-        if out and t == out[-1][1] + 1:
-            out[-1][1] = t
+    for ticket in sorted(set(tickets)):
+        if out and ticket == out[-1][1] + 1:
+            out[-1][1] = ticket
         else:
-            out.append([t, t])
+            out.append([ticket, ticket])
     return out
 
 
@@ -67,10 +67,10 @@ def read(path: Path) -> dict[int, Row]:
 
 def _take(rows: dict[int, Row], row: dict[str, Any]) -> None:
     if "from" in row:
-        for n in [n for n in rows if n >= row["from"]]:
-            del rows[n]
+        for number in [number for number in rows if number >= row["from"]]:
+            del rows[number]
     else:
-        lags = {int(k): int(v) for k, v in row["lags"].items()}
+        lags = {int(lag): int(v) for lag, v in row["lags"].items()}
         rows[int(row["batch"])] = Row(
             int(row["samples"]), str(row["ids"]), lags, [list(r) for r in row.get("tickets", ())]
         )
@@ -96,7 +96,10 @@ class Trained:
 
     def _lent(self) -> dict[int, dict[str, Any]]:
         try:
-            return {int(n): dict(row) for n, row in json.loads(self.lent_path.read_bytes()).items()}
+            return {
+                int(number): dict(row)
+                for number, row in json.loads(self.lent_path.read_bytes()).items()
+            }
         except (OSError, ValueError, TypeError, AttributeError):
             # none, or not whole: then as if nothing had been handed out
             return {}
@@ -110,7 +113,7 @@ class Trained:
 
     def lend(self, batch: Batch, limit: float) -> None:
         """A batch is handed out; tokens past `limit` are masked."""
-        self.lent = {n: x for n, x in self.lent.items() if not self.knows(n)} | {
+        self.lent = {number: x for number, x in self.lent.items() if not self.knows(number)} | {
             batch.number: _row(batch, limit)
         }
         try:
@@ -136,8 +139,8 @@ class Trained:
 
     def settle(self, below: int) -> None:
         """No learner begins below this number any more: these rows are only summed from now on."""
-        for n in sorted(n for n in self.rows if n < below):
-            row = self.rows.pop(n)
+        for number in sorted(number for number in self.rows if number < below):
+            row = self.rows.pop(number)
             self.summed_samples += row.samples
             self.summed_lags.update(row.lags)
             self.summed_ids.update(row.ids.encode())
@@ -157,7 +160,7 @@ class Trained:
     def ids(self) -> str:
         """One digest of all sample ids in the order in which they were trained."""
         out = self.summed_ids.copy()
-        out.update("".join(self.rows[n].ids for n in sorted(self.rows)).encode())
+        out.update("".join(self.rows[number].ids for number in sorted(self.rows)).encode())
         return out.hexdigest()
 
     def close(self) -> None:
@@ -181,15 +184,15 @@ def _row(batch: Batch, limit: float) -> dict[str, Any]:
 
 
 def mean(counts: dict[int, int]) -> float:
-    return sum(k * n for k, n in counts.items()) / max(sum(counts.values()), 1)
+    return sum(lag * tokens for lag, tokens in counts.items()) / max(sum(counts.values()), 1)
 
 
-def quantile(counts: dict[int, int], q: float) -> int:
+def quantile(counts: dict[int, int], share: float) -> int:
     """The smallest key at or below which a share `q` of the counts lies."""
     total = sum(counts.values())
     seen = 0
-    for k in sorted(counts):
-        seen += counts[k]
-        if seen >= q * total:
-            return k
+    for lag in sorted(counts):
+        seen += counts[lag]
+        if seen >= share * total:
+            return lag
     return 0
