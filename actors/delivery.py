@@ -108,7 +108,7 @@ class Outbox:
 
     def frames(self, now: float, *, flush: bool) -> Iterator[Deliver]:
         """Frames to send now: new samples, and those unanswered for `retry_s`."""
-        late = [s for s, at in self.sent.values() if now - at > self.retry_s]
+        late = [sample for sample, at in self.sent.values() if now - at > self.retry_s]
         if self.fresh and not self.fresh_since:
             self.fresh_since = now
         due = (
@@ -117,8 +117,8 @@ class Outbox:
             or sum(map(size, self.fresh)) >= self.frame_bytes
         )
         if self.fresh and due and not self.full:
-            for s in self.fresh:
-                self.unacked_bytes += size(s)
+            for sample in self.fresh:
+                self.unacked_bytes += size(sample)
             late = late + self.fresh
             self.fresh = []
             self.fresh_since = 0.0
@@ -136,8 +136,8 @@ class Outbox:
 
     def _frame(self, samples: list[Trajectory], now: float) -> Deliver:
         self.sequence += 1
-        for s in samples:
-            if (key := (s.ticket, s.sample, s.attempt)) not in self.sent:
-                self.drawn.delivered(s.ticket, s.attempt, s.length)
-            self.sent[key] = (s, now)
+        for sample in samples:
+            if (key := (sample.ticket, sample.sample, sample.attempt)) not in self.sent:
+                self.drawn.delivered(sample.ticket, sample.attempt, sample.length)
+            self.sent[key] = (sample, now)
         return Deliver(self.producer, self.session, self.sequence, samples, self.drawn.total)

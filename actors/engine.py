@@ -69,7 +69,7 @@ class Engine(Protocol):
     def add(self, requests: Iterable[Request]) -> None:
         """Queue requests; they start at the next step with the weights then loaded."""
 
-    def step(self, n: int = 8) -> list[Answer]:
+    def step(self, steps: int = 8) -> list[Answer]:
         """Up to n decode steps; the answers that ended on the way."""
 
     def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
@@ -104,8 +104,8 @@ def uniforms(seed: int, ticket: int, sample: int, count: int) -> np.ndarray:
     return out
 
 
-def _mix(z: Any) -> Any:
+def _mix(bits: Any) -> Any:
     with np.errstate(over="ignore"):
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return z ^ (z >> np.uint64(31))
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return bits ^ (bits >> np.uint64(31))

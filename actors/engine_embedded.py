@@ -78,23 +78,23 @@ class EmbeddedEngine:
         self.clock = 0  # decode steps so far; the ring column is clock % ring
         self.label = Label(0, 0)
         self.digest = ""
-        n = slots
-        self.token = torch.zeros(n, dtype=torch.long, device=self.device)
-        self.position = torch.zeros(n, dtype=torch.long, device=self.device)
+        rows = slots
+        self.token = torch.zeros(rows, dtype=torch.long, device=self.device)
+        self.position = torch.zeros(rows, dtype=torch.long, device=self.device)
         # tokens that may still come; 0: dead row
-        self.left = torch.zeros(n, dtype=torch.long, device=self.device)
-        self.count = torch.zeros(n, dtype=torch.long, device=self.device)  # tokens written
-        self.scale = torch.ones(n, device=self.device)
+        self.left = torch.zeros(rows, dtype=torch.long, device=self.device)
+        self.count = torch.zeros(rows, dtype=torch.long, device=self.device)  # tokens written
+        self.scale = torch.ones(rows, device=self.device)
         self.top_p, self.top_k = (
-            torch.ones(n, device=self.device),
-            torch.zeros(n, dtype=torch.long, device=self.device),
+            torch.ones(rows, device=self.device),
+            torch.zeros(rows, dtype=torch.long, device=self.device),
         )
         self.cuts = False  # some live row has top-p or top-k
         self.plain = True  # every live row has temperature 1 and no cut
-        self.stop = torch.full((n, 1), -1, dtype=torch.long, device=self.device)
-        self.uniform = torch.zeros(n, max_new_tokens, device=self.device)
-        self.out_token = torch.zeros(n, max_new_tokens, dtype=torch.long, device=self.device)
-        self.out_logprob = torch.zeros(n, max_new_tokens, device=self.device)
+        self.stop = torch.full((rows, 1), -1, dtype=torch.long, device=self.device)
+        self.uniform = torch.zeros(rows, max_new_tokens, device=self.device)
+        self.out_token = torch.zeros(rows, max_new_tokens, dtype=torch.long, device=self.device)
+        self.out_logprob = torch.zeros(rows, max_new_tokens, device=self.device)
 
     # ---- the protocol ----------------------------------------------------------------------------
 
@@ -122,18 +122,18 @@ class EmbeddedEngine:
             self._recompute()
 
     def add(self, requests: Iterable[Request]) -> None:
-        for r in requests:
-            if len(r.prompt) + r.max_new_tokens > self.context:
+        for request in requests:
+            if len(request.prompt) + request.max_new_tokens > self.context:
                 raise ConfigError(
-                    f"prompt of {len(r.prompt)} and {r.max_new_tokens} new tokens do not fit "
-                    f"generator.context = {self.context}"
+                    f"prompt of {len(request.prompt)} and {request.max_new_tokens} new tokens do "
+                    f"not fit generator.context = {self.context}"
                 )
-            self.queue.append(r)
+            self.queue.append(request)
 
     @torch.inference_mode()
-    def step(self, n: int = 8) -> list[Answer]:
+    def step(self, steps: int = 8) -> list[Answer]:
         answers: list[Answer] = []
-        for _ in range(n):
+        for _ in range(steps):
             self._arrange()
             if not self.live:
                 break
@@ -143,13 +143,13 @@ class EmbeddedEngine:
     def abort(self, keys: Iterable[Key]) -> dict[Key, int]:
         gone = set(keys)
         tokens = {}
-        for r in [r for r in self.queue if r.key in gone]:
-            tokens[r.key] = 0
-            self.queue.remove(r)
-        for i, row in enumerate(self.rows):
+        for request in [request for request in self.queue if request.key in gone]:
+            tokens[request.key] = 0
+            self.queue.remove(request)
+        for index, row in enumerate(self.rows):
             if row is not None and row.request.key in gone:
                 tokens[row.request.key] = self.clock - row.born
-                self._free(i)
+                self._free(index)
         return tokens
 
     def progress(self) -> dict[Key, int]:
@@ -157,9 +157,9 @@ class EmbeddedEngine:
 
     # ---- rows ------------------------------------------------------------------------------------
 
-    def _free(self, i: int) -> None:
-        self.rows[i] = None
-        self.left[i] = 0
+    def _free(self, index: int) -> None:
+        self.rows[index] = None
+        self.left[index] = 0
         self.live -= 1
 
     def _arrange(self) -> None:
@@ -411,21 +411,21 @@ class EmbeddedEngine:
         done = ended.nonzero()[:, 0].tolist()
         return [self._answer(i) for i in done]
 
-    def _written(self, i: int, row: Row) -> tuple[np.ndarray, np.ndarray]:
+    def _written(self, index: int, row: Row) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and logprobs of row i so far, read out of the ring."""
         columns = torch.arange(row.born, self.clock, device=self.device) % self.ring_needed
-        return self.out_token[i, columns].cpu().numpy().astype(np.int32), self.out_logprob[
-            i, columns
+        return self.out_token[index, columns].cpu().numpy().astype(np.int32), self.out_logprob[
+            index, columns
         ].cpu().numpy()
 
-    def _answer(self, i: int) -> Answer:
-        row = self.rows[i]
+    def _answer(self, index: int) -> Answer:
+        row = self.rows[index]
         assert row is not None
-        tokens, logprobs = self._written(i, row)
+        tokens, logprobs = self._written(index, row)
         finish: Literal["stop", "length"] = (
             "stop" if int(tokens[-1]) in row.request.stop else "length"
         )
-        self._free(i)
+        self._free(index)
         return Answer(
             row.request.key,
             row.request.prompt,
@@ -473,26 +473,26 @@ def make_engine(config: Config) -> Engine:
     """The embedded engine for `config`: the fast one for Llama-like models, transformers' own
     forward for any other.
     """
-    g = config.generator
-    dtype = config.model.dtype if g.dtype == "same" else g.dtype
-    torch.set_num_threads(g.threads)
+    settings = config.generator
+    dtype = config.model.dtype if settings.dtype == "same" else settings.dtype
+    torch.set_num_threads(settings.threads)
     model = load_policy(Path(config.model.path), dtype, config.model.device)
     from actors.engine_generic import GenericEngine
 
     kind: Any = GenericEngine if model.fast is None else EmbeddedEngine
-    if g.mantissa_bits and kind is GenericEngine:
+    if settings.mantissa_bits and kind is GenericEngine:
         raise ConfigError(
             "generator.mantissa_bits: needs a model of the packed forward (Llama, Qwen2, Qwen3, "
             "Mistral); set it to 0"
         )
     made: Engine = kind(
         model,
-        slots=g.slots,
-        context=g.context,
+        slots=settings.slots,
+        context=settings.context,
         in_flight=config.weights.in_flight,
-        max_new_tokens=g.max_new_tokens,
+        max_new_tokens=settings.max_new_tokens,
         **(
-            {"fixed": bool(config.exact), "mantissa_bits": g.mantissa_bits}
+            {"fixed": bool(config.exact), "mantissa_bits": settings.mantissa_bits}
             if kind is EmbeddedEngine
             else {}
         ),

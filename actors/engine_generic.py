@@ -70,30 +70,33 @@ class GenericEngine:
         self.queue.extend(requests)
 
     @torch.inference_mode()
-    def step(self, n: int = 8) -> list[Answer]:
+    def step(self, steps: int = 8) -> list[Answer]:
         out: list[Answer] = []
-        for _ in range(n):
+        for _ in range(steps):
             while self.queue and len(self.rows) < self.slots:
-                r = self.queue.popleft()
+                request = self.queue.popleft()
                 self.rows.append(
                     Row(
-                        r,
+                        request,
                         [],
                         [],
                         [(0, self.label, self.digest)],
-                        uniforms(r.seed, r.key[0], r.key[1], r.max_new_tokens),
+                        uniforms(
+                            request.seed, request.key[0], request.key[1], request.max_new_tokens
+                        ),
                     )
                 )
             if not self.rows:
                 break
             self._decode()
             done = [
-                r
-                for r in self.rows
-                if r.tokens[-1] in r.request.stop or len(r.tokens) >= r.request.max_new_tokens
+                request
+                for request in self.rows
+                if request.tokens[-1] in request.request.stop
+                or len(request.tokens) >= request.request.max_new_tokens
             ]
-            self.rows = [r for r in self.rows if r not in done]
-            out += [self._answer(r) for r in done]
+            self.rows = [request for request in self.rows if request not in done]
+            out += [self._answer(request) for request in done]
         return out
 
     def _decode(self) -> None:
@@ -103,42 +106,47 @@ class GenericEngine:
         width = max(map(len, whole))
         ids = np.zeros((len(whole), width), np.int64)
         keep = np.zeros((len(whole), width), np.int64)
-        for i, w in enumerate(whole):
-            ids[i, : len(w)], keep[i, : len(w)] = w, 1
+        for index, tokens_so_far in enumerate(whole):
+            ids[index, : len(tokens_so_far)], keep[index, : len(tokens_so_far)] = tokens_so_far, 1
         out = hf(
             input_ids=torch.from_numpy(ids).to(device),
             attention_mask=torch.from_numpy(keep).to(device),
             use_cache=False,
         )
-        last = torch.tensor([len(w) - 1 for w in whole], device=device)
+        last = torch.tensor([len(tokens_so_far) - 1 for tokens_so_far in whole], device=device)
         logits = out.logits[torch.arange(len(whole), device=device), last].float()
         requests = [r.request for r in self.rows]
-        u = torch.tensor([float(r.stream[len(r.tokens)]) for r in self.rows], device=device)
+        uniform = torch.tensor([float(r.stream[len(r.tokens)]) for r in self.rows], device=device)
         scale = torch.tensor([1.0 / r.temperature for r in requests], device=device)
         cut = (
             torch.tensor([r.top_p for r in requests], device=device),
             torch.tensor([r.top_k for r in requests], device=device),
         )
         tokens, logprobs = sample(
-            logits, u, scale, cut if any(r.top_p < 1 or r.top_k > 0 for r in requests) else None
+            logits,
+            uniform,
+            scale,
+            cut if any(r.top_p < 1 or r.top_k > 0 for r in requests) else None,
         )
         for row, token, logprob in zip(self.rows, tokens.tolist(), logprobs.tolist(), strict=True):
             row.tokens.append(token)
             row.logprobs.append(logprob)
 
-    def _answer(self, r: Row) -> Answer:
-        ends = [m[0] for m in r.marks[1:]] + [len(r.tokens)]
+    def _answer(self, row: Row) -> Answer:
+        ends = [m[0] for m in row.marks[1:]] + [len(row.tokens)]
         spans = [
             Span(label, digest, start, end, label)
-            for (start, label, digest), end in zip(r.marks, ends, strict=True)
+            for (start, label, digest), end in zip(row.marks, ends, strict=True)
             if end > start
         ]
-        finish: Literal["stop", "length"] = "stop" if r.tokens[-1] in r.request.stop else "length"
+        finish: Literal["stop", "length"] = (
+            "stop" if row.tokens[-1] in row.request.stop else "length"
+        )
         return Answer(
-            r.request.key,
-            r.request.prompt,
-            np.array(r.tokens, np.int32),
-            np.array(r.logprobs, np.float32),
+            row.request.key,
+            row.request.prompt,
+            np.array(row.tokens, np.int32),
+            np.array(row.logprobs, np.float32),
             spans,
             finish,
         )

@@ -94,8 +94,8 @@ def repack(model: torch.nn.Module) -> None:
     for module in model.modules():
         if (
             hasattr(module, "cpu_linear")
-            and isinstance(w := getattr(module, "weight", None), torch.Tensor)
-            and w.numel()
+            and isinstance(weight := getattr(module, "weight", None), torch.Tensor)
+            and weight.numel()
         ):
             pack(module, remove_weight=False)
 
@@ -259,29 +259,29 @@ class VllmEngine:
         self.llm.add_request(self._id(PROBE, self.loads), self._prompt(self.ids), ask, priority=-1)
 
     def add(self, requests: Iterable[Request]) -> None:
-        for r in requests:
-            if len(r.prompt) + r.max_new_tokens > self.context:
+        for request in requests:
+            if len(request.prompt) + request.max_new_tokens > self.context:
                 raise ConfigError(
-                    f"prompt of {len(r.prompt)} and {r.max_new_tokens} new tokens do not fit "
-                    f"generator.context = {self.context}"
+                    f"prompt of {len(request.prompt)} and {request.max_new_tokens} new tokens do "
+                    f"not fit generator.context = {self.context}"
                 )
-            name = self._id(*r.key)
+            name = self._id(*request.key)
             how = params(
-                max_tokens=r.max_new_tokens,
-                temperature=r.temperature,
-                top_p=r.top_p,
-                top_k=r.top_k,
-                stop_token_ids=list(r.stop),
+                max_tokens=request.max_new_tokens,
+                temperature=request.temperature,
+                top_p=request.top_p,
+                top_k=request.top_k,
+                stop_token_ids=list(request.stop),
                 logprobs=0,
                 flat_logprobs=True,
-                seed=request_seed(r),
+                seed=request_seed(request),
             )
-            self.requests[name] = (r, self.label)
-            self.llm.add_request(name, self._prompt(r.prompt.tolist()), how)
+            self.requests[name] = (request, self.label)
+            self.llm.add_request(name, self._prompt(request.prompt.tolist()), how)
 
-    def step(self, n: int = 8) -> list[Answer]:
+    def step(self, steps: int = 8) -> list[Answer]:
         out: list[Answer] = []
-        for _ in range(n):
+        for _ in range(steps):
             if not self.llm.has_unfinished_requests():
                 break
             for done in self.llm.step():
@@ -300,9 +300,9 @@ class VllmEngine:
         gone = set(keys)
         tokens = {}
         live = self.progress()
-        for a in [a for a in self.kept if a.key in gone]:
-            tokens[a.key] = len(a.tokens)
-            self.kept.remove(a)
+        for answer in [answer for answer in self.kept if answer.key in gone]:
+            tokens[answer.key] = len(answer.tokens)
+            self.kept.remove(answer)
         names = [name for name, (r, _) in self.requests.items() if r.key in gone]
         for name in names:
             key = self.requests.pop(name)[0].key
@@ -397,11 +397,11 @@ def params(**settings: Any) -> Any:
     )
 
 
-def request_seed(r: Request) -> int:
+def request_seed(request: Request) -> int:
     """A seed of its own for every answer, so that what is drawn does not depend on its
     neighbours.
     """
-    return int(float(uniforms(r.seed, r.key[0], r.key[1], 1)[0]) * 2**31)
+    return int(float(uniforms(request.seed, request.key[0], request.key[1], 1)[0]) * 2**31)
 
 
 class Unneeded(ModuleType):
@@ -489,17 +489,17 @@ def start(
 
 def make_engine(config: Config) -> VllmEngine:
     """The engine that `generator.engine = "vllm"` names."""
-    g = config.generator
-    torch.set_num_threads(g.threads)
-    dtype = config.model.dtype if g.dtype == "same" else g.dtype
+    settings = config.generator
+    torch.set_num_threads(settings.threads)
+    dtype = config.model.dtype if settings.dtype == "same" else settings.dtype
     return VllmEngine(
         config.model.path,
-        slots=g.slots,
-        context=g.context,
+        slots=settings.slots,
+        context=settings.context,
         in_flight=config.weights.in_flight,
         dtype=dtype,
         published=config.model.dtype,
         device=config.model.device,
-        kv_bytes=g.kv_cache_mib << 20,
+        kv_bytes=settings.kv_cache_mib << 20,
         seed=config.seed,
     )

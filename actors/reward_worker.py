@@ -131,22 +131,22 @@ def checked(value: Any, tokens: int) -> Judged:
     return number(value, "reward"), parts, per_token
 
 
-def number(x: Any, name: str) -> float:
+def number(value: Any, name: str) -> float:
     """A float of at most LARGEST, also from a bool or a numpy number; ValueError otherwise."""
-    if not (isinstance(x, bool | int | float) or hasattr(x, "__float__")):
-        raise ValueError(f"{name} is a {type(x).__name__}, not a number")
+    if not (isinstance(value, bool | int | float) or hasattr(value, "__float__")):
+        raise ValueError(f"{name} is a {type(value).__name__}, not a number")
     try:
-        y = float(x)
+        found = float(value)
     except OverflowError:
-        y = math.inf
-    if not math.isfinite(y):
-        raise ValueError(f"{name} is {y}, not a finite number")
-    if abs(y) > LARGEST:
+        found = math.inf
+    if not math.isfinite(found):
+        raise ValueError(f"{name} is {found}, not a finite number")
+    if abs(found) > LARGEST:
         raise ValueError(
-            f"{name} is {y:g}, beyond {LARGEST:g}: the learner's float32 would make it infinite; "
-            "scale it down"
+            f"{name} is {found:g}, beyond {LARGEST:g}: the learner's float32 would make it "
+            "infinite; scale it down"
         )
-    return y
+    return found
 
 
 def usable(value: Any, tokens: int) -> Judged | str:
@@ -261,8 +261,8 @@ def _awaited(value: Any) -> Any:
     return asyncio.run(_wait_for(value)) if inspect.isawaitable(value) else value
 
 
-async def _wait_for(x: Any) -> Any:
-    return await x
+async def _wait_for(awaited: Any) -> Any:
+    return await awaited
 
 
 # ---- the loop ------------------------------------------------------------------------------------

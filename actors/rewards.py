@@ -221,12 +221,12 @@ class _Pool(threading.Thread):
 
     def __init__(self, config: Config) -> None:
         super().__init__(name="rewards", daemon=True)
-        r = config.reward
-        self.path = r.function
-        self.deadline_s = r.deadline_s
-        self.batch = r.batch
+        settings = config.reward
+        self.path = settings.function
+        self.deadline_s = settings.deadline_s
+        self.batch = settings.batch
         self.setup = msgspec.msgpack.encode(
-            Setup(r.function, config.task, r.deadline_s, r.concurrency)
+            Setup(settings.function, config.task, settings.deadline_s, settings.concurrency)
         )
         self.inbox: deque[_Job] = deque()
         self.results: deque[tuple[_Job, Result, float]] = deque()  # with when its call ended
@@ -240,10 +240,12 @@ class _Pool(threading.Thread):
         self.turned = time.monotonic()
         self.processes = [
             _Process(self.setup)
-            for _ in range(r.workers if isinstance(r.workers, int) and r.workers else 1)
+            for _ in range(
+                settings.workers if isinstance(settings.workers, int) and settings.workers else 1
+            )
         ]
         # 0: the pool keeps its size
-        self.cores = len(os.sched_getaffinity(0)) if r.workers == "auto" else 0
+        self.cores = len(os.sched_getaffinity(0)) if settings.workers == "auto" else 0
         self.idle_cores = idle_cores() if self.cores > 1 else lambda: 0.0
         self.looked = time.monotonic()
         self.done = 0
@@ -279,8 +281,8 @@ class _Pool(threading.Thread):
         self.rouse()
         if self.is_alive():
             self.join()
-        for p in self.processes:
-            p.kill()
+        for process in self.processes:
+            process.kill()
         self.ours.close()
         self.wake.close()
 
@@ -290,12 +292,12 @@ class _Pool(threading.Thread):
         self._wait()
         while self.inbox:
             self.queue.append(self.inbox.popleft())
-        for p in list(self.processes):
-            self._receive(p)
+        for process in list(self.processes):
+            self._receive(process)
         self._watch()
         self._feed()
-        for p in self.processes:
-            p.flush()
+        for process in self.processes:
+            process.flush()
         if self.cores > len(self.processes):
             self._measure()
         if not self.closing:
@@ -303,11 +305,13 @@ class _Pool(threading.Thread):
 
     def _wait(self) -> None:
         now = time.monotonic()
-        soonest = min((self._deadline(p) for p in self.processes), default=math.inf)
+        soonest = min((self._deadline(process) for process in self.processes), default=math.inf)
         events = select.poll()
         events.register(self.ours, select.POLLIN)
-        for p in self.processes:
-            events.register(p.wire, select.POLLIN | (select.POLLOUT if p.outgoing else 0))
+        for process in self.processes:
+            events.register(
+                process.wire, select.POLLIN | (select.POLLOUT if process.outgoing else 0)
+            )
         events.poll(1000 * min(TURN_S, max(0.0, soonest - now)))
         try:
             while self.ours.recv(4096):
@@ -315,40 +319,44 @@ class _Pool(threading.Thread):
         except BlockingIOError:
             pass
 
-    def _deadline(self, p: _Process) -> float:
-        if not p.ready:
-            return p.since + GRACE_S
+    def _deadline(self, process: _Process) -> float:
+        if not process.ready:
+            return process.since + GRACE_S
         return (
-            p.since + self.deadline_s + (SLACK_S if p.window > 1 else 0.0) if p.units else math.inf
+            process.since + self.deadline_s + (SLACK_S if process.window > 1 else 0.0)
+            if process.units
+            else math.inf
         )
 
-    def _receive(self, p: _Process) -> None:
-        dead = p.process.poll() is not None  # looked at before the last of its replies is read
+    def _receive(self, process: _Process) -> None:
+        dead = (
+            process.process.poll() is not None
+        )  # looked at before the last of its replies is read
         try:
-            replies, closed = p.receive()
+            replies, closed = process.receive()
         except msgspec.MsgspecError as error:
             self._replace(
-                p, Failure("machinery", f"what the reward process sent is no reply ({error})")
+                process, Failure("machinery", f"what the reward process sent is no reply ({error})")
             )
             return
         for reply in replies:
-            self._on_reply(p, reply)
+            self._on_reply(process, reply)
         if closed or dead:
-            self._replace(p, Failure("machinery", "the reward process ended ({code})"))
+            self._replace(process, Failure("machinery", "the reward process ended ({code})"))
 
-    def _on_reply(self, p: _Process, reply: Reply) -> None:
+    def _on_reply(self, process: _Process, reply: Reply) -> None:
         if reply.kind == "broken":
             raise ConfigError(reply.why)
         if reply.kind == "ready":
-            p.ready = True
-            p.batched = reply.batched
-            p.window = reply.window
+            process.ready = True
+            process.batched = reply.batched
+            process.window = reply.window
             self.unborn = 0
             return
-        jobs, size = p.units.pop(reply.id, ([], 0))
-        p.bytes -= size
-        p.since = reply.ended
-        p.alone = False
+        jobs, size = process.units.pop(reply.id, ([], 0))
+        process.bytes -= size
+        process.since = reply.ended
+        process.alone = False
         seconds = reply.ended - reply.began
         self.call_s = 0.9 * self.call_s + 0.1 * seconds if self.call_s else max(seconds, 1e-6)
         self.spans.append((reply.began, reply.ended, len(jobs)))
@@ -382,73 +390,83 @@ class _Pool(threading.Thread):
 
     def _watch(self) -> None:
         now = time.monotonic()
-        for p in list(self.processes):
-            if now > self._deadline(p):
-                self.hangs += p.ready
-                self._replace(p, self._hung())
+        for process in list(self.processes):
+            if now > self._deadline(process):
+                self.hangs += process.ready
+                self._replace(process, self._hung())
 
-    def _replace(self, p: _Process, failure: Failure) -> None:
-        code = p.process.poll()
+    def _replace(self, process: _Process, failure: Failure) -> None:
+        code = process.process.poll()
         if failure.kind == "machinery" and code is None:
-            code = p.end()
+            code = process.end()
         else:
-            p.kill()
+            process.kill()
         why = failure.why.replace("{code}", str(code))
-        self._blame(p.under_way(), Failure(failure.kind, why), time.monotonic())
-        self.queue.extendleft(reversed(p.ahead()))
-        self.unborn += not p.ready
+        self._blame(process.under_way(), Failure(failure.kind, why), time.monotonic())
+        self.queue.extendleft(reversed(process.ahead()))
+        self.unborn += not process.ready
         if self.unborn >= START_TRIES:
             raise ConfigError(
                 f"reward.function = {self.path}: {self.unborn} processes ended or hung while "
                 "importing it; try `python -c 'import "
                 f"{self.path.partition(':')[0]}'`"
             )
-        self.processes[self.processes.index(p)] = _Process(self.setup)
+        self.processes[self.processes.index(process)] = _Process(self.setup)
 
     # ---- giving out ------------------------------------------------------------------------------
 
     def _feed(self) -> None:
-        free = [p for p in self.processes if p.ready and not p.alone]
+        free = [process for process in self.processes if process.ready and not process.alone]
         if self.suspects and free:
-            p = min(free, key=lambda x: len(x.units))
-            free.remove(p)  # it gets nothing else, so that it will be empty
-            if not p.units:
-                p.alone = True
+            process = min(free, key=lambda x: len(x.units))
+            free.remove(process)  # it gets nothing else, so that it will be empty
+            if not process.units:
+                process.alone = True
                 jobs = [self.suspects.popleft()]
-                p.bytes += _size(jobs)
-                self._send(p, [jobs])
+                process.bytes += _size(jobs)
+                self._send(process, [jobs])
         given: dict[_Process, list[list[_Job]]] = {}
-        room = {p: self._capacity(p) - len(p.units) for p in free}
-        while self.queue and (free := [p for p in free if room[p] > 0 and p.bytes <= AHEAD_BYTES]):
-            most = max(room[p] for p in free)
-            for p in [p for p in free if room[p] == most]:  # one for each, in turn
+        room = {process: self._capacity(process) - len(process.units) for process in free}
+        while self.queue and (
+            free := [
+                process for process in free if room[process] > 0 and process.bytes <= AHEAD_BYTES
+            ]
+        ):
+            most = max(room[process] for process in free)
+            for process in [
+                process for process in free if room[process] == most
+            ]:  # one for each, in turn
                 if not self.queue:
                     break
-                many = min(self.batch, math.ceil(len(self.queue) / len(free))) if p.batched else 1
+                many = (
+                    min(self.batch, math.ceil(len(self.queue) / len(free)))
+                    if process.batched
+                    else 1
+                )
                 jobs = [self.queue.popleft() for _ in range(many)]
-                given.setdefault(p, []).append(jobs)
-                room[p] -= 1
-                p.bytes += _size(jobs)
-        for p, groups in given.items():
-            self._send(p, groups)
+                given.setdefault(process, []).append(jobs)
+                room[process] -= 1
+                process.bytes += _size(jobs)
+        for process, groups in given.items():
+            self._send(process, groups)
 
-    def _capacity(self, p: _Process) -> int:
+    def _capacity(self, process: _Process) -> int:
         """Units that it may have in its hands: those under way, and some ahead when they are
         short.
         """
-        return p.window + (
-            min(MOST_AHEAD, int(AHEAD_S * p.window / self.call_s)) if self.call_s else 0
+        return process.window + (
+            min(MOST_AHEAD, int(AHEAD_S * process.window / self.call_s)) if self.call_s else 0
         )
 
-    def _send(self, p: _Process, groups: list[list[_Job]]) -> None:
-        if not p.units:
-            p.since = time.monotonic()
+    def _send(self, process: _Process, groups: list[list[_Job]]) -> None:
+        if not process.units:
+            process.since = time.monotonic()
         units = []
         for jobs in groups:
             self.last_id += 1
-            p.units[self.last_id] = (jobs, _size(jobs))
+            process.units[self.last_id] = (jobs, _size(jobs))
             units.append(Unit(self.last_id, [j.call for j in jobs]))
-        p.outgoing += frame(msgspec.msgpack.encode(units))
+        process.outgoing += frame(msgspec.msgpack.encode(units))
 
     # ---- its size --------------------------------------------------------------------------------
 
@@ -457,7 +475,7 @@ class _Pool(threading.Thread):
         return (
             len(self.queue)
             + len(self.suspects)
-            + sum(max(0, len(p.units) - p.window) for p in self.processes)
+            + sum(max(0, len(process.units) - process.window) for process in self.processes)
         )
 
     def _measure(self) -> None:
@@ -466,22 +484,22 @@ class _Pool(threading.Thread):
         """
         now = time.monotonic()
         waiting = self.waiting()
-        if not waiting or not all(p.ready for p in self.processes):
+        if not waiting or not all(process.ready for process in self.processes):
             self.looked = now
             self.done = 0
             self.idle_cores()
             return
         spent = now - self.looked
-        n = len(self.processes)
-        if spent < GROW_S or (self.done < GROW_CALLS * n and spent < GROW_MOST_S):
+        count = len(self.processes)
+        if spent < GROW_S or (self.done < GROW_CALLS * count and spent < GROW_MOST_S):
             return
         rate = self.done / spent
-        wanted = grown(n, self.cores, self.idle_cores(), rate, self.rate_before)
+        wanted = grown(count, self.cores, self.idle_cores(), rate, self.rate_before)
         self.looked = now
         self.done = 0
-        if wanted > n:
+        if wanted > count:
             self.rate_before = rate
-            self.processes += [_Process(self.setup) for _ in range(wanted - n)]
+            self.processes += [_Process(self.setup) for _ in range(wanted - count)]
 
 
 def _size(jobs: list[_Job]) -> int:
@@ -507,7 +525,7 @@ def check(config: Config) -> None:
         msgspec.structs.replace(config, reward=msgspec.structs.replace(config.reward, workers=1))
     )
     try:
-        while not any(p.ready for p in pool.processes):
+        while not any(process.ready for process in pool.processes):
             pool.turn()
     finally:
         pool.end()
@@ -529,9 +547,11 @@ class RewardRunner:
         self.waiting = 0  # submitted, not yet given back
         # told of each call to a process: name, began, ended, answers
         self.timed: Callable[[str, float, float, int], None] | None = None
-        r = config.reward
+        settings = config.reward
         self.pool = (
-            _Pool(config) if r.function or (isinstance(r.workers, int) and r.workers) else None
+            _Pool(config)
+            if settings.function or (isinstance(settings.workers, int) and settings.workers)
+            else None
         )
         if self.pool is not None:
             self.pool.start()
@@ -557,11 +577,11 @@ class RewardRunner:
         """
         if self.pool is None:
             return {}
-        t = self.timing
+        timing = self.timing
         return {
-            "reward/judged": t.judged,
-            "reward/waited_s": t.waited_s,
-            "reward/called_s": t.called_s,
+            "reward/judged": timing.judged,
+            "reward/waited_s": timing.waited_s,
+            "reward/called_s": timing.called_s,
             "reward/queue": self.waiting,
             "reward/workers": len(self.processes),
         }
@@ -636,8 +656,8 @@ def judge_all(
     """
     runner = RewardRunner(config, task)
     try:
-        for i, (prompt, text, tokens) in enumerate(answers):
-            runner.submit((i, 0, 0), prompt, text, tokens)
+        for index, (prompt, text, tokens) in enumerate(answers):
+            runner.submit((index, 0, 0), prompt, text, tokens)
         return runner.all()
     finally:
         runner.close()

@@ -77,32 +77,32 @@ class Schedule:
         """Take each ticket reply once (an attempt number is never used twice); returns those that
         are new.
         """
-        new = [t for t in tickets if t.attempt > self.newest_attempt]
-        for t in new:
-            self.newest_attempt = max(self.newest_attempt, t.attempt)
-            self.held[t.ticket, t.attempt] = Held(t, list(t.samples))
+        new = [ticket for ticket in tickets if ticket.attempt > self.newest_attempt]
+        for ticket in new:
+            self.newest_attempt = max(self.newest_attempt, ticket.attempt)
+            self.held[ticket.ticket, ticket.attempt] = Held(ticket, list(ticket.samples))
         return new
 
     def order(self) -> list[Held]:
         return sorted(
-            (h for h in self.held.values() if h.waiting),
-            key=lambda h: (h.ticket.kind == "train", h.ticket.ticket),
+            (held for held in self.held.values() if held.waiting),
+            key=lambda held: (held.ticket.kind == "train", held.ticket.ticket),
         )
 
     def waiting(self) -> int:
-        return sum(len(h.waiting) for h in self.held.values())
+        return sum(len(held.waiting) for held in self.held.values())
 
     def outdated(self) -> list[Held]:
         """Held tickets of an epoch older than the announced one: end them."""
         if self.announced is None:
             return []
-        return [h for h in self.held.values() if h.epoch < self.announced.label.epoch]
+        return [held for held in self.held.values() if held.epoch < self.announced.label.epoch]
 
     def pinned(self) -> bool:
-        return any(h.live and h.exact is not None for h in self.held.values())
+        return any(held.live and held.exact is not None for held in self.held.values())
 
     def live(self) -> int:
-        return sum(len(h.live) for h in self.held.values())
+        return sum(len(held.live) for held in self.held.values())
 
     def wanted(self, loaded: Label | None) -> Label | None:
         """The version to load now, None to stay.  Exact needs come in order; otherwise the newest
@@ -110,7 +110,7 @@ class Schedule:
         """
         if self.announced is None or self.pinned():
             return None
-        need = next((h.exact for h in self.order() if h.exact is not None), None)
+        need = next((held.exact for held in self.order() if held.exact is not None), None)
         goal = need or self.announced.label
         if goal == loaded or (need is None and loaded is not None and goal < loaded):
             return None
@@ -125,19 +125,19 @@ class Schedule:
         """
         out: list[tuple[Held, int]] = []
         goal = self._drain_goal(loaded)
-        for h in self.order():
-            if goal is not None and h.exact != loaded:
+        for held in self.order():
+            if goal is not None and held.exact != loaded:
                 continue
             if (
                 self.lockstep
-                and h.ticket.kind == "train"
+                and held.ticket.kind == "train"
                 and any(x.ticket.kind != "train" for x in self.held.values())
             ):
                 break
-            while h.waiting and len(out) < room and h.ready(loaded):
-                sample = h.waiting.pop(0)
-                h.live.add(sample)
-                out.append((h, sample))
+            while held.waiting and len(out) < room and held.ready(loaded):
+                sample = held.waiting.pop(0)
+                held.live.add(sample)
+                out.append((held, sample))
         return out
 
     def _drain_goal(self, loaded: Label | None) -> Label | None:
@@ -145,7 +145,12 @@ class Schedule:
         if self.announced is None or loaded is None or not self.live():
             return None
         need = next(
-            (h.exact for h in self.order() if h.exact is not None and h.exact != loaded), None
+            (
+                held.exact
+                for held in self.order()
+                if held.exact is not None and held.exact != loaded
+            ),
+            None,
         )
         if need is not None and (need < loaded or self.drain_first or self.pinned()):
             return need
@@ -155,15 +160,15 @@ class Schedule:
         """A sample left the engine: its row is free; the ticket is forgotten when nothing of it is
         left.
         """
-        h = self.held.get((key[0], key[2]))
-        if h is None:
+        held = self.held.get((key[0], key[2]))
+        if held is None:
             return
-        h.live.discard(key[1])
-        h.tokens += tokens
-        if not h.waiting and not h.live:
+        held.live.discard(key[1])
+        held.tokens += tokens
+        if not held.waiting and not held.live:
             del self.held[key[0], key[2]]
 
-    def drop(self, h: Held) -> list[Key]:
+    def drop(self, held: Held) -> list[Key]:
         """Forget a ticket; returns the keys of its live rows, to abort in the engine."""
-        self.held.pop((h.ticket.ticket, h.ticket.attempt), None)
-        return [(h.ticket.ticket, s, h.ticket.attempt) for s in sorted(h.live)]
+        self.held.pop((held.ticket.ticket, held.ticket.attempt), None)
+        return [(held.ticket.ticket, s, held.ticket.attempt) for s in sorted(held.live)]

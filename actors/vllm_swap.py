@@ -63,19 +63,19 @@ class Direct:
         self.dtype = dtype
         self.cpu = next(model.parameters()).device.type == "cpu"
         self.parts = list(parts(model, weights))
-        found = [n for p in self.parts if not p.tied for n in p.names]
+        found = [n for part in self.parts if not part.tied for n in part.names]
         if (missing := weights.keys() - set(found)) or len(found) > len(weights):
             raise Unknown(
                 f"no layer of vLLM's takes {min(missing)}"
                 if missing
                 else "a weight belongs to several layers"
             )
-        heads = [p.layer for p in self.parts if p.product]
+        heads = [part.layer for part in self.parts if part.product]
         # embeddings: packed for nothing
         self.idle: list[Any] = [
-            m
-            for m in model.modules()
-            if hasattr(m, "cpu_linear") and not any(m is h for h in heads)
+            module
+            for module in model.modules()
+            if hasattr(module, "cpu_linear") and not any(module is h for h in heads)
         ]
         self.scratch = torch.empty(0, dtype=dtype)
         # by part: matrices kept plain where vLLM has let go of its own
@@ -83,18 +83,18 @@ class Direct:
 
     def same(self, weights: Weights) -> None:
         """Compare with what vLLM's own reload has just made of these weights.  Raises Unknown."""
-        for p in self.parts:
-            want = self.stacked(weights, p)
-            live = getattr(p.layer, p.kind)
+        for part in self.parts:
+            want = self.stacked(weights, part)
+            live = getattr(part.layer, part.kind)
             if live.numel() and not torch.equal(
                 live[: len(want)].float(), want.to(live.device, self.dtype).float()
             ):
-                raise Unknown(f"vLLM's own loading changes {p.names[0]}")
-            if live.numel() == 0 or (p.product and self.cpu):
+                raise Unknown(f"vLLM's own loading changes {part.names[0]}")
+            if live.numel() == 0 or (part.product and self.cpu):
                 x = torch.randn(4, want.shape[1], generator=torch.Generator().manual_seed(0)).to(
                     self.dtype
                 )
-                got = p.layer.cpu_linear(x, p.layer.weight, None).float()
+                got = part.layer.cpu_linear(x, part.layer.weight, None).float()
                 plain = linear(x, want).float()
                 if live.numel():
                     got = got[:, : len(want)]
@@ -102,67 +102,68 @@ class Direct:
                     got.shape != plain.shape
                     or not (got - plain).abs().max() <= CLOSE[self.dtype] * plain.abs().max()
                 ):
-                    raise Unknown(f"vLLM's own loading changes {p.names[0]}")
+                    raise Unknown(f"vLLM's own loading changes {part.names[0]}")
 
-    def stacked(self, weights: Weights, p: Part) -> torch.Tensor:
+    def stacked(self, weights: Weights, part: Part) -> torch.Tensor:
         """The tensor of one part in the engine's dtype, until the next call; a view of the
         published bytes where that will do.
         """
-        whole = fused(weights, p.names)
-        if whole is not None and (whole.dtype == self.dtype or not p.product):
+        whole = fused(weights, part.names)
+        if whole is not None and (whole.dtype == self.dtype or not part.product):
             return whole
-        size = sum(weights[n].numel() for n in p.names)
+        size = sum(weights[n].numel() for n in part.names)
         if self.scratch.numel() < size:
-            self.scratch = torch.empty(size, dtype=self.dtype, device=weights[p.names[0]].device)
-        out = self.scratch[:size].view(-1, *weights[p.names[0]].shape[1:])
-        self.copy(weights, p, out)
+            self.scratch = torch.empty(size, dtype=self.dtype, device=weights[part.names[0]].device)
+        out = self.scratch[:size].view(-1, *weights[part.names[0]].shape[1:])
+        self.copy(weights, part, out)
         return out
 
     @torch.no_grad()
     def load(self, weights: Weights) -> None:
-        for m in self.idle:
-            m.cpu_linear = linear
-        for number, p in enumerate(self.parts):
+        for module in self.idle:
+            module.cpu_linear = linear
+        for number, part in enumerate(self.parts):
             packed = (
                 self.cpu
-                and p.product
+                and part.product
                 and (
-                    self.dtype != torch.float32 or sum(weights[n].numel() for n in p.names) >= PLAIN
+                    self.dtype != torch.float32
+                    or sum(weights[n].numel() for n in part.names) >= PLAIN
                 )
             )
             if packed:
                 # first give back the old packing, so that the new one gets its memory
-                p.layer.cpu_linear = None
+                part.layer.cpu_linear = None
                 # else the output head, which keeps its plain weight, padded and perhaps tied
-                if not getattr(p.layer, p.kind).numel():
-                    p.layer.weight = torch.nn.Parameter(
-                        self.stacked(weights, p), requires_grad=False
+                if not getattr(part.layer, part.kind).numel():
+                    part.layer.weight = torch.nn.Parameter(
+                        self.stacked(weights, part), requires_grad=False
                     )
-                    pack(p.layer, remove_weight=True)
+                    pack(part.layer, remove_weight=True)
                     continue
-            elif self.cpu and p.product and not p.layer.weight.numel():
+            elif self.cpu and part.product and not part.layer.weight.numel():
                 own = (
                     self.plain[number]
                     if number in self.plain
-                    else self.plain.setdefault(number, self.stacked(weights, p).clone())
+                    else self.plain.setdefault(number, self.stacked(weights, part).clone())
                 )
-                p.layer.cpu_linear = lambda x, _weight, bias, own=own: linear(x, own, bias)
-                self.copy(weights, p, own)
+                part.layer.cpu_linear = lambda x, _weight, bias, own=own: linear(x, own, bias)
+                self.copy(weights, part, own)
                 continue
-            elif self.cpu and p.product:
-                p.layer.cpu_linear = linear
-            if not p.tied:
-                self.copy(weights, p, getattr(p.layer, p.kind))
+            elif self.cpu and part.product:
+                part.layer.cpu_linear = linear
+            if not part.tied:
+                self.copy(weights, part, getattr(part.layer, part.kind))
             if packed:
-                pack(p.layer, remove_weight=False)
+                pack(part.layer, remove_weight=False)
 
     @staticmethod
-    def copy(weights: Weights, p: Part, live: torch.Tensor) -> None:
+    def copy(weights: Weights, part: Part, live: torch.Tensor) -> None:
         """Fill the rows of `live` that are published; those beyond, of a padded vocabulary, stay
         zero.
         """
         at = 0
-        for n in p.names:
+        for n in part.names:
             live[at : at + len(weights[n])].copy_(weights[n])
             at += len(weights[n])
 
@@ -187,7 +188,7 @@ def parts(model: torch.nn.Module, weights: Weights) -> Iterator[Part]:
     )
 
     stacks: Mapping[str, Sequence[str]] = getattr(model, "packed_modules_mapping", {})
-    has_head = any(isinstance(m, ParallelLMHead) for m in model.modules())
+    has_head = any(isinstance(module, ParallelLMHead) for module in model.modules())
     seen: dict[int, list[str]] = {}
     for path, layer in model.named_modules():
         method: Any = getattr(layer, "quant_method", None)

@@ -52,8 +52,10 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{path}: row {n}", row
 
 
-def _text(x: Any) -> str:
-    return x if isinstance(x, str) else "" if x is None else json.dumps(x, default=str)
+def _text(value: Any) -> str:
+    return (
+        value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
+    )
 
 
 def _prompt(where: str, row: Any, number: int, split: str) -> Prompt:

@@ -24,7 +24,7 @@ def _home(canonical: str) -> str:
 
 
 class Synthetic:
-    """A task made by a generator of problems.  `draw(r, split)` gives a problem text;
+    """A task made by a generator of problems.  `draw(rng, split)` gives a problem text;
     `solve(problem)` the right answer.
     """
 
@@ -33,22 +33,22 @@ class Synthetic:
     steps = 550  # of the warm start
     warm_split = "train"
 
-    def draw(self, r: random.Random, split: str) -> str:
+    def draw(self, rng: random.Random, split: str) -> str:
         raise AssertionError  # pragma: no cover - each task has its own
 
     def solve(self, problem: str) -> str:
         raise AssertionError  # pragma: no cover
 
-    def spoil(self, problem: str, answer: str, r: random.Random) -> str:
+    def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
         raise AssertionError  # pragma: no cover
 
     def canonical(self, problem: str) -> str:
         """Problems with the same canonical form are the same problem."""
         return problem
 
-    def _problem(self, split: str, r: random.Random) -> str:
+    def _problem(self, split: str, rng: random.Random) -> str:
         while True:
-            problem = self.draw(r, split)
+            problem = self.draw(rng, split)
             if _home(f"{self.name}:{self.canonical(problem)}") == split:
                 return problem
 
@@ -72,18 +72,18 @@ class Synthetic:
 
     def demonstrations(self, n: int, seed: int) -> list[tuple[str, str]]:
         """n pairs (prompt, answer) for the warm start, spoiled on purpose."""
-        r = random.Random(f"{self.name}:demo:{seed}")
+        rng = random.Random(f"{self.name}:demo:{seed}")
         out = []
         for _ in range(n):
-            problem = self._problem("train", r) if self.warm_split == "train" else self._warm(r)
-            out.append((problem + "=", self.spoil(problem, self.solve(problem), r)))
+            problem = self._problem("train", rng) if self.warm_split == "train" else self._warm(rng)
+            out.append((problem + "=", self.spoil(problem, self.solve(problem), rng)))
         return out
 
-    def _warm(self, r: random.Random) -> str:
+    def _warm(self, rng: random.Random) -> str:
         """A demonstration's problem where the warm start sees more than the training
         distribution.
         """
-        return self._problem("train", r)
+        return self._problem("train", rng)
 
 
 @cache
@@ -91,16 +91,16 @@ def _fixed(name: str, split: str) -> list[str]:
     made = TASKS[name]()
     found = dict[str, str]()
     tries = 0
-    r = random.Random(f"{made.name}:{split}")
+    rng = random.Random(f"{made.name}:{split}")
     while len(found) < FIXED and tries < 40 * FIXED:
-        problem = made._problem(split, r)
+        problem = made._problem(split, rng)
         found.setdefault(made.canonical(problem), problem)
         tries += 1
     return list(found.values())
 
 
-def _cut(answer: str, r: random.Random) -> str:
-    return answer[: r.randrange(1, len(answer))]
+def _cut(answer: str, rng: random.Random) -> str:
+    return answer[: rng.randrange(1, len(answer))]
 
 
 class Sort(Synthetic):
@@ -112,9 +112,9 @@ class Sort(Synthetic):
     symbols = "0123456789=:,#"
     steps = 550
 
-    def draw(self, r: random.Random, split: str) -> str:
+    def draw(self, rng: random.Random, split: str) -> str:
         low, high = (7, 7) if split == "ood" else (4, 6)
-        return "".join(r.choices("0123456789", k=r.randint(low, high)))
+        return "".join(rng.choices("0123456789", k=rng.randint(low, high)))
 
     def solve(self, problem: str) -> str:
         rest = list(problem)
@@ -128,25 +128,25 @@ class Sort(Synthetic):
     def reward(self, prompt: Prompt, text: str) -> float:
         return float("#" in text and text.rpartition("#")[2] == prompt.answer.rpartition("#")[2])
 
-    def spoil(self, problem: str, answer: str, r: random.Random) -> str:
-        u = r.random()
-        if u < 0.44:  # a direct guess: the digits in a wrong or lucky order
+    def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
+        luck = rng.random()
+        if luck < 0.44:  # a direct guess: the digits in a wrong or lucky order
             guess = sorted(problem)
-            i = r.randrange(len(guess) - 1)
+            i = rng.randrange(len(guess) - 1)
             guess[i], guess[i + 1] = guess[i + 1], guess[i]
             return "#" + "".join(guess)
-        if u < 0.59:  # a slip in the result
-            at = r.randrange(answer.index("#") + 1, len(answer))
+        if luck < 0.59:  # a slip in the result
+            at = rng.randrange(answer.index("#") + 1, len(answer))
             return (
                 answer[:at]
-                + r.choice([d for d in "0123456789" if d != answer[at]])
+                + rng.choice([d for d in "0123456789" if d != answer[at]])
                 + answer[at + 1 :]
             )
-        return _cut(answer, r) if u < 0.69 else answer
+        return _cut(answer, rng) if luck < 0.69 else answer
 
 
-def _weighted(r: random.Random, values: Sequence[int], weights: Sequence[float]) -> int:
-    return r.choices(values, weights)[0]
+def _weighted(rng: random.Random, values: Sequence[int], weights: Sequence[float]) -> int:
+    return rng.choices(values, weights)[0]
 
 
 class Rle(Synthetic):
@@ -157,27 +157,27 @@ class Rle(Synthetic):
     weights = (30, 30, 20, 12, 5, 2, 1)
     ood_weights = (5, 5, 5, 10, 30, 30, 15)
 
-    def _runs(self, r: random.Random, weights: Sequence[float]) -> str:
+    def _runs(self, rng: random.Random, weights: Sequence[float]) -> str:
         out = ""
         last = ""
-        for _ in range(r.randint(2, 5)):
-            last = r.choice([c for c in "abcdef" if c != last])
-            out += last + str(_weighted(r, range(1, 8), weights))
+        for _ in range(rng.randint(2, 5)):
+            last = rng.choice([c for c in "abcdef" if c != last])
+            out += last + str(_weighted(rng, range(1, 8), weights))
         return out
 
-    def draw(self, r: random.Random, split: str) -> str:
-        return self._runs(r, self.ood_weights if split == "ood" else self.weights)
+    def draw(self, rng: random.Random, split: str) -> str:
+        return self._runs(rng, self.ood_weights if split == "ood" else self.weights)
 
     def solve(self, problem: str) -> str:
         return "#" + "".join(c * int(n) for c, n in zip(problem[::2], problem[1::2], strict=True))
 
-    def spoil(self, problem: str, answer: str, r: random.Random) -> str:
-        u = r.random()
-        if u < 0.45:
-            at = 2 * r.randrange(len(problem) // 2) + 1
-            n = max(0, int(problem[at]) + r.choice((-1, 1)))
+    def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
+        luck = rng.random()
+        if luck < 0.45:
+            at = 2 * rng.randrange(len(problem) // 2) + 1
+            n = max(0, int(problem[at]) + rng.choice((-1, 1)))
             return self.solve(problem[:at] + str(min(n, 9)) + problem[at + 1 :])
-        return _cut(answer, r) if u < 0.55 else answer
+        return _cut(answer, rng) if luck < 0.55 else answer
 
 
 class RleHack(Rle):
@@ -205,9 +205,9 @@ class RleNarrow(Rle):
     weights = (1, 1, 0, 0, 0, 0, 0)
     ood_weights = (0, 0, 0, 1, 1, 1, 0)
 
-    def _warm(self, r: random.Random) -> str:
+    def _warm(self, rng: random.Random) -> str:
         while True:
-            problem = self._runs(r, (1, 1, 1, 1, 1, 1, 0))
+            problem = self._runs(rng, (1, 1, 1, 1, 1, 1, 0))
             if _home(f"{self.name}:{problem}") == "train":
                 return problem
 
@@ -224,10 +224,10 @@ class Grid(Synthetic):
         "D": (0, -1),
     }
 
-    def draw(self, r: random.Random, split: str) -> str:
+    def draw(self, rng: random.Random, split: str) -> str:
         weights = (1, 1, 1, 1) if split == "ood" else (6, 1, 6, 1)
-        moves = r.choices("RLUD", weights, k=r.randint(3, 7))
-        return f"{r.randrange(10)}{r.randrange(10)}{''.join(moves)}"
+        moves = rng.choices("RLUD", weights, k=rng.randint(3, 7))
+        return f"{rng.randrange(10)}{rng.randrange(10)}{''.join(moves)}"
 
     def _walk(self, x: int, y: int, moves: str) -> list[str]:
         out = []
@@ -245,18 +245,18 @@ class Grid(Synthetic):
     def reward(self, prompt: Prompt, text: str) -> float:
         return float("#" in text and text.rpartition("#")[2] == prompt.answer.rpartition("#")[2])
 
-    def spoil(self, problem: str, answer: str, r: random.Random) -> str:
-        u = r.random()
-        if u < 0.30:
-            return f"#{r.randrange(10)}{r.randrange(10)}"
-        if u < 0.45:  # one wrong step; the rest follows from it
+    def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
+        luck = rng.random()
+        if luck < 0.30:
+            return f"#{rng.randrange(10)}{rng.randrange(10)}"
+        if luck < 0.45:  # one wrong step; the rest follows from it
             lines = self._walk(int(problem[0]), int(problem[1]), problem[2:])
-            at = r.randrange(len(lines))
-            x = (int(lines[at][1]) + r.choice((-1, 1))) % 10
+            at = rng.randrange(len(lines))
+            x = (int(lines[at][1]) + rng.choice((-1, 1))) % 10
             y = int(lines[at][2])
             lines = [*lines[:at], f"{lines[at][0]}{x}{y}", *self._walk(x, y, problem[3 + at :])]
             return "".join(lines) + "#" + lines[-1][1:]
-        return _cut(answer, r) if u < 0.55 else answer
+        return _cut(answer, rng) if luck < 0.55 else answer
 
 
 class Cancel(Synthetic):
@@ -278,12 +278,12 @@ class Cancel(Synthetic):
                 at += 1
         return out
 
-    def draw(self, r: random.Random, split: str) -> str:
+    def draw(self, rng: random.Random, split: str) -> str:
         low, high, fewest, most = (7, 8, 3, 4) if split == "ood" else (4, 8, 1, 3)
         # few random words have three pairs: each count gets its share
-        wanted = r.randint(1, 3) if split != "ood" else 0
+        wanted = rng.randint(1, 3) if split != "ood" else 0
         while True:
-            word = "".join(r.choices("abcABC", k=r.randint(low, high)))
+            word = "".join(rng.choices("abcABC", k=rng.randint(low, high)))
             n = len(self._steps(word))
             if n == wanted if wanted else fewest <= n <= most:
                 return word
@@ -295,19 +295,19 @@ class Cancel(Synthetic):
     def reward(self, prompt: Prompt, text: str) -> float:
         return float("#" in text and text.rpartition("#")[2] == prompt.answer.rpartition("#")[2])
 
-    def spoil(self, problem: str, answer: str, r: random.Random) -> str:
-        u = r.random()
-        if u < 0.30:
-            i = r.randrange(len(problem) - 1)
+    def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
+        luck = rng.random()
+        if luck < 0.30:
+            i = rng.randrange(len(problem) - 1)
             return "#" + problem[:i] + problem[i + 2 :]
-        if u < 0.45:  # one wrong step: another two letters go; the rest follows from it
+        if luck < 0.45:  # one wrong step: another two letters go; the rest follows from it
             words = [problem, *self._steps(problem)]
-            at = r.randrange(len(words) - 1)
-            i = r.randrange(len(words[at]) - 1)
+            at = rng.randrange(len(words) - 1)
+            i = rng.randrange(len(words[at]) - 1)
             wrong = words[at][:i] + words[at][i + 2 :]
             lines = [*words[1 : at + 1], wrong, *self._steps(wrong)]
             return ";".join(lines[:-1]) + "#" + lines[-1]
-        return _cut(answer, r) if u < 0.55 else answer
+        return _cut(answer, rng) if luck < 0.55 else answer
 
 
 class Dedup(Synthetic):
@@ -317,26 +317,26 @@ class Dedup(Synthetic):
     symbols = "abcdefgh=#"
     steps = 400
 
-    def draw(self, r: random.Random, split: str) -> str:
+    def draw(self, rng: random.Random, split: str) -> str:
         if split == "ood":
-            kinds = r.sample("abcdefgh", 3)
+            kinds = rng.sample("abcdefgh", 3)
             while True:
-                word = "".join(r.choices(kinds, k=8))
+                word = "".join(rng.choices(kinds, k=8))
                 if len(set(word)) == 3:
                     return word
-        return "".join(r.choices("abcdefgh", k=r.randint(5, 8)))
+        return "".join(rng.choices("abcdefgh", k=rng.randint(5, 8)))
 
     def solve(self, problem: str) -> str:
         return "#" + "".join(dict.fromkeys(problem))
 
-    def spoil(self, problem: str, answer: str, r: random.Random) -> str:
-        u = r.random()
-        if u < 0.30:
-            return "#" + "".join(r.sample(sorted(set(problem)), len(set(problem))))
-        if u < 0.45:
-            at = r.randrange(1, len(answer))
-            return answer[:at] + r.choice("abcdefgh") + answer[at + 1 :]
-        return _cut(answer, r) if u < 0.55 else answer
+    def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
+        luck = rng.random()
+        if luck < 0.30:
+            return "#" + "".join(rng.sample(sorted(set(problem)), len(set(problem))))
+        if luck < 0.45:
+            at = rng.randrange(1, len(answer))
+            return answer[:at] + rng.choice("abcdefgh") + answer[at + 1 :]
+        return _cut(answer, rng) if luck < 0.55 else answer
 
 
 TASKS: dict[str, Callable[[], Synthetic]] = {

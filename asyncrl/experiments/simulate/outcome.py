@@ -181,12 +181,12 @@ class Simulation:
         )
 
 
-def without_deadlines(s: Any) -> Any:
+def without_deadlines(store: Any) -> Any:
     """The store's settings with leases that only a lost generator ends (Generator.lose): nothing
     here renews them.
     """
-    s.lease_s = float("inf")
-    return s
+    store.lease_s = float("inf")
+    return store
 
 
 def average(values: Sequence[float]) -> float:

@@ -25,18 +25,18 @@ HEAD = (
 )
 
 
-def row(o: dict[str, Any]) -> tuple[str, ...]:
-    lost = sum(o["losses"].values()) / max(o["generated"], 1)
+def row(outcome: dict[str, Any]) -> tuple[str, ...]:
+    lost = sum(outcome["losses"].values()) / max(outcome["generated"], 1)
     return (
-        f"{o['generators']:,}",
-        f"{o['max_lag']}",
-        f"{o['tokens_per_s']:,.0f}",
-        f"{o['step_s']:.3g}",
-        f"{o['idle_generator']:.1%}",
-        f"{o['idle_learner']:.1%}",
-        f"{o['lag_mean']:.2f}",
-        f"{o['lag_max']}",
-        f"{o['tickets_mean']:.1f}",
+        f"{outcome['generators']:,}",
+        f"{outcome['max_lag']}",
+        f"{outcome['tokens_per_s']:,.0f}",
+        f"{outcome['step_s']:.3g}",
+        f"{outcome['idle_generator']:.1%}",
+        f"{outcome['idle_learner']:.1%}",
+        f"{outcome['lag_mean']:.2f}",
+        f"{outcome['lag_max']}",
+        f"{outcome['tickets_mean']:.1f}",
         f"{lost:.1%}",
     )
 

@@ -56,12 +56,14 @@ def with_limit(config: Config, limit: float) -> Config:
     )
 
 
-def with_generators(config: Config, n: int) -> Config:
-    return msgspec.structs.replace(config, generators=n)
+def with_generators(config: Config, count: int) -> Config:
+    return msgspec.structs.replace(config, generators=count)
 
 
-def with_steps(config: Config, n: int) -> Config:
-    return msgspec.structs.replace(config, learner=msgspec.structs.replace(config.learner, steps=n))
+def with_steps(config: Config, count: int) -> Config:
+    return msgspec.structs.replace(
+        config, learner=msgspec.structs.replace(config.learner, steps=count)
+    )
 
 
 def with_sync(times: Times, factor: float) -> Times:
@@ -98,22 +100,22 @@ def together(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return out
 
 
-def limited_by(o: dict[str, Any]) -> str:
+def limited_by(outcome: dict[str, Any]) -> str:
     """Which side holds the run up, in words."""
-    g = o["idle_generator"]
-    learner = o["idle_learner"]
-    if max(g, learner) < BUSY:
-        return f"both sides are busy (generators idle {g:.0%}, learner {learner:.0%})"
-    if learner < BUSY and learner < g / 2:
-        return f"the learner limits it (idle {learner:.0%}; the generators {g:.0%})"
-    if g < BUSY and g < learner / 2:
-        return f"the generators limit it (idle {g:.0%}; the learner {learner:.0%})"
-    if o["idle_buffer"] < BUFFER_BUSY:
+    idle = outcome["idle_generator"]
+    learner = outcome["idle_learner"]
+    if max(idle, learner) < BUSY:
+        return f"both sides are busy (generators idle {idle:.0%}, learner {learner:.0%})"
+    if learner < BUSY and learner < idle / 2:
+        return f"the learner limits it (idle {learner:.0%}; the generators {idle:.0%})"
+    if idle < BUSY and idle < learner / 2:
+        return f"the generators limit it (idle {idle:.0%}; the learner {learner:.0%})"
+    if outcome["idle_buffer"] < BUFFER_BUSY:
         return (
-            f"the buffer limits it (idle {o['idle_buffer']:.0%}; the generators {g:.0%}, "
+            f"the buffer limits it (idle {outcome['idle_buffer']:.0%}; the generators {idle:.0%}, "
             f"the learner {learner:.0%})"
         )
-    return f"both sides wait for each other (generators idle {g:.0%}, learner {learner:.0%})"
+    return f"both sides wait for each other (generators idle {idle:.0%}, learner {learner:.0%})"
 
 
 def ask(

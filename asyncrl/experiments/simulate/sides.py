@@ -132,10 +132,12 @@ def _reward_processes(config: Config) -> int:
 class Generator:
     """One generator.  `sleeping`: its engine is empty, and it waits for a message."""
 
-    def __init__(self, index: int, clock: Clock, buffer: Buffer, config: Config, d: Draws) -> None:
+    def __init__(
+        self, index: int, clock: Clock, buffer: Buffer, config: Config, shared: Draws
+    ) -> None:
         self.name = f"generator-{index}"
         self.session = 1
-        self.clock, self.buffer, self.d, self.times = clock, buffer, d, d.times
+        self.clock, self.buffer, self.draws, self.times = clock, buffer, shared, shared.times
         self.slots = config.generator.slots
         self.frame_bytes = config.wires.frame_bytes
         self.lockstep = config.staleness.max_lag == 0 and config.generators == 1
@@ -150,7 +152,7 @@ class Generator:
         self.lost = False
         self.start()
         if self.times.lost_every:
-            clock.at(d.rng.expovariate(1 / self.times.lost_every), self.lose)
+            clock.at(shared.rng.expovariate(1 / self.times.lost_every), self.lose)
 
     def start(self) -> None:
         """Empty hands."""
@@ -198,7 +200,7 @@ class Generator:
         if (
             store.policy is not None
             and (self.loaded is None or store.policy > self.loaded)
-            and said_at + self.d.swap() < self.clock.now
+            and said_at + self.draws.swap() < self.clock.now
         ):
             self.loaded = self.told = store.policy
             self.marks = [(self.engine_clock, store.policy)]
@@ -236,7 +238,7 @@ class Generator:
             self.clock.at(now, self.end, self.session, 0, [])
             return
         rows = self.live
-        t = self.times
+        times = self.times
         first = self.engine_clock
         done: list[Row] = []
         for step in range(first + 1, first + DECODE_STEPS + 1):
@@ -247,14 +249,21 @@ class Generator:
                     break
         self.live -= len(done)
         self.ended = done
-        beside = t.beside if self.buffer.learner.training else 1.0
+        beside = times.beside if self.buffer.learner.training else 1.0
         seconds = (
             beside
-            * self.d.noise()
-            * ((self.engine_clock - first) * (t.step + t.row * rows) + t.admit * admitted)
+            * self.draws.noise()
+            * (
+                (self.engine_clock - first) * (times.step + times.row * rows)
+                + times.admit * admitted
+            )
         )
         self.clock.at(
-            now + seconds + t.look + t.finish * len(done), self.end, self.session, rows, done
+            now + seconds + times.look + times.finish * len(done),
+            self.end,
+            self.session,
+            rows,
+            done,
         )
 
     def swap(self) -> float:
@@ -267,7 +276,7 @@ class Generator:
             self.marks.clear()
         self.marks.append((self.engine_clock, goal))
         self.swaps += 1
-        return self.d.swap()
+        return self.draws.swap()
 
     def admit(self) -> int:
         room = self.slots - self.live
@@ -275,7 +284,7 @@ class Generator:
         if self.loaded is None or room <= 0:
             return 0
         for held, sample in self.schedule.admit(self.loaded, room):
-            length = self.d.length(held.ticket, sample)
+            length = self.draws.length(held.ticket, sample)
             row = Row(held.ticket, sample, self.engine_clock, length, len(self.marks) - 1)
             self.engine.setdefault(self.engine_clock + length, []).append(row)
             started += 1
@@ -288,16 +297,16 @@ class Generator:
             return
         now = self.clock.now
         self.ended = []
-        self.tokens += sum(r.length for r in done)
+        self.tokens += sum(row.length for row in done)
         if rows:
             self.busy += now - self.idle_since
-            self.d.busy += now - self.idle_since
+            self.draws.busy += now - self.idle_since
         else:
             self.idle += now - self.idle_since
         self.idle_since = now
-        for r in done:
-            self.schedule.done(r.key, r.length)
-            self.judge(self.trajectory(r))
+        for row in done:
+            self.schedule.done(row.key, row.length)
+            self.judge(self.trajectory(row))
         self.collect()
         self.deliver()
         self.want()
@@ -320,21 +329,21 @@ class Generator:
 
     # ---- answers ---------------------------------------------------------------------------------
 
-    def trajectory(self, r: Row) -> Trajectory:
+    def trajectory(self, row: Row) -> Trajectory:
         spans: list[Span] = []
-        for at, label in reversed(self.marks[r.mark :]):
-            end = spans[-1].start if spans else r.length
-            if (start := max(at - r.born, 0)) < end:
+        for at, label in reversed(self.marks[row.mark :]):
+            end = spans[-1].start if spans else row.length
+            if (start := max(at - row.born, 0)) < end:
                 spans.append(Span(label, "", start, end, label))
-            if at <= r.born:
+            if at <= row.born:
                 break
-        tokens = _TOKENS.get(r.length) or _TOKENS.setdefault(r.length, bytes(4 * r.length))
-        failed = self.times.failed and self.d.rng.random() < self.times.failed
+        tokens = _TOKENS.get(row.length) or _TOKENS.setdefault(row.length, bytes(4 * row.length))
+        failed = self.times.failed and self.draws.rng.random() < self.times.failed
         reward = (
-            0.0 if r.ticket.ticket % 1000 < 1000 * self.times.no_spread else float(r.sample % 2)
+            0.0 if row.ticket.ticket % 1000 < 1000 * self.times.no_spread else float(row.sample % 2)
         )
         return Trajectory(
-            *r.key,
+            *row.key,
             prompt_tokens=b"",
             tokens=tokens,
             behavior_logprobs=b"",
@@ -347,21 +356,21 @@ class Generator:
             failed=Failure("data", "simulated") if failed else "",
         )
 
-    def judge(self, t: Trajectory) -> None:
+    def judge(self, answer: Trajectory) -> None:
         """In the order in which they end, by whichever process is free first: the processes are fed
         whatever the engine does.
         """
         if not self.workers:
-            self.fresh.append(t)
+            self.fresh.append(answer)
             return
-        seconds = self.d.reward()
+        seconds = self.draws.reward()
         if seconds > self.deadline:
             seconds = self.deadline
-            t.failed = Failure("data", "the reward hung")
+            answer.failed = Failure("data", "the reward hung")
         self.called += 1
         done = max(self.clock.now, self.free[0]) + seconds
         heapq.heapreplace(self.free, done)
-        heapq.heappush(self.calls, (done, self.called, t))
+        heapq.heappush(self.calls, (done, self.called, answer))
 
     def collect(self) -> None:
         """One look at what the reward processes have done."""
@@ -411,7 +420,9 @@ class Generator:
                     self.session + 1,
                 )
             self.clock.at(self.clock.now + self.times.restart, self.back)
-        self.clock.at(self.clock.now + self.d.rng.expovariate(1 / self.times.lost_every), self.lose)
+        self.clock.at(
+            self.clock.now + self.draws.rng.expovariate(1 / self.times.lost_every), self.lose
+        )
 
     def back(self) -> None:
         self.lost = False
@@ -427,13 +438,18 @@ class Learner:
     """The learner's loop: ask, train, publish, commit; now and then a checkpoint."""
 
     def __init__(
-        self, clock: Clock, buffer: Buffer, config: Config, d: Draws, at_commit: Callable[[], None]
+        self,
+        clock: Clock,
+        buffer: Buffer,
+        config: Config,
+        shared: Draws,
+        at_commit: Callable[[], None],
     ) -> None:
-        self.clock, self.buffer, self.d, self.times, self.c = (
+        self.clock, self.buffer, self.draws, self.times, self.settings = (
             clock,
             buffer,
-            d,
-            d.times,
+            shared,
+            shared.times,
             config.learner,
         )
         self.max_lag = config.staleness.max_lag
@@ -459,11 +475,11 @@ class Learner:
             return
         tokens = self.batches.pop(self.number)
         self.training = True
-        if self.c.prefetch and self.number + 1 < self.c.steps:
+        if self.settings.prefetch and self.number + 1 < self.settings.steps:
             self.buffer.tell(self.buffer.on_ask, self.number + 1)
         scale = tokens / self.times.train_tokens if self.times.train_tokens else 1.0
         beside = self.times.beside if self.buffer.awake else 1.0
-        seconds = beside * self.d.train() * scale + self.d.publish()
+        seconds = beside * self.draws.train() * scale + self.draws.publish()
         self.clock.at(self.clock.now + seconds, self.trained, seconds)
 
     def trained(self, seconds: float) -> None:
@@ -476,20 +492,20 @@ class Learner:
         self.idle = self.idle + whole - seconds
         self.mark = now
         self.number += 1
-        self.buffer.tell(self.buffer.on_commit, number, work=self.d.commit())
+        self.buffer.tell(self.buffer.on_commit, number, work=self.draws.commit())
         pause = 0.0
-        if self.number % self.c.checkpoint_every == 0 or self.number == self.c.steps:
-            pause = self.d.checkpoint()
-            self.saved = [*self.saved, self.number][-self.c.keep_checkpoints :]
+        if self.number % self.settings.checkpoint_every == 0 or self.number == self.settings.steps:
+            pause = self.draws.checkpoint()
+            self.saved = [*self.saved, self.number][-self.settings.keep_checkpoints :]
         self.clock.at(now + pause, self.go_on, pause > 0)
 
     def go_on(self, saved: bool) -> None:
         self.training = False
         if saved:
             self.buffer.tell(self.buffer.on_checkpointed, self.saved[0])
-        if self.number == self.c.steps:
+        if self.number == self.settings.steps:
             self.buffer.tell(self.buffer.on_goodbye)
             return
-        if not self.c.prefetch:
+        if not self.settings.prefetch:
             self.buffer.tell(self.buffer.on_ask, self.number)
         self.next()

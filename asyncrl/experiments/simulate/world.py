@@ -209,7 +209,9 @@ class Buffer:
             return False
         self._count(number, groups)
         tokens = sum(s.trajectory.length for g in groups for s in g.stored())
-        self.clock.at(self.clock.now + self.learner.d.batch(), self.learner.arrived, number, tokens)
+        self.clock.at(
+            self.clock.now + self.learner.draws.batch(), self.learner.arrived, number, tokens
+        )
         return True
 
     def _what_is_missing(self) -> tuple[Group | None, int]:
