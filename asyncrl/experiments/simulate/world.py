@@ -122,7 +122,19 @@ class Buffer:
 
     def on_hello(self, max_lag: float) -> None:
         self.store.hello(
-            LearnerHello(1, "", EPOCH, Label(EPOCH, 0), None, "0", 0, 0, max_lag, SOURCE, [])
+            LearnerHello(
+                protocol=1,
+                run="",
+                epoch=EPOCH,
+                label=Label(EPOCH, 0),
+                parent=None,
+                digest="0",
+                next_ticket=0,
+                origin=0,
+                max_lag=max_lag,
+                source=SOURCE,
+                ring=[],
+            )
         )
 
     def on_want(self, generator: Generator, samples: int, sequence: int) -> None:
