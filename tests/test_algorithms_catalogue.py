@@ -17,7 +17,7 @@ from asyncrl.algorithms import advantages, diagnostics, kl, reshape, stopping, s
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.batch import LossBatch, advantage
 from asyncrl.algorithms.settings import Reshape
-from asyncrl.config import load
+from asyncrl.config import load, presets, rules
 from asyncrl.contract.errors import ConfigError
 
 
@@ -416,12 +416,12 @@ def test_a_function_of_ones_own_takes_the_place_of_the_weights() -> None:
         gradient(b, config(correction={"function": "test_algorithms_catalogue:third"}), lp)
 
 
-@pytest.mark.parametrize("name", load.PRESETS)
+@pytest.mark.parametrize("name", presets.PRESETS)
 def test_every_preset_is_accepted_and_gives_a_gradient(name: str) -> None:
     c = load.convert(
         {"model": {"path": "m"}, "task": {"name": "sort"}, "correction": {"preset": name}}, "c.toml"
     )
-    assert all(getattr(c.correction, k) == x for k, x in load.PRESETS[name].items())
+    assert all(getattr(c.correction, k) == x for k, x in presets.PRESETS[name].items())
     b = batch(7, spread=0.02)
     assert float(gradient(b, c, theta(b, spread=0.1))[1].abs().max()) > 0
 
@@ -506,5 +506,5 @@ WARNED = [
 
 @pytest.mark.parametrize(("sections", "said"), WARNED, ids=[w[1][:24] for w in WARNED])
 def test_what_a_run_is_told_once(sections: dict[str, Any], said: str) -> None:
-    assert any(said in line for line in load.warnings(config(**sections)))
-    assert not any(said in line for line in load.warnings(config()))
+    assert any(said in line for line in rules.warnings(config(**sections)))
+    assert not any(said in line for line in rules.warnings(config()))

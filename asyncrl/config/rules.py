@@ -2,67 +2,294 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
 
 from asyncrl.algorithms import settings
-from asyncrl.config.engines import ENGINES
+from asyncrl.config.engines import ENGINES, which
+from asyncrl.config.tree import Config
 
 
-def check(c: Any) -> list[str]:
-    """Problems of a config's mathematics; each begins with its key."""
+def check(config: Config) -> list[str]:
+    """Rules that span several keys; each problem begins with its key and shows its arithmetic."""
     return (
-        _correction(c)
-        + _surrogate(c)
-        + _kl(c)
-        + _reshape(c)
-        + _stop(c)
-        + _advantage(c)
-        + _value(c)
-        + _engine(c)
+        (_exact(config) if config.exact else [])
+        + _name(config)
+        + _staleness(config)
+        + _sizes(config)
+        + _needless(config)
+        + _backend(config)
+        + _limit(config)
+        + _correction(config)
+        + _surrogate(config)
+        + _kl(config)
+        + _reshape(config)
+        + _stop(config)
+        + _advantage(config)
+        + _value(config)
+        + _engine(config)
     )
 
 
-def _correction(c: Any) -> list[str]:
-    k = c.correction
+def _name(config: Config) -> list[str]:
+    """Of the run directory."""
     out = []
-    if k.lo is not None and k.hi is not None and k.lo > k.hi:
-        out.append(f"correction.lo: {k.lo:g} is above correction.hi = {k.hi:g}")
-    if k.bound == "truncate" and k.lo is not None:
-        out.append("correction.lo: truncate has no lower bound; use clip or mask, or leave it out")
-    if k.reject != "none" and k.reject != "ratio" and k.reject_hi is None:
-        out.append(f"correction.reject_hi: reject = {k.reject} has no default bound; give one")
+    if config.name in (".", "..") or set(config.name) & {"/", "\\", "\0"}:
+        out.append(
+            f"name: {config.name!r} is no name of one directory; where the directories of runs lie "
+            "is "
+            "`runs`"
+        )
+    return out
+
+
+def _staleness(config: Config) -> list[str]:
+    """The limit, and what is injected under it."""
+    out = []
+    lag = config.staleness.max_lag
+    inject = config.staleness.inject
+    if math.isnan(lag) or (not math.isinf(lag) and lag != int(lag)):
+        out.append(f"staleness.max_lag: {lag:g} is neither a whole number nor inf")
+    most = inject if isinstance(inject, int) else (len(inject) - 1 if inject else 0)
+    if inject is not None and most > lag:
+        out.append(
+            f"staleness.inject: injects up to {most} versions, above staleness.max_lag = {lag:g}"
+        )
+    if isinstance(inject, list) and (not inject or min(inject) < 0 or sum(inject) <= 0):
+        out.append(
+            "staleness.inject: give the probabilities of lag 0, 1, 2, ...; none negative, not all "
+            "zero"
+        )
+    if inject is not None and config.staleness.on_exceed != "pace":
+        out.append(
+            f"staleness.inject: needs staleness.on_exceed = pace, not {config.staleness.on_exceed}"
+        )
+    if inject is not None and config.advantage.no_spread == "filter":
+        out.append(
+            "staleness.inject: needs advantage.no_spread = keep: filtered groups shift the planned "
+            "batches"
+        )
+    return out + _order(config)
+
+
+def _sizes(config: Config) -> list[str]:
+    """What must fit into what."""
+    out = []
+    if config.learner.groups < config.learner.minibatches:
+        out.append(
+            f"learner.minibatches: {config.learner.minibatches} minibatches of "
+            f"{config.learner.groups} "
+            "groups: some would be empty"
+        )
+    if config.generator.max_new_tokens >= config.generator.context:
+        out.append(
+            f"generator.context: {config.generator.context} tokens leave no room for a prompt "
+            "beside "
+            f"{config.generator.max_new_tokens} new tokens"
+        )
+    return out
+
+
+def _needless(config: Config) -> list[str]:
+    """Settings of the update that have nothing to act on."""
+    out = []
     if (
-        k.reject != "none"
-        and k.reject_lo is not None
-        and k.reject_hi is not None
-        and k.reject_lo > k.reject_hi
+        config.correction.proximal == "behavior"
+        and config.correction.preset not in ("", "none")
+        and config.correction.level != "none"
     ):
         out.append(
-            f"correction.reject_lo: {k.reject_lo:g} is above correction.reject_hi = {k.reject_hi:g}"
+            "correction.proximal: behavior makes every weight 1, so the preset "
+            f"{config.correction.preset} has nothing to act on; use recompute"
         )
-    if k.reject in ("k2", "k3") and k.reject_hi is not None and k.reject_hi < 0:
+    if config.correction.self_normalize and config.correction.level == "none":
         out.append(
-            f"correction.reject_hi: {k.reject} is never negative, {k.reject_hi:g} would reject "
+            "correction.self_normalize: there are no weights to normalise (correction.level = none)"
+        )
+    if config.stop.kl_max > 0 and config.learner.epochs * config.learner.minibatches == 1:
+        out.append(
+            "stop.kl_max: with one optimizer step a batch there is nothing to stop; raise "
+            "learner.epochs or learner.minibatches"
+        )
+    return out
+
+
+def _backend(config: Config) -> list[str]:
+    """What the learner's backend and the wires can do."""
+    out = []
+    if config.learner.backend == "torch" and config.learner.ranks > 1:
+        out.append(
+            f"learner.ranks: {config.learner.ranks} ranks need learner.backend = deepspeed; torch "
+            "is "
+            "one process"
+        )
+    if config.learner.offload and (
+        config.learner.backend != "deepspeed" or config.learner.zero_stage == 0
+    ):
+        out.append(
+            "learner.offload: needs learner.backend = deepspeed and learner.zero_stage = 1 or "
+            "higher; elsewhere nothing moves to the CPU"
+        )
+    if (
+        config.learner.backend == "deepspeed"
+        and config.learner.zero_stage == 0
+        and config.model.dtype == "bfloat16"
+    ):
+        out.append(
+            "learner.zero_stage: 0 with model.dtype = bfloat16 keeps no fp32 copy of the weights "
+            "and drifts from stages 1 to 3; use 1 or higher"
+        )
+    if config.weights.transport == "tcp" and not config.wires.weights_address:
+        out.append(
+            "wires.weights_address: weights.transport = tcp needs an address, for instance "
+            "tcp://127.0.0.1:0"
+        )
+    return out
+
+
+def _limit(config: Config) -> list[str]:
+    """What happens above a limit, where there is none."""
+    out = []
+    if config.staleness.on_exceed in ("drop", "mask", "downweight") and math.isinf(
+        config.staleness.max_lag
+    ):
+        out.append(
+            f"staleness.on_exceed: {config.staleness.on_exceed} never acts without a limit "
+            "(staleness.max_lag = inf)"
+        )
+    return out
+
+
+def _order(config: Config) -> list[str]:
+    """Where `staleness.order` cannot be what it says."""
+    staleness = config.staleness
+    free = math.isinf(staleness.max_lag)
+    if staleness.order == "auto" or (
+        staleness.order == "ticket" and staleness.on_exceed == "pace" and not free
+    ):
+        return []
+    if staleness.order == "ticket":
+        if free:
+            return [
+                "staleness.order: ticket waits for the oldest answer, however late; without a "
+                "limit (staleness.max_lag = inf) use completion or freshest"
+            ]
+        return [
+            "staleness.order: with ticket order nothing passes the limit, so on_exceed = "
+            f"{staleness.on_exceed} has nothing to do; that is on_exceed = pace"
+        ]
+    if config.exact or staleness.max_lag == 0:
+        what = "exact" if config.exact else "synchronous (staleness.max_lag = 0)"
+        return [
+            f"staleness.order: {staleness.order} makes batches of what happens to be ready; runs "
+            "that are "
+            f"{what} repeat because of ticket order: use that"
+        ]
+    if staleness.inject is not None:
+        return [
+            f"staleness.order: {staleness.order} trains a ticket in another batch than lag "
+            "injection "
+            "planned; use ticket order, or leave staleness.inject out"
+        ]
+    if staleness.on_exceed == "pace" and not free:
+        return [
+            f"staleness.order: {staleness.order} lets slow answers past the limit, which on_exceed "
+            "= pace "
+            "keeps by ticket order alone; use drop, mask or downweight"
+        ]
+    return []
+
+
+def _exact(config: Config) -> list[str]:
+    """What bitwise equal logprobs rule out."""
+    out = []
+    generator = config.generator
+    if config.model.dtype != "float32" or generator.dtype not in ("same", "float32"):
+        out.append("exact: needs model.dtype = float32 and generator.dtype = same")
+    if generator.mantissa_bits:
+        out.append(
+            "exact: generator.mantissa_bits rounds the generator's weights, which the learner's "
+            "are not; set it to 0"
+        )
+    if not ENGINES[config.generator.engine].exact:
+        out.append(
+            f"exact: needs generator.engine = {which('exact')}, not {config.generator.engine}"
+        )
+    if config.learner.backend != "torch":
+        out.append(f"exact: needs learner.backend = torch, not {config.learner.backend}")
+    if generator.top_p < 1 or generator.top_k > 0:
+        out.append(
+            "exact: generator.top_p and top_k renormalise what is sampled from, which the learner "
+            "does not; set top_p = 1 and top_k = 0"
+        )
+    if (
+        config.weights.in_flight == "keep_kv"
+        and config.staleness.max_lag > 0
+        and config.staleness.inject is None
+    ):
+        out.append(
+            "exact: weights.in_flight = keep_kv mixes keys of several versions in an answer; use "
+            "recompute_kv or between_groups"
+        )
+    return out
+
+
+def _correction(config: Config) -> list[str]:
+    correction = config.correction
+    out = []
+    if correction.lo is not None and correction.hi is not None and correction.lo > correction.hi:
+        out.append(f"correction.lo: {correction.lo:g} is above correction.hi = {correction.hi:g}")
+    if correction.bound == "truncate" and correction.lo is not None:
+        out.append("correction.lo: truncate has no lower bound; use clip or mask, or leave it out")
+    if (
+        correction.reject != "none"
+        and correction.reject != "ratio"
+        and correction.reject_hi is None
+    ):
+        out.append(
+            f"correction.reject_hi: reject = {correction.reject} has no default bound; give one"
+        )
+    if (
+        correction.reject != "none"
+        and correction.reject_lo is not None
+        and correction.reject_hi is not None
+        and correction.reject_lo > correction.reject_hi
+    ):
+        out.append(
+            f"correction.reject_lo: {correction.reject_lo:g} is above correction.reject_hi = "
+            f"{correction.reject_hi:g}"
+        )
+    if (
+        correction.reject in ("k2", "k3")
+        and correction.reject_hi is not None
+        and correction.reject_hi < 0
+    ):
+        out.append(
+            f"correction.reject_hi: {correction.reject} is never negative, "
+            f"{correction.reject_hi:g} would reject "
             "everything"
         )
     acts = [
         n
         for n, on in (
-            ("reject", k.reject != "none"),
-            ("veto", k.veto == "ratio"),
-            ("m2", k.m2 > 0),
-            ("function", bool(k.function)),
+            ("reject", correction.reject != "none"),
+            ("veto", correction.veto == "ratio"),
+            ("m2", correction.m2 > 0),
+            ("function", bool(correction.function)),
         )
         if on
     ]
-    if k.proximal == "behavior" and acts and c.loss.surrogate != "reinforce":
+    if correction.proximal == "behavior" and acts and config.loss.surrogate != "reinforce":
         out.append(
             f"correction.{acts[0]}: acts on pi_prox / mu, which correction.proximal = behavior "
             "makes 1; use recompute"
         )
-    if k.function and ":" not in k.function:
-        out.append(f"correction.function: {k.function} is not module:name")
-    if k.denominator == "after" and k.reject == "none" and k.veto == "none":
+    if correction.function and ":" not in correction.function:
+        out.append(f"correction.function: {correction.function} is not module:name")
+    if (
+        correction.denominator == "after"
+        and correction.reject == "none"
+        and correction.veto == "none"
+    ):
         out.append(
             "correction.denominator: after counts what rejection leaves, and nothing is rejected; "
             "set correction.reject or veto"
@@ -70,101 +297,105 @@ def _correction(c: Any) -> list[str]:
     return out
 
 
-def _surrogate(c: Any) -> list[str]:
-    s = c.loss.surrogate
-    k = c.correction
+def _surrogate(config: Config) -> list[str]:
+    surrogate = config.loss.surrogate
+    correction = config.correction
     out = []
-    if s in settings.ON_BEHAVIOR and k.proximal != "behavior":
+    if surrogate in settings.ON_BEHAVIOR and correction.proximal != "behavior":
         out.append(
-            f"loss.surrogate: {s} takes its ratio against the behaviour policy; set "
+            f"loss.surrogate: {surrogate} takes its ratio against the behaviour policy; set "
             "correction.proximal = behavior"
         )
-    if s == "reinforce" and k.level == "none" and not k.function:
+    if surrogate == "reinforce" and correction.level == "none" and not correction.function:
         out.append(
             "loss.surrogate: reinforce is importance sampling by correction.level, which is none; "
             "choose token, sequence or geometric"
         )
-    if s == "reinforce" and k.denominator == "after":
+    if surrogate == "reinforce" and correction.denominator == "after":
         out.append(
             "correction.denominator: after is not known before the step for loss.surrogate = "
             "reinforce; use before"
         )
-    if c.loss.dual_clip and not c.loss.dual_clip > 1:
-        out.append(f"loss.dual_clip: {c.loss.dual_clip:g} must be above 1 (0: off)")
-    if c.loss.dual_clip and s not in ("ppo", "decoupled_ppo"):
-        out.append(f"loss.dual_clip: belongs to ppo and decoupled_ppo, not to {s}")
-    if c.loss.cispo_absolute and s != "cispo":
-        out.append(f"loss.cispo_absolute: belongs to cispo, not to {s}")
-    elif c.loss.cispo_absolute and not (c.loss.eps_high or 0) >= 1:
-        given = "absent" if c.loss.eps_high is None else f"{c.loss.eps_high:g}"
+    if config.loss.dual_clip and not config.loss.dual_clip > 1:
+        out.append(f"loss.dual_clip: {config.loss.dual_clip:g} must be above 1 (0: off)")
+    if config.loss.dual_clip and surrogate not in ("ppo", "decoupled_ppo"):
+        out.append(f"loss.dual_clip: belongs to ppo and decoupled_ppo, not to {surrogate}")
+    if config.loss.cispo_absolute and surrogate != "cispo":
+        out.append(f"loss.cispo_absolute: belongs to cispo, not to {surrogate}")
+    elif config.loss.cispo_absolute and not (config.loss.eps_high or 0) >= 1:
+        given = "absent" if config.loss.eps_high is None else f"{config.loss.eps_high:g}"
         out.append(
             f"loss.eps_high: {given}; with cispo_absolute it is the largest ratio that counts, so "
             "1 or more, for instance 5.0"
         )
-    if c.loss.cov_lo >= c.loss.cov_hi:
-        out.append(f"loss.cov_lo: {c.loss.cov_lo:g} is not below loss.cov_hi = {c.loss.cov_hi:g}")
+    if config.loss.cov_lo >= config.loss.cov_hi:
+        out.append(
+            f"loss.cov_lo: {config.loss.cov_lo:g} is not below loss.cov_hi = {config.loss.cov_hi:g}"
+        )
     return out
 
 
-def _kl(c: Any) -> list[str]:
-    k = c.kl.loss
-    r = c.kl.reward
+def _kl(config: Config) -> list[str]:
+    in_loss = config.kl.loss
+    in_reward = config.kl.reward
     out = []
-    if c.loss.surrogate == "sft" and r.coefficient > 0:
+    if config.loss.surrogate == "sft" and in_reward.coefficient > 0:
         out.append(
             "kl.reward.coefficient: loss.surrogate = sft takes no advantage, so KL in the reward "
             "would do nothing; use kl.loss.coefficient"
         )
-    if k.off_policy == "prefix" and k.estimator != "k3":
-        out.append(f"kl.loss.estimator: off_policy = prefix is built on k3, not {k.estimator}")
-    if k.off_policy == "prefix_full" and c.learner.backend != "torch":
+    if in_loss.off_policy == "prefix" and in_loss.estimator != "k3":
+        out.append(
+            f"kl.loss.estimator: off_policy = prefix is built on k3, not {in_loss.estimator}"
+        )
+    if in_loss.off_policy == "prefix_full" and config.learner.backend != "torch":
         out.append(
             "kl.loss.off_policy: prefix_full reads both models' last states, which needs "
-            f"learner.backend = torch, not {c.learner.backend}; use prefix"
+            f"learner.backend = torch, not {config.learner.backend}; use prefix"
         )
-    if r.controller == "adaptive" and not r.target > 0:
+    if in_reward.controller == "adaptive" and not in_reward.target > 0:
         out.append("kl.reward.target: the adaptive controller needs a target above 0")
-    if r.controller == "adaptive" and not r.coefficient > 0:
+    if in_reward.controller == "adaptive" and not in_reward.coefficient > 0:
         out.append(
             "kl.reward.coefficient: the adaptive controller multiplies it, so it must start above 0"
         )
     return out
 
 
-def _reshape(c: Any) -> list[str]:
-    r = c.reshape
+def _reshape(config: Config) -> list[str]:
+    reshape = config.reshape
     out = []
-    if not 0 < r.rho_min < 1:
-        out.append(f"reshape.rho_min: {r.rho_min:g} must lie strictly between 0 and 1")
-    if c.loss.surrogate == "reshape":
-        if r.budget == "tokens" and c.stop.action == "slow":
+    if not 0 < reshape.rho_min < 1:
+        out.append(f"reshape.rho_min: {reshape.rho_min:g} must lie strictly between 0 and 1")
+    if config.loss.surrogate == "reshape":
+        if reshape.budget == "tokens" and config.stop.action == "slow":
             out.append(
                 "reshape.budget: tokens and stop.action = slow would spend the same KL budget "
                 "twice; choose one"
             )
-        if r.budget == "global" and r.form == "box_cox":
+        if reshape.budget == "global" and reshape.form == "box_cox":
             out.append(
                 "reshape.budget: global lowers gamma, and in the box_cox form gamma = 0 still has "
                 "a gradient; use budget = tokens or form = power"
             )
-        if r.budget != "none" and c.learner.epochs * c.learner.minibatches == 1:
+        if reshape.budget != "none" and config.learner.epochs * config.learner.minibatches == 1:
             out.append(
                 "reshape.budget: with one optimizer step a batch there is nothing to budget; raise "
                 "learner.epochs or minibatches"
             )
-    elif r.budget != "none" or r.kl_penalty > 0 or r.clip > 0:
+    elif reshape.budget != "none" or reshape.kl_penalty > 0 or reshape.clip > 0:
         out.append(
             "loss.surrogate: the [reshape] section acts on surrogate = reshape only, not on "
-            f"{c.loss.surrogate}"
+            f"{config.loss.surrogate}"
         )
     return out
 
 
-def _stop(c: Any) -> list[str]:
+def _stop(config: Config) -> list[str]:
     out = []
-    if c.stop.action == "slow" and not c.stop.kl_max > 0:
+    if config.stop.action == "slow" and not config.stop.kl_max > 0:
         out.append("stop.kl_max: action = slow spreads a KL budget; give one above 0")
-    if c.stop.ess_min > 0 and c.learner.epochs * c.learner.minibatches == 1:
+    if config.stop.ess_min > 0 and config.learner.epochs * config.learner.minibatches == 1:
         out.append(
             "stop.ess_min: with one optimizer step a batch there is nothing to stop; raise "
             "learner.epochs or learner.minibatches"
@@ -172,155 +403,188 @@ def _stop(c: Any) -> list[str]:
     return out
 
 
-def _advantage(c: Any) -> list[str]:
-    a = c.advantage
+def _advantage(config: Config) -> list[str]:
+    advantage = config.advantage
     out = []
-    by_group = a.name in settings.BY_GROUP or (a.name == "reinforce_pp" and a.group_baseline)
-    if by_group and c.learner.group_size < 2 and c.loss.surrogate != "sft":
-        what = f"{a.name} with advantage.group_baseline" if a.group_baseline else a.name
+    by_group = advantage.name in settings.BY_GROUP or (
+        advantage.name == "reinforce_pp" and advantage.group_baseline
+    )
+    if by_group and config.learner.group_size < 2 and config.loss.surrogate != "sft":
+        what = (
+            f"{advantage.name} with advantage.group_baseline"
+            if advantage.group_baseline
+            else advantage.name
+        )
         out.append(
-            f"learner.group_size: {c.learner.group_size} sample a prompt leaves {what} nothing to "
+            f"learner.group_size: {config.learner.group_size} sample a prompt leaves {what} "
+            "nothing to "
             "compare with; 2 or more"
         )
-    if a.no_spread == "filter" and c.learner.group_size < 2:
+    if advantage.no_spread == "filter" and config.learner.group_size < 2:
         out.append(
             "learner.group_size: 1 sample a prompt never has a spread, so advantage.no_spread = "
             "filter would leave nothing to train on; 2 or more"
         )
-    if a.truncated in ("penalty", "fixed", "soft") and not a.truncation_penalty > 0:
-        hint = "; or advantage.truncated = zero" if a.truncated == "fixed" else ""
+    if advantage.truncated in ("penalty", "fixed", "soft") and not advantage.truncation_penalty > 0:
+        hint = "; or advantage.truncated = zero" if advantage.truncated == "fixed" else ""
         out.append(
-            f"advantage.truncation_penalty: 0 makes advantage.truncated = {a.truncated} do nothing "
+            f"advantage.truncation_penalty: 0 makes advantage.truncated = {advantage.truncated} do "
+            "nothing "
             f"of its own; give one above 0{hint}"
         )
-    if a.name == "reinforce" and a.baseline == "ema" and a.rewards == "whiten":
+    if (
+        advantage.name == "reinforce"
+        and advantage.baseline == "ema"
+        and advantage.rewards == "whiten"
+    ):
         out.append(
             "advantage.baseline: ema follows the mean reward from batch to batch, and "
             "advantage.rewards = whiten makes it 0 in each; use none or batch"
         )
-    if a.truncated == "soft" and not 0 < a.truncation_ramp <= c.generator.max_new_tokens:
+    if (
+        advantage.truncated == "soft"
+        and not 0 < advantage.truncation_ramp <= config.generator.max_new_tokens
+    ):
         out.append(
-            f"advantage.truncation_ramp: {a.truncation_ramp} tokens; soft needs 1 to "
-            f"generator.max_new_tokens = {c.generator.max_new_tokens}"
+            f"advantage.truncation_ramp: {advantage.truncation_ramp} tokens; soft needs 1 to "
+            f"generator.max_new_tokens = {config.generator.max_new_tokens}"
         )
-    if a.name == "remax" and c.learner.group_size < 2:
+    if advantage.name == "remax" and config.learner.group_size < 2:
         out.append(
-            f"learner.group_size: {c.learner.group_size}; the first sample of a group is remax's "
+            f"learner.group_size: {config.learner.group_size}; the first sample of a group is "
+            "remax's "
             "greedy baseline, so 2 or more"
         )
-    if a.name == "remax" and c.exact:
+    if advantage.name == "remax" and config.exact:
         out.append(
             "advantage.name: remax draws its baseline greedily, among whose logprobs exact mode "
             "does not hold; use rloo"
         )
-    if a.group_baseline and a.name != "reinforce_pp":
-        out.append(f"advantage.group_baseline: belongs to reinforce_pp, not to {a.name}")
+    if advantage.group_baseline and advantage.name != "reinforce_pp":
+        out.append(f"advantage.group_baseline: belongs to reinforce_pp, not to {advantage.name}")
     return out
 
 
-def _value(c: Any) -> list[str]:
-    v = c.value
+def _value(config: Config) -> list[str]:
+    value = config.value
     out = []
-    if c.advantage.name != "gae":
+    if config.advantage.name != "gae":
         return [
-            f"value.{k}: a value head belongs to advantage.name = gae, not to {c.advantage.name}"
+            f"value.{k}: a value head belongs to advantage.name = gae, not to "
+            f"{config.advantage.name}"
             for k in ("path", "clip", "lr")
-            if getattr(v, k)
+            if getattr(value, k)
         ][:1]
-    if c.learner.backend != "torch":
+    if config.learner.backend != "torch":
         out.append(
             "advantage.name: the value head of gae needs learner.backend = torch, not "
-            f"{c.learner.backend}"
+            f"{config.learner.backend}"
         )
-    if c.loss.surrogate == "sft":
+    if config.loss.surrogate == "sft":
         out.append(
             "advantage.name: gae has nothing to do under loss.surrogate = sft, which takes no "
             "advantage"
         )
-    if v.trunk == "shared" and v.init in ("reward_model", "random"):
+    if value.trunk == "shared" and value.init in ("reward_model", "random"):
         out.append(
-            f"value.init: {v.init} brings a trunk of its own; with value.trunk = shared choose "
+            f"value.init: {value.init} brings a trunk of its own; with value.trunk = shared choose "
             "policy or zeros"
         )
-    if (v.init == "reward_model") != bool(v.path):
+    if (value.init == "reward_model") != bool(value.path):
         out.append(
             "value.path: the directory of the reward model; value.init = reward_model needs it, "
             "and nothing else reads it"
         )
-    if v.trunk == "shared" and v.coefficient == 0:
+    if value.trunk == "shared" and value.coefficient == 0:
         out.append("value.coefficient: 0 leaves the value head untrained; give one above 0")
     return out
 
 
-def _engine(c: Any) -> list[str]:
-    engine = ENGINES[c.generator.engine]
+def _engine(config: Config) -> list[str]:
+    engine = ENGINES[config.generator.engine]
     out = []
-    for key, t in (
-        ("generator.temperature", c.generator.temperature),
-        ("evaluation.temperature", c.evaluation.temperature),
+    for key, temperature in (
+        ("generator.temperature", config.generator.temperature),
+        ("evaluation.temperature", config.evaluation.temperature),
     ):
-        if t < engine.least_temperature:
+        if temperature < engine.least_temperature:
             out.append(
-                f"{key}: {t:g}; {engine.title} raises temperatures below "
+                f"{key}: {temperature:g}; {engine.title} raises temperatures below "
                 f"{engine.least_temperature:g} to {engine.least_temperature:g}, and the recorded "
                 "one would be wrong"
             )
-    if not engine.numbered_gpu and c.model.device.startswith("cuda:"):
+    if not engine.numbered_gpu and config.model.device.startswith("cuda:"):
         out.append(
-            f"model.device: {c.model.device}; {engine.title} takes the first GPU it sees: use "
+            f"model.device: {config.model.device}; {engine.title} takes the first GPU it sees: use "
             "cuda, and generator.gpus to choose"
         )
-    for key, gpus in (("generator.gpus", c.generator.gpus), ("learner.gpus", c.learner.gpus)):
-        if gpus and c.model.device not in ("auto", "cuda"):
+    for key, gpus in (
+        ("generator.gpus", config.generator.gpus),
+        ("learner.gpus", config.learner.gpus),
+    ):
+        if gpus and config.model.device not in ("auto", "cuda"):
             out.append(
-                f"{key}: chooses the GPU, and model.device = {c.model.device} another: use auto or "
+                f"{key}: chooses the GPU, and model.device = {config.model.device} another: use "
+                "auto or "
                 "cuda"
             )
-    if c.learner.gpus and (
-        len(c.learner.gpus) != c.learner.ranks or len(set(c.learner.gpus)) < len(c.learner.gpus)
+    if config.learner.gpus and (
+        len(config.learner.gpus) != config.learner.ranks
+        or len(set(config.learner.gpus)) < len(config.learner.gpus)
     ):
         out.append(
-            f"learner.gpus: {c.learner.gpus} for {c.learner.ranks} rank(s) (learner.ranks); each "
+            f"learner.gpus: {config.learner.gpus} for {config.learner.ranks} rank(s) "
+            "(learner.ranks); each "
             "needs a GPU of its own"
         )
-    if c.learner.ranks > 1 and not c.learner.gpus and c.model.device.startswith("cuda"):
+    if (
+        config.learner.ranks > 1
+        and not config.learner.gpus
+        and config.model.device.startswith("cuda")
+    ):
         out.append(
-            f"learner.gpus: {c.learner.ranks} ranks would share model.device = {c.model.device}; "
+            f"learner.gpus: {config.learner.ranks} ranks would share model.device = "
+            f"{config.model.device}; "
             "give one number each"
         )
-    if (how := c.weights.transport) in ("nccl", "gloo") and c.wires.weights_address:
+    if (how := config.weights.transport) in ("nccl", "gloo") and config.wires.weights_address:
         out.append(
             f"wires.weights_address: weights.transport = {how} takes a free port of this machine "
             "and knows no keys; leave it out, or use tcp"
         )
-    if how == "nccl" and not (c.learner.gpus and c.generator.gpus):
+    if how == "nccl" and not (config.learner.gpus and config.generator.gpus):
         out.append(
             "weights.transport: nccl connects two GPUs; give learner.gpus and generator.gpus, or "
             "use auto"
         )
-    elif how == "nccl" and (both := sorted(set(c.learner.gpus) & set(c.generator.gpus))):
+    elif how == "nccl" and (both := sorted(set(config.learner.gpus) & set(config.generator.gpus))):
         out.append(
             f"weights.transport: nccl does not connect GPU {both[0]} with itself (learner.gpus, "
             "generator.gpus); use auto"
         )
     for key in sorted({key for row in ENGINES.values() for key in row.settings}):
-        if getattr(c.generator, key) and key not in engine.settings:
+        if getattr(config.generator, key) and key not in engine.settings:
             owners = " or ".join(name for name, row in ENGINES.items() if key in row.settings)
             out.append(
                 f"generator.{key}: belongs to generator.engine = {owners}, not to "
-                f"{c.generator.engine}"
+                f"{config.generator.engine}"
             )
     return out
 
 
-def warnings(c: Any) -> list[str]:
+def warnings(config: Config) -> list[str]:
     """What a run is told once at its start."""
+    return _kl_warnings(config) + _other_warnings(config)
+
+
+def _kl_warnings(config: Config) -> list[str]:
+    """Gradients of KL terms that are not what the name says."""
     out = []
-    k = c.kl.loss
-    on = c.kl.loss.coefficient > 0
-    r = c.kl.reward
-    stale = c.staleness.max_lag > 0 or c.learner.epochs * c.learner.minibatches > 1
-    if on and k.estimator == "k1" and k.off_policy == "none":
+    in_loss = config.kl.loss
+    on = config.kl.loss.coefficient > 0
+    in_reward = config.kl.reward
+    stale = config.staleness.max_lag > 0 or config.learner.epochs * config.learner.minibatches > 1
+    if on and in_loss.estimator == "k1" and in_loss.off_policy == "none":
         tail = (
             "; off policy, as here, it pushes away from the data (minus the gradient of KL(mu || "
             "pi))"
@@ -328,67 +592,75 @@ def warnings(c: Any) -> list[str]:
             else ""
         )
         out.append("kl: k1 in the loss has no expected gradient on policy" + tail)
-    if r.coefficient > 0 and r.estimator == "k3":
+    if in_reward.coefficient > 0 and in_reward.estimator == "k3":
         out.append("kl: k3 in the reward has a strongly biased gradient and is known to collapse")
-    if r.coefficient > 0 and r.at == "behavior" and c.staleness.max_lag > 0:
+    if in_reward.coefficient > 0 and in_reward.at == "behavior" and config.staleness.max_lag > 0:
         out.append(
             "kl: kl.reward.at = behavior takes the KL of the policy that wrote the tokens, whose "
             "gradient is more than half wrong off policy; use start"
         )
-    if on and k.off_policy == "ratio":
+    if on and in_loss.off_policy == "ratio":
         out.append(
             "kl: off_policy = ratio is right on the behaviour policy's states only; prefix is exact"
         )
-    if on and k.off_policy in ("prefix", "prefix_full"):
-        cut = "staleness.on_exceed = mask" if c.staleness.on_exceed == "mask" else ""
+    if on and in_loss.off_policy in ("prefix", "prefix_full"):
+        cut = "staleness.on_exceed = mask" if config.staleness.on_exceed == "mask" else ""
         if cut := cut or (
             "correction.reject by token"
-            if c.correction.reject != "none" and c.correction.reject_over == "token"
+            if config.correction.reject != "none" and config.correction.reject_over == "token"
             else ""
         ):
             out.append(
-                f"kl: off_policy = {k.off_policy} is exact for whole answers; {cut} takes tokens "
+                f"kl: off_policy = {in_loss.off_policy} is exact for whole answers; {cut} takes "
+                "tokens "
                 "out of the product of ratios"
             )
+    return out
+
+
+def _other_warnings(config: Config) -> list[str]:
+    """Of the correction, the samples and the surrogate."""
+    out = []
     if (
-        c.correction.level in ("sequence", "geometric")
-        and not c.correction.self_normalize
-        and c.correction.proximal != "behavior"
+        config.correction.level in ("sequence", "geometric")
+        and not config.correction.self_normalize
+        and config.correction.proximal != "behavior"
     ):
         out.append(
-            f"correction: at {c.correction.level} level without self_normalize the mean weight, an "
+            f"correction: at {config.correction.level} level without self_normalize the mean "
+            "weight, an "
             "effective learning rate, wanders"
         )
-    if c.generator.top_p < 1 or c.generator.top_k > 0:
+    if config.generator.top_p < 1 or config.generator.top_k > 0:
         out.append(
             "generator: top_p/top_k cut the sampled distribution; ratios against the full one are "
             "biased"
         )
     if (
-        c.loss.surrogate == "reshape"
-        and c.reshape.form == "power"
-        and c.reshape.mode == "constant"
-        and c.reshape.gamma == 0
+        config.loss.surrogate == "reshape"
+        and config.reshape.form == "power"
+        and config.reshape.mode == "constant"
+        and config.reshape.gamma == 0
     ):
         out.append(
             "reshape: gamma = 0 in the power form has no gradient at all; form = box_cox is "
             "weighted log-likelihood there"
         )
     if (
-        c.loss.surrogate == "reshape"
-        and c.reshape.budget == "none"
-        and not (c.stop.kl_max or c.reshape.clip or c.reshape.kl_penalty)
+        config.loss.surrogate == "reshape"
+        and config.reshape.budget == "none"
+        and not (config.stop.kl_max or config.reshape.clip or config.reshape.kl_penalty)
     ):
         out.append(
             "reshape: controls variance and not drift; without a repair (clip, kl_penalty, budget, "
             "stop.kl_max) the KL runs away"
         )
-    if c.advantage.name == "dr_grpo" and c.loss.reduction != "seq-mean-token-sum-norm":
+    if config.advantage.name == "dr_grpo" and config.loss.reduction != "seq-mean-token-sum-norm":
         out.append(
             "advantage: dr_grpo goes with loss.reduction = seq-mean-token-sum-norm; another "
             "reduction brings the length bias back"
         )
-    if c.loss.surrogate == "gspo" and c.loss.reduction != "seq-mean-token-mean":
+    if config.loss.surrogate == "gspo" and config.loss.reduction != "seq-mean-token-mean":
         out.append(
             "loss: gspo as published averages each answer over its tokens (loss.reduction = "
             "seq-mean-token-mean)"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from asyncrl.config import load
+from asyncrl.config import load, rules
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo
@@ -243,7 +243,7 @@ def within(summary: Mapping[str, Any]) -> str:
 
 def run(config: Config, run_dir: Path, *, resume: bool) -> tuple[int, dict[str, Any]]:
     """The whole of `asyncrl run`; returns the exit code and the summary."""
-    for warning in load.warnings(config):
+    for warning in rules.warnings(config):
         say(f"note: {warning}")
     preflight(config)
     watcher = Watcher(run_dir, say, about(config))

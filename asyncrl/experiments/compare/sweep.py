@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.config import load
+from asyncrl.config import load, presets
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare import comparison, warm_pool
@@ -33,7 +33,7 @@ KL_STOP = 0.05  # nats a token that a batch's updates may move: repair A of the 
 
 
 def _preset(name: str) -> list[str]:
-    keys = {"level": "none", "bound": "none"} | load.PRESETS[name]
+    keys = {"level": "none", "bound": "none"} | presets.PRESETS[name]
     return [
         *_RECOMPUTE,
         *(f"correction.{k}={v}" for k, v in keys.items()),

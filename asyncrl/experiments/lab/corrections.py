@@ -15,7 +15,7 @@ import torch
 
 from asyncrl.algorithms import correction, ratios
 from asyncrl.algorithms.settings import Correction
-from asyncrl.config.load import PRESETS
+from asyncrl.config.presets import PRESETS
 from asyncrl.experiments.lab.bias import average
 from asyncrl.experiments.lab.policy import Space, cosine, exact_gradient, relative
 

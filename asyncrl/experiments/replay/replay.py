@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import torch
 
-from asyncrl.config import load
+from asyncrl.config import load, presets
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError, Damaged, NotFinite
 from asyncrl.experiments.compare.comparison import differences
@@ -115,7 +115,7 @@ def resolve(text: str, sets: Sequence[str], source: str) -> Config:
     """
     raw = tomllib.loads(text)
     given = {item.partition("=")[0].strip() for item in sets}
-    load.forget(raw, sets)
+    presets.forget(raw, sets)
     if any(k.startswith("staleness.") for k in given):
         # it asks for on_exceed = pace; the lags are in the stream
         raw.get("staleness", {}).pop("inject", None)

@@ -1,0 +1,67 @@
+"""Presets: names for several keys of a section at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "none": {"level": "none", "bound": "none"},
+    "tis": {"level": "token", "bound": "truncate", "hi": 2.0},
+    "seq_tis": {"level": "sequence", "bound": "truncate", "hi": 2.0},
+    "icepop": {"level": "token", "bound": "mask", "lo": 0.5, "hi": 5.0},
+    "mis": {
+        "level": "token",
+        "bound": "truncate",
+        "hi": 2.0,
+        "reject": "ratio",
+        "reject_over": "mean",
+        "veto": "ratio",
+    },
+    "m2po": {"level": "none", "bound": "none", "m2": 0.04},
+}
+KL_PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {"loss.coefficient": 0.04, "loss.estimator": "k3"},  # DeepSeekMath's beta
+    "dr_grpo": {"loss.coefficient": 0.0},
+    "rloo": {"reward.coefficient": 0.05, "reward.estimator": "k1"},
+}
+
+PRESET_TABLES = (("correction", PRESETS), ("kl", KL_PRESETS))
+
+
+def fill(raw: dict[str, Any]) -> None:
+    """Each section of a raw table that names a preset takes from it the keys that it does not
+    give."""
+    for section, named in PRESET_TABLES:
+        table = raw.get(section)
+        if isinstance(table, dict) and table.get("preset") in named:
+            raw[section] = _fill(table, named[table["preset"]])
+
+
+def forget(raw: dict[str, Any], sets: Sequence[str]) -> None:
+    """A preset on the command line takes the place of the file's own keys: a resolved file gives
+    all of them, so it would change nothing.
+    """
+    given = {item.partition("=")[0].strip() for item in sets}
+    for section, table in PRESET_TABLES:
+        for key in (
+            {key for keys in table.values() for key in keys} if f"{section}.preset" in given else ()
+        ):
+            *path, last = f"{section}.{key}".split(".")
+            inside: Any = raw
+            for part in path:
+                inside = inside.get(part) if isinstance(inside, dict) else None
+            if isinstance(inside, dict) and f"{section}.{key}" not in given:
+                inside.pop(last, None)
+
+
+def _fill(table: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """The table with what it does not give taken from `values`, whose keys may be dotted."""
+    out = {k: dict(v) if isinstance(v, dict) else v for k, v in table.items()}
+    for key, value in values.items():
+        *path, last = key.split(".")
+        at = out
+        for part in path:
+            at = at.setdefault(part, {})
+        at.setdefault(last, value)
+    return out
