@@ -61,6 +61,7 @@ check: env
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 	$(VENV)/bin/lint-imports
+	$(PY) benchmarks/shape.py
 	$(TESTS) $(SLOW:%=--ignore=tests/test_%.py)
 
 # build/lib goes first: setuptools would pack modules from it that are gone.

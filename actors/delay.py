@@ -11,7 +11,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import admission
 from asyncrl.contract.messages import Ticket
 
-T = TypeVar("T")
+Item = TypeVar("Item")
 
 
 def decode_steps(config: Config, ticket: Ticket, tokens: int) -> float:
@@ -25,18 +25,18 @@ def decode_steps(config: Config, ticket: Ticket, tokens: int) -> float:
     )
 
 
-class Late(Generic[T]):
+class Late(Generic[Item]):
     """What is held, by the time (in whatever unit the caller counts) at which it is due."""
 
     def __init__(self) -> None:
-        self._heap: list[tuple[float, int, T]] = []
+        self._heap: list[tuple[float, int, Item]] = []
         self._held = 0
 
-    def hold(self, until: float, what: T) -> None:
+    def hold(self, until: float, what: Item) -> None:
         self._held += 1
         heapq.heappush(self._heap, (until, self._held, what))
 
-    def due(self, now: float) -> list[T]:
+    def due(self, now: float) -> list[Item]:
         """Give back what is due, the earliest first."""
         out = []
         while self._heap and self._heap[0][0] <= now:

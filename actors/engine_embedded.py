@@ -107,7 +107,7 @@ class EmbeddedEngine:
         self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b""
     ) -> None:
         self.weights.load(
-            {name: rounded(w, self.mantissa_bits) for name, w in weights.items()}
+            {name: rounded(weight, self.mantissa_bits) for name, weight in weights.items()}
             if self.mantissa_bits
             else weights
         )
@@ -175,12 +175,12 @@ class EmbeddedEngine:
             self._compact()
 
     def _compact(self) -> None:
-        keep = [i for i, r in enumerate(self.rows) if r is not None]
+        keep = [slot for slot, request in enumerate(self.rows) if request is not None]
         index = torch.tensor(keep, device=self.device)
-        n = len(keep)
+        count = len(keep)
         assert self.cache is not None
         self.cache.keep(index)
-        for t in (
+        for tensor in (
             self.token,
             self.position,
             self.left,
@@ -193,55 +193,63 @@ class EmbeddedEngine:
             self.out_token,
             self.out_logprob,
         ):
-            t[:n] = t[index]
-        self.rows = [self.rows[i] for i in keep]
+            tensor[:count] = tensor[index]
+        self.rows = [self.rows[slot] for slot in keep]
 
     def _admit(self, requests: list[Request]) -> None:
         self._reserve(requests)
         assert self.cache is not None
-        free = [i for i, r in enumerate(self.rows) if r is None]
+        free = [slot for slot, request in enumerate(self.rows) if request is None]
         extra = max(0, len(requests) - len(free))
         free += range(len(self.rows), len(self.rows) + extra)
         self.rows += [None] * extra
         free = free[: len(requests)]
         index = torch.tensor(free, device=self.device)
         self.cache.forget(index)
-        for i, r in zip(free, requests, strict=True):
-            self.rows[i] = Row(r, self.clock, [(0, self.label, self.digest)])
+        for slot, request in zip(free, requests, strict=True):
+            self.rows[slot] = Row(request, self.clock, [(0, self.label, self.digest)])
         self._fill(index, requests)
-        self._write_prompts(free, [r.prompt for r in requests], [r.group for r in requests])
+        self._write_prompts(
+            free, [request.prompt for request in requests], [request.group for request in requests]
+        )
         self.live += len(requests)
-        rows = [r.request for r in self.rows if r is not None]
-        self.plain = all(r.temperature == 1 and r.top_p == 1 and r.top_k == 0 for r in rows)
-        self.cuts = any(r.top_p < 1 or r.top_k > 0 for r in rows)
+        rows = [request.request for request in self.rows if request is not None]
+        self.plain = all(
+            request.temperature == 1 and request.top_p == 1 and request.top_k == 0
+            for request in rows
+        )
+        self.cuts = any(request.top_p < 1 or request.top_k > 0 for request in rows)
 
     def _fill(self, index: torch.Tensor, requests: list[Request]) -> None:
         def put(values: list[Any], dtype: torch.dtype) -> torch.Tensor:
             return torch.tensor(values, dtype=dtype, device=self.device)
 
-        self.token[index] = put([int(r.prompt[-1]) for r in requests], torch.long)
-        self.position[index] = put([len(r.prompt) - 1 for r in requests], torch.long)
+        self.token[index] = put([int(request.prompt[-1]) for request in requests], torch.long)
+        self.position[index] = put([len(request.prompt) - 1 for request in requests], torch.long)
         self.count[index] = 0
-        self.left[index] = put([r.max_new_tokens for r in requests], torch.long)
-        self.scale[index] = 1.0 / put([r.temperature for r in requests], torch.float32)
-        self.top_p[index] = put([r.top_p for r in requests], torch.float32)
-        self.top_k[index] = put([r.top_k for r in requests], torch.long)
+        self.left[index] = put([request.max_new_tokens for request in requests], torch.long)
+        self.scale[index] = 1.0 / put([request.temperature for request in requests], torch.float32)
+        self.top_p[index] = put([request.top_p for request in requests], torch.float32)
+        self.top_k[index] = put([request.top_k for request in requests], torch.long)
         width = self.stop.shape[1]
         self.stop[index] = put(
-            [list(r.stop) + [-1] * (width - len(r.stop)) for r in requests], torch.long
+            [list(request.stop) + [-1] * (width - len(request.stop)) for request in requests],
+            torch.long,
         )
         stream = np.zeros((len(requests), self.uniform.shape[1]), np.float32)
-        for i, r in enumerate(requests):
-            stream[i, : r.max_new_tokens] = uniforms(r.seed, r.key[0], r.key[1], r.max_new_tokens)
+        for slot, request in enumerate(requests):
+            stream[slot, : request.max_new_tokens] = uniforms(
+                request.seed, request.key[0], request.key[1], request.max_new_tokens
+            )
         self.uniform[index] = torch.from_numpy(stream).to(self.device)
 
     def _reserve(self, requests: list[Request]) -> None:
         """Grow the cache and the tables when a longer prompt, a longer answer or more stop tokens
         come; rare.
         """
-        prompt = max(self.prompt_needed, *(len(r.prompt) - 1 for r in requests))
-        ring = max(self.ring_needed, *(r.max_new_tokens for r in requests))
-        stops = max(1, *(len(r.stop) for r in requests))
+        prompt = max(self.prompt_needed, *(len(request.prompt) - 1 for request in requests))
+        ring = max(self.ring_needed, *(request.max_new_tokens for request in requests))
+        stops = max(1, *(len(request.stop) for request in requests))
         if stops > self.stop.shape[1]:
             self.stop = torch.nn.functional.pad(
                 self.stop, (0, stops - self.stop.shape[1]), value=-1
@@ -266,7 +274,8 @@ class EmbeddedEngine:
             more = ring - self.uniform.shape[1]
             pad = torch.nn.functional.pad
             self.uniform, self.out_token, self.out_logprob = (
-                pad(t, (0, more)) for t in (self.uniform, self.out_token, self.out_logprob)
+                pad(tensor, (0, more))
+                for tensor in (self.uniform, self.out_token, self.out_logprob)
             )
         if old is not None:
             self._move(old, old_prompt, old_ring)
@@ -287,8 +296,10 @@ class EmbeddedEngine:
         width = ids.shape[1]
         ids = np.pad(ids, ((0, 0), (0, exact_operators.up(width, exact_operators.KEYS) - width)))
         return [
-            (k[:, :, :width], v[:, :, :width])
-            for k, v in decoder.encode_exact(self.weights, torch.from_numpy(ids).to(self.device))
+            (keys[:, :, :width], values[:, :, :width])
+            for keys, values in decoder.encode_exact(
+                self.weights, torch.from_numpy(ids).to(self.device)
+            )
         ]
 
     def _move(self, old: decoder.ColumnCache, prompt: int, ring: int) -> None:
@@ -296,8 +307,12 @@ class EmbeddedEngine:
         assert self.cache is not None
         steps = np.arange(max(0, self.clock - ring), self.clock)
         if self.fixed:
-            n = old.bias.shape[2]
-            self.cache.k[:, :, :, :n], self.cache.v[:, :, :, :n], self.cache.bias[:, :, :n] = (
+            count = old.bias.shape[2]
+            (
+                self.cache.k[:, :, :, :count],
+                self.cache.v[:, :, :, :count],
+                self.cache.bias[:, :, :count],
+            ) = (
                 old.k,
                 old.v,
                 old.bias,
@@ -318,98 +333,106 @@ class EmbeddedEngine:
         that share it.
         """
         assert self.cache is not None
-        first = {g: i for i, g in reversed(list(enumerate(groups)))}
+        first = {g: slot for slot, g in reversed(list(enumerate(groups)))}
         unique = [g for g in dict.fromkeys(groups) if len(prompts[first[g]]) > 1]
         if not unique:
             return
-        place = {g: n for n, g in enumerate(unique)}
+        place = {g: count for count, g in enumerate(unique)}
         lengths = np.array([len(prompts[first[g]]) - 1 for g in unique])
         ids = np.zeros((len(unique), int(lengths.max())), np.int64)
-        for n, g in enumerate(unique):
-            ids[n, : lengths[n]] = prompts[first[g]][:-1]
-        pairs = [(r, place[g]) for r, g in zip(rows, groups, strict=True) if g in place]
+        for index, group in enumerate(unique):
+            ids[index, : lengths[index]] = prompts[first[group]][:-1]
+        pairs = [(request, place[g]) for request, g in zip(rows, groups, strict=True) if g in place]
         row, owner = (torch.tensor(x, device=self.device) for x in zip(*pairs, strict=True))
         width = ids.shape[1]
-        for i, (k, v) in enumerate(self._encode(ids)):
-            self.cache.k[i, row, :, :width] = k[owner]
-            self.cache.v[i, row, :, :width] = v[owner]
+        for layer, (keys, values) in enumerate(self._encode(ids)):
+            self.cache.k[layer, row, :, :width] = keys[owner]
+            self.cache.v[layer, row, :, :width] = values[owner]
         seen = torch.from_numpy(np.arange(width)[None] < lengths[:, None]).to(self.device)[owner]
         self.cache.bias[row, 0, :width] = torch.where(seen, 0.0, decoder.MASKED)
 
     def _recompute(self) -> None:
         """Rebuild the keys and values of every live row with the weights now loaded."""
         assert self.cache is not None
-        live = [(i, r) for i, r in enumerate(self.rows) if r is not None]
+        live = [(slot, request) for slot, request in enumerate(self.rows) if request is not None]
         for at in range(0, len(live), CHUNK):
             part = live[at : at + CHUNK]
             whole = [
-                np.concatenate([r.request.prompt, self._written(i, r)[0][: self.clock - r.born]])[
-                    :-1
-                ]
-                for i, r in part
+                np.concatenate(
+                    [
+                        request.request.prompt,
+                        self._written(slot, request)[0][: self.clock - request.born],
+                    ]
+                )[:-1]
+                for slot, request in part
             ]
             ids = np.zeros((len(part), max(1, *map(len, whole))), np.int64)
-            for n, w in enumerate(whole):
-                ids[n, : len(w)] = w
+            for index, tokens in enumerate(whole):
+                ids[index, : len(tokens)] = tokens
             layers = self._encode(ids)
-            for n, (i, r) in enumerate(part):
-                known = len(whole[n])
-                prompt = len(r.request.prompt) - 1
+            for index, (slot, request) in enumerate(part):
+                known = len(whole[index])
+                prompt = len(request.request.prompt) - 1
                 columns = np.concatenate(
                     [
                         np.arange(prompt),
                         self.prompt_needed
-                        + np.arange(r.born, r.born + known - prompt) % self.ring_needed,
+                        + np.arange(request.born, request.born + known - prompt) % self.ring_needed,
                     ]
                 )
                 if self.fixed:
                     columns = np.arange(known)
                 target = torch.from_numpy(columns).to(self.device)
-                for layer, (k, v) in enumerate(layers):
-                    self.cache.k[layer, i, :, target], self.cache.v[layer, i, :, target] = (
-                        k[n, :, :known],
-                        v[n, :, :known],
+                for layer, (keys, values) in enumerate(layers):
+                    self.cache.k[layer, slot, :, target], self.cache.v[layer, slot, :, target] = (
+                        keys[index, :, :known],
+                        values[index, :, :known],
                     )
 
     # ---- decoding --------------------------------------------------------------------------------
 
     def _decode(self) -> list[Answer]:
         assert self.cache is not None
-        n = len(self.rows)
+        count = len(self.rows)
         column = self.clock % self.ring_needed
         if self.fixed:
             longest = max(
-                len(r.request.prompt) - 1 + self.clock - r.born for r in self.rows if r is not None
+                len(request.request.prompt) - 1 + self.clock - request.born
+                for request in self.rows
+                if request is not None
             )
             logits = decoder.decode_exact(
-                self.weights, self.cache, self.token[:n], self.position[:n], longest
+                self.weights, self.cache, self.token[:count], self.position[:count], longest
             )
         else:
             logits = decoder.decode(
                 self.weights,
                 self.cache,
-                self.token[:n],
-                self.position[:n],
+                self.token[:count],
+                self.position[:count],
                 self.prompt_needed + column,
             )
         # a row's own count picks its uniform: what is drawn does not depend on who is written
         # beside it
-        u = self.uniform[:n].gather(1, self.count[:n, None])[:, 0]
+        draws = self.uniform[:count].gather(1, self.count[:count, None])[:, 0]
         if self.plain:
-            token, logprob = decoder.sample(logits, u, None, None)
+            token, logprob = decoder.sample(logits, draws, None, None)
         else:
             token, logprob = decoder.sample(
-                logits, u, self.scale[:n], (self.top_p[:n], self.top_k[:n]) if self.cuts else None
+                logits,
+                draws,
+                self.scale[:count],
+                (self.top_p[:count], self.top_k[:count]) if self.cuts else None,
             )
-        self.out_token[:n, column], self.out_logprob[:n, column] = token, logprob
-        live = self.left[:n] > 0
-        self.left[:n].sub_(live.long())
-        ended = live & ((token[:, None] == self.stop[:n]).any(1) | (self.left[:n] == 0))
-        self.token[:n], self.clock = token, self.clock + 1
-        self.count[:n].add_(1).clamp_(max=self.uniform.shape[1] - 1)
-        self.position[:n].add_(1).clamp_(max=self.context)
+        self.out_token[:count, column], self.out_logprob[:count, column] = token, logprob
+        live = self.left[:count] > 0
+        self.left[:count].sub_(live.long())
+        ended = live & ((token[:, None] == self.stop[:count]).any(1) | (self.left[:count] == 0))
+        self.token[:count], self.clock = token, self.clock + 1
+        self.count[:count].add_(1).clamp_(max=self.uniform.shape[1] - 1)
+        self.position[:count].add_(1).clamp_(max=self.context)
         done = ended.nonzero()[:, 0].tolist()
-        return [self._answer(i) for i in done]
+        return [self._answer(slot) for slot in done]
 
     def _written(self, index: int, row: Row) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and logprobs of row i so far, read out of the ring."""

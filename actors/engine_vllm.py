@@ -117,14 +117,14 @@ class SeededSampler:
         self,
         logits: torch.Tensor,
         generators: dict[int, torch.Generator],
-        k: torch.Tensor | None,
-        p: torch.Tensor | None,
+        keys: torch.Tensor | None,
+        parameter: torch.Tensor | None,
     ) -> Any:
         if len(generators) != len(logits):
-            return self.plain(logits, generators, k, p)
+            return self.plain(logits, generators, keys, parameter)
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
-        logits = apply_top_k_top_p(logits, k, p)
+        logits = apply_top_k_top_p(logits, keys, parameter)
         seeds = torch.tensor([self.draw(generators[i]) for i in range(len(logits))])
         return torch.ops._C.fused_gumbel_argmax(logits.float(), seeds), logits.log_softmax(
             -1, dtype=torch.float32
@@ -159,15 +159,15 @@ class Reference:
 
     def logprobs(self, weights: Mapping[str, torch.Tensor]) -> np.ndarray:
         """See `asyncrl.models.policy.probe_logprobs`."""
-        for name, p in self.model.hf.named_parameters():
-            p.data = weights[name].cpu()
+        for name, parameter in self.model.hf.named_parameters():
+            parameter.data = weights[name].cpu()
         out = probe_logprobs(self.model)
         self._forget()
         return out
 
     def _forget(self) -> None:
-        for p in self.model.hf.parameters():
-            p.data = torch.empty(0, dtype=p.dtype)
+        for parameter in self.model.hf.parameters():
+            parameter.data = torch.empty(0, dtype=parameter.dtype)
 
 
 class VllmEngine:
@@ -303,7 +303,7 @@ class VllmEngine:
         for answer in [answer for answer in self.kept if answer.key in gone]:
             tokens[answer.key] = len(answer.tokens)
             self.kept.remove(answer)
-        names = [name for name, (r, _) in self.requests.items() if r.key in gone]
+        names = [name for name, (request, _) in self.requests.items() if request.key in gone]
         for name in names:
             key = self.requests.pop(name)[0].key
             tokens[key] = live.get(key, 0)
@@ -317,7 +317,7 @@ class VllmEngine:
             for s in states.values()
             if s.detokenizer is not None
         }
-        return {r.key: count.get(name, 0) for name, (r, _) in self.requests.items()}
+        return {request.key: count.get(name, 0) for name, (request, _) in self.requests.items()}
 
     def close(self) -> None:
         """Give back memory and vLLM's process group, so that another engine can be made in this
@@ -365,19 +365,21 @@ class VllmEngine:
         self.probes = self.probes + 1
 
     def _answer(self, done: Any) -> Answer:
-        r, born = self.requests.pop(done.request_id)
-        o = done.outputs[0]
+        request, born = self.requests.pop(done.request_id)
+        output = done.outputs[0]
         spans = [
             self._span(v.version, v.start, v.end, born)
-            for v in o.weight_versions
+            for v in output.weight_versions
             if v.end > v.start
         ]
-        finish: Literal["stop", "length"] = "stop" if o.token_ids[-1] in r.stop else "length"
+        finish: Literal["stop", "length"] = (
+            "stop" if output.token_ids[-1] in request.stop else "length"
+        )
         return Answer(
-            r.key,
-            r.prompt,
-            np.array(o.token_ids, np.int32),
-            np.array(o.logprobs.logprobs, np.float32),
+            request.key,
+            request.prompt,
+            np.array(output.token_ids, np.int32),
+            np.array(output.logprobs.logprobs, np.float32),
             spans,
             finish,
         )

@@ -42,17 +42,17 @@ class Part:
 
 def fused(weights: Weights, names: Sequence[str]) -> torch.Tensor | None:
     """The stacked tensor as a view, where the published ones lie one behind the other in memory."""
-    first, *rest = (weights[n] for n in names)
+    first, *rest = (weights[name] for name in names)
     end = first.storage_offset() + first.numel()
-    for w in rest:
+    for weight in rest:
         if (
-            w.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
-            or w.storage_offset() != end
-            or w.dtype != first.dtype
+            weight.untyped_storage().data_ptr() != first.untyped_storage().data_ptr()
+            or weight.storage_offset() != end
+            or weight.dtype != first.dtype
         ):
             return None
-        end += w.numel()
-    rows = sum(len(weights[n]) for n in names)
+        end += weight.numel()
+    rows = sum(len(weights[name]) for name in names)
     return first.as_strided((rows, *first.shape[1:]), first.stride())
 
 
@@ -63,7 +63,7 @@ class Direct:
         self.dtype = dtype
         self.cpu = next(model.parameters()).device.type == "cpu"
         self.parts = list(parts(model, weights))
-        found = [n for part in self.parts if not part.tied for n in part.names]
+        found = [name for part in self.parts if not part.tied for name in part.names]
         if (missing := weights.keys() - set(found)) or len(found) > len(weights):
             raise Unknown(
                 f"no layer of vLLM's takes {min(missing)}"
@@ -91,11 +91,11 @@ class Direct:
             ):
                 raise Unknown(f"vLLM's own loading changes {part.names[0]}")
             if live.numel() == 0 or (part.product and self.cpu):
-                x = torch.randn(4, want.shape[1], generator=torch.Generator().manual_seed(0)).to(
-                    self.dtype
-                )
-                got = part.layer.cpu_linear(x, part.layer.weight, None).float()
-                plain = linear(x, want).float()
+                probe = torch.randn(
+                    4, want.shape[1], generator=torch.Generator().manual_seed(0)
+                ).to(self.dtype)
+                got = part.layer.cpu_linear(probe, part.layer.weight, None).float()
+                plain = linear(probe, want).float()
                 if live.numel():
                     got = got[:, : len(want)]
                 if (
@@ -111,7 +111,7 @@ class Direct:
         whole = fused(weights, part.names)
         if whole is not None and (whole.dtype == self.dtype or not part.product):
             return whole
-        size = sum(weights[n].numel() for n in part.names)
+        size = sum(weights[name].numel() for name in part.names)
         if self.scratch.numel() < size:
             self.scratch = torch.empty(size, dtype=self.dtype, device=weights[part.names[0]].device)
         out = self.scratch[:size].view(-1, *weights[part.names[0]].shape[1:])
@@ -128,7 +128,7 @@ class Direct:
                 and part.product
                 and (
                     self.dtype != torch.float32
-                    or sum(weights[n].numel() for n in part.names) >= PLAIN
+                    or sum(weights[name].numel() for name in part.names) >= PLAIN
                 )
             )
             if packed:
@@ -147,7 +147,9 @@ class Direct:
                     if number in self.plain
                     else self.plain.setdefault(number, self.stacked(weights, part).clone())
                 )
-                part.layer.cpu_linear = lambda x, _weight, bias, own=own: linear(x, own, bias)
+                part.layer.cpu_linear = lambda probe, _weight, bias, own=own: linear(
+                    probe, own, bias
+                )
                 self.copy(weights, part, own)
                 continue
             elif self.cpu and part.product:
@@ -163,9 +165,9 @@ class Direct:
         zero.
         """
         at = 0
-        for n in part.names:
-            live[at : at + len(weights[n])].copy_(weights[n])
-            at += len(weights[n])
+        for name in part.names:
+            live[at : at + len(weights[name])].copy_(weights[name])
+            at += len(weights[name])
 
 
 def pack(layer: Any, *, remove_weight: bool) -> None:
@@ -210,11 +212,12 @@ def parts(model: torch.nn.Module, weights: Weights) -> Iterator[Part]:
             tied = head and names[0] not in weights and id(tensor) in seen
             if tied:
                 names = seen[id(tensor)]
-            elif any(n not in weights for n in names):
+            elif any(name not in weights for name in names):
                 raise Unknown(
-                    f"no published weight is called {next(n for n in names if n not in weights)}"
+                    "no published weight is called "
+                    f"{next(name for name in names if name not in weights)}"
                 )
-            elif not _fits(tensor, [weights[n] for n in names], padded=table):
+            elif not _fits(tensor, [weights[name] for name in names], padded=table):
                 raise Unknown(f"{path}.{kind} has another shape than {names[0]}")
             seen[id(tensor)] = names
             yield Part(layer, kind, names, kind == "weight" and (square or head), tied)

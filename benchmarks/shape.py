@@ -25,6 +25,7 @@ PRODUCT = ("asyncrl", "actors", "buffer", "learner")
 MATHEMATICS = (
     "asyncrl/algorithms",
     "asyncrl/experiments/lab",
+    "asyncrl/experiments/compare/comparison_analysis.py",
     "asyncrl/experiments/compare/verdict.py",
     "asyncrl/models/exact_operators.py",
     "asyncrl/models/packed_forward.py",
@@ -124,7 +125,12 @@ def figures() -> list[Figure]:
         Figure("lines wider than 100 columns", len(wide), 0, wide),
         Figure("fmt: skip", len(skips), 0, skips),
         Figure("tokens a line, mean", round(tokens / lines, 2), 8, []),
-        Figure("lines of a function, most", long[0][0], 80, [place for _, place in long[:10]]),
+        Figure(
+            "lines of a function, most",
+            max(long)[0] if long else 0,
+            80,
+            [place for _, place in long[:10]],
+        ),
         Figure("calls with over 6 arguments by position", len(calls), 0, [c for _, c in calls]),
         Figure("one-letter names", len(short), 0, short),
     ]

@@ -30,20 +30,20 @@ class Lack(NamedTuple):
 def pick(store: Store, number: int) -> tuple[list[Group], Lack | None]:
     line = store.to_compose()
     if store.in_order and not math.isinf(store.max_lag):
-        picked = line[: store.s.batch]  # in ticket order, as `alive` is
+        picked = line[: store.settings.batch]  # in ticket order, as `alive` is
         late = next((group for group in picked if not group.complete), None)
         if late is not None:
             return [], why(late)
     else:
-        if store.s.on_exceed == "drop":
+        if store.settings.on_exceed == "drop":
             drop_stale(store, line, number)
         ready = sorted(
             (group for group in line if group.complete and group.ticket in store.alive),
             key=lambda group: (rank(store, group, number), group.completed),
         )
-        picked = ready[: store.s.batch]
-    if len(picked) < store.s.batch:
-        more = store.s.batch - len(picked)
+        picked = ready[: store.settings.batch]
+    if len(picked) < store.settings.batch:
+        more = store.settings.batch - len(picked)
         return [], Lack(f"{more} more groups: tickets are out or wait for room")
     return picked, None
 
@@ -52,7 +52,7 @@ def rank(store: Store, group: Group, number: int) -> int:
     """What goes before completion: in the order `freshest` the lag of the group's oldest token,
     should it train in batch `number`.
     """
-    if store.s.order != "freshest":
+    if store.settings.order != "freshest":
         return 0
     return max(admission.sample_lag(runs_of(store, stored, number)) for stored in group.stored())
 
@@ -88,14 +88,14 @@ def drop_stale(store: Store, line: list[Group], number: int) -> None:
                 ("dropped_stale", stored.trajectory.length, stored.trajectory.reward)
             )
             group.finals[index, stored.trajectory.attempt] = "dropped_stale"
-        group.samples = [None] * store.s.group
+        group.samples = [None] * store.settings.group
 
 
 def judge(store: Store, groups: list[Group], number: int) -> None:
     """Lag is judged at the lease: orphans of an earlier epoch are written again; in this epoch it
     is a bug of ours.
     """
-    hard = store.s.on_exceed in ("pace", "drop")
+    hard = store.settings.on_exceed in ("pace", "drop")
     for group in groups:
         for index, stored in enumerate(group.samples):
             if stored is None:
@@ -103,14 +103,15 @@ def judge(store: Store, groups: list[Group], number: int) -> None:
             runs = runs_of(store, stored, number)
             masked = (
                 sum(e - b for b, e, lag in runs if lag > store.max_lag)
-                if store.s.on_exceed == "mask"
+                if store.settings.on_exceed == "mask"
                 else 0
             )
             store.changes += masked != stored.masked
             stored.masked = masked
-            if store.s.on_exceed == "downweight":
+            if store.settings.on_exceed == "downweight":
                 stored.faded = sum(
-                    (e - b) * (1 - 0.5 ** (max(0.0, lag - store.max_lag) / store.s.half_life))
+                    (e - b)
+                    * (1 - 0.5 ** (max(0.0, lag - store.max_lag) / store.settings.half_life))
                     for b, e, lag in runs
                 )
             if not hard or admission.sample_lag(runs) <= store.max_lag:

@@ -74,8 +74,8 @@ def sample(store: Store, answer: Trajectory) -> None:
         )
         return
     need(
-        0 <= answer.sample < store.s.group,
-        f"ticket {answer.ticket}: sample {answer.sample} of a group of {store.s.group}",
+        0 <= answer.sample < store.settings.group,
+        f"ticket {answer.ticket}: sample {answer.sample} of a group of {store.settings.group}",
     )
     need(
         0 <= answer.ticket < store.cursor,
@@ -88,42 +88,46 @@ def sample(store: Store, answer: Trajectory) -> None:
     )
 
 
-def answer(t: Trajectory, vocabulary: int) -> None:
+def answer(sample: Trajectory, vocabulary: int) -> None:
     """An answer's own arrays: of one length, numbers where numbers are meant, tokens that the model
     has.  vocabulary: 0 while no learner has said it.
     """
-    which = f"ticket {t.ticket}, sample {t.sample}"
-    length = len(t.mask)
+    which = f"ticket {sample.ticket}, sample {sample.sample}"
+    length = len(sample.mask)
+    size = len(sample.tokens)
     need(
-        len(t.tokens) == 4 * length > 0 and len(t.prompt_tokens) % 4 == 0,
-        f"{which}: {len(t.tokens)} bytes of tokens for {length} mask bytes; int32, one or more",
+        size == 4 * length > 0 and len(sample.prompt_tokens) % 4 == 0,
+        f"{which}: {size} bytes of tokens for {length} mask bytes; int32, one or more",
     )
     need(
-        len(t.behavior_logprobs) == 4 * length,
-        f"{which}: {len(t.behavior_logprobs)} bytes of behavior_logprobs for {length} tokens; "
+        len(sample.behavior_logprobs) == 4 * length,
+        f"{which}: {len(sample.behavior_logprobs)} bytes of behavior_logprobs for {length} tokens; "
         "float32 each",
     )
     need(
-        len(t.token_rewards) in (0, 4 * length),
-        f"{which}: {len(t.token_rewards)} bytes of token_rewards for {length} tokens; float32, "
+        len(sample.token_rewards) in (0, 4 * length),
+        f"{which}: {len(sample.token_rewards)} bytes of token_rewards for {length} tokens; "
+        "float32, "
         "or none",
     )
-    ends = [0, *(span.end for span in t.spans)]
+    ends = [0, *(span.end for span in sample.spans)]
     need(
         ends[-1] == length
-        and all(a == span.start < span.end for a, span in zip(ends[:-1], t.spans, strict=True)),
+        and all(
+            a == span.start < span.end for a, span in zip(ends[:-1], sample.spans, strict=True)
+        ),
         f"{which}: its spans are not its {length} tokens in order",
     )
     need(
-        not t.mask.strip(b"\0\1"),
+        not sample.mask.strip(b"\0\1"),
         f"{which}: its mask holds other bytes than 0 and 1",
     )
-    logprobs = np.frombuffer(t.behavior_logprobs, "<f4")
+    logprobs = np.frombuffer(sample.behavior_logprobs, "<f4")
     need(
         bool(logprobs.max() <= LOGPROB_ABOVE_0 and logprobs.min() > -np.inf),
         f"{which}: a behavior_logprob is above 0 or not finite",
     )
-    for name, raw in (("prompt_tokens", t.prompt_tokens), ("tokens", t.tokens)):
+    for name, raw in (("prompt_tokens", sample.prompt_tokens), ("tokens", sample.tokens)):
         ids = np.frombuffer(raw, "<i4")
         if len(ids):
             low, high = int(ids.min()), int(ids.max())
@@ -131,16 +135,16 @@ def answer(t: Trajectory, vocabulary: int) -> None:
                 low >= 0 and (high < vocabulary or not vocabulary),
                 f"{which}: {name} from {low} to {high}, of a model with {vocabulary} tokens",
             )
-    if t.token_rewards:
+    if sample.token_rewards:
         need(
-            bool(np.isfinite(np.frombuffer(t.token_rewards, "<f4")).all()),
+            bool(np.isfinite(np.frombuffer(sample.token_rewards, "<f4")).all()),
             f"{which}: a token reward is not finite",
         )
 
 
 def progress(store: Store, rows: list[tuple[int, int, int]]) -> None:
     """(ticket, attempt, tokens so far): no attempt has more tokens than its samples may have."""
-    most = store.s.group * store.s.sampling.max_new_tokens
+    most = store.settings.group * store.settings.sampling.max_new_tokens
     for ticket, attempt, tokens in rows:
         need(
             0 <= tokens <= most,
@@ -215,8 +219,9 @@ def hello(message: LearnerHello) -> None:
 
 def ask(store: Store, number: int) -> None:
     need(
-        number < store.s.steps,
-        f"batch {number} is asked for; the last one of {store.s.steps} is {store.s.steps - 1} "
+        number < store.settings.steps,
+        f"batch {number} is asked for; the last one of {store.settings.steps} is "
+        f"{store.settings.steps - 1} "
         "(learner.steps)",
     )
 
@@ -239,7 +244,7 @@ def commit(store: Store, number: int, label: Label, unused: Sequence[tuple[int, 
         f"{store.base + len(store.comps) - 1}",
     )
     missing = [t for t in store.comps[at] if t not in store.alive or not store.alive[t].complete]
-    samples = len(store.comps[at]) * store.s.group
+    samples = len(store.comps[at]) * store.settings.group
     fits = len(unused) in (0, samples) and all(
         0 <= x < 1 << 60 for counts in unused for x in counts
     )
@@ -257,5 +262,5 @@ def commit(store: Store, number: int, label: Label, unused: Sequence[tuple[int, 
 
 def goodbye(store: Store, number: int) -> None:
     """A learner that leaves has trained all there is."""
-    done = f"{store.committed} of {store.s.steps} batches are committed (learner.steps)"
-    need(store.committed >= store.s.steps, f"the learner leaves at version {number}; {done}")
+    done = f"{store.committed} of {store.settings.steps} batches are committed (learner.steps)"
+    need(store.committed >= store.settings.steps, f"the learner leaves at version {number}; {done}")

@@ -133,7 +133,7 @@ class RecordedStore(Store):
             store._fold_segment(found[-1])
         # a segment folds with the settings that it was written under; from here on count ours
         evaluations.plan = plan
-        store.s = settings
+        store.settings = settings
         store.finished = store.finished and store.committed >= settings.steps
         evaluations.fresh = []
         store.leases_anew(now)

@@ -123,7 +123,7 @@ def summary(store: Store, trained: Trained, wall_s: float) -> dict[str, Any]:
         "heldout_start": value("heldout", 0),
         "heldout_end": value("heldout", evaluated[-1] if evaluated else None),
         "ood_start": value("ood", 0),
-        "ood_end": value("ood", store.s.steps),
+        "ood_end": value("ood", store.settings.steps),
         "lag": {"mean": mean(lags), "p95": quantile(lags, 0.95), "max": max(lags, default=0)},
         "ledger": {"generated": store.generated()}
         | {name: int(line["tokens"]) for name, line in ledger.items()},

@@ -340,7 +340,7 @@ class Service:
         """
         fresh = min(
             sum(what == "accepted" for *_, what in acks),
-            max(0, self.store.s.batch * self.store.s.group - self.taken),
+            max(0, self.store.settings.batch * self.store.settings.group - self.taken),
         )
         self.taken += fresh
         return fresh
@@ -633,7 +633,7 @@ class Service:
         return m.Status(
             run=self.run,
             committed=self.store.committed,
-            steps=self.store.s.steps,
+            steps=self.store.settings.steps,
             epoch=self.store.epoch,
             metrics=dict(self.latest),
             ledger=self.store.ledger(),

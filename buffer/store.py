@@ -58,7 +58,7 @@ class Store:
         prompt: Callable[[int], Prompt],
         evaluations: Evaluations | None = None,
     ) -> None:
-        self.s = settings
+        self.settings = settings
         self.prompt = prompt
         self.tree = PolicyTree()
         self.epoch = self.active = 0
@@ -97,7 +97,7 @@ class Store:
     def snapshot(self) -> Snapshot:
         """The whole state.  It shares what it holds with the store: encode it at once."""
         return Snapshot(
-            settings=self.s,
+            settings=self.settings,
             epoch=self.epoch,
             active=self.active,
             cursor=self.cursor,
@@ -130,7 +130,7 @@ class Store:
 
     def restore(self, state: Snapshot) -> None:
         """Become the store that `state` was taken of; its prompts stay this one's."""
-        self.s = state.settings
+        self.settings = state.settings
         self.epoch = state.epoch
         self.active = state.active
         self.cursor = state.cursor
@@ -166,15 +166,15 @@ class Store:
         """The clock of the life before says nothing: every lease runs its full time from now."""
         for group in self.alive.values():
             if group.lease is not None:
-                group.lease.expires = now + self.s.lease_s
-        self.evaluations.leases_anew(now + self.s.lease_s)
+                group.lease.expires = now + self.settings.lease_s
+        self.evaluations.leases_anew(now + self.settings.lease_s)
 
     # ---- the rules, each of them needed: tests override them one by one --------------------------
 
     @property
     def in_order(self) -> bool:
         """Do batches take groups in ticket order?"""
-        return self.s.in_order
+        return self.settings.in_order
 
     def in_room(self, place: int, room: float) -> bool:
         """May a group with so many before it be granted again?"""
@@ -220,10 +220,10 @@ class Store:
             self.attempts += 1
             ticket = self.evaluations.grant(
                 self.attempts,
-                self.s,
+                self.settings,
                 producer=producer,
                 session=session,
-                expires=now + self.s.lease_s,
+                expires=now + self.settings.lease_s,
             )
             out.append(ticket)
             samples -= 1
@@ -253,17 +253,19 @@ class Store:
         )
 
     def _grant_one(self, producer: str, session: int, now: float) -> Ticket | None:
-        room = admission.room(self.max_lag, self.s.batch, self.stored_bytes, self.s.byte_limit)
+        room = admission.room(
+            self.max_lag, self.settings.batch, self.stored_bytes, self.settings.byte_limit
+        )
         for place, group in self._line():
             if not self.in_room(place, room):
                 break
             if group.lease is None and not group.complete:
                 return self._lease(group, place, producer, session, now)
-        enough = self.committed + self.to_train() // self.s.batch >= self.s.steps
+        enough = self.committed + self.to_train() // self.settings.batch >= self.settings.steps
         if self.places_taken() >= room or enough:
             return None
         self._skip_trained()
-        new = Group(self.cursor, [None] * self.s.group)
+        new = Group(self.cursor, [None] * self.settings.group)
         ticket = self._lease(new, len(self.alive), producer, session, now)
         if ticket is not None:
             self.alive[self.cursor] = new
@@ -275,9 +277,11 @@ class Store:
     ) -> Ticket | None:
         assert self.policy is not None
         exact = None
-        if self.s.inject is not None:
-            planned = admission.planned_batch(self.committed, place, self.s.batch)
-            wanted = planned - admission.injected_lag(self.s.inject, self.s.seed, group.ticket)
+        if self.settings.inject is not None:
+            planned = admission.planned_batch(self.committed, place, self.settings.batch)
+            wanted = planned - admission.injected_lag(
+                self.settings.inject, self.settings.seed, group.ticket
+            )
             if wanted > self.committed:
                 return None
             exact = next(
@@ -291,7 +295,7 @@ class Store:
         self.attempts += 1
         todo = group.missing()
         group.lease = Lease(
-            self.attempts, producer, session, now + self.s.lease_s, set(todo), self.policy
+            self.attempts, producer, session, now + self.settings.lease_s, set(todo), self.policy
         )
         group.attempts[self.attempts] = [0, 0, 0]
         return Ticket(
@@ -300,10 +304,10 @@ class Store:
             kind="train",
             prompt=self.prompt(group.ticket),
             samples=todo,
-            sampling=self.s.sampling,
+            sampling=self.settings.sampling,
             min_version=self.least_version(self.policy),
             exact_version=exact,
-            seed=self.s.seed,
+            seed=self.settings.seed,
         )
 
     def renew(
@@ -322,18 +326,18 @@ class Store:
         checks.progress(self, progress)
         for ticket, attempt in judging:
             if ticket >= EVAL_BASE:
-                self.evaluations.renew(ticket, attempt, now + self.s.lease_s)
+                self.evaluations.renew(ticket, attempt, now + self.settings.lease_s)
             elif (
                 (group := self.alive.get(ticket)) is not None
                 and group.lease is not None
                 and group.lease.attempt == attempt
             ):
-                group.lease.expires = now + self.s.lease_s
+                group.lease.expires = now + self.settings.lease_s
         moved = False
         queued = []
         for ticket, attempt, tokens in progress:
             if ticket >= EVAL_BASE:
-                self.evaluations.renew(ticket, attempt, now + self.s.lease_s)
+                self.evaluations.renew(ticket, attempt, now + self.settings.lease_s)
                 moved = moved or tokens > 0
             elif (
                 group := self.alive.get(ticket) or self.retained.get(ticket)
@@ -343,13 +347,13 @@ class Store:
                     count[0], moved = tokens, True
                     self._touched(ticket)
                     if group.lease is not None and group.lease.attempt == attempt:
-                        group.lease.expires = now + self.s.lease_s
+                        group.lease.expires = now + self.settings.lease_s
                 elif tokens == 0 and group.lease is not None and group.lease.attempt == attempt:
                     queued.append(group.lease)
             elif (ticket, attempt) in self.strays:
                 self._stray(ticket, attempt, max(tokens, self.strays[ticket, attempt][0]), 0)
         for lease in queued if moved else ():
-            lease.expires = now + self.s.lease_s
+            lease.expires = now + self.settings.lease_s
 
     def told(self, producer: str, session: int, drawn: int) -> None:
         """A session's own count of the tokens that it has told of; counts only grow."""
@@ -472,16 +476,16 @@ class Store:
             self.failed_machinery += 1
             failed = self.failed_machinery
             key = "reward.machinery_budget"
-            budget = self.s.machinery_budget
+            budget = self.settings.machinery_budget
         else:
             self.failed_samples += 1
             failed = self.failed_samples
             key = "reward.error_budget"
-            budget = self.s.error_budget
-        if failed > budget * self.s.batch * self.s.group:
+            budget = self.settings.error_budget
+        if failed > budget * self.settings.batch * self.settings.group:
             raise AsyncrlError(
                 f"{failed} samples failed since the last batch, more than {key} allows "
-                f"({budget:g} of {self.s.batch * self.s.group}); the last one: "
+                f"({budget:g} of {self.settings.batch * self.settings.group}); the last one: "
                 f"ticket {group.ticket}, {failure}"
             )
 
@@ -492,9 +496,9 @@ class Store:
         rewards = [stored.trajectory.reward for stored in group.stored()]
         equal = math.isclose(min(rewards), max(rewards), rel_tol=EQUAL)
         if (
-            self.s.filter_no_spread
+            self.settings.filter_no_spread
             and equal
-            and self.s.group > 1
+            and self.settings.group > 1
             and group.ticket not in self.composed
             and group.ticket in self.alive
         ):
@@ -502,7 +506,7 @@ class Store:
 
     def leave(self, group: Group, what: LedgerLine) -> None:
         """A group leaves the stream: filtered, abandoned, or of a branch that is not followed."""
-        if self.s.inject is not None and what == "abandoned":
+        if self.settings.inject is not None and what == "abandoned":
             self._succeed(group)
         self.alive.pop(group.ticket, None)
         self._end_lease(group)
@@ -510,7 +514,7 @@ class Store:
             group.other.append((what, stored.trajectory.length, stored.trajectory.reward))
             group.finals[stored.trajectory.sample, stored.trajectory.attempt] = what
         self.stored_bytes -= group.free()
-        group.samples = [None] * self.s.group
+        group.samples = [None] * self.settings.group
         self._retire(group, trained=False)
 
     def _succeed(self, group: Group) -> None:
@@ -518,7 +522,7 @@ class Store:
         those behind keep their batches.
         """
         self._skip_trained()
-        new = Group(self.cursor, [None] * self.s.group, stands=group.place)
+        new = Group(self.cursor, [None] * self.settings.group, stands=group.place)
         self.alive = {
             x.ticket: x for y in self.alive.values() for x in ((y, new) if y is group else (y,))
         }
@@ -580,7 +584,7 @@ class Store:
             self._end_lease(group)
         self._follow(hello)
         self.policy = hello.label
-        self.evaluations.restart(hello.label, self.s.steps)
+        self.evaluations.restart(hello.label, self.settings.steps)
         return True
 
     def _follow(self, hello: LearnerHello) -> None:
@@ -702,7 +706,7 @@ class Store:
         self.policy = label
         self.failed_samples = 0
         self.failed_machinery = 0
-        self.evaluations.committed(label, self.s.steps)
+        self.evaluations.committed(label, self.settings.steps)
         if len(self.tree) > 2 * VERSIONS:
             self._prune()
         return True
@@ -745,8 +749,12 @@ class Store:
     def keep(self) -> list[Label]:
         """Versions that the ring must hold: those that tickets, out or to come, name exactly."""
         out = set(self.evaluations.labels())
-        if self.s.inject is not None:
-            most = self.s.inject if isinstance(self.s.inject, int) else len(self.s.inject) - 1
+        if self.settings.inject is not None:
+            most = (
+                self.settings.inject
+                if isinstance(self.settings.inject, int)
+                else len(self.settings.inject) - 1
+            )
             out |= {
                 Label(self.epoch, number)
                 for number in range(max(0, self.committed - most), self.committed + 1)

@@ -125,11 +125,11 @@ class Trained:
         """A learner begins at `number`: batches from there on are trained again, those before it
         were trained, whether their commit was heard or not.
         """
-        if any(n >= number for n in self.rows):
+        if any(which >= number for which in self.rows):
             self._write({"from": number})
-        for n in sorted(self.lent):
-            if n < number and not self.knows(n):
-                self._write(self.lent[n])
+        for which in sorted(self.lent):
+            if which < number and not self.knows(which):
+                self._write(self.lent[which])
         self.lent = {}
 
     def add(self, batch: Batch, limit: float) -> dict[int, int]:

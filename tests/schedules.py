@@ -145,7 +145,7 @@ class World:
         self.epochs += 1
         if self.variants:  # all processes end and begin again with another config
             self.settings = replace(self.settings, **self.r.choice(self.variants))
-            self.store.s = self.settings
+            self.store.settings = self.settings
         label = Label(self.epochs, len(history))
         k = float(self.r.choice(self.limits))
         parent = Label(origin.epoch, origin.number - 1) if origin.number else None

@@ -139,7 +139,7 @@ def honest(service: Service, r: random.Random) -> m.FromPeer | None:
         return m.Deliver("generator-0", 7, 1, [t])
     if what < 0.7:
         return m.Want("generator-0", 7, 1, 8, None)
-    if what < 0.85 and s.committed < s.s.steps:
+    if what < 0.85 and s.committed < s.settings.steps:
         return m.Ask(s.epoch, s.committed)
     return (
         m.Commit(
@@ -268,7 +268,7 @@ def test_no_message_ends_the_run(mode: str, tmp_path: Path) -> None:
         rundir.ensure(config, "", run_dir)
         service = Service(config, run_dir)
         # these end a run, and are meant to
-        service.store.s.error_budget = service.store.s.machinery_budget = 1e9
+        service.store.settings.error_budget = service.store.settings.machinery_budget = 1e9
         fuzz = Fuzz(service, r)
         try:
             for _ in range(600):
@@ -290,7 +290,7 @@ def test_no_message_ends_the_run(mode: str, tmp_path: Path) -> None:
             assert service.close() == ""
             if mode == "process":
                 again = open_store(config, run_dir, get_task(config.task))
-                again.s.error_budget = again.s.machinery_budget = 1e9
+                again.settings.error_budget = again.settings.machinery_budget = 1e9
                 after = state(again)
                 assert {
                     f: (x, getattr(after, f))

@@ -41,12 +41,12 @@ def injected_lag(inject: int | Sequence[float], seed: int, ticket: int) -> int:
     """
     if isinstance(inject, int):
         return inject
-    u = xxhash.xxh3_64_intdigest(f"{seed}:{ticket}:inject".encode()) / 2**64 * sum(inject)
+    drawn = xxhash.xxh3_64_intdigest(f"{seed}:{ticket}:inject".encode()) / 2**64 * sum(inject)
     total = 0.0
     at = 0
     for at, share in enumerate(inject):
         total += share
-        if u < total:
+        if drawn < total:
             return at
     return at
 
@@ -57,8 +57,8 @@ def delay(scale: float, seed: int, ticket: int) -> float:
 
     Half of the tickets get less than 0.6 scales, one in ten more than 3.6, one in a hundred 20.
     """
-    u = xxhash.xxh3_64_intdigest(f"{seed}:{ticket}:delay".encode()) / 2**64
-    return scale * min(20.0, (1 - u) ** (-2 / 3) - 1) if scale else 0.0
+    drawn = xxhash.xxh3_64_intdigest(f"{seed}:{ticket}:delay".encode()) / 2**64
+    return scale * min(20.0, (1 - drawn) ** (-2 / 3) - 1) if scale else 0.0
 
 
 def span_lags(

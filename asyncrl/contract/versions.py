@@ -93,31 +93,33 @@ class PolicyTree:
         (Label(epoch=1, number=2), 4, 6, 4)
         """
         self._node = {
-            label: n for label, n in self._node.items() if label.number >= below or label in keep
+            label: number
+            for label, number in self._node.items()
+            if label.number >= below or label in keep
         }
         wanted = set(self._node.values())
         size = len(self._parent)
         # children of a policy under which something is wanted: two make a branch, whose depth
         # counts
         below_it = [0] * size
-        for n in reversed(range(size)):
-            if (n in wanted or below_it[n]) and self._parent[n] >= 0:
-                below_it[self._parent[n]] += 1
+        for number in reversed(range(size)):
+            if (number in wanted or below_it[number]) and self._parent[number] >= 0:
+                below_it[self._parent[number]] += 1
         # the policy, or its nearest ancestor that stays; the last one: of roots
         to = [-1] * (size + 1)
         parent: list[int] = []
         depth: list[int] = []
         digest: list[str] = []
-        for n in range(size):
-            above = to[self._parent[n]]
-            if n in wanted or below_it[n] >= 2:
-                to[n] = len(parent)
+        for number in range(size):
+            above = to[self._parent[number]]
+            if number in wanted or below_it[number] >= 2:
+                to[number] = len(parent)
                 parent.append(above)
-                depth.append(self._depth[n])
-                digest.append(self._digest[n])
+                depth.append(self._depth[number])
+                digest.append(self._digest[number])
             else:
-                to[n] = above
-        self._node = {label: to[n] for label, n in self._node.items()}
+                to[number] = above
+        self._node = {label: to[number] for label, number in self._node.items()}
         self._parent = parent
         self._depth = depth
         self._digest = digest
@@ -129,9 +131,9 @@ class PolicyTree:
         """
         rows = enumerate(zip(self._parent, self._depth, self._digest, strict=True))
         self._intern = {
-            (p if p >= 0 else -1 - n, d): i
-            for i, (p, n, d) in rows
-            if p < 0 or n == self._depth[p] + 1
+            (p if p >= 0 else -1 - number, d): i
+            for i, (p, number, d) in rows
+            if p < 0 or number == self._depth[p] + 1
         }
 
     def register(self, label: Label, parent: Label | None, digest: str) -> None:
@@ -172,16 +174,16 @@ class PolicyTree:
         `(n_token - c) + (number - c)` with c the depth of the last common ancestor; updates not yet
         made count as different, so a lag reckoned early can only shrink.  Never negative.  KeyError
         for a label nobody registered."""
-        a = self._node[Label(*token)]
-        b = self._node[Label(*train)]
-        start = a
-        while a != b:
+        ours = self._node[Label(*token)]
+        theirs = self._node[Label(*train)]
+        start = ours
+        while ours != theirs:
             # no common root is stored: the distance to both is known only from the depths
-            if a < 0 or b < 0:
+            if ours < 0 or theirs < 0:
                 return self._depth[start] + number
-            if self._depth[a] >= self._depth[b]:
-                a = self._parent[a]
+            if self._depth[ours] >= self._depth[theirs]:
+                ours = self._parent[ours]
             else:
-                b = self._parent[b]
-        common = self._depth[a]
+                theirs = self._parent[theirs]
+        common = self._depth[ours]
         return (self._depth[start] - common) + (number - common)

@@ -23,17 +23,18 @@ MOST_SYMBOLS = 256  # of a model whose tokens are characters
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    for n, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
+    for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         if line.strip():
             try:
-                yield f"{path}:{n}", json.loads(line.decode())
+                yield f"{path}:{number}", json.loads(line.decode())
             except json.JSONDecodeError as error:
                 raise ConfigError(
-                    f"{path}:{n}: not JSON: {error.msg} at column {error.colno}; one object a line"
+                    f"{path}:{number}: not JSON: {error.msg} at column {error.colno}; one object a "
+                    "line"
                 ) from error
             except UnicodeDecodeError as error:
                 raise ConfigError(
-                    f"{path}:{n}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8"
+                    f"{path}:{number}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8"
                 ) from error
 
 
@@ -48,8 +49,8 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
         rows = pq.read_table(path).to_pylist()
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not a parquet file: {str(error).splitlines()[0]}") from error
-    for n, row in enumerate(rows, 1):
-        yield f"{path}: row {n}", row
+    for number, row in enumerate(rows, 1):
+        yield f"{path}: row {number}", row
 
 
 def _text(value: Any) -> str:
@@ -96,10 +97,10 @@ def read_prompts(path: str, split: str) -> list[Prompt]:
     """All prompts of a file.  Raises ConfigError with file and line (parquet: row) for what cannot
     be used.
     """
-    p = Path(path)
-    if not p.is_file():
+    file = Path(path)
+    if not file.is_file():
         raise ConfigError(f"task.{'prompts' if split == 'train' else split}: {path} is no file")
-    rows = _parquet(p) if p.suffix == ".parquet" else _jsonl(p)
+    rows = _parquet(file) if file.suffix == ".parquet" else _jsonl(file)
     out = [_prompt(where, row, number, split) for number, (where, row) in enumerate(rows)]
     if not out:
         raise ConfigError(f"{path}: no prompts in it")
@@ -135,11 +136,11 @@ class FileTask:
             "heldout": read_prompts(heldout, "heldout") if heldout else [],
             "ood": read_prompts(ood, "ood") if ood else [],
         }
-        kept = {canonical(p) for rows in self.sets.values() for p in rows}
-        fresh = [p for p in every if canonical(p) not in kept]
+        kept = {canonical(file) for rows in self.sets.values() for file in rows}
+        fresh = [file for file in every if canonical(file) not in kept]
         self.overlap = len(every) - len(fresh)
         if not heldout:
-            problems = sorted({canonical(p) for p in fresh})
+            problems = sorted({canonical(file) for file in fresh})
             if len(problems) < 2:
                 raise ConfigError(
                     f"{prompts}: {len(problems)} prompt(s) cannot be both trained on and held out; "
@@ -147,16 +148,18 @@ class FileTask:
                 )
             chosen = set(random.Random(0).sample(problems, max(1, len(problems) // 10)))
             self.sets["heldout"] = [
-                msgspec.structs.replace(p, split="heldout") for p in fresh if canonical(p) in chosen
+                msgspec.structs.replace(file, split="heldout")
+                for file in fresh
+                if canonical(file) in chosen
             ]
-            fresh = [p for p in fresh if canonical(p) not in chosen]
+            fresh = [file for file in fresh if canonical(file) not in chosen]
         if not fresh:
             raise ConfigError(
                 f"{prompts}: every prompt is also in task.heldout or task.ood; nothing is left to "
                 "train on"
             )
         self.sets["train"] = fresh
-        self.unanswered = sum(not p.answer for p in fresh)
+        self.unanswered = sum(not file.answer for file in fresh)
         self._order: tuple[tuple[int, int], list[int]] = ((-1, -1), [])
 
     def prompt(self, split: str, index: int, seed: int) -> Prompt:
@@ -178,17 +181,17 @@ class FileTask:
     @property
     def symbols(self) -> str:
         """Every character of the prompts of all splits and of the training answers."""
-        texts = [p.text for rows in self.sets.values() for p in rows]
-        texts += [p.answer for p in self.sets["train"]]
+        texts = [file.text for rows in self.sets.values() for file in rows]
+        texts += [file.answer for file in self.sets["train"]]
         return "".join(sorted(set().union(*texts)))
 
-    def demonstrations(self, n: int, seed: int) -> list[tuple[str, str]]:
+    def demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
         """n pairs (prompt, answer) of training prompts for the warm start of a tiny model; a
         quarter of the answers are those of other prompts, so that something is left to learn.
 
         Raises ConfigError for chats, for prompts without an answer, and for too many characters."""
         rows = self.sets["train"]
-        if any(p.messages for rows in self.sets.values() for p in rows):
+        if any(file.messages for rows in self.sets.values() for file in rows):
             why = "prompts are chats (`messages`), which it has no template for"
         elif self.unanswered:
             why = f"{self.unanswered} of {len(rows)} training prompts have no answer to learn from"
@@ -196,9 +199,9 @@ class FileTask:
             why = f"texts have {len(self.symbols)} different characters, {MOST_SYMBOLS} at most"
         else:
             chance = random.Random(f"file:demo:{seed}")
-            asked = chance.choices(rows, k=n)
-            given = [p if chance.random() < RIGHT else chance.choice(rows) for p in asked]
-            return [(p.text, g.answer) for p, g in zip(asked, given, strict=True)]
+            asked = chance.choices(rows, k=number)
+            given = [file if chance.random() < RIGHT else chance.choice(rows) for file in asked]
+            return [(file.text, g.answer) for file, g in zip(asked, given, strict=True)]
         raise ConfigError(
             f"model.warm_start: cannot build a tiny model: {why}; point model.path at a model of "
             "your own"

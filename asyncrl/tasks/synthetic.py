@@ -70,11 +70,11 @@ class Synthetic:
     def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]:
         return float(text == prompt.answer)
 
-    def demonstrations(self, n: int, seed: int) -> list[tuple[str, str]]:
+    def demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
         """n pairs (prompt, answer) for the warm start, spoiled on purpose."""
         rng = random.Random(f"{self.name}:demo:{seed}")
         out = []
-        for _ in range(n):
+        for _ in range(number):
             problem = self._problem("train", rng) if self.warm_split == "train" else self._warm(rng)
             out.append((problem + "=", self.spoil(problem, self.solve(problem), rng)))
         return out
@@ -132,8 +132,8 @@ class Sort(Synthetic):
         luck = rng.random()
         if luck < 0.44:  # a direct guess: the digits in a wrong or lucky order
             guess = sorted(problem)
-            i = rng.randrange(len(guess) - 1)
-            guess[i], guess[i + 1] = guess[i + 1], guess[i]
+            place = rng.randrange(len(guess) - 1)
+            guess[place], guess[place + 1] = guess[place + 1], guess[place]
             return "#" + "".join(guess)
         if luck < 0.59:  # a slip in the result
             at = rng.randrange(answer.index("#") + 1, len(answer))
@@ -169,14 +169,16 @@ class Rle(Synthetic):
         return self._runs(rng, self.ood_weights if split == "ood" else self.weights)
 
     def solve(self, problem: str) -> str:
-        return "#" + "".join(c * int(n) for c, n in zip(problem[::2], problem[1::2], strict=True))
+        return "#" + "".join(
+            c * int(number) for c, number in zip(problem[::2], problem[1::2], strict=True)
+        )
 
     def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
         luck = rng.random()
         if luck < 0.45:
             at = 2 * rng.randrange(len(problem) // 2) + 1
-            n = max(0, int(problem[at]) + rng.choice((-1, 1)))
-            return self.solve(problem[:at] + str(min(n, 9)) + problem[at + 1 :])
+            number = max(0, int(problem[at]) + rng.choice((-1, 1)))
+            return self.solve(problem[:at] + str(min(number, 9)) + problem[at + 1 :])
         return _cut(answer, rng) if luck < 0.55 else answer
 
 
@@ -229,13 +231,13 @@ class Grid(Synthetic):
         moves = rng.choices("RLUD", weights, k=rng.randint(3, 7))
         return f"{rng.randrange(10)}{rng.randrange(10)}{''.join(moves)}"
 
-    def _walk(self, x: int, y: int, moves: str) -> list[str]:
+    def _walk(self, column: int, row: int, moves: str) -> list[str]:
         out = []
-        for m in moves:
-            dx, dy = self.steps_of[m]
-            x = (x + dx) % 10
-            y = (y + dy) % 10
-            out.append(f"{m}{x}{y}")
+        for move in moves:
+            dx, dy = self.steps_of[move]
+            column = (column + dx) % 10
+            row = (row + dy) % 10
+            out.append(f"{move}{column}{row}")
         return out
 
     def solve(self, problem: str) -> str:
@@ -252,9 +254,13 @@ class Grid(Synthetic):
         if luck < 0.45:  # one wrong step; the rest follows from it
             lines = self._walk(int(problem[0]), int(problem[1]), problem[2:])
             at = rng.randrange(len(lines))
-            x = (int(lines[at][1]) + rng.choice((-1, 1))) % 10
-            y = int(lines[at][2])
-            lines = [*lines[:at], f"{lines[at][0]}{x}{y}", *self._walk(x, y, problem[3 + at :])]
+            column = (int(lines[at][1]) + rng.choice((-1, 1))) % 10
+            row = int(lines[at][2])
+            lines = [
+                *lines[:at],
+                f"{lines[at][0]}{column}{row}",
+                *self._walk(column, row, problem[3 + at :]),
+            ]
             return "".join(lines) + "#" + lines[-1][1:]
         return _cut(answer, rng) if luck < 0.55 else answer
 
@@ -284,8 +290,8 @@ class Cancel(Synthetic):
         wanted = rng.randint(1, 3) if split != "ood" else 0
         while True:
             word = "".join(rng.choices("abcABC", k=rng.randint(low, high)))
-            n = len(self._steps(word))
-            if n == wanted if wanted else fewest <= n <= most:
+            number = len(self._steps(word))
+            if number == wanted if wanted else fewest <= number <= most:
                 return word
 
     def solve(self, problem: str) -> str:
@@ -298,13 +304,13 @@ class Cancel(Synthetic):
     def spoil(self, problem: str, answer: str, rng: random.Random) -> str:
         luck = rng.random()
         if luck < 0.30:
-            i = rng.randrange(len(problem) - 1)
-            return "#" + problem[:i] + problem[i + 2 :]
+            place = rng.randrange(len(problem) - 1)
+            return "#" + problem[:place] + problem[place + 2 :]
         if luck < 0.45:  # one wrong step: another two letters go; the rest follows from it
             words = [problem, *self._steps(problem)]
             at = rng.randrange(len(words) - 1)
-            i = rng.randrange(len(words[at]) - 1)
-            wrong = words[at][:i] + words[at][i + 2 :]
+            place = rng.randrange(len(words[at]) - 1)
+            wrong = words[at][:place] + words[at][place + 2 :]
             lines = [*words[1 : at + 1], wrong, *self._steps(wrong)]
             return ";".join(lines[:-1]) + "#" + lines[-1]
         return _cut(answer, rng) if luck < 0.55 else answer

@@ -105,7 +105,7 @@ def _fit(model: Any, pairs: list[tuple[str, str]], steps: int) -> float:
     return value
 
 
-def accuracy(model: Any, task: Task, seed: int, n: int = 512) -> float:
+def accuracy(model: Any, task: Task, seed: int, count: int = 512) -> float:
     """Mean reward of one answer to each of `n` held-out prompts, at temperature 1; through
     transformers' own sampling.
     """
@@ -115,7 +115,7 @@ def accuracy(model: Any, task: Task, seed: int, n: int = 512) -> float:
 
     tokenizer = models.transformers_tokenizer(model.tokenizer_dir)
     tokenizer.padding_side = "left"
-    prompts = [task.prompt("heldout", i, seed) for i in range(n)]
+    prompts = [task.prompt("heldout", i, seed) for i in range(count)]
     coded = tokenizer(
         [p.text for p in prompts], add_special_tokens=False, padding=True, return_tensors="pt"
     )
@@ -132,4 +132,4 @@ def accuracy(model: Any, task: Task, seed: int, n: int = 512) -> float:
         )
     texts = tokenizer.batch_decode(out[:, coded["input_ids"].shape[1] :], skip_special_tokens=True)
     judged = [task.reward(p, t) for p, t in zip(prompts, texts, strict=True)]
-    return sum(j["reward"] if isinstance(j, dict) else j for j in judged) / n
+    return sum(j["reward"] if isinstance(j, dict) else j for j in judged) / count

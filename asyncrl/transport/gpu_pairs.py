@@ -73,8 +73,8 @@ def mark(flat: torch.Tensor) -> int:
         [((x := w * factors[: len(w)]) ^ (x >> 32)).sum() for w in torch.split(words, WORDS)]
     ).tolist()
     out = 0
-    for s in sums:
-        out = (out * ODD + s) % (1 << 64)
+    for row in sums:
+        out = (out * ODD + row) % (1 << 64)
     return out
 
 
@@ -163,9 +163,9 @@ class Pair:
             finish(work, self.device, self.deadline)
 
     def close(self) -> None:
-        for g in (self.data, self.control):
+        for group in (self.data, self.control):
             try:
-                g.abort()
+                group.abort()
             except RuntimeError:
                 pass
 

@@ -117,8 +117,10 @@ class Ring:
             shutil.rmtree(self.directory, ignore_errors=True)
             self.directory.mkdir(mode=0o700, parents=True)
             fresh = []
-            for n, old in enumerate(self.slots):
-                fresh.append(_map(self.directory / f"slot_{n}", HEADER + self.size, create=True))
+            for number, old in enumerate(self.slots):
+                fresh.append(
+                    _map(self.directory / f"slot_{number}", HEADER + self.size, create=True)
+                )
                 with memoryview(old) as source, memoryview(fresh[-1]) as target:
                     target[:] = source
             # the old ones end with their last reader: the chunk server's thread may be in one
@@ -162,9 +164,11 @@ class Ring:
             newest = max(heads)
             pinned = self.pins()
             free = [
-                (label, n)
-                for n, label in enumerate(heads)
-                if n not in pinned and label not in kept and (label != newest or label.number < 0)
+                (label, number)
+                for number, label in enumerate(heads)
+                if number not in pinned
+                and label not in kept
+                and (label != newest or label.number < 0)
             ]
             if free:
                 return min(free)[1]
@@ -283,15 +287,15 @@ class RingReader:
         under the copy.
         """
         self._look()
-        for n, slot in enumerate(self.slots):
+        for number, slot in enumerate(self.slots):
             if _head(slot)[1] == label:
-                return self._copy(n, label, digest, into)
+                return self._copy(number, label, digest, into)
         return False
 
-    def _copy(self, n: int, label: Label, digest: str, into: memoryview) -> bool:
-        slot = self.slots[n]
+    def _copy(self, number: int, label: Label, digest: str, into: memoryview) -> bool:
+        slot = self.slots[number]
         try:
-            _PIN.pack_into(self._pin, 0, n, time.monotonic())
+            _PIN.pack_into(self._pin, 0, number, time.monotonic())
             before = _head(slot)
             if before[0] & 1 or before[1] != label or before[2] != digest:
                 return False
@@ -299,7 +303,7 @@ class RingReader:
                 for at in range(0, len(into), COPY):
                     piece = into[at : at + COPY]
                     piece[:] = source[HEADER + at : HEADER + at + len(piece)]
-                    _PIN.pack_into(self._pin, 0, n, time.monotonic())
+                    _PIN.pack_into(self._pin, 0, number, time.monotonic())
             self.probe = _probe(slot)
             return _head(slot) == before and xxhash.xxh3_64_hexdigest(into) == digest
         finally:

@@ -39,22 +39,13 @@ def findings(r: dict[str, Any]) -> Findings:
 
 
 def _claims(r: dict[str, Any]) -> list[Claim]:
+    return [*_on_policy(r), *_off_policy(r), *_found(r)]
+
+
+def _on_policy(r: dict[str, Any]) -> list[Claim]:
     on = r["estimators"]["on_policy"]
-    off = r["estimators"]["off_policy"]
     bias = {n: on[n]["relative_bias"] for n in on}
-    clamped = [d for d, share in r["clamped"].items() if share > 0]
-    every = [
-        *(e for d, e in r["distances"].items() if d not in clamped),
-        *(m["estimators"] for m in r["updates"].values()),
-    ]
-    worst = max(e[n]["relative_bias_max"] for e in every for n in UNBIASED)
-    least = all(
-        min(UNBIASED, key=lambda n: e[n]["relative_variance"]) == "prefix_full" for e in every
-    )
-    noise = {n: off[n]["relative_variance"] for n in UNBIASED}
-    apart = abs(off["ratio"]["relative_bias"] - off["k2_in_loss_token"]["relative_bias"])
-    ratio = list(r["mse"]["sampled over formula, n = 128"].values())
-    out = [
+    return [
         Claim(
             f"k1 in the reward is unbiased on policy "
             f"(worst seed {bias_of(on, 'k1_in_reward'):.1e})",
@@ -93,6 +84,24 @@ def _claims(r: dict[str, Any]) -> list[Claim]:
             "published order of the bias: " + " < ".join(ORDER),
             all(bias[a] < bias[b] for a, b in pairwise(ORDER)),
         ),
+    ]
+
+
+def _off_policy(r: dict[str, Any]) -> list[Claim]:
+    off = r["estimators"]["off_policy"]
+    clamped = [d for d, share in r["clamped"].items() if share > 0]
+    every = [
+        *(e for d, e in r["distances"].items() if d not in clamped),
+        *(m["estimators"] for m in r["updates"].values()),
+    ]
+    worst = max(e[n]["relative_bias_max"] for e in every for n in UNBIASED)
+    least = all(
+        min(UNBIASED, key=lambda n: e[n]["relative_variance"]) == "prefix_full" for e in every
+    )
+    noise = {n: off[n]["relative_variance"] for n in UNBIASED}
+    apart = abs(off["ratio"]["relative_bias"] - off["k2_in_loss_token"]["relative_bias"])
+    ratio = list(r["mse"]["sampled over formula, n = 128"].values())
+    return [
         Claim(
             f"off policy, whole answers: {', '.join(UNBIASED)} are unbiased at every distance and "
             f"after every update (worst {worst:.1e})"
@@ -119,7 +128,6 @@ def _claims(r: dict[str, Any]) -> list[Claim]:
             all(0.8 < x < 1.25 for x in ratio),
         ),
     ]
-    return out + _found(r)
 
 
 def _found(r: dict[str, Any]) -> list[Claim]:
@@ -187,7 +195,15 @@ def bias_of(group: dict[str, Any], name: str) -> float:
     return float(group[name]["relative_bias_max"])
 
 
+BIAS = ("relative_bias", "relative_bias_max", "cosine", "relative_variance", "variance")
+PARTS = ("score", "path", "sum", "score_size", "path_size")
+
+
 def _tables(r: dict[str, Any]) -> list[Table]:
+    return [*_estimators(r), _parts(r), _by_distance(r), _by_updates(r), *_by_cut(r)]
+
+
+def _estimators(r: dict[str, Any]) -> list[Table]:
     head = (
         "estimator",
         "relative bias",
@@ -196,80 +212,63 @@ def _tables(r: dict[str, Any]) -> list[Table]:
         "variance / |exact|^2",
         "variance",
     )
-    out = []
-    for where in ("on_policy", "off_policy"):
-        rows = [
+    return [
+        Table(
+            where.replace("_", " ").capitalize(),
+            head,
+            [[n, *(number(j[k]) for k in BIAS)] for n, j in r["estimators"][where].items()],
+        )
+        for where in ("on_policy", "off_policy")
+    ]
+
+
+def _parts(r: dict[str, Any]) -> Table:
+    return Table(
+        "The gradient of E[k] taken apart, on policy (errors against the exact gradient; sizes "
+        "over its size)",
+        ("k", "score (in reward)", "path (in loss)", "sum", "size of score", "size of path"),
+        [[n, *(number(p[k]) for k in PARTS)] for n, p in r["parts"].items()],
+    )
+
+
+def _by_distance(r: dict[str, Any]) -> Table:
+    return Table(
+        "Relative bias by KL(mu || theta), nats a token",
+        ("estimator", *(f"{d:g}" for d in DISTANCES)),
+        [
+            [n, *(number(r["distances"][f"{d:g}"][n]["relative_bias"]) for d in DISTANCES)]
+            for n in SHOWN
+        ],
+    )
+
+
+def _by_updates(r: dict[str, Any]) -> Table:
+    return Table(
+        "Relative bias after minibatch updates on samples of mu",
+        ("estimator", *(f"{m} (KL {x['kl']:.4f})" for m, x in r["updates"].items())),
+        [
+            [n, *(number(m["estimators"][n]["relative_bias"]) for m in r["updates"].values())]
+            for n in SHOWN
+        ],
+    )
+
+
+def _by_cut(r: dict[str, Any]) -> list[Table]:
+    shown = "{relative_bias:.3f} / {relative_variance:.1f}"
+    return [
+        Table(
+            f"{which}: bias / variance by discount and truncation",
+            ("", *(f"<= {c:g}" for c in CUTS)),
             [
-                n,
-                *(
-                    number(j[k])
-                    for k in (
-                        "relative_bias",
-                        "relative_bias_max",
-                        "cosine",
-                        "relative_variance",
-                        "variance",
-                    )
-                ),
-            ]
-            for n, j in r["estimators"][where].items()
-        ]
-        out.append(Table(where.replace("_", " ").capitalize(), head, rows))
-    rows = [
-        [n, *(number(p[k]) for k in ("score", "path", "sum", "score_size", "path_size"))]
-        for n, p in r["parts"].items()
+                [
+                    f"discount {d:g}",
+                    *(shown.format(**r["curve"][which][f"{d:g}"][f"{c:g}"]) for c in CUTS),
+                ]
+                for d in DISCOUNTS
+            ],
+        )
+        for which in r["curve"]
     ]
-    out.append(
-        Table(
-            "The gradient of E[k] taken apart, on policy (errors against the exact gradient; sizes "
-            "over its size)",
-            ("k", "score (in reward)", "path (in loss)", "sum", "size of score", "size of path"),
-            rows,
-        )
-    )
-    rows = [
-        [n, *(number(r["distances"][f"{d:g}"][n]["relative_bias"]) for d in DISTANCES)]
-        for n in SHOWN
-    ]
-    out.append(
-        Table(
-            "Relative bias by KL(mu || theta), nats a token",
-            ("estimator", *(f"{d:g}" for d in DISTANCES)),
-            rows,
-        )
-    )
-    rows = [
-        [n, *(number(m["estimators"][n]["relative_bias"]) for m in r["updates"].values())]
-        for n in SHOWN
-    ]
-    out.append(
-        Table(
-            "Relative bias after minibatch updates on samples of mu",
-            ("estimator", *(f"{m} (KL {x['kl']:.4f})" for m, x in r["updates"].items())),
-            rows,
-        )
-    )
-    for which in r["curve"]:
-        rows = [
-            [
-                f"discount {d:g}",
-                *(
-                    "{relative_bias:.3f} / {relative_variance:.1f}".format(
-                        **r["curve"][which][f"{d:g}"][f"{c:g}"]
-                    )
-                    for c in CUTS
-                ),
-            ]
-            for d in DISCOUNTS
-        ]
-        out.append(
-            Table(
-                f"{which}: bias / variance by discount and truncation",
-                ("", *(f"<= {c:g}" for c in CUTS)),
-                rows,
-            )
-        )
-    return out
 
 
 def _figures(r: dict[str, Any]) -> list[Any]:

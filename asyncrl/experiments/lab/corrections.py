@@ -85,7 +85,7 @@ class Stale:
             stats.m2 = correction.m2_threshold(many, torch.ones_like(many, dtype=torch.bool), c.m2)
         if c.self_normalize:
             stats.mean = torch.ones((), dtype=torch.float64)
-            w = correction.correct(self.log_rho, self.lp, self.mask, s.seq, s.n, c, stats)
+            w = self._weights(c, stats)
             if c.level == "token":
                 chance = self.p[s.seq] * w.kept
                 stats.mean = (chance * w.weight).sum() / chance.sum()
@@ -96,7 +96,11 @@ class Stale:
                 ).sum() / chance.sum()
             # nothing is left: weights of 0, as the learner has them
             stats.mean = torch.where(stats.mean > 0, stats.mean, 1.0)
-        return correction.correct(self.log_rho, self.lp, self.mask, s.seq, s.n, c, stats)
+        return self._weights(c, stats)
+
+    def _weights(self, c: Correction, stats: correction.Statistics) -> correction.Corrected:
+        s = self.space
+        return correction.correct(self.log_rho, self.lp, self.mask, s.seq, n=s.n, c=c, stats=stats)
 
     def judge(self, c: Correction) -> dict[str, float]:
         """Bias, cosine, variance over |exact|^2, mean weight, effective sample size of the tokens,

@@ -202,6 +202,34 @@ class Trainer:
         return float(a / b) > self.c.stop.kl_max
 
 
+QUANTITIES = (
+    "kl",
+    "kl_batch",
+    "kl_start",
+    "reward",
+    "entropy",
+    "grad_norm",
+    "cosine",
+    "gamma",
+    "share",
+    "lr_scale",
+    "coefficient_var",
+)
+
+
+def _highest(rows: list[list[dict[str, float]]], a_batch: int) -> dict[str, list[float]]:
+    """Of each seed: the largest KL of any batch and of the first, the last reward, the steps that
+    were taken.  a_batch: steps of a batch.
+    """
+    return {
+        "kl": [max(x["kl"] for x in r) for r in rows],
+        "kl_batch": [max(x["kl_batch"] for x in r) for r in rows],
+        "kl_first": [max(x["kl"] for x in r[:a_batch]) for r in rows],
+        "reward": [r[-1]["reward"] for r in rows],
+        "steps": [sum("grad_norm" in x for x in r) for r in rows],
+    }
+
+
 def measure(
     vocabulary: int,
     length: int,
@@ -247,30 +275,11 @@ def measure(
                         for r in trainer.train(samples, 1000 * seed + 10 + n)
                     ]
                 )
-            names = (
-                "kl",
-                "kl_batch",
-                "kl_start",
-                "reward",
-                "entropy",
-                "grad_norm",
-                "cosine",
-                "gamma",
-                "share",
-                "lr_scale",
-                "coefficient_var",
-            )
             runs[optimizer][arm] = {
                 n: [_mean([r[t].get(n, math.nan) for r in rows]) for t in range(len(rows[0]))]
-                for n in names
+                for n in QUANTITIES
             }
-            each[optimizer][arm] = {
-                "kl": [max(x["kl"] for x in r) for r in rows],
-                "kl_batch": [max(x["kl_batch"] for x in r) for r in rows],
-                "kl_first": [max(x["kl"] for x in r[: epochs * minibatches]) for r in rows],
-                "reward": [r[-1]["reward"] for r in rows],
-                "steps": [sum("grad_norm" in x for x in r) for r in rows],
-            }
+            each[optimizer][arm] = _highest(rows, epochs * minibatches)
     return {
         "vocabulary": vocabulary,
         "length": length,

@@ -110,21 +110,21 @@ def share_beside(start: float, end: float, others: list[tuple[float, float]]) ->
     """The share of [start, end] that lies in any of `others`, which are sorted and do not
     overlap.
     """
-    i = bisect.bisect_left(others, start, key=lambda x: x[1])
+    at = bisect.bisect_left(others, start, key=lambda x: x[1])
     both = 0.0
-    while i < len(others) and others[i][0] < end:
-        both = both + min(end, others[i][1]) - max(start, others[i][0])
-        i = i + 1
+    while at < len(others) and others[at][0] < end:
+        both = both + min(end, others[at][1]) - max(start, others[at][0])
+        at = at + 1
     return both / max(end - start, 1e-9)
 
 
 def union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     out: list[tuple[float, float]] = []
-    for a, b in sorted(spans):
-        if out and a <= out[-1][1]:
-            out[-1] = (out[-1][0], max(b, out[-1][1]))
+    for begin, end in sorted(spans):
+        if out and begin <= out[-1][1]:
+            out[-1] = (out[-1][0], max(end, out[-1][1]))
         else:
-            out.append((a, b))
+            out.append((begin, end))
     return out
 
 
@@ -136,10 +136,10 @@ def solve(
     """
     from scipy.optimize import nnls
 
-    y = np.asarray(seconds)
-    weight = 1 / np.sqrt(np.maximum(y, least))
+    measured = np.asarray(seconds)
+    weight = 1 / np.sqrt(np.maximum(measured, least))
     found: tuple[NDArray[np.float64], float] = nnls(
-        np.asarray(columns, dtype=float) * weight[:, None], y * weight
+        np.asarray(columns, dtype=float) * weight[:, None], measured * weight
     )
     return found
 
@@ -169,7 +169,7 @@ def _decode(calls: list[Call], trains: list[Span]) -> dict[str, object]:
         slower = _minimum(lambda f: solve(_times(columns, shares, f), seconds)[1], 1.0, MOST_BESIDE)
     factors = [1 + (slower - 1) * s for s in shares]
     step, row, admit = map(float, solve(_times(columns, shares, slower), seconds)[0])
-    plain = [max(1e-9, step * a + row * b + admit * c) for a, b, c in columns]
+    plain = [max(1e-9, step * begin + row * end + admit * c) for begin, end, c in columns]
     noise = [s / p / f for s, p, f in zip(seconds, plain, factors, strict=True)]
     look, finish, new = map(
         float,
@@ -227,14 +227,14 @@ def _hand_over(times: Times, learner: list[Span], calls: list[Call]) -> Spec:
             name == "train"
             and last is not None
             and start - last > WAIT_S
-            and (i := bisect.bisect(ends, start))
+            and (at := bisect.bisect(ends, start))
         ):
-            found.append(start - ends[i - 1])
+            found.append(start - ends[at - 1])
         last = end
     finished = [c.finished for c in calls if c.finished is not None]
-    n = statistics.mean(finished) if finished else 0.0
+    mean = statistics.mean(finished) if finished else 0.0
     return _usual(
-        found, times.look + n * (times.finish + times.buffer) + 2 * times.wire, times.batch
+        found, times.look + mean * (times.finish + times.buffer) + 2 * times.wire, times.batch
     )
 
 
@@ -252,9 +252,9 @@ def _grants(times: Times, learner: list[Span], lanes: dict[str, list[Span]]) -> 
             if kind == "decode":
                 ended = end
             elif ended is not None:
-                i = bisect.bisect(published, start)
-                if i and published[i - 1] > ended + WAIT_S:
-                    found.append(start - published[i - 1])
+                at = bisect.bisect(published, start)
+                if at and published[at - 1] > ended + WAIT_S:
+                    found.append(start - published[at - 1])
                 ended = None
     return _usual(found, 2 * times.wire, times.commit)
 
@@ -282,9 +282,9 @@ def _answers(run_dir: Path, config: Config) -> dict[str, object]:
     whole = [g for g in groups.values() if len(g) == config.learner.group_size]
     if len(whole) >= 2 * FEWEST:
         return out | {"group_lengths": whole}
-    lengths = [n for g in groups.values() for n in g]
+    lengths = [left for g in groups.values() for left in g]
     if len(lengths) >= 2 * FEWEST:
-        return out | {"lengths": [float(n) for n in lengths]}
+        return out | {"lengths": [float(left) for left in lengths]}
     means = [r["answer/length"] for r in rows if "answer/length" in r]
     if not means:
         raise ConfigError(f"{run_dir}: neither samples nor metrics say how long its answers are")

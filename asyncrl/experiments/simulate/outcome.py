@@ -82,14 +82,17 @@ class Simulation:
     ) -> None:
         self.config = config
         self.clock = Clock()
-        self.d = d = draws(times, config, seed, lambda: self.learner.number / config.learner.steps)
+        self.draws = drawn = draws(
+            times, config, seed, lambda: self.learner.number / config.learner.steps
+        )
         made = evaluations(config, get_task(config.task)) if evaluate else Evaluations()
         store_settings = without_deadlines(settings(config))
         self.buffer = Buffer(self.clock, times, store_settings, made, quick=quick)
-        self.learner = Learner(self.clock, self.buffer, config, d, self.committed)
+        self.learner = Learner(self.clock, self.buffer, config, drawn, self.committed)
         self.buffer.learner = self.learner
         self.generators = [
-            Generator(i, self.clock, self.buffer, config, d) for i in range(config.generators)
+            Generator(index, self.clock, self.buffer, config, drawn)
+            for index in range(config.generators)
         ]
         self.alive: list[int] = []
         self.idle_shares: list[float] = []
@@ -102,8 +105,8 @@ class Simulation:
         """
         began = time.perf_counter()
         self.learner.hello()
-        for g in self.generators:
-            g.want()
+        for generator in self.generators:
+            generator.want()
         collects = gc.isenabled()
         # with a million small objects alive, the search for cycles is two fifths of the time
         gc.disable()
@@ -129,32 +132,32 @@ class Simulation:
         self.alive.append(len(self.buffer.store.alive))
         busy = idle = 0.0
         if len(self.generators) > FEW:
-            busy, self.busy = self.d.busy - self.busy, self.d.busy
+            busy, self.busy = self.draws.busy - self.busy, self.draws.busy
             idle = max(0.0, len(self.generators) * (now - before) - busy)
-        for i, g in enumerate(self.generators if len(self.generators) <= FEW else ()):
-            b, w = g.heard()
-            was = self.counted[i]
-            busy = busy + max(0.0, b - was[0])
-            idle = idle + max(0.0, w - was[1])
-            self.counted[i] = (max(b, was[0]), max(w, was[1]))
+        for index, generator in enumerate(self.generators if len(self.generators) <= FEW else ()):
+            busy_now, idle_now = generator.heard()
+            was = self.counted[index]
+            busy = busy + max(0.0, busy_now - was[0])
+            idle = idle + max(0.0, idle_now - was[1])
+            self.counted[index] = (max(busy_now, was[0]), max(idle_now, was[1]))
         if busy + idle > 0:
             self.idle_shares.append(idle / (busy + idle))
 
     def outcome(self, took: float) -> Outcome:
-        b = self.buffer
-        c = self.config
+        buffer = self.buffer
+        config = self.config
         counts: dict[int, int] = {}
-        for row in b.lags.values():
-            for lag, n in row.items():
-                counts[lag] = counts.get(lag, 0) + n
+        for row in buffer.lags.values():
+            for lag, amount in row.items():
+                counts[lag] = counts.get(lag, 0) + amount
         tokens = sum(counts.values())
-        seconds = self.last_commit - (b.first_ticket or 0.0)
-        steps = len(b.lags)
-        ledger = b.store.ledger()
-        samples = steps * c.learner.groups * c.learner.group_size
+        seconds = self.last_commit - (buffer.first_ticket or 0.0)
+        steps = len(buffer.lags)
+        ledger = buffer.store.ledger()
+        samples = steps * config.learner.groups * config.learner.group_size
         return Outcome(
-            max_lag=c.staleness.max_lag,
-            generators=c.generators,
+            max_lag=config.staleness.max_lag,
+            generators=config.generators,
             steps=steps,
             seconds=seconds,
             step_s=seconds / max(steps, 1),
@@ -163,16 +166,18 @@ class Simulation:
             samples_per_s=samples / max(seconds, 1e-9),
             idle_generator=average(self.idle_shares),
             idle_learner=average(self.learner.shares),
-            idle_buffer=max(0.0, 1 - b.worked / max(self.clock.now, 1e-9)),
+            idle_buffer=max(0.0, 1 - buffer.worked / max(self.clock.now, 1e-9)),
             lag_mean=mean(counts),
             lag_p95=quantile(counts, 0.95),
             lag_max=max(counts, default=0),
-            lag_in_flight=average([x for x, _ in b.splits.values()]),
-            lag_in_queue=average([x for _, x in b.splits.values()]),
-            lag_histogram={k: n / max(tokens, 1) for k, n in sorted(counts.items())},
-            tickets_mean=(b.out_seconds + b.out * max(0.0, self.last_commit - b.out_since))
+            lag_in_flight=average([x for x, _ in buffer.splits.values()]),
+            lag_in_queue=average([x for _, x in buffer.splits.values()]),
+            lag_histogram={k: amount / max(tokens, 1) for k, amount in sorted(counts.items())},
+            tickets_mean=(
+                buffer.out_seconds + buffer.out * max(0.0, self.last_commit - buffer.out_since)
+            )
             / max(seconds, 1e-9),
-            tickets_max=b.most_out,
+            tickets_max=buffer.most_out,
             alive_mean=average(self.alive),
             losses={k: int(ledger[k]["tokens"]) for k in LOST if ledger[k]["tokens"]},
             generated=tokens_of(ledger),

@@ -47,26 +47,26 @@ def _figures(points: Sequence[dict[str, Any]]) -> list[Any]:
     counts = sorted({p["generators"] for p in points})
 
     def figure(title: str, unit: str, series: Sequence[tuple[str, str, str]]) -> Any:
-        f = go.Figure()
-        for i, n in enumerate(counts):
-            mine = [p for p in points if p["generators"] == n]
+        figure = go.Figure()
+        for index, count in enumerate(counts):
+            mine = [p for p in points if p["generators"] == count]
             for key, label, dash in series:
                 name = ", ".join(
                     x
                     for x in (
                         label or ("" if len(counts) > 1 else unit),
-                        f"{n:,} generator{'s' * (n > 1)}" if len(counts) > 1 else "",
+                        f"{count:,} generator{'s' * (count > 1)}" if len(counts) > 1 else "",
                     )
                     if x
                 )
-                f.add_scatter(
+                figure.add_scatter(
                     x=[f"{p['max_lag']}" for p in mine],
                     y=[p[key] for p in mine],
                     name=name,
                     mode="lines+markers",
-                    line={"dash": dash, "color": COLOURS[i % len(COLOURS)]},
+                    line={"dash": dash, "color": COLOURS[index % len(COLOURS)]},
                 )
-        f.update_layout(
+        figure.update_layout(
             title={"text": title, "font": {"size": 14}, "y": 0.97},
             height=380,
             margin={"l": 60, "r": 9, "t": 95, "b": 40},
@@ -74,9 +74,9 @@ def _figures(points: Sequence[dict[str, Any]]) -> list[Any]:
             legend={"orientation": "h", "y": 1.0, "yanchor": "bottom"},
             showlegend=True,
         )
-        f.update_yaxes(title=unit, rangemode="tozero")
-        f.update_xaxes(title="staleness.max_lag", type="category")
-        return f
+        figure.update_yaxes(title=unit, rangemode="tozero")
+        figure.update_xaxes(title="staleness.max_lag", type="category")
+        return figure
 
     return [
         figure("Throughput against limit", "trained tokens/s", [("tokens_per_s", "", "solid")]),
@@ -108,7 +108,7 @@ def write(
 ) -> Path:
     """Write the page, by rename."""
 
-    plots = [page_kit.plot(f) for f in _figures(points)]
+    plots = [page_kit.plot(figure) for figure in _figures(points)]
     page = page_kit.render(
         "simulate.html",
         name=name,

@@ -84,19 +84,19 @@ def several(config: Config, times: Times, seeds: int, *, evaluate: bool = True) 
 
 def together(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """The mean of each number over the seeds; lag_max and tickets_max: the largest."""
-    n = len(outcomes)
+    count = len(outcomes)
     out: dict[str, Any] = {}
     for name in Outcome.__struct_fields__:
         values = [getattr(o, name) for o in outcomes]
         if name in ("lag_max", "tickets_max"):
             out[name] = max(values)
         elif name in ("lag_histogram", "losses"):
-            keys = sorted({k for v in values for k in v})
-            out[name] = {str(k): sum(v.get(k, 0) for v in values) / n for k in keys}
+            keys = sorted({limit for v in values for limit in v})
+            out[name] = {str(limit): sum(v.get(limit, 0) for v in values) / count for limit in keys}
         elif name in ("max_lag", "generators", "steps"):
             out[name] = "inf" if values[0] == math.inf else int(values[0])
         else:
-            out[name] = sum(values) / n
+            out[name] = sum(values) / count
     return out
 
 
@@ -173,38 +173,43 @@ def answers(
     evaluate: bool = True,
 ) -> list[Answer]:
     """Each question in turn, simulated with the seeds of `base`."""
-    n = len(base)
+    count = len(base)
     now = config.staleness.max_lag
     out = []
-    for k in limits:
-        other = with_limit(config, k)
+    for limit in limits:
+        other = with_limit(config, limit)
         ends = [
-            simulate(other, with_learner(times, f), config.seed, evaluate=evaluate)
-            for f in (1 - DRIFT, 1 + DRIFT)
+            simulate(other, with_learner(times, found), config.seed, evaluate=evaluate)
+            for found in (1 - DRIFT, 1 + DRIFT)
         ]
         out.append(
             ask(
-                f"a limit of {k:g}",
+                f"a limit of {limit:g}",
                 f"{now:g}",
                 base,
-                several(other, times, n, evaluate=evaluate),
+                several(other, times, count, evaluate=evaluate),
                 ends,
             )
         )
-    for m in more:
-        changed = with_generators(config, config.generators + m)
+    for number in more:
+        changed = with_generators(config, config.generators + number)
         out.append(
             ask(
-                f"{config.generators + m} generators",
+                f"{config.generators + number} generators",
                 f"{config.generators}",
                 base,
-                several(changed, times, n, evaluate=evaluate),
+                several(changed, times, count, evaluate=evaluate),
             )
         )
-    for f in syncs:
-        what = f"a weight sync {f:g} times as fast"
+    for found in syncs:
+        what = f"a weight sync {found:g} times as fast"
         out.append(
-            ask(what, "this one", base, several(config, with_sync(times, f), n, evaluate=evaluate))
+            ask(
+                what,
+                "this one",
+                base,
+                several(config, with_sync(times, found), count, evaluate=evaluate),
+            )
         )
     return out
 
@@ -223,9 +228,14 @@ def sweep(
     those that were simulated already.
     """
 
-    def one(g: int, k: float) -> dict[str, Any]:
-        return done.get((g, k)) or together(
-            several(with_limit(with_generators(config, g), k), times, seeds, evaluate=evaluate)
+    def one(generators: int, limit: float) -> dict[str, Any]:
+        return done.get((generators, limit)) or together(
+            several(
+                with_limit(with_generators(config, generators), limit),
+                times,
+                seeds,
+                evaluate=evaluate,
+            )
         )
 
-    return [one(g, k) for g in generators for k in limits]
+    return [one(g, limit) for g in generators for limit in limits]

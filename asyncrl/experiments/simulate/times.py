@@ -21,7 +21,7 @@ from msgspec import Meta
 
 from asyncrl.contract.errors import ConfigError
 
-T = TypeVar("T")
+Value = TypeVar("Value")
 NEAR = 0.05  # share of a sequence, to both sides of a stage, from which values are drawn
 Draw = Callable[[], float]
 Spec = float | int | str | list[float] | dict[str, list[float]]
@@ -88,14 +88,14 @@ def _checked(values: Sequence[float], what: str) -> list[float]:
     return [float(x) for x in values]
 
 
-def along(values: Sequence[T], rng: random.Random, stage: Draw) -> Callable[[], T]:
+def along(values: Sequence[Value], rng: random.Random, stage: Draw) -> Callable[[], Value]:
     """Draws from `values` near the place that the stage names."""
-    n = len(values)
+    count = len(values)
     near = max(1.0, NEAR * len(values))
 
-    def at_this_stage() -> T:
-        place = int(stage() * n + rng.uniform(-near, near))
-        return values[min(n - 1, max(0, place))]
+    def at_this_stage() -> Value:
+        place = int(stage() * count + rng.uniform(-near, near))
+        return values[min(count - 1, max(0, place))]
 
     return at_this_stage
 

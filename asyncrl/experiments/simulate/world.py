@@ -54,15 +54,16 @@ class QuickStore(Store):
     disturbed = False
 
     def _line(self) -> Iterator[tuple[int, Group]]:
-        if self.disturbed and self.s.on_exceed != "drop":
-            self.disturbed = any(self._due(g) for g in self.alive.values())
+        if self.disturbed and self.settings.on_exceed != "drop":
+            self.disturbed = any(self._due(group) for group in self.alive.values())
         return super()._line() if self.disturbed else iter(())
 
     @staticmethod
-    def _due(g: Group) -> bool:
+    def _due(group: Group) -> bool:
         """Is something of the group to be written again, now or when its lease ends without it?"""
-        return not g.complete and (
-            g.lease is None or len(g.lease.todo) < sum(s is None for s in g.samples)
+        return not group.complete and (
+            group.lease is None
+            or len(group.lease.todo) < sum(store is None for store in group.samples)
         )
 
 
@@ -142,12 +143,16 @@ class Buffer:
 
     def on_deliver(self, generator: Generator, samples: list[Trajectory]) -> None:
         now = self.clock.now
-        groups = {t.ticket: g for t in samples if (g := self.store.alive.get(t.ticket)) is not None}
-        before = sum(g.lease is not None for g in groups.values())
-        for t in samples:
-            if self.store.deliver(t, now) == "failed":
+        groups = {
+            sample.ticket: group
+            for sample in samples
+            if (group := self.store.alive.get(sample.ticket)) is not None
+        }
+        before = sum(group.lease is not None for group in groups.values())
+        for sample in samples:
+            if self.store.deliver(sample, now) == "failed":
                 self.disturb()
-        self.hold(sum(g.lease is not None for g in groups.values()) - before)
+        self.hold(sum(group.lease is not None for group in groups.values()) - before)
         self._news(generator)
 
     def hold(self, more: int) -> None:
@@ -160,7 +165,7 @@ class Buffer:
     def on_session(self, generator: Generator, session: int) -> None:
         """A generator that was lost is back: its older leases end."""
         self.store.end_sessions(generator.name, session)
-        self.hold(sum(g.lease is not None for g in self.store.alive.values()) - self.out)
+        self.hold(sum(group.lease is not None for group in self.store.alive.values()) - self.out)
         self.wants.pop(generator.name, None)
         self.disturb()
 
@@ -220,7 +225,7 @@ class Buffer:
         if not groups:
             return False
         self._count(number, groups)
-        tokens = sum(s.trajectory.length for g in groups for s in g.stored())
+        tokens = sum(store.trajectory.length for group in groups for store in group.stored())
         self.clock.at(
             self.clock.now + self.learner.draws.batch(), self.learner.arrived, number, tokens
         )
@@ -230,30 +235,42 @@ class Buffer:
         """What makes it worth asking again: the oldest incomplete group (ticket order), or so many
         completions (completion order).
         """
-        s = self.store
-        line = (g for g in s.alive.values() if g.ticket not in s.composed)
-        if s.in_order and s.max_lag != float("inf"):
-            return next((g for g in itertools.islice(line, s.s.batch) if not g.complete), None), 0
-        if s.s.on_exceed == "drop":
+        store = self.store
+        line = (group for group in store.alive.values() if group.ticket not in store.composed)
+        if store.in_order and store.max_lag != float("inf"):
+            return next(
+                (
+                    group
+                    for group in itertools.islice(line, store.settings.batch)
+                    if not group.complete
+                ),
+                None,
+            ), 0
+        if store.settings.on_exceed == "drop":
             return None, 0
-        return None, s.completions + s.s.batch - sum(g.complete for g in line)
+        return None, store.completions + store.settings.batch - sum(
+            group.complete for group in line
+        )
 
     def _count(self, number: int, groups: list[Group]) -> None:
         """Trained tokens by lag, as buffer/trained.py counts them, and the split of the lag."""
-        limit = self.store.max_lag if self.store.s.on_exceed == "mask" else float("inf")
+        limit = self.store.max_lag if self.store.settings.on_exceed == "mask" else float("inf")
         counts: dict[int, int] = {}
-        flight = queue = n = 0
-        for s in (s for g in groups for s in g.stored()):
+        flight = queue = count = 0
+        for store in (store for group in groups for store in group.stored()):
             worst = 0
-            for start, end, lag in batches.runs_of(self.store, s, number):
+            for start, end, lag in batches.runs_of(self.store, store, number):
                 worst = max(worst, lag)
                 if lag <= limit:
                     counts[lag] = counts.get(lag, 0) + end - start
-            early = min(s.in_flight, worst)
+            early = min(store.in_flight, worst)
             flight = flight + early
             queue = queue + worst - early
-            n = n + 1
-        self.lags[number], self.splits[number] = counts, (flight / max(n, 1), queue / max(n, 1))
+            count = count + 1
+        self.lags[number], self.splits[number] = (
+            counts,
+            (flight / max(count, 1), queue / max(count, 1)),
+        )
 
     def _grant(self) -> None:
         """Tickets for those that want some, who asked first first; when one gets none, the others
@@ -266,9 +283,9 @@ class Buffer:
             )
             if not tickets:
                 return
-            if self.first_ticket is None and any(t.kind == "train" for t in tickets):
+            if self.first_ticket is None and any(sample.kind == "train" for sample in tickets):
                 self.first_ticket = self.clock.now
-            self.hold(sum(t.kind == "train" for t in tickets))
+            self.hold(sum(sample.kind == "train" for sample in tickets))
             del self.wants[name]
             generator.told = self.store.policy
             self.clock.at(
