@@ -23,7 +23,7 @@ def test_the_product_is_within_every_limit() -> None:
 
 LONG = "\n".join(["def long():", *["    pass"] * 81])
 BEYOND = {
-    "lines wider than 100 columns": "x = '" + "a" * 100 + "'",
+    "lines wider than 100 columns": "value = '" + "a" * 100 + "'",
     "fmt: skip": "value = 1  # fmt: skip",
     "tokens a line, mean": "value = [1, 2, 3, 4, 5, 6, 7, 8]",
     "lines of a function, most": LONG,

@@ -83,6 +83,8 @@ def test_rewards_that_hold_the_generators_up() -> None:
         signs.signs(rows(6, time_reward_wait_share=0.09, **of)) == []
         and signs.signs(rows(4, time_reward_wait_share=0.42, **of)) == []
     )
+    # Calls of 20 microseconds explain no wait of 3 s: answers wait for a core.
+    assert signs.signs(rows(6, time_reward_wait_share=0.42, **of | {"reward_call_s": 2e-5})) == []
 
 
 def test_all_answers_truncated() -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from asyncrl.contract.messages import Status, Watch
-from asyncrl.records.signs import HELD_UP
+from asyncrl.records.signs import HELD_UP, calls_explain
 from asyncrl.transport.sockets import PeerSocket
 
 PLAIN_S = 10.0
@@ -87,6 +87,9 @@ def rewards(metrics: Mapping[str, float]) -> str:
     queue, call, workers = (
         metrics.get(f"reward/{x}", math.nan) for x in ("queue", "call_s", "workers")
     )
+    wait = metrics.get("reward/wait_s", 0.0)
+    if wait and not calls_explain(queue, wait, call, workers):
+        return ""
     return (
         f"rewards hold the generators up: idle {metrics['time/reward_wait_share']:.0%} of the time "
         f"for them, {queue:.0f} answers wait, "
