@@ -16,7 +16,7 @@ from conftest import ENV, ROOT, Ended
 
 from actors.rewards import check
 from asyncrl.cli import new
-from asyncrl.config import load
+from asyncrl.config import load, rules
 from asyncrl.config.tree import Task
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.importing import module
@@ -65,7 +65,7 @@ def test_config_prompts_and_reward_fit_together(
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     c = load.load(project / "config.toml")
-    assert not load.warnings(c)
+    assert not rules.warnings(c)
     check(c)
     task = get_task(c.task)
     assert isinstance(task, FileTask)
