@@ -12,7 +12,7 @@ import pytest
 from conftest import ROOT
 
 from actors.engine import engine_for
-from asyncrl.config import load, tree
+from asyncrl.config import load, rules, tree
 from asyncrl.config.engines import ENGINES, EngineName, EngineRow
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
@@ -75,7 +75,7 @@ def test_the_rules_follow_from_the_row(
 ) -> None:
     row = msgspec.structs.replace(OTHER, **{"least_temperature": 0.0, **change})
     whole = with_engine(monkeypatch, row, "evaluation.temperature=0.6", *sets)
-    found = [line for line in load.check(whole) if "other" in line or "Other" in line]
+    found = [line for line in rules.check(whole) if "other" in line or "Other" in line]
     assert len(found) == bool(said) and all(said in line for line in found), found
 
 
