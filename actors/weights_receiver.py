@@ -15,7 +15,7 @@ from asyncrl.contract.errors import PeerUnreachable
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.models.policy import flat_bytes, read_flat, views
-from asyncrl.transport.chunks import ChunkClient
+from asyncrl.transport import ways
 from asyncrl.transport.ring import RingReader
 
 if TYPE_CHECKING:
@@ -38,16 +38,15 @@ class WeightsReceiver:
     """
 
     def __init__(self, config: Config, reader_id: str) -> None:
+        self.config = config
         self.transport = config.weights.transport
         self.reader_id = reader_id
-        self.connect_s = config.wires.connect_s
         self.epoch = -1
         self.reader: RingReader | None = None
         self.manifest: Any = None
         self.into = bytearray()
-        self.client: ChunkClient | None = None
+        self.client: ways.Client | None = None
         self.pair: PairClient | None = None
-        self.curve_dir = config.wires.curve_dir
         self.bytes_over_socket = 0
 
     def local(self, source: WeightsSource) -> bool:
@@ -88,28 +87,17 @@ class WeightsReceiver:
     def open(self, source: WeightsSource) -> None:
         self.close()
         if self.transport == "nccl" or self.transport == "gloo":
-            if source.host != socket.gethostname():
-                raise PeerUnreachable(
-                    f"the learner is on host {source.host}: weights.transport = {self.transport} "
-                    "works on one machine; use tcp"
-                )
-            from asyncrl.transport.gpu_pairs import PairClient
+            from asyncrl.transport import gpu_pairs
 
-            self.pair = PairClient(source.address, self.transport, self.connect_s)
+            self.pair = gpu_pairs.connect(self.config, source)
             self.epoch = source.epoch
             return
         if self.local(source):
             self.reader = RingReader(Path(source.directory), self.reader_id)
             self.manifest = self.reader.manifest
-        elif source.address:
-            self.client = ChunkClient(source.address, self.connect_s, self.curve_dir)
-            self.manifest = self.client.manifest()
         else:
-            raise PeerUnreachable(
-                f"the learner's weights lie on host {source.host} in {source.directory}, which "
-                "this host cannot read; "
-                "set wires.weights_address to a tcp address of the learner"
-            )
+            self.client = ways.maker(self.transport).connect(self.config, source)
+            self.manifest = self.client.manifest()
         # written in full by every pull, so its pages are touched once
         self.into = bytearray(flat_bytes(self.manifest))
         self.epoch = source.epoch

@@ -9,9 +9,8 @@ import re
 import shutil
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,13 +21,9 @@ from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
 from asyncrl.records.rundir import ring_dir
-from asyncrl.transport.chunks import ChunkServer
+from asyncrl.transport import ways
 from asyncrl.transport.ring import Ring
 from learner.step import LearnerCore
-
-if TYPE_CHECKING:
-    from asyncrl.transport.gpu_pairs import PairServer
-
 
 # No weight of a language model in use is so large.  From LARGE on a forward pass tells whether they
 # still give logprobs; products of two HUGE ones and their squares leave the range of float32 in one
@@ -57,15 +52,7 @@ class Publisher:
             self.directory, policy.flat_bytes(layout), slots, layout, epoch, most=slots + 4
         )
         self.keep: list[Label] = []
-        self.server: ChunkServer | PairServer | None = None
-        if (how := config.weights.transport) == "nccl" or how == "gloo":
-            from asyncrl.transport.gpu_pairs import PairServer
-
-            self.server = PairServer(self.directory, how, layout, config.wires.connect_s)
-        elif config.wires.weights_address:
-            self.server = ChunkServer(
-                config.wires.weights_address, layout, self.ring.read_part, config.wires.curve_dir
-            )
+        self.server = ways.maker(config.weights.transport).serve(config, self.ring)
 
     @property
     def source(self) -> WeightsSource:
@@ -114,7 +101,19 @@ class Publisher:
                     "nothing of them was published or kept: resume with a smaller one"
                 )
 
-        return self.ring.write(Label(self.epoch, number), fill, self.keep, probe)
+        return self._write(Label(self.epoch, number), fill, self.keep, probe)
+
+    def _write(
+        self,
+        label: Label,
+        fill: Callable[[memoryview], None],
+        keep: Iterable[Label],
+        probe: bytes = b"",
+    ) -> str:
+        digest = self.ring.write(label, fill, keep, probe)
+        if self.server is not None:
+            self.server.published(label, digest)
+        return digest
 
     def wrong(self, buffer: memoryview) -> str:
         """What keeps the flat weights in `buffer` from being used; "" as a rule."""
@@ -138,7 +137,7 @@ class Publisher:
         def fill(buffer: memoryview) -> None:
             buffer[:] = data
 
-        return self.ring.write(
+        return self._write(
             Label(self.epoch, number), fill, [Label(self.epoch, n) for n in range(number + 1)]
         )
 

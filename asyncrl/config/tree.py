@@ -25,6 +25,7 @@ from asyncrl.algorithms.settings import (
     Value,
 )
 from asyncrl.config.engines import EngineName
+from asyncrl.config.transports import TransportName
 
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -221,7 +222,7 @@ class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         ),
     ] = "keep_kv"
     transport: Annotated[
-        Literal["auto", "shared_memory", "tcp", "nccl", "gloo"],
+        TransportName,
         Meta(
             description="auto: shared memory on one machine, else tcp; nccl: from GPU to GPU of "
             "one machine; gloo: the same path between CPUs"

@@ -10,9 +10,13 @@ import msgspec
 import xxhash
 import zmq
 
+from asyncrl.config.tree import Config
 from asyncrl.contract.errors import PeerUnreachable
+from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
+from asyncrl.transport.ring import Ring
 from asyncrl.transport.sockets import UNDECODABLE, check_address, secure
+from asyncrl.transport.ways import Server
 
 CHUNK_BYTES = 1 << 20
 
@@ -35,7 +39,7 @@ class _Chunk(msgspec.Struct, frozen=True):
     probe: bytes
 
 
-class ChunkServer:
+class ChunkServer(Server):
     """Serves the learner's ring in chunks from a thread.
 
     A slow reader may find its version replaced: it gets an empty answer and starts over with a
@@ -179,3 +183,23 @@ class ChunkClient:
     def close(self) -> None:
         self.socket.close()
         self.context.term()
+
+
+def serve(config: Config, ring: Ring) -> ChunkServer | None:
+    """The learner's end, when `wires.weights_address` names one."""
+    if not config.wires.weights_address:
+        return None
+    return ChunkServer(
+        config.wires.weights_address, ring.rows, ring.read_part, config.wires.curve_dir
+    )
+
+
+def connect(config: Config, source: WeightsSource) -> ChunkClient:
+    """A generator's end.  Raises PeerUnreachable when the learner serves no chunks."""
+    if not source.address:
+        raise PeerUnreachable(
+            f"the learner's weights lie on host {source.host} in {source.directory}, which "
+            "this host cannot read; "
+            "set wires.weights_address to a tcp address of the learner"
+        )
+    return ChunkClient(source.address, config.wires.connect_s, config.wires.curve_dir)

@@ -29,16 +29,19 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import msgspec
 import torch
 import torch.distributed
 
+from asyncrl.config.tree import Config
 from asyncrl.contract.errors import PeerUnreachable
+from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.models.policy import flat_bytes
-from asyncrl.transport.ring import RingReader, Rows
+from asyncrl.transport.ring import Ring, RingReader, Rows
+from asyncrl.transport.ways import Server
 
 dist: Any = torch.distributed  # whose types leave out most of what is used here
 cuda: Any = torch.cuda
@@ -180,7 +183,7 @@ class _Held:
     users: int = 0
 
 
-class PairServer:
+class PairServer(Server):
     """The learner's end: serves the versions in the ring at `directory`.  deadline_s: for one
     piece, and for a group to come together.
     """
@@ -225,7 +228,11 @@ class PairServer:
         try:
             with cuda.stream(cuda.Stream(self.device)) if self.backend == "nccl" else nullcontext():
                 pair = Pair(
-                    self.backend, connect(self.address, self.deadline_s), number, 0, self.deadline_s
+                    self.backend,
+                    store_at(self.address, self.deadline_s),
+                    number,
+                    0,
+                    self.deadline_s,
                 )
                 while not self.ended:
                     ask = pair.read(_Ask, IDLE)
@@ -287,7 +294,7 @@ class PairServer:
             self.reader.close()
 
 
-def connect(address: str, deadline_s: float) -> Any:
+def store_at(address: str, deadline_s: float) -> Any:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     # nobody there: told at once, and without the store's own pages of text
     socket.create_connection((host, int(port)), deadline_s).close()
@@ -306,7 +313,7 @@ class PairClient:
         self.bytes_received = 0
         self.probe = b""
         with self._peer():
-            store = connect(address, deadline_s)
+            store = store_at(address, deadline_s)
             self.layout: Rows = msgspec.json.decode(store.get("layout"), type=Rows)
             self.pair = Pair(backend, store, store.add("pairs", 1), 1, deadline_s)
         self.flat = torch.zeros(flat_bytes(self.layout), dtype=torch.uint8, device=self.pair.device)
@@ -339,3 +346,20 @@ class PairClient:
 
     def close(self) -> None:
         self.pair.close()
+
+
+def serve(config: Config, ring: Ring) -> PairServer:
+    """The learner's end."""
+    backend = cast(Backend, config.weights.transport)
+    return PairServer(ring.directory, backend, ring.rows, config.wires.connect_s)
+
+
+def connect(config: Config, source: WeightsSource) -> PairClient:
+    """A generator's end.  Raises PeerUnreachable, also on another host than the learner's."""
+    backend = cast(Backend, config.weights.transport)
+    if source.host != socket.gethostname():
+        raise PeerUnreachable(
+            f"the learner is on host {source.host}: weights.transport = {backend} "
+            "works on one machine; use tcp"
+        )
+    return PairClient(source.address, backend, config.wires.connect_s)

@@ -1,0 +1,148 @@
+"""The ways of the weights: the row chooses the module, at the learner and at the generator."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+import xxhash
+
+from actors.weights_receiver import WeightsReceiver
+from asyncrl.config.transports import TRANSPORTS
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import PeerUnreachable
+from asyncrl.contract.messages import WeightsSource
+from asyncrl.contract.versions import Label
+from asyncrl.models import policy
+from asyncrl.transport import chunks, gpu_pairs, ways
+from learner import publisher as publishing
+from learner.publisher import Publisher
+
+ROWS: list[Any] = [("w", "float32", [4], 0, 16)]
+
+
+def config(transport: str) -> Config:
+    plain = msgspec.convert({"model": {"path": "m"}, "task": {"name": "sort"}}, Config)
+    return msgspec.structs.replace(
+        plain, weights=msgspec.structs.replace(plain.weights, transport=transport)
+    )
+
+
+@pytest.fixture(autouse=True)
+def ring_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(publishing, "ring_dir", lambda run_dir, epoch: run_dir / f"epoch_{epoch}")
+
+
+def learner() -> tuple[Any, Any]:
+    """A learner's core whose weights are `flat` of the second value."""
+    weights = SimpleNamespace(flat=b"")
+
+    def write_flat(buffer: memoryview) -> None:
+        buffer[:] = weights.flat
+
+    backend = SimpleNamespace(tell=lambda word: None, probe=lambda: b"probe", write_flat=write_flat)
+    return SimpleNamespace(layout=ROWS, backend=backend, config=config("copies")), weights
+
+
+class Copies(ways.Server):
+    """Keeps what it is told of, as (label, digest) -> flat bytes."""
+
+    address = "copies of 1"
+
+    def __init__(self, ring: Any) -> None:
+        self.ring = ring
+        self.held: dict[tuple[Label, str], bytes] = {}
+        self.closed = False
+
+    def published(self, label: Label, digest: str) -> None:
+        self.held[label, digest] = self.ring.read_part(label, digest, 0, self.ring.size)[1]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+class Copier:
+    bytes_received = 0
+    probe = b"probe"
+
+    def __init__(self, server: Copies) -> None:
+        self.server = server
+        self.closed = False
+
+    def manifest(self) -> list[Any]:
+        return ROWS
+
+    def fetch(self, label: Label, digest: str, into: memoryview) -> str:
+        flat = self.server.held.get((label, digest))
+        if flat is None:
+            return ""
+        into[:] = flat
+        self.bytes_received += len(flat)
+        return digest
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_way_is_chosen_by_its_row_and_told_of_every_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clients: list[tuple[Copier, WeightsSource]] = []
+
+    def connect(config: Config, source: WeightsSource) -> Copier:
+        assert config.weights.transport == "copies" and isinstance(publisher.server, Copies)
+        clients.append((Copier(publisher.server), source))
+        return clients[-1][0]
+
+    module = SimpleNamespace(serve=lambda config, ring: Copies(ring), connect=connect)
+    monkeypatch.setitem(TRANSPORTS, "copies", "copies_of_weights")
+    monkeypatch.setitem(sys.modules, "copies_of_weights", module)  # type: ignore[arg-type]
+    core, weights = learner()
+    publisher = Publisher(config("copies"), tmp_path, 1, core)
+    receiver = WeightsReceiver(config("copies"), "generator-0")
+    size = policy.flat_bytes(ROWS)
+    for number in range(3):
+        flat = bytes([number]) * size
+        weights.flat = flat
+        digest = publisher.publish(number) if number else publisher.publish_bytes(number, flat)
+        assert digest == xxhash.xxh3_64_hexdigest(flat)
+        pulled = receiver.pull(publisher.source, Label(1, number), digest)
+        assert pulled is not None and (pulled.digest, pulled.probe) == (digest, b"probe")
+        assert pulled.tensors["w"].numpy().tobytes() == flat[:16]
+        assert receiver.bytes_over_socket == (number + 1) * size
+    assert receiver.pull(publisher.source, Label(1, 9), "gone") is None
+    # one client for all of an epoch's versions, and it is told where the server is
+    assert [source.address for _, source in clients] == ["copies of 1"]
+    server = publisher.server
+    assert isinstance(server, Copies) and not server.closed and not clients[0][0].closed
+    receiver.close()
+    publisher.close()
+    assert server.closed and clients[0][0].closed
+
+
+def test_every_row_names_a_module_that_serves_and_connects() -> None:
+    for transport in TRANSPORTS:
+        module = ways.maker(transport)
+        assert callable(module.serve) and callable(module.connect), transport
+
+
+def test_a_learner_without_an_address_serves_no_chunks(tmp_path: Path) -> None:
+    core: Any = SimpleNamespace(layout=ROWS)
+    publisher = Publisher(config("auto"), tmp_path, 1, core)
+    assert publisher.server is None and publisher.source.address == ""
+    publisher.publish_bytes(0, bytes(policy.flat_bytes(ROWS)))
+    publisher.close()
+
+
+def test_who_cannot_reach_the_learner_is_told_what_to_set() -> None:
+    away = WeightsSource(1, "elsewhere", "/not/here", "")
+    with pytest.raises(PeerUnreachable, match=r"elsewhere in /not/here.*set wires\.weights_addr"):
+        chunks.connect(config("auto"), away)
+    with pytest.raises(PeerUnreachable, match=r"on host elsewhere: weights\.transport = gloo"):
+        gpu_pairs.connect(config("gloo"), away)
+    assert away.host != socket.gethostname()
