@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Disposition, LedgerLine, Sampling, Trajectory
 from asyncrl.contract.versions import Label
 from buffer.ledger import Ledger
@@ -36,6 +37,33 @@ class Settings:
     def in_order(self) -> bool:
         """Do groups stand in ticket order, as the bound of `pace` needs it?"""
         return self.on_exceed == "pace" and self.order in ("auto", "ticket")
+
+
+def settings(config: Config) -> Settings:
+    """The store's settings of a run."""
+    generator = config.generator
+    staleness = config.staleness
+    return Settings(
+        batch=config.learner.groups,
+        group=config.learner.group_size,
+        steps=config.learner.steps,
+        sampling=Sampling(
+            generator.temperature,
+            generator.top_p,
+            generator.top_k,
+            generator.max_new_tokens,
+            config.advantage.name == "remax",
+        ),
+        seed=config.seed,
+        on_exceed=staleness.on_exceed,
+        order=staleness.order,
+        inject=staleness.inject,
+        half_life=staleness.half_life,
+        filter_no_spread=config.advantage.no_spread == "filter",
+        lease_s=config.wires.lease_s,
+        error_budget=config.reward.error_budget,
+        machinery_budget=config.reward.machinery_budget,
+    )
 
 
 @dataclass

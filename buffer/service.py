@@ -32,7 +32,7 @@ from asyncrl.transport.sockets import BufferSocket
 from buffer import batches, checks, numbers
 from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
-from buffer.groups import Settings
+from buffer.groups import settings
 from buffer.sessions import Sessions
 from buffer.store import Store
 from buffer.trained import Trained
@@ -43,32 +43,6 @@ SYNC_POLL_S = 0.001  # while replies wait for the disk
 NOBODY = -1  # no session: all of a producer's leases end
 LINGER_S = 5.0  # how long the end of the run is told to generators that have not asked yet
 REFUSALS_SAID = 20  # lines in the log; further ones are only counted
-
-
-def settings(config: Config) -> Settings:
-    generator = config.generator
-    staleness = config.staleness
-    return Settings(
-        batch=config.learner.groups,
-        group=config.learner.group_size,
-        steps=config.learner.steps,
-        sampling=m.Sampling(
-            generator.temperature,
-            generator.top_p,
-            generator.top_k,
-            generator.max_new_tokens,
-            config.advantage.name == "remax",
-        ),
-        seed=config.seed,
-        on_exceed=staleness.on_exceed,
-        order=staleness.order,
-        inject=staleness.inject,
-        half_life=staleness.half_life,
-        filter_no_spread=config.advantage.no_spread == "filter",
-        lease_s=config.wires.lease_s,
-        error_budget=config.reward.error_budget,
-        machinery_budget=config.reward.machinery_budget,
-    )
 
 
 def evaluations(config: Config, task: Task) -> Evaluations:

@@ -13,7 +13,7 @@ from test_store import hello, sample, total
 
 from actors.delivery import Outbox
 from asyncrl.config.tree import Wires
-from asyncrl.contract.messages import Sampling, Ticket
+from asyncrl.contract.messages import DISPOSITIONS, LOST, Sampling, Ticket
 from asyncrl.contract.versions import Label
 from buffer.durable_store import RecordedStore
 from buffer.groups import Settings
@@ -121,3 +121,9 @@ def test_the_lines_sum_to_what_the_generators_say(mode: str, tmp_path: Path) -> 
             assert total(store) == store.generated(), (seed, step)
         lines |= {n for n, x in store.ledger().items() if x["tokens"]}
     assert lines >= {"trained", "failed", "filtered", "lost_with_process", "duplicate", "left_over"}
+
+
+def test_every_line_is_of_use_lost_or_left_over() -> None:
+    """A new line is lost unless somebody says otherwise: the simulator shows it."""
+    assert set(DISPOSITIONS) - set(LOST) == {"trained", "skipped", "rejected", "left_over"}
+    assert set(LOST) <= set(DISPOSITIONS) and len(LOST) == len(DISPOSITIONS) - 4

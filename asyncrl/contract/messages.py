@@ -36,6 +36,11 @@ LedgerLine = Literal[
     "failed",
 ]
 DISPOSITIONS: tuple[LedgerLine, ...] = get_args(LedgerLine)
+# of these, the lines of tokens that were written for nothing: they reached no batch, or counted for
+# nothing in it by their age; what the loss left out is no loss of the buffer's
+LOST = tuple(
+    line for line in DISPOSITIONS if line not in ("trained", "skipped", "rejected", "left_over")
+)
 # what has become of a sample so far: "accepted" until its batch is trained; an answer to an
 # evaluation ticket has no line
 Disposition = LedgerLine | Literal["accepted", "evaluated"]

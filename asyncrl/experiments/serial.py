@@ -44,7 +44,8 @@ from asyncrl.contract.versions import Label
 from asyncrl.experiments.one_process import cold
 from asyncrl.experiments.serial_record import Record, RunRecord
 from asyncrl.models.policy import named_weights, weights_digest
-from buffer.service import evaluations, settings
+from buffer.groups import settings
+from buffer.service import evaluations
 from buffer.store import Store
 from learner.step import LearnerCore
 

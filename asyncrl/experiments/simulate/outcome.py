@@ -11,26 +11,16 @@ import msgspec
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.contract.messages import LOST
 from asyncrl.experiments.simulate.sides import Generator, Learner, draws
 from asyncrl.experiments.simulate.times import Times
 from asyncrl.experiments.simulate.world import Buffer, Clock
 from asyncrl.tasks import get_task
 from buffer.evaluation import Evaluations
+from buffer.groups import settings
 from buffer.ledger import tokens_of
-from buffer.service import evaluations, settings
+from buffer.service import evaluations
 from buffer.trained import mean, quantile
-
-LOST = (
-    "masked_stale",
-    "dropped_stale",
-    "abandoned",
-    "filtered",
-    "duplicate",
-    "orphaned",
-    "lost_with_process",
-    "failed",
-)
-
 
 FEW = 64  # generators
 
