@@ -130,7 +130,9 @@ def test_how_a_command_may_end(
 def going(folder: Path, model: Path) -> tuple[subprocess.Popen[str], Path]:
     """A program that called asyncrl.run, once its run trains; and the run's directory."""
     sets = [f"model.path={str(model)!r}", *SMALL[:-1], "learner.steps=100000", "name='long'"]
-    code = f"import asyncrl; asyncrl.run('demo', {sets!r}, show=True)"
+    # A program in the background of a shell is born deaf to interrupts; one in a notebook is not.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += f"import asyncrl; asyncrl.run('demo', {sets!r}, show=True)"
     process = subprocess.Popen(
         [sys.executable, "-c", code], cwd=folder, env=ENV, stderr=subprocess.PIPE, text=True
     )
