@@ -178,7 +178,7 @@ def load_policy(
     """The causal LM in the Hugging Face directory `path`.  Raises ConfigError when it is missing or
     not a model.
 
-    whole: with transformers' own modules also where bare.py would do.
+    whole: with transformers' own modules also where without_transformers.py would do.
     """
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(f"model.path: {path} is no model directory (it has no config.json)")

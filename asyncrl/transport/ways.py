@@ -6,6 +6,7 @@ The ring (asyncrl/transport/ring.py) holds the versions whatever the way; a serv
 from __future__ import annotations
 
 import importlib
+from abc import ABC, abstractmethod
 from typing import Protocol, cast
 
 from asyncrl.config.transports import TRANSPORTS
@@ -15,16 +16,17 @@ from asyncrl.contract.versions import Label
 from asyncrl.transport.ring import Ring, Rows
 
 
-class Server:
+class Server(ABC):
     """The learner's end.  `address` goes to the generators as `WeightsSource.address`."""
 
     address: str
 
-    def published(self, label: Label, digest: str) -> None:
+    def published(self, label: Label, digest: str) -> None:  # noqa: B027
         """The ring holds version `label` now.  Nothing to do for who reads the ring when asked."""
 
+    @abstractmethod
     def close(self) -> None:
-        raise NotImplementedError
+        """No generator is served from here on."""
 
 
 class Client(Protocol):
