@@ -64,3 +64,21 @@ def test_two_runs_side_by_side(forked: Callable[..., dict[str, Any]], tmp_path: 
     assert "learner.lr: 0.0003 | 0.001" in page and "Gradient norm" in page
     gone = diff(a, str(tmp_path / "nowhere"))
     assert gone.returncode == 2 and "no run directory" in gone.stderr
+
+
+def test_a_longer_run_is_another_run_also_when_nothing_was_learned(tmp_path: Path) -> None:
+    for name, steps in (("a", 2), ("b", 3)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.toml").write_text(f"[learner]\nsteps = {steps}\n")
+        (tmp_path / name / "weights_digest").write_text("0123")
+        rows = [json.dumps({"step": step, "t": 0.0, "reward/mean": 0.0}) for step in range(steps)]
+        (tmp_path / name / "metrics.jsonl").write_text("\n".join(rows) + "\n")
+    found = diff(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert found.returncode == 1 and "bitwise equal" not in found.stdout
+    assert "in the steps that both have (up to 1 and 2); nor do the weights" in found.stdout
+    (tmp_path / "b" / "weights_digest").write_text("4567")
+    found = diff(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert found.returncode == 1 and "the final weights do" in found.stdout
+    (tmp_path / "b" / "weights_digest").unlink()
+    found = diff(str(tmp_path / "a"), str(tmp_path / "b"))
+    assert found.returncode == 1 and "not both have ended" in found.stdout

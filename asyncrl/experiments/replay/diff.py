@@ -95,8 +95,8 @@ def first_difference(
 
 
 def diff(one: Path, two: Path) -> dict[str, Any]:
-    """What differs between two runs; `equal` means bitwise equal final weights and every metric the
-    same.
+    """What differs between two runs; `equal` means bitwise equal final weights, the same steps, and
+    every metric that both have the same.
     """
     (ca, ra, da), (cb, rb, db) = read(one), read(two)
     for config in (ca, cb):
@@ -110,7 +110,7 @@ def diff(one: Path, two: Path) -> dict[str, Any]:
         "steps": [max(ra), max(rb)],
         "first_difference": first,
         "weights_digests": [da, db],
-        "equal": first is None and da is not None and da == db,
+        "equal": first is None and ra.keys() == rb.keys() and da is not None and da == db,
     }
 
 
@@ -122,10 +122,13 @@ def text(found: dict[str, Any], most: int = 6) -> str:
     if found["equal"]:
         return "\n".join([*lines, "bitwise equal: final weights and every metric at every step"])
     if first is None:
-        known = all(found["weights_digests"])
+        digests = found["weights_digests"]
+        weights = "not both have ended"
+        if all(digests):
+            weights = "the final weights do" if digests[0] != digests[1] else "nor do the weights"
         lines.append(
-            f"no metric differs in the {min(found['steps'])} steps both have"
-            + ("; the final weights do" if known else "; not both have ended")
+            f"no metric differs in the steps that both have (up to {found['steps'][0]} and "
+            f"{found['steps'][1]}); {weights}"
         )
     else:
         lines.append(
