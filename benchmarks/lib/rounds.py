@@ -2,7 +2,9 @@
 only ratios are judged.
 
 A shared machine slows everything for seconds at a time; what runs side by side is slowed alike.
-Beside wall time stands the CPU time of this process, which neighbours touch less."""
+Beside wall time stands the CPU time of this process, which neighbours touch less.  A round beside
+other work is made again, not averaged: what the machine's cores did (/proc/stat) less what this
+process and all it started did is other work, and more than FOREIGN of a core is too much."""
 
 from __future__ import annotations
 
@@ -12,9 +14,11 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from lib import results_file
 
@@ -22,6 +26,80 @@ from lib import results_file
 sys.path.insert(0, str(results_file.ROOT))
 
 Times = dict[str, list[tuple[float, float]]]  # alternative -> (wall, CPU) seconds of each round
+
+FOREIGN = 0.1  # cores' worth of other work beside which a round counts for nothing
+GRAIN = 0.05  # CPU seconds: what /proc/stat's ticks and the kernel's own threads may hide
+TRIES = 2  # rounds made at most, for each one wanted
+LOAD_BEFORE = os.getloadavg()[0]
+MADE: list[dict[str, Any]] = []  # every round of this program, in order, for its result
+
+
+def busy_seconds() -> float:
+    """CPU seconds that all cores have worked for anybody, also for other machines (steal)."""
+    user, nice, system, _, _, _, _, steal = map(
+        int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    )
+    return (user + nice + system + steal) / os.sysconf("SC_CLK_TCK")
+
+
+def own_seconds() -> float:
+    """CPU seconds of this process and of all that it started, ended or not."""
+    total = sum(os.times()[:4])
+    for child in psutil.Process().children(recursive=True):
+        try:
+            total += sum(child.cpu_times()[:4])
+        except psutil.NoSuchProcess:
+            continue  # ended between the two lines: it is in its parent's sum
+    return total
+
+
+class Watch:
+    """What others did on this machine from now on."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter()
+        self.before = busy_seconds() - own_seconds()
+
+    def foreign(self) -> tuple[float, float]:
+        """CPU seconds of others, and wall seconds."""
+        others = max(0.0, busy_seconds() - own_seconds() - self.before)
+        return others, time.perf_counter() - self.began
+
+
+def quiet(wanted: int, one_round: Callable[[int], Any]) -> list[Any]:
+    """What `wanted` rounds without other work gave; `one_round` gets the number of the attempt.
+
+    After TRIES attempts a round the least disturbed fill up, and MADE says so."""
+    made: list[tuple[float, dict[str, Any], Any]] = []
+    alone = 0
+    for attempt in range(TRIES * wanted):
+        load = os.getloadavg()[0]
+        watch = Watch()
+        value = one_round(attempt)
+        others, wall = watch.foreign()
+        beside = others > FOREIGN * wall + GRAIN
+        alone += not beside
+        row = {
+            "seconds": round(wall, 2),
+            "foreign_cores": round(others / max(wall, 1e-9), 3),
+            "load": [round(load, 2), round(os.getloadavg()[0], 2)],
+            "beside_other_work": beside,
+            "counted": False,
+        }
+        made.append((others / max(wall, 1e-9), row, value))
+        MADE.append(row)
+        if beside:
+            print(
+                f"round {attempt}: {row['foreign_cores']} cores of other work beside it",
+                file=sys.stderr,
+            )
+        if alone == wanted:
+            break
+    # a stable sort: all that were alone, in their order, then the least disturbed
+    made.sort(key=lambda x: x[0] if x[1]["beside_other_work"] else 0.0)
+    for _, row, _ in made[:wanted]:
+        row["counted"] = True
+    return [value for _, _, value in made[:wanted]]
 
 
 def idle_cores(n: int, seconds: float = 0.5) -> list[int]:
@@ -49,30 +127,37 @@ def one_core() -> int:
 
 
 def interleave(alternatives: Mapping[str, Callable[[], Any]], rounds: int) -> Times:
-    """Run each alternative once untimed, then `rounds` times; every other round backwards."""
-    out: Times = {name: [] for name in alternatives}
+    """Run each alternative once untimed, then in `rounds` quiet rounds; every other one
+    backwards.
+    """
     for run in alternatives.values():
         run()
-    for n in range(rounds):
-        for name in list(alternatives) if n % 2 == 0 else reversed(list(alternatives)):
+
+    def one_round(number: int) -> dict[str, tuple[float, float]]:
+        row = {}
+        for name in list(alternatives) if number % 2 == 0 else reversed(list(alternatives)):
             wall = time.perf_counter()
             cpu = time.process_time()
             alternatives[name]()
-            out[name].append((time.perf_counter() - wall, time.process_time() - cpu))
-    return out
+            row[name] = (time.perf_counter() - wall, time.process_time() - cpu)
+        return row
+
+    rows = quiet(rounds, one_round)
+    return {name: [row[name] for row in rows] for name in alternatives}
 
 
 def median(times: Times, name: str, which: int = 0) -> float:
     return statistics.median(t[which] for t in times[name])
 
 
+def speedups(times: Times, ours: str, rival: str, which: int = 0) -> list[float]:
+    """Of each round rival / ours: above 1 we are faster.  which: 0 wall, 1 CPU."""
+    return [r[which] / o[which] for o, r in zip(times[ours], times[rival], strict=True)]
+
+
 def speedup(times: Times, ours: str, rival: str, which: int = 0) -> float:
-    """Median over rounds of rival / ours within the round: above 1 we are faster.  which: 0 wall, 1
-    CPU.
-    """
-    return statistics.median(
-        r[which] / o[which] for o, r in zip(times[ours], times[rival], strict=True)
-    )
+    """The median of `speedups`."""
+    return statistics.median(speedups(times, ours, rival, which))
 
 
 def goal(name: str, value: float, target: float, *, at_least: bool, **more: Any) -> dict[str, Any]:
@@ -86,12 +171,21 @@ def goal(name: str, value: float, target: float, *, at_least: bool, **more: Any)
     }
 
 
+def figure(
+    name: str, each: Sequence[float], target: float, *, at_least: bool, **more: Any
+) -> dict[str, Any]:
+    """`goal` for the median of a value of each round; with the number of rounds and the spread."""
+    spread = [round(min(each), 3), round(max(each), 3)]
+    value = statistics.median(each)
+    return goal(name, value, target, at_least=at_least, spread=spread, rounds=len(each), **more)
+
+
 def parser(doc: str | None) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         description=doc, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument(
-        "--quick", action="store_true", help="under a minute; nothing is written to results/"
+        "--quick", action="store_true", help="at most 3 minutes; nothing is written to results/"
     )
     p.add_argument("--json", action="store_true")
     p.add_argument("--beside", default="", help="what else ran on the machine, for the record")
@@ -104,7 +198,18 @@ def report(
     """Write the result file (not with --quick; its path comes back) and print the table, or the
     JSON.
     """
-    result = {"goals": goals, "met": all(g["met"] for g in goals), "beside": args.beside} | result
+    load = {"before": round(LOAD_BEFORE, 2), "after": round(os.getloadavg()[0], 2)}
+    disturbed = sum(row["counted"] and row["beside_other_work"] for row in MADE)
+    again = sum(not row["counted"] for row in MADE)
+    result = {
+        "goals": goals,
+        "met": all(g["met"] for g in goals),
+        "beside": args.beside,
+        "load": load,
+        "rounds_made": MADE,
+        "rounds_beside_other_work": disturbed,
+        "rounds_made_again": again,
+    } | result
     path = None if args.quick else results_file.write(name, result)
     if path:
         print(path, file=sys.stderr)
@@ -119,4 +224,8 @@ def report(
             f"{g['figure']:52} {g['value']:>9.3f}  {g['goal']:>9}  "
             f"{'met' if g['met'] else 'NOT MET'}  {rest}"
         )
+    print(
+        f"load {load['before']} before, {load['after']} after; {len(MADE)} rounds: {again} beside "
+        f"other work and made again, {disturbed} beside other work and counted"
+    )
     return path
