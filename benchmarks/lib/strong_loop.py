@@ -1,0 +1,313 @@
+"""The strongest synchronous loop we can write on a page or two, with torch alone: what a run's step
+is measured against.  tests/plain_loop.py is the same mathematics for reading.
+
+    OMP_NUM_THREADS=2 python benchmarks/lib/strong_loop.py MODEL_DIR TASK [--steps 40] [--lr 2e-4]
+    torchrun --standalone --nproc-per-node=2 benchmarks/lib/strong_loop.py ...   two ranks, gloo
+
+What makes it strong: one forward with fused projections for prompts, decoding and training; a
+prompt is encoded once for its group; keys and values lie in memory allocated once; rows leave the
+batch when they end; answers are sorted by length into micro-batches, so that little is padding;
+logits only where an answer's tokens are; fused AdamW on the fused parameters.  Covers Llama, Qwen2,
+Qwen3 and Mistral.  Knows nothing of asyncrl but the task's prompts and rewards.
+
+Shapes: G prompts of at most P tokens, B = G * size answers of at most T tokens, H hidden, D a
+head's width, V symbols.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+SHRINK = 0.8  # live share of the rows below which they are moved together
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class Policy:
+    """A Llama-like model whose parameters are fused: q, k, v in one matrix, gate and up in one."""
+
+    def __init__(self, path: str) -> None:
+        hf = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        c = hf.config
+        self.heads, self.kv_heads = c.num_attention_heads, c.num_key_value_heads
+        self.dim = getattr(c, "head_dim", None) or c.hidden_size // c.num_attention_heads
+        self.eps = c.rms_norm_eps
+        places = torch.arange(c.max_position_embeddings)[None]
+        with torch.no_grad():
+            cos, sin = hf.model.rotary_emb(hf.model.embed_tokens.weight[:1], places)
+        self.cos, self.sin = cos[0, :, None], sin[0, :, None]  # [places, 1, D]
+        self.embed, self.pad = hf.model.embed_tokens.weight, hf.model.embed_tokens.padding_idx
+        self.head = hf.get_output_embeddings().weight
+        self.last = hf.model.norm.weight
+        self.layers: list[dict[str, Any]] = []
+        for layer in hf.model.layers:
+            a, mlp = layer.self_attn, layer.mlp
+            parts = (a.q_proj, a.k_proj, a.v_proj)
+            fused = {
+                "qkv": torch.cat([part.weight for part in parts]),
+                "up": torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
+            } | (
+                {"bias": torch.cat([part.bias for part in parts])}
+                if a.q_proj.bias is not None
+                else {}
+            )
+            own = {
+                "in": layer.input_layernorm.weight,
+                "o": a.o_proj.weight,
+                "post": layer.post_attention_layernorm.weight,
+                "down": mlp.down_proj.weight,
+            } | ({"q": a.q_norm.weight, "k": a.k_norm.weight} if hasattr(a, "q_norm") else {})
+            self.layers.append({k: torch.nn.Parameter(v.detach()) for k, v in fused.items()} | own)
+
+    def parameters(self) -> list[torch.Tensor]:
+        found = [self.embed, self.last, *(w for layer in self.layers for w in layer.values())]
+        return found if self.head is self.embed else [*found, self.head]
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, weight.shape, weight, self.eps)
+
+    def turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        left, right = x.chunk(2, -1)
+        return x * cos + torch.cat((-right, left), -1) * sin
+
+    def forward(self, ids: torch.Tensor, places: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Last states [..., H] of tokens ids [...] at `places`; attend(layer, q, k, v [..., heads,
+        D]) -> [..., heads * D].
+        """
+        x = F.embedding(ids, self.embed, self.pad)
+        cos, sin = self.cos[places], self.sin[places]
+        cut = [self.heads, self.kv_heads, self.kv_heads]
+        for number, w in enumerate(self.layers):
+            qkv = F.linear(self.norm(x, w["in"]), w["qkv"], w.get("bias"))
+            q, k, v = qkv.unflatten(-1, (-1, self.dim)).split(cut, -2)
+            if "q" in w:
+                q, k = self.norm(q, w["q"]), self.norm(k, w["k"])
+            out = attend(number, self.turn(q, cos, sin), self.turn(k, cos, sin), v)
+            x = x + F.linear(out, w["o"])
+            gate, up = F.linear(self.norm(x, w["post"]), w["up"]).chunk(2, -1)
+            x = x + F.linear(F.silu(gate) * up, w["down"])
+        return self.norm(x, self.last)
+
+    def causal(
+        self, number: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> torch.Tensor:
+        """Attention within rows [B, T, heads, D]; padding is on the right, where no token looks."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        many = self.heads != self.kv_heads
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=many)
+        return out.transpose(1, 2).flatten(2)
+
+
+@dataclass
+class Answers:
+    """prompts [B, P] padded on the right, prompt [B] their lengths; tokens [B, T], length [B],
+    logprobs [B, T]: of what was sampled.
+    """
+
+    prompts: torch.Tensor
+    prompt: torch.Tensor
+    tokens: torch.Tensor
+    length: torch.Tensor
+    logprobs: torch.Tensor
+
+
+class Sampler:
+    """Writes answers at temperature 1, in key and value memory [layers, 2, B, heads, columns, D]
+    that is allocated once.
+    """
+
+    def __init__(self, policy: Policy, eos: int, most: int) -> None:
+        self.policy, self.eos, self.most = policy, eos, most
+        self.memory = torch.empty(0)
+
+    @torch.inference_mode()
+    def write(self, coded: Sequence[Sequence[int]], size: int, r: torch.Generator) -> Answers:
+        """`size` answers to each of the G prompts, those of a prompt side by side."""
+        p, total, width = self.policy, len(coded) * size, max(map(len, coded))
+        prompt = torch.tensor([len(c) for c in coded])
+        prompts = torch.tensor([[*c, *[0] * (width - len(c))] for c in coded])
+        shape = (len(p.layers), 2, total, p.kv_heads, width + self.most, p.dim)
+        if self.memory.shape != shape:
+            self.memory = torch.zeros(shape)
+        tokens = torch.zeros(total, self.most, dtype=torch.long)
+        logprobs = torch.zeros(total, self.most)
+        length = torch.zeros(total, dtype=torch.long)
+        rows = torch.arange(total)  # of the answers still in the batch, and three facts of each
+        live = torch.ones(total, dtype=torch.bool)
+        seen = (torch.arange(width) < prompt[:, None]).repeat_interleave(size, 0)
+        places = prompt.repeat_interleave(size)
+        bias = torch.zeros(total, 1, 1, width + self.most)
+        bias[:, 0, 0, :width].masked_fill_(~seen, -torch.inf)
+
+        def keep(number: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            for which, x in enumerate((k, v)):
+                spread = x.transpose(1, 2).repeat_interleave(size, 0)
+                self.memory[number, which, :, :, :width] = spread
+            return p.causal(number, q, k, v)
+
+        def look(number: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            n, column = len(q), width + step - 1
+            self.memory[number, 0, :n, :, column] = k
+            self.memory[number, 1, :n, :, column] = v
+            keys, values = self.memory[number, :, :n, :, : column + 1]
+            mask = bias[:n, ..., : column + 1]
+            many = p.heads != p.kv_heads
+            return F.scaled_dot_product_attention(
+                q[:, :, None], keys, values, attn_mask=mask, enable_gqa=many
+            ).flatten(1)
+
+        states = p.forward(prompts, torch.arange(width).expand_as(prompts), keep)
+        state = states[torch.arange(len(coded)), prompt - 1].repeat_interleave(size, 0)
+        for step in range(1, self.most + 1):
+            logs = F.linear(state, p.head).log_softmax(-1)
+            # the largest p / Exp(1) is a draw from p
+            token = logs.exp().div_(torch.empty_like(logs).exponential_(generator=r)).argmax(-1)
+            tokens[rows, step - 1] = token
+            logprobs[rows, step - 1] = logs.gather(1, token[:, None])[:, 0]
+            length[rows] += live
+            live = live & (token != self.eos)
+            left = int(live.sum())
+            if left == 0 or step == self.most:
+                break
+            if left < SHRINK * len(rows):
+                stay, column = live.nonzero()[:, 0], width + step - 1
+                self.memory[:, :, :left, :, :column] = self.memory[:, :, stay, :, :column]
+                bias[:left] = bias[stay]
+                rows, places, live, token = (x[stay] for x in (rows, places, live, token))
+            state = p.forward(token, places, look)
+            places = places + 1
+        spread = prompt.repeat_interleave(size)
+        return Answers(prompts.repeat_interleave(size, 0), spread, tokens, length, logprobs)
+
+
+def gradient(policy: Policy, answers: Answers, advantage: torch.Tensor, rows: int) -> None:
+    """Add the gradient of the clipped loss, summed over the answers' tokens, for advantage [B];
+    `rows` answers of about equal length a micro-batch.
+    """
+    ends = answers.prompt + answers.length
+    both = torch.cat([answers.prompts, answers.tokens], 1)
+    column = torch.arange(both.shape[1])
+    shift = answers.prompts.shape[1] - answers.prompt[:, None]  # an answer follows its prompt
+    at = torch.where(column < answers.prompt[:, None], column, (column + shift)).clamp(
+        max=both.shape[1] - 1
+    )
+    ids = both.gather(1, at)
+    for part in ends.argsort().split(rows):
+        width = int(ends[part].max()) - 1  # the last token is a target only
+        first = answers.prompt[part, None] - 1
+        place = column[None, :width]
+        mask = (place >= first) & (place < ends[part, None] - 1)
+        x = ids[part, :width]
+        states = policy.forward(x, place.expand_as(x), policy.causal)[mask]
+        targets = ids[part, 1 : width + 1][mask]
+        old = answers.logprobs[part].gather(
+            1, (place - first).clamp(0, answers.tokens.shape[1] - 1)
+        )
+        new = F.linear(states, policy.head).log_softmax(-1).gather(1, targets[:, None])[:, 0]
+        ratio = (new - old[mask]).exp()
+        a = advantage[part, None].expand(mask.shape)[mask]
+        (-torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a).sum()).backward()
+
+
+def update(policy: Policy, optimizer: torch.optim.Optimizer, tokens: int) -> None:
+    """One step on the mean over all tokens of all ranks."""
+    found = [w for w in policy.parameters() if w.grad is not None]
+    grads = [w.grad for w in found if w.grad is not None]
+    if dist.is_initialized():
+        flat = torch.cat([*(g.flatten() for g in grads), torch.tensor([float(tokens)])])
+        dist.all_reduce(flat)
+        for g, x in zip(grads, flat[:-1].split([g.numel() for g in grads]), strict=True):
+            g.copy_(x.view_as(g))
+        tokens = int(flat[-1])
+    torch._foreach_div_(grads, float(tokens))
+    torch.nn.utils.clip_grad_norm_(found, 1.0, foreach=True)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=False)
+
+
+def train(
+    path: str,
+    task: Any,
+    steps: int = 40,
+    lr: float = 2e-4,
+    most: int = 56,
+    groups: int = 32,
+    size: int = 8,
+    seed: int = 0,
+    rows: int = 64,
+) -> dict[str, Any]:
+    """Train the model in `path` (with torchrun: the groups shared out among the ranks); seconds,
+    tokens and mean reward of each step.
+    """
+    rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    policy, tokenizer = Policy(path), AutoTokenizer.from_pretrained(path)
+    words = tokenizer.backend_tokenizer
+    parameters = policy.parameters()
+    optimizer = torch.optim.AdamW(
+        parameters, lr=lr, betas=(0.9, 0.99), weight_decay=0.0, fused=True
+    )
+    sampler = Sampler(policy, tokenizer.eos_token_id, most)
+    r = torch.Generator().manual_seed(seed * ranks + rank)
+    ends, rewards, tokens = [time.monotonic()], [], []
+    for step in range(steps):
+        mine = range(step * groups + rank, (step + 1) * groups, ranks)
+        prompts = [task.prompt("train", index, seed) for index in mine]
+        coded = [words.encode(p.text, add_special_tokens=False).ids for p in prompts]
+        answers = sampler.write(coded, size, r)
+        lists = zip(answers.tokens.tolist(), answers.length.tolist(), strict=True)
+        texts = words.decode_batch([t[:n] for t, n in lists], skip_special_tokens=True)
+        found = [task.reward(prompts[i // size], text) for i, text in enumerate(texts)]
+        reward = torch.tensor([x["reward"] if isinstance(x, dict) else x for x in found])
+        grouped = reward.float().view(-1, size)
+        advantage = (grouped - grouped.mean(1, keepdim=True)) * size / (size - 1)
+        gradient(policy, answers, advantage.flatten(), rows)
+        tokens.append(int(answers.length.sum()))
+        update(policy, optimizer, tokens[-1])
+        rewards.append(float(reward.float().mean()))
+        ends.append(time.monotonic())
+    return {
+        "reward": rewards,
+        "tokens": [n * ranks for n in tokens],  # of this rank's share, times the ranks
+        "step_seconds": [b - a for a, b in pairwise(ends)],
+    }
+
+
+def main() -> None:
+    from asyncrl.config.tree import Task
+    from asyncrl.tasks import get_task
+
+    p = argparse.ArgumentParser(description=__doc__)
+    p.add_argument("model")
+    p.add_argument("task")
+    p.add_argument("--steps", type=int, default=40)
+    p.add_argument("--lr", type=float, default=2e-4)
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--rows", type=int, default=64, help="answers a micro-batch")
+    p.add_argument("--threads", type=int, default=1)
+    args = p.parse_args()
+    torch.set_num_threads(args.threads)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group("gloo")
+    task = get_task(Task(name=args.task))
+    out = train(args.model, task, args.steps, args.lr, seed=args.seed, rows=args.rows)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        step = statistics.median(out["step_seconds"])
+        print(json.dumps(out | {"median_step_ms": round(1e3 * step, 1)}), flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
