@@ -103,6 +103,23 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.kind}: {self.why}"
 
 
+class Row(msgspec.Struct, array_like=True):
+    """One path through a sample of several calls, as the learner runs it forward: made by the
+    gateway (actors/gateway/forest.py), read by the learner.  P tokens before the row's first own
+    token, T from it on.
+    """
+
+    prompt_tokens: bytes  # int32 [P]
+    tokens: bytes  # int32 [T]: drawn ones exactly as sampled, and what stood between the calls
+    behavior_logprobs: bytes  # float32 [T], 0 where mask is 0
+    # uint8 [T]: 1 where the token was drawn here and is trained in this row
+    mask: bytes
+    spans: list[Span]  # cover exactly the tokens of mask 1, in order
+    segments: list[tuple[str, int, int]] = []  # ("model" or "context", start, end) of [0, T)
+    # float32 [T] when calls have rewards of their own, NaN where there is none; else empty
+    token_rewards: bytes = b""
+
+
 class Trajectory(msgspec.Struct, array_like=True):
     """One sample.  Made by a generator; stored by the buffer; read by the learner.  P prompt, T
     response tokens.

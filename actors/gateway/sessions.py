@@ -1,0 +1,576 @@
+"""A session: one sample that is written by several calls, from its ticket to its reward.  Pure: the
+clock is an argument, what writes text as ids is given, and no method waits.
+
+```
+ place --> Call --(an engine draws)--> drawn              rows(): what is trained
+ request, written, closed: which requests are one and the same, a client's retries
+ open --> limited (grace_s) --+
+ open ------------------------+--> judging --> ended: scored or failed
+```
+
+All methods are called from one thread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import numpy as np
+import xxhash
+
+from actors.gateway.forest import Forest, Found, Message, Node, rows_of, text_digest
+from asyncrl.contract.errors import AsyncrlError, ProtocolError
+from asyncrl.contract.messages import Row, Span, Ticket
+
+NEVER = math.inf
+Finish = Literal["stop", "length"]
+
+
+class CallRefused(AsyncrlError):
+    """A request that is not served.  status: of HTTP; code: what a client may branch on; param: the
+    key of the body that is at fault.
+    """
+
+    def __init__(self, status: int, code: str, message: str, param: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+        self.param = param
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a session may use: the config's section [agent], and generator.context.  0: no limit.
+
+    Calls that draw at once may pass max_tokens by what they draw together."""
+
+    context: int = 0  # tokens of a prompt and its answer
+    max_calls: int = 32
+    max_tokens: int = 0  # drawn by a session
+    rows: int = 16
+    parallel: int = 16  # calls of one session at once
+    deadline_s: float = 600.0
+    idle_s: float = 0.0  # without a call, an answer or a beat: for a harness that pulls
+    grace_s: float = 30.0  # from a limit to the reward
+    linger_s: float = 60.0  # a call whose client has gone draws on for so long
+    fork: Literal["row", "end"] = "row"  # end: a call that would open a second row ends the session
+
+
+class Composer(Protocol):
+    """What a session asks of a template, its tokenizer and its parser: chat.py."""
+
+    def write(self, messages: Sequence[Message], tools: Sequence[Any]) -> str:
+        """The request's text, up to where the answer begins."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [P] of a whole prompt."""
+
+    def follow(
+        self, node: Node, messages: Sequence[Message], answer_at: int, text: str
+    ) -> np.ndarray | None:
+        """int32: what `text`, written of `messages`, has behind the node's answer, which is message
+        `answer_at`; None when it does not begin with the node's turn.
+        """
+
+    def read(self, ids: np.ndarray, stop: Sequence[str], name: str) -> Message:
+        """The assistant's message that drawn ids are; name: unique, for its tool calls' ids."""
+
+
+@dataclass(eq=False)
+class Call:
+    """One generation.  prompt_ids int32 [P]; stream_key: 0 is the ticket's plain stream."""
+
+    number: int
+    parent: Node | None
+    prompt_ids: np.ndarray
+    stream_key: int
+    max_new_tokens: int
+    node: Node
+    # max_new_tokens is the run's limit or the session's, not one that the client chose
+    run_bound: bool
+    aside: bool = False
+    stop: tuple[str, ...] = ()
+    alone_since: float = NEVER  # since when no connection waits for its answer
+    cut: bool = False
+
+
+@dataclass(eq=False)
+class Request:
+    """One request of the harness, over as many connections as it takes."""
+
+    body: bytes  # digest
+    key: str  # Idempotency-Key, "" for none
+    call: Call | None = None
+    connections: int = 1
+    lost: bool = False  # its connection closed before the answer was written
+    answer: bytes | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a session ended: a reward, or why there is none."""
+
+    reward: float
+    parts: dict[str, float]
+    failed: str = ""
+
+
+@dataclass(eq=False)
+class Session:
+    """One attempt at one sample.  own_prompt int32 [P]: the ticket's prompt as a plain answer is
+    given it; opened: the clock as it begins.
+    """
+
+    ticket: Ticket
+    sample: int
+    attempt: int
+    limits: Limits
+    composer: Composer | None = None
+    own_prompt: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    opened: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.name = f"{self.ticket.ticket}.{self.sample}.{self.attempt}"
+        self.forest = Forest()
+        self.open_calls: dict[int, Call] = {}
+        self.requests: list[Request] = []
+        self.cuts: list[Call] = []  # to be ended in the engine: whoever does it takes them out
+        self.state: Literal["open", "judging", "ended"] = "open"
+        self.outcome: Outcome | None = None
+        self.limit = ""  # which one ended the calls
+        self.limited_at = NEVER
+        self.calls = 0
+        self.tokens = 0  # drawn, those set aside included
+        self.aside = 0  # of these, never trained
+        self.call_at = self.heard_at = self.opened  # last call or answer; those or a beat
+        self.shortened = False  # the newest word of the policy was cut by a limit of the run
+        self._asked: dict[bytes, int] = {}  # digest of prompt ids -> how often asked
+        self._said: tuple[float, dict[str, float], dict[int, float]] | None = None
+
+    # ---- calls -----------------------------------------------------------------------------------
+
+    def place(
+        self,
+        *,
+        messages: Sequence[Message],
+        tools: Sequence[Any] = (),
+        now: float,
+        max_new_tokens: int = 0,
+        stop: Sequence[str] = (),
+        aside: bool = False,
+    ) -> Call:
+        """A call by messages, its place found and its prompt composed.  Raises CallRefused, and
+        what the composer raises; nothing has changed then.
+
+        max_new_tokens: the client's; 0: as many as the run allows."""
+        assert self.composer is not None
+        self._may_call(now)
+        found = self.forest.find(messages)
+        parent, tail = None, None
+        for index, node in found.candidates:
+            ours = {**node.ours, index: node}
+            restored = put_back(messages, ours)
+            text = self.composer.write(restored, tools)
+            tail = self.composer.follow(node, restored, index, text)
+            if tail is not None:
+                parent = node
+                break
+        if tail is None:
+            ours = found.ours()
+            text = self.composer.write(put_back(messages, ours), tools)
+            tail = self.composer.encode(text)
+        node = Node(self.forest.placed, parent, np.ascontiguousarray(tail, np.int32), aside)
+        node.chain, node.ours, node.tools = found.chains[-1], ours, tools
+        node.text_length, node.text_digest = len(text), text_digest(text)
+        call = self._sized(node, max_new_tokens, stop, now)
+        return self._placed(call, found, cause(found, parent, tools), now)
+
+    def place_ids(
+        self,
+        ids: np.ndarray,
+        *,
+        now: float,
+        max_new_tokens: int = 0,
+        stop: Sequence[str] = (),
+        aside: bool = False,
+    ) -> Call:
+        """A call by token ids int32 [P], P >= 1: it continues the node whose ids they begin with.
+        Raises CallRefused.
+        """
+        self._may_call(now)
+        ids = np.ascontiguousarray(ids, np.int32)
+        parent = self.forest.find_ids(ids)
+        tail = ids if parent is None else ids[len(parent.whole()) :]
+        node = Node(self.forest.placed, parent, tail, aside)
+        call = self._sized(node, max_new_tokens, stop, now)
+        return self._placed(call, None, "ids" if parent is None else "branch", now)
+
+    def _may_call(self, now: float) -> None:
+        """Raises CallRefused where no further call may begin."""
+        self.tick(now)
+        if self.state != "open":
+            raise CallRefused(410, "session_ended", f"session {self.name} has ended")
+        if self.limit:
+            raise self._over()
+        limits = self.limits
+        if limits.parallel and len(self.open_calls) >= limits.parallel:
+            raise CallRefused(
+                429,
+                "parallel_calls",
+                f"session {self.name} has {len(self.open_calls)} calls at once, agent.parallel = "
+                f"{limits.parallel}: wait for one of them",
+            )
+        if limits.max_calls and self.calls >= limits.max_calls:
+            raise self._reached("max_calls", now)
+        if limits.max_tokens and self.tokens >= limits.max_tokens:
+            raise self._reached("max_tokens", now)
+
+    def _sized(self, node: Node, wanted: int, stop: Sequence[str], now: float) -> Call:
+        """The node as a call, within the limits.  Raises CallRefused."""
+        limits = self.limits
+        prompt = node.prompt()
+        if not len(prompt):
+            raise CallRefused(400, "empty_prompt", "the prompt has no token: send some text")
+        most = self.ticket.sampling.max_new_tokens
+        if limits.context:
+            # an agent may shorten its history and go on: that ends no session
+            if len(prompt) >= limits.context:
+                self.shortened = True
+                raise CallRefused(
+                    400,
+                    "context_length_exceeded",
+                    f"the prompt has {len(prompt)} tokens, and generator.context = "
+                    f"{limits.context} is for prompt and answer: shorten the history",
+                    "messages",
+                )
+            most = min(most, limits.context - len(prompt))
+        if limits.max_tokens:
+            most = min(most, limits.max_tokens - self.tokens)
+        if self.forest.opens_row(node) and (begun := self.forest.rows_begun()):
+            if limits.fork == "end":
+                raise self._reached("fork", now)
+            if limits.rows and begun >= limits.rows:
+                raise self._reached("rows", now)
+        run_bound = not 0 < wanted < most
+        return Call(
+            number=node.number,
+            parent=node.parent,
+            prompt_ids=prompt,
+            stream_key=self._stream_key(prompt),
+            max_new_tokens=most if run_bound else wanted,
+            node=node,
+            run_bound=run_bound,
+            aside=node.aside,
+            stop=tuple(stop),
+        )
+
+    def _stream_key(self, prompt: np.ndarray) -> int:
+        """0 for the ticket's own prompt, first asked: the stream of a plain answer.  Else 64 bits
+        of the prompt and of how often it was asked, whatever else was asked between.
+        """
+        asked = self._asked.get(xxhash.xxh3_128_digest(prompt.tobytes()), 0)
+        if not asked and np.array_equal(prompt, self.own_prompt):
+            return 0
+        return xxhash.xxh3_64_intdigest(prompt.tobytes() + asked.to_bytes(4, "little")) or 1
+
+    def _placed(self, call: Call, found: Found | None, why: str, now: float) -> Call:
+        """Take the call in."""
+        if self.forest.opens_row(call.node) and self.forest.rows_begun():
+            self.forest.forks[why] += 1
+        self.forest.add(call.node, found.chains if found else ())
+        digest = xxhash.xxh3_128_digest(call.prompt_ids.tobytes())
+        self._asked[digest] = self._asked.get(digest, 0) + 1
+        self.open_calls[call.number] = call
+        self.calls += 1
+        self.call_at = self.heard_at = now
+        return call
+
+    def drawn(
+        self,
+        call: Call,
+        ids: np.ndarray,
+        logprobs: np.ndarray,
+        spans: Sequence[Span],
+        finish: Finish,
+        *,
+        past: int = 0,
+        now: float = 0.0,
+    ) -> Node | None:
+        """What the engine drew: ids int32 [T], logprobs float32 [T], spans over [0, T).  None for
+        no token.  past: tokens drawn behind the one that completed a stop string.
+
+        Raises ProtocolError for spans that do not cover the tokens, or a call that is not open."""
+        if self.open_calls.pop(call.number, None) is not call:
+            raise ProtocolError(f"session {self.name}: call {call.number} was answered before")
+        edges = [0] + [span.end for span in spans]
+        if edges[:-1] != [span.start for span in spans] or edges[-1] != len(ids):
+            raise ProtocolError(
+                f"session {self.name}: call {call.number} has {len(ids)} tokens, and spans {spans}"
+            )
+        node = call.node
+        self.tokens += len(ids) + past
+        self.aside += past + (len(ids) if call.aside else 0)
+        self.call_at = self.heard_at = max(now, self.heard_at)
+        if not len(ids):
+            self.forest.remove(node)
+            return None
+        node.ids = np.ascontiguousarray(ids, np.int32)
+        node.logprobs = np.ascontiguousarray(logprobs, np.float32)
+        node.spans = list(spans)
+        node.finish = finish
+        if not call.aside:
+            self.shortened = finish == "length" and (call.run_bound or call.cut)
+        if self.composer is not None and node.chain:
+            name = f"{self.name}-{call.number}"
+            self.forest.answered(node, self.composer.read(node.ids, call.stop, name))
+        return node
+
+    # ---- requests and their retries --------------------------------------------------------------
+
+    def request(self, body: bytes, *, retry: bool = False, key: str = "") -> Request:
+        """The request that came with this body (a digest of path and bytes): an earlier one that it
+        repeats, or a new one.
+
+        retry: the client says that it repeats.  Without that word an equal body is a request of its
+        own (an agent that votes), unless the connection of one closed before it was answered."""
+        same = [each for each in self.requests if each.body == body]
+        found = next((each for each in same if key and each.key == key), None)
+        if found is None and not key:
+            found = next((each for each in same if each.lost), None)
+            if found is None and retry:
+                unanswered = [each for each in same if each.answer is None]
+                found = next(iter(unanswered), same[-1] if same else None)
+        if found is None:
+            found = Request(body, key)
+            self.requests.append(found)
+            return found
+        found.connections += 1
+        found.lost = False
+        if found.call is not None:
+            found.call.alone_since = NEVER
+        return found
+
+    def forget(self, request: Request) -> None:
+        """The request began no call: the same again is a new one."""
+        if request in self.requests:
+            self.requests.remove(request)
+
+    def written(self, request: Request) -> None:
+        """The answer went out whole on one of its connections."""
+        request.connections -= 1
+
+    def closed(self, request: Request, now: float) -> None:
+        """A connection of it ended before the answer was out."""
+        request.connections -= 1
+        if request.connections <= 0:
+            request.lost = True
+            if request.call is not None:
+                request.call.alone_since = now
+
+    # ---- limits and the clock --------------------------------------------------------------------
+
+    def tick(self, now: float) -> None:
+        """What time alone brings about: calls cut, limits, the end of a session whose agent went
+        away.
+        """
+        for call in list(self.open_calls.values()):
+            if now >= call.alone_since + self.limits.linger_s:
+                self._cut(call)
+        if self.state != "open":
+            return
+        if now >= self._deadline() and not self.limit:
+            self.limit, self.limited_at = "deadline_s", now
+            self._cut_all()
+        if self.limit:
+            if now >= self._grace_over():
+                self.fail(f"agent.{self.limit} was reached and no reward came", now)
+        elif now >= self._idle_over():
+            self.fail(f"no call and no beat for agent.idle_s = {self.limits.idle_s:g} s", now)
+
+    def next_tick(self) -> float:
+        """When `tick` next has something to do."""
+        times = [
+            call.alone_since + self.limits.linger_s
+            for call in self.open_calls.values()
+            if not call.cut
+        ]
+        if self.state == "open":
+            times.append(self._grace_over() if self.limit else self._deadline())
+            times.append(NEVER if self.limit else self._idle_over())
+        return min(times, default=NEVER)
+
+    def _deadline(self) -> float:
+        return self.opened + (self.limits.deadline_s or NEVER)
+
+    def _idle_over(self) -> float:
+        idle = not self.open_calls and self.limits.idle_s
+        return self.heard_at + self.limits.idle_s if idle else NEVER
+
+    def _grace_over(self) -> float:
+        """From the limit, or from the last answer that was under way as it was reached."""
+        if self.open_calls:
+            return NEVER
+        return max(self.limited_at, self.call_at) + self.limits.grace_s
+
+    def _reached(self, limit: str, now: float) -> CallRefused:
+        self.limit, self.limited_at = limit, now
+        return self._over()
+
+    def _over(self) -> CallRefused:
+        return CallRefused(
+            400,
+            "session_limit",
+            f"session {self.name} has reached agent.{self.limit}: send its reward within "
+            f"{self.limits.grace_s:g} s",
+        )
+
+    def _cut(self, call: Call) -> None:
+        if not call.cut:
+            call.cut = True
+            self.cuts.append(call)
+
+    def _cut_all(self) -> None:
+        for call in list(self.open_calls.values()):
+            self._cut(call)
+
+    def beat(self, now: float) -> None:
+        """The harness lives."""
+        self.heard_at = max(self.heard_at, now)
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def reward(
+        self,
+        value: float,
+        parts: Mapping[str, float] = {},
+        calls: Mapping[int, float] = {},
+        *,
+        now: float,
+    ) -> None:
+        """Score and end; the same again is no news.  Raises CallRefused.
+
+        value is the sample's whole reward; calls: the share of each call (by number), which
+        estimators by token see on its last token, and what remains on the session's last one."""
+        self.tick(now)
+        said = (float(value), dict(parts), dict(calls))
+        if self._said is not None:
+            if said == self._said:
+                return
+            raise CallRefused(
+                422, "reward_differs", f"session {self.name} has the reward {self._said[0]:g}"
+            )
+        if self.state != "open":
+            raise CallRefused(410, "session_ended", f"session {self.name} has ended")
+        if not all(map(math.isfinite, [said[0], *said[1].values(), *said[2].values()])):
+            raise CallRefused(422, "reward_not_finite", "a reward is not finite", "reward")
+        trained = {node.number for node in self.forest.nodes if not node.aside}
+        for number in calls:
+            if number not in trained:
+                raise CallRefused(
+                    422, "no_such_call", f"calls: {self.name} has no trained call {number}", "calls"
+                )
+        self._said = said
+        self.outcome = Outcome(said[0], said[1])
+        self.state = "ended"
+        self._cut_all()
+
+    def judge(self, now: float) -> bool:
+        """The harness is done and the config's reward judges; True when that is news.  Raises
+        CallRefused.
+        """
+        self.tick(now)
+        if self.state == "open":
+            self.state = "judging"
+            self._cut_all()
+            return True
+        if self.state == "judging" or (self.outcome and not self.outcome.failed):
+            return False
+        raise CallRefused(410, "session_ended", f"session {self.name} has ended")
+
+    def judged(self, outcome: Outcome) -> None:
+        """What the config's reward said."""
+        if self.state == "judging":
+            self.state, self.outcome = "ended", outcome
+
+    def fail(self, why: str, now: float) -> None:
+        """No reward will come: the sample is written again, or its group given up."""
+        if self.state != "ended":
+            self.state, self.outcome = "ended", Outcome(0.0, {}, why)
+            self._cut_all()
+
+    @property
+    def complete(self) -> bool:
+        """Ended, and every draw is in: nothing of it changes any more."""
+        return self.state == "ended" and not self.open_calls
+
+    def adopt(self, ticket: Ticket) -> None:
+        """The session goes on under a new attempt at its sample."""
+        if ticket.ticket != self.ticket.ticket or self.sample not in ticket.samples:
+            raise ProtocolError(f"session {self.name} is no sample of ticket {ticket.ticket}")
+        self.ticket, self.attempt = ticket, ticket.attempt
+
+    # ---- what it is ------------------------------------------------------------------------------
+
+    @property
+    def finish(self) -> Finish:
+        """length: a limit of the run ended it, or cut the policy's last word."""
+        return "length" if self.limit or self.shortened else "stop"
+
+    @property
+    def forks(self) -> Mapping[str, int]:
+        """Causes of rows beyond the first, counted."""
+        return self.forest.forks
+
+    def rows(self) -> tuple[Row, ...]:
+        """What is trained, in the order of each row's first own call."""
+        shares = dict(self._said[2]) if self._said is not None else {}
+        trained = [n for n in self.forest.nodes if n.ids is not None and not n.aside]
+        if shares and trained:
+            assert self.outcome is not None
+            last = max(node.number for node in trained)
+            rest = self.outcome.reward - math.fsum(shares.values())
+            if rest or last in shares:
+                shares[last] = shares.get(last, 0.0) + rest
+        return rows_of(self.forest.nodes, shares)
+
+    def view(self, now: float) -> dict[str, Any]:
+        """The session for whoever asks: counts, versions, seconds left."""
+        labels = {
+            span.label for node in self.forest.nodes if node.ids is not None for span in node.spans
+        }
+        return {
+            "session": self.name,
+            "state": self.state,
+            "calls": self.calls,
+            "open_calls": len(self.open_calls),
+            "tokens": self.tokens,
+            "aside": self.aside,
+            "rows": self.forest.rows_begun(),
+            "forks": dict(self.forks),
+            "versions": [str(label) for label in sorted(labels)],
+            "limit": self.limit,
+            "left_s": max(0.0, round(self._deadline() - now, 1))
+            if self.limits.deadline_s
+            else None,
+        }
+
+
+def put_back(messages: Sequence[Message], ours: Mapping[int, Node]) -> list[Message]:
+    """The messages with our own answers as they were drawn."""
+    return [
+        (ours[index].answer or message) if index in ours else message
+        for index, message in enumerate(messages)
+    ]
+
+
+def cause(found: Found, parent: Node | None, tools: Sequence[Any]) -> str:
+    """Why a call by messages does not simply go on, should it open a row."""
+    if found.candidates:
+        deepest = found.candidates[0][1]
+        if deepest is parent:
+            return "branch"
+        return "template" if list(deepest.tools) == list(tools) else "tools"
+    count = len(found.chains) - 1
+    return "again" if found.known == count else f"message {found.known}"

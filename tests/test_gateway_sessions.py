@@ -1,0 +1,500 @@
+"""Sessions of several calls: random forests against a reference token by token; limits, retries,
+the end.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+
+from actors.gateway.forest import Node, canonical, chained, plain_text
+from actors.gateway.sessions import Call, CallRefused, Limits, Outcome, Session
+from asyncrl.contract.errors import ProtocolError
+from asyncrl.contract.messages import Prompt, Row, Sampling, Span, Ticket
+from asyncrl.contract.versions import Label
+
+FREE = Limits(max_calls=0, rows=0, parallel=0, deadline_s=0.0)
+TICKET = Ticket(
+    7, 3, "train", Prompt(0, "2+2="), [0, 1], Sampling(max_new_tokens=9), Label(1, 0), None, 5
+)
+
+
+def ids(*tokens: int) -> np.ndarray:
+    return np.array(tokens, np.int32)
+
+
+def session(limits: Limits = FREE, **more: object) -> Session:
+    return Session(TICKET, 1, 3, limits, **more)  # type: ignore[arg-type]
+
+
+def answer(
+    made: Session,
+    call: Call,
+    tokens: np.ndarray,
+    number: int = 0,
+    finish: str = "stop",
+    **more: object,
+) -> Node | None:
+    logprobs = -np.arange(1, len(tokens) + 1, dtype=np.float32) - 10 * call.number
+    spans = [Span(Label(1, number), f"d{number}", 0, len(tokens), Label(1, number))]
+    return made.drawn(call, tokens, logprobs, spans, finish, **more)  # type: ignore[arg-type]
+
+
+# ---- the forest against a reference --------------------------------------------------------------
+
+
+class Drawn:
+    """The reference's view of a call: nothing but the ids it saw and drew."""
+
+    def __init__(
+        self, number: int, path: list[Drawn], prompt: tuple[int, ...], aside: bool
+    ) -> None:
+        self.number, self.prompt, self.aside = number, prompt, aside
+        self.path = [*path, self]
+        self.tokens: tuple[int, ...] = ()
+
+    @property
+    def whole(self) -> tuple[int, ...]:
+        return self.prompt + self.tokens
+
+
+def reference_rows(
+    calls: list[Drawn],
+) -> list[tuple[tuple[int, ...], dict[int, tuple[int, float]]]]:
+    """(ids of the leaf, place -> (token, logprob) of what that row trains), by paths alone: a call
+    counts in the first path that holds it, paths in the order of their calls' numbers."""
+    paths = [tuple(c for c in call.path if not c.aside) for call in calls if not call.aside]
+    leaves = [p for p in paths if not any(q[: len(p)] == p and len(q) > len(p) for q in paths)]
+    rows = []
+    counted: set[int] = set()
+    for path in sorted(leaves, key=lambda path: [call.number for call in path]):
+        own = [call for call in path if call.number not in counted]
+        counted.update(call.number for call in own)
+        trained = {
+            len(call.prompt) + at: (token, -1.0 - at - 10 * call.number)
+            for call in own
+            for at, token in enumerate(call.tokens)
+        }
+        rows.append((own[0].number, path[-1].whole, trained))
+    return [(whole, trained) for _, whole, trained in sorted(rows, key=lambda row: row[0])]
+
+
+def opened(row: Row) -> tuple[tuple[int, ...], dict[int, tuple[int, float]]]:
+    prompt = np.frombuffer(row.prompt_tokens, "<i4")
+    tokens = np.frombuffer(row.tokens, "<i4")
+    logprobs = np.frombuffer(row.behavior_logprobs, "<f4")
+    mask = np.frombuffer(row.mask, np.uint8)
+    covered = [at for span in row.spans for at in range(span.start, span.end)]
+    assert covered == np.flatnonzero(mask).tolist()
+    assert mask[0] == 1 and mask[-1] == 1
+    assert [edge for _, *edge in row.segments] == [
+        [run[0], run[-1] + 1]
+        for _, group in itertools.groupby(
+            range(len(mask)),
+            key=lambda at: next(i for i, (_, a, b) in enumerate(row.segments) if a <= at < b),
+        )
+        for run in [list(group)]
+    ]
+    for kind, start, end in row.segments:
+        assert mask[start:end].all() == (kind == "model") == mask[start:end].any()
+    assert not logprobs[mask == 0].any()
+    trained = {
+        len(prompt) + int(at): (int(tokens[at]), float(logprobs[at])) for at in np.flatnonzero(mask)
+    }
+    return tuple(prompt.tolist()) + tuple(tokens.tolist()), trained
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_random_forests_train_each_drawn_token_once_behind_the_ids_it_saw(seed: int) -> None:
+    chance = random.Random(seed)
+    made = session()
+    calls: list[Drawn] = []
+    waiting: list[tuple[Call, Drawn]] = []
+
+    def draw() -> None:
+        call, known = waiting.pop(chance.randrange(len(waiting)))
+        known.tokens = tuple(chance.choices((1, 2, 3), k=chance.randrange(0, 5)))
+        node = answer(made, call, ids(*known.tokens), number=chance.randrange(3))
+        assert (node is None) == (not known.tokens)
+        if known.tokens:
+            calls.append(known)
+            assert tuple(node.whole().tolist()) == known.whole  # type: ignore[union-attr]
+
+    for _ in range(chance.randrange(1, 20)):
+        # two tokens and short tails: prompts meet by chance, too
+        before = chance.choice(calls).whole if calls and chance.random() < 0.8 else (0,)
+        prompt = before + tuple(chance.choices((1, 2, 3), k=chance.randrange(0, 3)))
+        # the longest, of these the newest placed
+        parent = max(
+            (c for c in calls if prompt[: len(c.whole)] == c.whole),
+            key=lambda c: (len(c.whole), c.number),
+            default=None,
+        )
+        call = made.place_ids(ids(*prompt), now=0.0, aside=chance.random() < 0.2)
+        assert call.prompt_ids.tolist() == list(prompt)
+        assert (call.parent.number if call.parent else None) == (parent.number if parent else None)
+        path = parent.path if parent else []
+        waiting.append((call, Drawn(call.number, path, prompt, call.aside)))
+        while waiting and chance.random() < 0.7:
+            draw()
+    while waiting:
+        draw()
+    assert [opened(row) for row in made.rows()] == reference_rows(calls)
+    assert made.aside == sum(len(c.tokens) for c in calls if c.aside)
+    assert made.tokens == sum(len(c.tokens) for c in calls)
+    assert made.forest.rows_begun() == len(made.rows())
+
+
+def test_versions_and_keys_of_a_row_stay_with_their_tokens() -> None:
+    made = session()
+    first = made.place_ids(ids(4, 5), now=0.0)
+    spans = [
+        Span(Label(1, 0), "a", 0, 1, Label(1, 0)),
+        Span(Label(1, 2), "b", 1, 3, Label(1, 0)),
+    ]
+    made.drawn(first, ids(6, 7, 8), np.zeros(3, np.float32), spans, "stop")
+    answer(made, made.place_ids(ids(4, 5, 6, 7, 8, 9, 9), now=0.0), ids(1), number=3)
+    (row,) = made.rows()
+    assert row.spans == [*spans, Span(Label(1, 3), "d3", 5, 6, Label(1, 3))]
+    assert row.segments == [("model", 0, 3), ("context", 3, 5), ("model", 5, 6)]
+
+
+def test_forks_are_counted_by_cause() -> None:
+    made = session()
+    for prompt in ((1,), (2,), (1, 5), (1, 5, 6), (1, 5, 7)):
+        answer(made, made.place_ids(ids(*prompt), now=0.0), ids(5))
+    # (1, 5) goes on from the first call, (1, 5, 7) branches from it too
+    assert made.forks == {"ids": 1, "branch": 2}
+    assert len(made.rows()) == 4
+
+
+# ---- random streams ------------------------------------------------------------------------------
+
+
+def test_streams_depend_on_the_prompt_and_its_repetition_alone() -> None:
+    def keys(order: list[tuple[int, ...]]) -> list[int]:
+        made = session(own_prompt=ids(1, 2))
+        return [made.place_ids(ids(*prompt), now=0.0).stream_key for prompt in order]
+
+    own, other = (1, 2), (1, 3)
+    assert keys([own])[0] == 0
+    some = keys([own, other, own, other, other])
+    assert len(set(some)) == 5 and all(0 <= key < 1 << 64 for key in some)
+    turned = keys([other, other, own, other, own])
+    assert turned == [some[1], some[3], some[0], some[4], some[2]]
+
+
+# ---- limits --------------------------------------------------------------------------------------
+
+
+def refused(made: Session, prompt: np.ndarray, now: float = 0.0) -> CallRefused:
+    with pytest.raises(CallRefused) as caught:
+        made.place_ids(prompt, now=now)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    "limits, limit",
+    [
+        (replace(FREE, max_calls=2), "max_calls"),
+        (replace(FREE, max_tokens=4), "max_tokens"),
+        (replace(FREE, rows=2), "rows"),
+        (replace(FREE, fork="end"), "fork"),
+    ],
+)
+def test_a_limit_ends_the_calls_and_leaves_time_for_the_reward(limits: Limits, limit: str) -> None:
+    made = session(limits)
+    answer(made, made.place_ids(ids(1), now=0.0), ids(5, 5))
+    if limit != "fork":
+        answer(made, made.place_ids(ids(2), now=1.0), ids(5, 5))
+    said = refused(made, ids(3), now=10.0)
+    assert (said.status, said.code) == (400, "session_limit") and f"agent.{limit}" in str(said)
+    # nothing gets in any more, not even what would open no row
+    assert refused(made, ids(1, 5, 5), now=11.0).code == "session_limit"
+    assert made.next_tick() == 40.0
+    made.tick(39.9)
+    assert made.state == "open"
+    made.reward(0.5, now=39.9)
+    assert made.complete and made.finish == "length" and made.outcome == Outcome(0.5, {})
+
+
+def test_no_reward_after_a_limit_fails_the_session() -> None:
+    made = session(replace(FREE, deadline_s=100.0))
+    call = made.place_ids(ids(1), now=0.0)
+    assert made.next_tick() == 100.0
+    made.tick(99.9)
+    assert not made.cuts
+    made.tick(100.0)
+    assert made.cuts == [call] and made.state == "open"
+    assert made.next_tick() == float("inf")  # grace begins with the cut call's last word
+    answer(made, call, ids(3), finish="length", now=101.0)
+    made.tick(130.9)
+    assert made.state == "open"
+    made.tick(131.0)
+    assert made.complete and made.outcome and "agent.deadline_s" in made.outcome.failed
+    assert refused(made, ids(1), now=132.0).status == 410
+
+
+def test_a_long_context_is_refused_and_ends_nothing() -> None:
+    made = session(replace(FREE, context=4))
+    answer(made, made.place_ids(ids(1, 2), now=0.0), ids(5, 5), finish="length")
+    said = refused(made, ids(1, 2, 5, 5))
+    assert (said.status, said.code, said.param) == (400, "context_length_exceeded", "messages")
+    assert made.calls == 1 and made.finish == "length"
+    call = made.place_ids(ids(9, 9), now=0.0)
+    assert call.max_new_tokens == 2 and call.run_bound
+    answer(made, call, ids(5))
+    assert made.finish == "stop"
+
+
+def test_how_long_an_answer_may_be_and_whose_limit_that_is() -> None:
+    made = session(replace(FREE, context=20, max_tokens=12))
+    mine = made.place_ids(ids(1), now=0.0, max_new_tokens=3)
+    assert (mine.max_new_tokens, mine.run_bound) == (3, False)
+    answer(made, mine, ids(5, 5, 5), finish="length")
+    assert made.finish == "stop"  # the client asked for no more
+    runs = made.place_ids(ids(2), now=0.0, max_new_tokens=30)
+    assert (runs.max_new_tokens, runs.run_bound) == (9, True)  # the ticket's max_new_tokens
+    answer(made, runs, ids(5, 5, 5, 5), finish="length")
+    assert made.finish == "length"
+    assert made.place_ids(ids(3), now=0.0).max_new_tokens == 5  # of max_tokens
+
+
+def test_calls_at_once_are_bounded_and_that_ends_nothing() -> None:
+    made = session(replace(FREE, parallel=2))
+    calls = [made.place_ids(ids(1), now=0.0) for _ in range(2)]
+    assert refused(made, ids(1)).status == 429
+    answer(made, calls[0], ids(5))
+    made.place_ids(ids(1), now=0.0)
+
+
+def test_an_idle_harness_is_gone_one_that_beats_or_waits_is_not() -> None:
+    made = session(replace(FREE, idle_s=10.0))
+    made.beat(5.0)
+    assert made.next_tick() == 15.0
+    call = made.place_ids(ids(1), now=14.0)
+    made.tick(100.0)
+    assert made.state == "open"  # it waits for us
+    answer(made, call, ids(5), now=100.0)
+    made.tick(109.0)
+    assert made.state == "open"
+    made.tick(110.0)
+    assert made.outcome and "agent.idle_s" in made.outcome.failed
+
+
+# ---- retries -------------------------------------------------------------------------------------
+
+
+def test_equal_bodies_are_draws_of_their_own_and_a_retry_joins() -> None:
+    made = session()
+    votes = [made.request(b"same") for _ in range(3)]
+    assert len(set(map(id, votes))) == 3
+    for vote in votes:
+        vote.call = made.place_ids(ids(1), now=0.0)
+    made.closed(votes[1], now=1.0)
+    assert made.request(b"same", retry=True) is votes[1]
+    assert votes[1].call.alone_since == float("inf")
+    assert made.request(b"other", retry=True) not in votes  # nothing known: a new draw
+    # without the word: only one whose connection is gone is joined
+    made.closed(votes[2], now=1.0)
+    assert made.request(b"same") is votes[2]
+    assert made.request(b"same") not in votes
+
+
+def test_a_retry_of_an_answered_request_gets_the_stored_bytes() -> None:
+    made = session()
+    first = made.request(b"same")
+    first.call = made.place_ids(ids(1), now=0.0)
+    first.answer = b"bytes"
+    made.written(first)
+    assert made.request(b"same", retry=True) is first
+    made.written(first)
+    assert made.request(b"same") is not first  # asked again, not repeated
+
+
+def test_an_idempotency_key_names_a_request() -> None:
+    made = session()
+    first = made.request(b"same", key="k1")
+    assert made.request(b"same", key="k2") is not first
+    assert made.request(b"same", key="k1") is first
+    assert made.request(b"else", key="k1") is not first
+
+
+def test_a_refused_request_is_forgotten() -> None:
+    made = session()
+    first = made.request(b"same")
+    made.forget(first)
+    assert made.request(b"same", retry=True) is not first
+
+
+def test_a_call_whose_client_is_gone_lingers_is_cut_and_its_node_stays() -> None:
+    made = session()
+    request = made.request(b"same")
+    call = request.call = made.place_ids(ids(1), now=0.0)
+    made.closed(request, now=5.0)
+    assert made.next_tick() == 65.0
+    made.tick(64.9)
+    assert not made.cuts
+    made.tick(65.0)
+    made.tick(66.0)
+    assert made.cuts == [call]
+    answer(made, call, ids(5, 6), finish="length", now=66.0)
+    assert len(made.rows()) == 1
+    made.reward(1.0, now=67.0)
+    assert made.finish == "length"
+
+
+def test_a_client_that_comes_back_saves_its_call() -> None:
+    made = session()
+    request = made.request(b"same")
+    request.call = made.place_ids(ids(1), now=0.0)
+    made.closed(request, now=5.0)
+    assert made.request(b"same", retry=True) is request
+    made.tick(1000.0)
+    assert not made.cuts
+
+
+# ---- the end -------------------------------------------------------------------------------------
+
+
+def test_a_reward_is_said_once_and_may_be_repeated() -> None:
+    made = session()
+    answer(made, made.place_ids(ids(1), now=0.0), ids(5))
+    made.reward(1.0, {"style": 0.5}, now=1.0)
+    made.reward(1.0, {"style": 0.5}, now=2.0)
+    for value, parts in ((0.0, {"style": 0.5}), (1.0, {})):
+        with pytest.raises(CallRefused) as caught:
+            made.reward(value, parts, now=3.0)
+        assert caught.value.status == 422
+    assert made.outcome == Outcome(1.0, {"style": 0.5})
+    assert refused(made, ids(1)).status == 410
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        (float("nan"), {}, {}),
+        (float("inf"), {}, {}),
+        (0.0, {"a": float("nan")}, {}),
+        (0.0, {}, {0: float("nan")}),
+        (0.0, {}, {1: 1.0}),  # an aside
+        (0.0, {}, {7: 1.0}),
+    ],
+)
+def test_a_reward_that_is_none_is_refused_and_the_session_stays_open(said: tuple) -> None:
+    made = session()
+    answer(made, made.place_ids(ids(1), now=0.0), ids(5))
+    answer(made, made.place_ids(ids(1), now=0.0, aside=True), ids(5))
+    with pytest.raises(CallRefused) as caught:
+        made.reward(*said, now=0.0)
+    assert caught.value.status == 422 and made.state == "open"
+    made.reward(0.0, now=0.0)
+
+
+def test_calls_that_still_draw_are_cut_and_waited_for() -> None:
+    made = session()
+    answer(made, made.place_ids(ids(1), now=0.0), ids(5))
+    late = made.place_ids(ids(2), now=0.0)
+    made.reward(1.0, now=0.0)
+    assert made.cuts == [late] and not made.complete
+    answer(made, late, ids(6, 6), finish="length")
+    # what is drawn is trained, read or not
+    assert made.complete and len(made.rows()) == 2
+
+
+def test_the_rewards_of_calls_sit_on_their_last_tokens_and_sum_to_the_whole() -> None:
+    made = session()
+    for prompt in ((1,), (1, 5, 5), (1, 5, 5, 5, 5), (9,)):
+        answer(made, made.place_ids(ids(*prompt), now=0.0), ids(5, 5))
+    made.reward(1.0, calls={0: 0.25, 2: 0.5}, now=0.0)
+    nothing = float("nan")
+    want = [[nothing, 0.25, nothing, nothing, nothing, 0.5], [nothing, 0.25]]
+    for row, rewards in zip(made.rows(), want, strict=True):
+        np.testing.assert_array_equal(np.frombuffer(row.token_rewards, "<f4"), rewards)
+    plain = session()
+    answer(plain, plain.place_ids(ids(1), now=0.0), ids(5, 5))
+    plain.reward(1.0, now=0.0)
+    assert plain.rows()[0].token_rewards == b""
+
+
+def test_judged_by_the_run_or_failed() -> None:
+    made = session()
+    answer(made, made.place_ids(ids(1), now=0.0), ids(5))
+    assert made.judge(now=0.0) and not made.judge(now=1.0)
+    assert refused(made, ids(1)).status == 410
+    made.judged(Outcome(0.5, {}))
+    assert made.complete and not made.judge(now=2.0)
+    lost = session()
+    lost.fail("the agent exited with 1", now=0.0)
+    lost.fail("again", now=0.0)
+    assert lost.outcome == Outcome(0.0, {}, "the agent exited with 1")
+    for speak in (lost.judge, lambda now: lost.reward(1.0, now=now)):
+        with pytest.raises(CallRefused) as caught:
+            speak(now=0.0)
+        assert caught.value.status == 410
+
+
+def test_an_adopted_session_goes_on_under_the_new_attempt() -> None:
+    made = session()
+    answer(made, made.place_ids(ids(1), now=0.0), ids(5))
+    sampling = Sampling(max_new_tokens=2)
+    granted = msgspec.structs.replace(TICKET, attempt=9, samples=[1], sampling=sampling)
+    made.adopt(granted)
+    assert made.attempt == 9 and made.name == "7.1.3"
+    assert made.place_ids(ids(1, 5), now=0.0).max_new_tokens == 2
+    for wrong in ({"ticket": 8}, {"samples": [0]}):
+        with pytest.raises(ProtocolError):
+            session().adopt(msgspec.structs.replace(granted, **wrong))
+
+
+def test_a_draw_that_does_not_fit_its_call_is_refused() -> None:
+    made = session()
+    call = made.place_ids(ids(1), now=0.0)
+    with pytest.raises(ProtocolError):
+        spans = [Span(Label(1, 0), "d", 0, 1, Label(1, 0))]
+        made.drawn(call, ids(5, 5), np.zeros(2, np.float32), spans, "stop")
+    again = session()
+    call = again.place_ids(ids(1), now=0.0)
+    answer(again, call, ids(5))
+    with pytest.raises(ProtocolError):
+        answer(again, call, ids(5))
+
+
+# ---- who said what -------------------------------------------------------------------------------
+
+
+def test_messages_are_the_same_in_any_spelling() -> None:
+    def call(arguments: object) -> dict:
+        function = {"name": "add", "arguments": arguments}
+        return {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "c1", "type": "function", "function": function}],
+        }
+
+    same = [
+        [{"role": "user", "content": "ab"}, call('{"a": 1, "b": 2}')],
+        [
+            {"role": "user", "content": [{"type": "text", "text": x} for x in "ab"]},
+            {**call({"b": 2, "a": 1}), "content": "", "refusal": None},
+        ],
+        [
+            {"role": "user", "content": "ab", "name": "me"},
+            {**call('{"b":2,"a":1}'), "content": " "},
+        ],
+    ]
+    chains = Counter(chained(chained(b"", one), two) for one, two in same)
+    assert len(chains) == 1
+    base = {"role": "user", "content": "ab"}
+    for other in ({"content": "ab "}, {"role": "system"}, {"tool_call_id": "c1"}):
+        assert canonical({**base, **other}) != canonical(base)
+    assert canonical(call("{}")) != canonical(call("{"))
+    assert plain_text(None) == ""
+    with pytest.raises(ValueError, match="image_url"):
+        plain_text([{"type": "image_url", "image_url": {"url": ""}}])
