@@ -3,7 +3,7 @@ the store is changed.
 
 They look at names and counts, which index the store, at the versions, and at what an answer holds:
 one whose arrays do not fit together would end the learner that trains on it, and in a durable run
-every learner after it.
+every learner after it.  Each refusal has a reason, a key of REFUSALS, by which it is counted.
 """
 
 from __future__ import annotations
@@ -15,9 +15,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from asyncrl.contract.errors import BadMessage
-from asyncrl.contract.messages import DISPOSITIONS, EVAL_BASE, LearnerHello, Renew, Trajectory
+from asyncrl.contract.messages import (
+    DISPOSITIONS,
+    EVAL_BASE,
+    LearnerHello,
+    Renew,
+    Span,
+    Trajectory,
+)
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BUFFER
+from buffer.groups import Grant, Settings
 from buffer.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -25,13 +33,20 @@ if TYPE_CHECKING:
 
 NAME_LENGTH = 200
 TEXT_LENGTH = 1000
+WHY_LENGTH = 1 << 16  # of a failure
+TEXT_PER_TOKEN = 128  # characters: the longest tokens are runs of spaces
+TEXT_MORE = 1 << 16  # characters on top, of prompts that a template wraps
+NAMES = 256  # parts of a reward, numbers of a generator
+ROWS = 1 << 16  # of a list in one message
 TICKET_END = 1 << 48
 LOGPROB_ABOVE_0 = 1e-3  # what rounding may leave of a probability of 1
+LEAST_LOGPROB = -1e4  # nothing drawn is less likely
+REWARD = 1e18  # its square is a float32
 
 
-def need(ok: bool, what: str) -> None:
+def need(ok: bool, what: str, reason: str = "message") -> None:
     if not ok:
-        raise BadMessage(what)
+        raise BadMessage(what, reason)
 
 
 def producer(name: str) -> None:
@@ -47,115 +62,265 @@ def sample(store: Store, answer: Trajectory) -> None:
     registered.
     """
     for span in answer.spans:
-        theirs = span.digest[:40]
-        need(
-            span.label in store.tree,
-            f"ticket {answer.ticket}: weights {span.label} (digest {theirs}) wrote tokens, but no "
-            "learner has announced them; "
-            f"known are up to {store.policy}: stop the generator that runs other weights",
+        _registered(store, answer, span)
+    if not 1 <= answer.attempt <= store.attempts:
+        raise BadMessage(
+            f"ticket {answer.ticket}: attempt {answer.attempt} was never granted; the last one is "
+            f"{store.attempts}",
+            "ticket",
         )
-        ours = store.tree.digest(span.label)
-        need(
-            span.digest in ("", ours),
-            f"ticket {answer.ticket}: weights {span.label} have digest {theirs} at the generator "
-            f"and {ours} at the learner",
-        )
-    need(
-        1 <= answer.attempt <= store.attempts,
-        f"ticket {answer.ticket}: attempt {answer.attempt} was never granted; the last one is "
-        f"{store.attempts}",
-    )
     if answer.ticket >= EVAL_BASE:
         out = store.evaluations.out.get(answer.attempt)
-        need(
-            answer.sample == 0 and (out is None or out.job.ticket == answer.ticket),
-            f"attempt {answer.attempt} is not of evaluation ticket {answer.ticket}, sample "
-            f"{answer.sample}",
-        )
-        return
-    need(
-        0 <= answer.sample < store.settings.group,
-        f"ticket {answer.ticket}: sample {answer.sample} of a group of {store.settings.group}",
-    )
-    need(
-        0 <= answer.ticket < store.cursor,
-        f"ticket {answer.ticket} was never granted; the next one is {store.cursor}",
-    )
-    group = store.alive.get(answer.ticket) or store.retained.get(answer.ticket)
-    need(
-        group is None or answer.attempt in group.attempts,
-        f"ticket {answer.ticket}: attempt {answer.attempt} is not one of its attempts",
-    )
-
-
-def answer(sample: Trajectory, vocabulary: int) -> None:
-    """An answer's own arrays: of one length, numbers where numbers are meant, tokens that the model
-    has.  vocabulary: 0 while no learner has said it.
-    """
-    which = f"ticket {sample.ticket}, sample {sample.sample}"
-    length = len(sample.mask)
-    size = len(sample.tokens)
-    need(
-        size == 4 * length > 0 and len(sample.prompt_tokens) % 4 == 0,
-        f"{which}: {size} bytes of tokens for {length} mask bytes; int32, one or more",
-    )
-    need(
-        len(sample.behavior_logprobs) == 4 * length,
-        f"{which}: {len(sample.behavior_logprobs)} bytes of behavior_logprobs for {length} tokens; "
-        "float32 each",
-    )
-    need(
-        len(sample.token_rewards) in (0, 4 * length),
-        f"{which}: {len(sample.token_rewards)} bytes of token_rewards for {length} tokens; "
-        "float32, "
-        "or none",
-    )
-    ends = [0, *(span.end for span in sample.spans)]
-    need(
-        ends[-1] == length
-        and all(
-            a == span.start < span.end for a, span in zip(ends[:-1], sample.spans, strict=True)
-        ),
-        f"{which}: its spans are not its {length} tokens in order",
-    )
-    need(
-        not sample.mask.strip(b"\0\1"),
-        f"{which}: its mask holds other bytes than 0 and 1",
-    )
-    logprobs = np.frombuffer(sample.behavior_logprobs, "<f4")
-    need(
-        bool(logprobs.max() <= LOGPROB_ABOVE_0 and logprobs.min() > -np.inf),
-        f"{which}: a behavior_logprob is above 0 or not finite",
-    )
-    for name, raw in (("prompt_tokens", sample.prompt_tokens), ("tokens", sample.tokens)):
-        ids = np.frombuffer(raw, "<i4")
-        if len(ids):
-            low, high = int(ids.min()), int(ids.max())
-            need(
-                low >= 0 and (high < vocabulary or not vocabulary),
-                f"{which}: {name} from {low} to {high}, of a model with {vocabulary} tokens",
+        if answer.sample != 0 or (out is not None and out.job.ticket != answer.ticket):
+            raise BadMessage(
+                f"attempt {answer.attempt} is not of evaluation ticket {answer.ticket}, sample "
+                f"{answer.sample}",
+                "ticket",
             )
-    if sample.token_rewards:
-        need(
-            bool(np.isfinite(np.frombuffer(sample.token_rewards, "<f4")).all()),
-            f"{which}: a token reward is not finite",
+        return
+    if not 0 <= answer.sample < store.settings.group:
+        raise BadMessage(
+            f"ticket {answer.ticket}: sample {answer.sample} of a group of {store.settings.group}",
+            "ticket",
+        )
+    if not 0 <= answer.ticket < store.cursor:
+        raise BadMessage(
+            f"ticket {answer.ticket} was never granted; the next one is {store.cursor}", "ticket"
+        )
+    group = store.alive.get(answer.ticket) or store.retained.get(answer.ticket)
+    if group is not None and answer.attempt not in group.attempts:
+        raise BadMessage(
+            f"ticket {answer.ticket}: attempt {answer.attempt} is not one of its attempts", "ticket"
+        )
+
+
+def _registered(store: Store, answer: Trajectory, span: Span) -> None:
+    """The weights of a span are those that a learner has announced under this name; its keys and
+    values are no newer.
+    """
+    label = span.label
+    if label not in store.tree:
+        raise BadMessage(
+            f"ticket {answer.ticket}: weights {label} (digest {span.digest[:40]}) wrote tokens, "
+            f"but no learner has announced them; known are up to {store.policy}: stop the "
+            "generator that runs other weights",
+            "version",
+        )
+    if span.digest and span.digest != (ours := store.tree.digest(label)):
+        raise BadMessage(
+            f"ticket {answer.ticket}: weights {label} have digest {span.digest[:40]} at the "
+            f"generator and {ours} at the learner",
+            "version",
+        )
+    if span.kv != label and not (span.kv.epoch >= 0 and span.kv.number >= 0 and span.kv <= label):
+        raise BadMessage(
+            f"ticket {answer.ticket}: weights {label} wrote tokens on keys and values of {span.kv}",
+            "version",
+        )
+
+
+def versions(store: Store, answer: Trajectory) -> None:
+    """The versions of an answer keep to its ticket, whose attempt `sample` knows: exactly the one
+    that it names, or from its minimum on in its epoch.
+
+    What is older evades the limit, and what a later epoch drew was never granted."""
+    if answer.ticket >= EVAL_BASE:
+        out = store.evaluations.out.get(answer.attempt)
+        grant = None if out is None else Grant(out.job.label, exact=True)
+    else:
+        group = store.alive.get(answer.ticket) or store.retained.get(answer.ticket)
+        # journals of older versions do not tell
+        grant = None if group is None else group.grants.get(answer.attempt)
+    if grant is None:
+        return
+    least = grant.label
+    for span in answer.spans:
+        label = span.label
+        if label != least and (
+            grant.exact or label.epoch != least.epoch or label.number < least.number
+        ):
+            raise BadMessage(
+                f"ticket {answer.ticket}, attempt {answer.attempt}: weights {label} wrote tokens, "
+                f"its ticket asked for {'exactly ' if grant.exact else ''}{least}"
+                f"{'' if grant.exact else ' or newer of its epoch'}",
+                "limit",
+            )
+
+
+def answers(samples: Sequence[Trajectory], vocabulary: int, settings: Settings) -> None:
+    """The answers of a message by themselves: arrays of one length, numbers where numbers are
+    meant, tokens that the model has, no more than the config allows.
+
+    vocabulary: 0 while no learner has said it.  Long arrays are looked at together: most of the
+    time for a short one would be the start of numpy's loops."""
+    for answer in samples:
+        _lengths(answer, settings)
+        _spans(answer)
+        _scalars(answer)
+        _texts(answer, settings)
+    if not _arrays(samples, vocabulary):
+        for answer in samples:
+            _which_array(answer, vocabulary)
+
+
+def _name(answer: Trajectory) -> str:
+    return f"ticket {answer.ticket}, sample {answer.sample}"
+
+
+def _lengths(answer: Trajectory, settings: Settings) -> None:
+    """A failed answer may be empty: what cannot be begun has no tokens."""
+    length = len(answer.mask)
+    size = len(answer.tokens)
+    prompt = len(answer.prompt_tokens)
+    if size != 4 * length or prompt % 4 or not (length or answer.failed):
+        raise BadMessage(
+            f"{_name(answer)}: {size} bytes of tokens for {length} mask bytes, {prompt} of its "
+            "prompt; int32, one or more",
+            "shape",
+        )
+    if len(answer.behavior_logprobs) != size:
+        raise BadMessage(
+            f"{_name(answer)}: {len(answer.behavior_logprobs)} bytes of behavior_logprobs for "
+            f"{length} tokens; float32 each",
+            "shape",
+        )
+    if answer.token_rewards and len(answer.token_rewards) != size:
+        raise BadMessage(
+            f"{_name(answer)}: {len(answer.token_rewards)} bytes of token_rewards for {length} "
+            "tokens; float32, or none",
+            "shape",
+        )
+    most = settings.sampling.max_new_tokens
+    if length > most or (settings.context and length + prompt // 4 > settings.context):
+        raise BadMessage(
+            f"{_name(answer)}: {length} tokens behind a prompt of {prompt // 4}; generator."
+            f"max_new_tokens is {most}, generator.context {settings.context}",
+            "length",
+        )
+
+
+def _spans(answer: Trajectory) -> None:
+    """They tile the answer: no token is without a version, none has two."""
+    at = 0
+    for span in answer.spans:
+        if span.start != at or span.end <= at:
+            break
+        at = span.end
+    else:
+        if at == len(answer.mask):
+            return
+    empty = len(answer.spans) == 1 and (answer.spans[0].start, answer.spans[0].end) == (0, 0)
+    if answer.failed and not answer.mask and empty:
+        return
+    raise BadMessage(
+        f"{_name(answer)}: its spans are not its {len(answer.mask)} tokens in order", "shape"
+    )
+
+
+def _scalars(answer: Trajectory) -> None:
+    if not -REWARD <= answer.reward <= REWARD:  # false for NaN too
+        raise BadMessage(f"{_name(answer)}: its reward is {answer.reward}", "number")
+    if not 0 < answer.temperature < math.inf:
+        raise BadMessage(f"{_name(answer)}: its temperature is {answer.temperature}", "number")
+    if not math.isfinite(answer.generated_at):
+        raise BadMessage(f"{_name(answer)}: it was drawn at {answer.generated_at}", "number")
+    for name, value in answer.reward_parts.items():
+        if not -REWARD <= value <= REWARD:
+            raise BadMessage(
+                f"{_name(answer)}: the part {name[:40]!r} of its reward is {value}", "number"
+            )
+
+
+def _texts(answer: Trajectory, settings: Settings) -> None:
+    """What is only shown, or names something: of bounded length."""
+    context = settings.context or ROWS
+    if max(len(answer.text), len(answer.prompt_text)) > TEXT_PER_TOKEN * context + TEXT_MORE:
+        raise BadMessage(
+            f"{_name(answer)}: texts of {len(answer.text)} and {len(answer.prompt_text)} "
+            f"characters, of at most {context} tokens",
+            "text",
+        )
+    parts = answer.reward_parts
+    if len(parts) > NAMES or any(len(name) > NAME_LENGTH for name in parts):
+        raise BadMessage(
+            f"{_name(answer)}: {len(parts)} parts of its reward, or a name of over {NAME_LENGTH} "
+            f"characters; up to {NAMES}",
+            "text",
+        )
+    if len(answer.group_key) > NAME_LENGTH or (
+        answer.failed and len(answer.failed.why) > WHY_LENGTH
+    ):
+        raise BadMessage(f"{_name(answer)}: a text without end", "text")
+    length = len(answer.mask)
+    if len(answer.segments) > length + 1 or not all(
+        0 <= start <= end <= length and len(kind) <= NAME_LENGTH
+        for kind, start, end in answer.segments
+    ):
+        raise BadMessage(f"{_name(answer)}: its segments are not of its {length} tokens", "shape")
+
+
+def _arrays(samples: Sequence[Trajectory], vocabulary: int) -> bool:
+    """Are the numbers in all arrays of these answers what they may be?  Their lengths agree."""
+    if masks := b"".join([answer.mask for answer in samples]):
+        logprobs = np.frombuffer(b"".join([x.behavior_logprobs for x in samples]), "<f4")
+        # either is false where one is NaN
+        in_range = logprobs.max() <= LOGPROB_ABOVE_0 and logprobs.min() >= LEAST_LOGPROB
+        if not in_range or np.frombuffer(masks, np.uint8).max() > 1:
+            return False
+    least = vocabulary or 1 << 31  # below 0 is above it, as unsigned
+    for ids in (
+        b"".join([answer.tokens for answer in samples]),
+        b"".join([answer.prompt_tokens for answer in samples]),
+    ):
+        if ids and np.frombuffer(ids, "<u4").max() >= least:
+            return False
+    if given := b"".join([answer.token_rewards for answer in samples]):
+        return bool((np.abs(np.frombuffer(given, "<f4")) > REWARD).sum() == 0)
+    return True
+
+
+def _which_array(answer: Trajectory, vocabulary: int) -> None:
+    """Say what is wrong with the numbers of this answer, if anything is."""
+    if answer.mask.strip(b"\0\1"):
+        raise BadMessage(f"{_name(answer)}: its mask holds other bytes than 0 and 1", "shape")
+    logprobs = np.frombuffer(answer.behavior_logprobs, "<f4")
+    if not ((logprobs <= LOGPROB_ABOVE_0) & (logprobs >= LEAST_LOGPROB)).all():
+        raise BadMessage(f"{_name(answer)}: a behavior_logprob is above 0 or not finite", "number")
+    for name, raw in (("prompt_tokens", answer.prompt_tokens), ("tokens", answer.tokens)):
+        ids = np.frombuffer(raw, "<i4")
+        if len(ids) and (ids.min() < 0 or (vocabulary and ids.max() >= vocabulary)):
+            raise BadMessage(
+                f"{_name(answer)}: {name} from {ids.min()} to {ids.max()}, of a model with "
+                f"{vocabulary} tokens",
+                "token",
+            )
+    if (np.abs(np.frombuffer(answer.token_rewards, "<f4")) > REWARD).any():
+        raise BadMessage(
+            f"{_name(answer)}: a token reward is not finite (NaN: none was given)", "number"
         )
 
 
 def progress(store: Store, rows: list[tuple[int, int, int]]) -> None:
     """(ticket, attempt, tokens so far): no attempt has more tokens than its samples may have."""
+    need(len(rows) <= ROWS, f"{len(rows)} tickets in one message; up to {ROWS}", "text")
     most = store.settings.group * store.settings.sampling.max_new_tokens
     for ticket, attempt, tokens in rows:
-        need(
-            0 <= tokens <= most,
-            f"ticket {ticket}, attempt {attempt}: {tokens} tokens so far, of at most {most}",
-        )
+        if not 0 <= tokens <= most:
+            raise BadMessage(
+                f"ticket {ticket}, attempt {attempt}: {tokens} tokens so far, of at most {most}"
+            )
 
 
 def renew(message: Renew) -> None:
     """A generator's own numbers and its wait: finite, not negative, and its own."""
+    need(
+        len(message.stats) <= NAMES and len(message.judging) <= ROWS,
+        f"{message.producer} tells {len(message.stats)} numbers and {len(message.judging)} tickets",
+        "text",
+    )
     for name, value in message.stats.items():
-        need(math.isfinite(value) and value >= 0, f"{message.producer}: {name[:40]!r} is {value}")
+        if not (0 <= value < math.inf and len(name) <= NAME_LENGTH):
+            raise BadMessage(f"{message.producer}: {name[:40]!r} is {value}")
     drawn(message.drawn)
     wait = message.waiting
     if wait is None:

@@ -5,6 +5,7 @@ ledger.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Disposition, LedgerLine, Sampling, Trajectory
@@ -32,6 +33,7 @@ class Settings:
     error_budget: float = 1.0
     machinery_budget: float = 1.0
     byte_limit: int = 1 << 30
+    context: int = 0  # tokens of prompt and answer at most; 0: not said
 
     @property
     def in_order(self) -> bool:
@@ -63,6 +65,7 @@ def settings(config: Config) -> Settings:
         lease_s=config.wires.lease_s,
         error_budget=config.reward.error_budget,
         machinery_budget=config.reward.machinery_budget,
+        context=generator.context,
     )
 
 
@@ -74,6 +77,13 @@ class Lease:
     expires: float
     todo: set[int]
     granted: Label
+
+
+class Grant(NamedTuple):
+    """What may write an attempt: versions from `label` on, of its epoch; or exactly that one."""
+
+    label: Label
+    exact: bool
 
 
 @dataclass
@@ -100,6 +110,8 @@ class Group:
     other: list[tuple[LedgerLine, int, float]] = field(default_factory=list)
     # attempt -> [tokens reported, delivered, ended]
     attempts: dict[int, list[int]] = field(default_factory=dict)
+    # attempt -> the versions that may write it
+    grants: dict[int, Grant] = field(default_factory=dict)
     # (sample, attempt) -> disposition
     finals: dict[tuple[int, int], Disposition] = field(default_factory=dict)
     stands: int = -1  # the ticket whose place it took over (lag injection), -1: its own

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,7 @@ class Service:
         self.generators: dict[str, dict[str, Any]] = {}
         self.sessions = Sessions(config.wires.lease_s)
         self.vocabulary = 0  # of the model, as the learner says; 0: not heard in this life
-        self.refused = 0  # messages that said what cannot be
+        self.refused = Counter[str]()  # messages that were, by reason
         self.learner: dict[str, Any] = {}
         self.learner_waits: tuple[batches.Lack, float] | None = None  # since when
         self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
@@ -171,10 +171,17 @@ class Service:
         try:
             getattr(self, f"on_{kind}")(peer, message)
         except BadMessage as error:
-            self.refused += 1
-            if self.refused <= REFUSALS_SAID:
-                say(f"refused a {kind}: {error}")
+            self.refuse(error.reason, f"refused a {kind}: {error}")
             self.send(peer, m.Refused(str(error), error.exit_code))
+
+    def refuse(self, reason: str, line: str) -> None:
+        """Count it, by reason, for the metrics, `asyncrl doctor` and the report; the first ones
+        stand in the log.
+        """
+        self.refused[reason] += 1
+        self.latest[f"refused/{reason}"] = float(self.refused[reason])
+        if self.refused.total() <= REFUSALS_SAID:
+            say(line)
 
     # ---- generators ------------------------------------------------------------------------------
 
@@ -255,7 +262,7 @@ class Service:
             self.generators.pop(name, None)
             self.wants.pop(name, None)
 
-    def refuse(self, peer: bytes, protocol: int, run: str) -> bool:
+    def stranger(self, peer: bytes, protocol: int, run: str) -> bool:
         if protocol != m.PROTOCOL:
             self.send(
                 peer,
@@ -278,7 +285,7 @@ class Service:
         return True
 
     def on_GeneratorHello(self, peer: bytes, hello: m.GeneratorHello) -> None:
-        if self.refuse(peer, hello.protocol, hello.run):
+        if self.stranger(peer, hello.protocol, hello.run):
             return
         if (entry := self.heard(hello.producer, peer, hello.session)) is not None:
             entry |= {"pid": hello.pid, "host": hello.host}
@@ -292,7 +299,8 @@ class Service:
         checks.drawn(message.drawn)
         for sample in message.samples:
             checks.sample(self.store, sample)
-            checks.answer(sample, self.vocabulary)
+            checks.versions(self.store, sample)
+        checks.answers(message.samples, self.vocabulary, self.store.settings)
         entry = self.heard(message.producer, peer, message.session)
         now = time.monotonic()
         if entry is not None or self.sessions.over(message.producer, message.session):
@@ -350,7 +358,7 @@ class Service:
     # ---- the learner -----------------------------------------------------------------------------
 
     def on_LearnerHello(self, peer: bytes, hello: m.LearnerHello) -> None:
-        if self.refuse(peer, hello.protocol, hello.run):
+        if self.stranger(peer, hello.protocol, hello.run):
             return
         checks.hello(hello)
         self.vocabulary = hello.vocabulary
@@ -560,6 +568,7 @@ class Service:
             "buffer/groups": len(self.store.alive),
             "buffer/bytes": self.store.stored_bytes,
             "buffer/leases": sum(g.lease is not None for g in self.store.alive.values()),
+            **{f"refused/{reason}": count for reason, count in self.refused.items()},
         }
         self.latest |= values
         self.metrics.write(commit.number, values, self.clock.at(now), histogram)
@@ -622,6 +631,7 @@ class Service:
         """What only the buffer knows of the run."""
         return numbers.summary(self.store, self.trained, self.clock.at(self.last_commit)) | {
             "mismatch_k3_max": self.mismatch,
+            "refused": dict(self.refused),
             "finished": bool(self.ended_at),
             "error": self.error,
         }

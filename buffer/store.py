@@ -35,7 +35,7 @@ from asyncrl.contract.messages import (
 from asyncrl.contract.versions import Label, PolicyTree
 from buffer import batches, checks
 from buffer.evaluation import Evaluations
-from buffer.groups import MAX_DROPS, Group, Lease, Settings, Stored, size
+from buffer.groups import MAX_DROPS, Grant, Group, Lease, Settings, Stored, size
 from buffer.ledger import Ledger, tokens_of
 from buffer.state import Snapshot
 
@@ -294,10 +294,12 @@ class Store:
             )
         self.attempts += 1
         todo = group.missing()
+        least = self.least_version(self.policy)
         group.lease = Lease(
             self.attempts, producer, session, now + self.settings.lease_s, set(todo), self.policy
         )
         group.attempts[self.attempts] = [0, 0, 0]
+        group.grants[self.attempts] = Grant(exact or least, exact is not None)
         return Ticket(
             ticket=group.ticket,
             attempt=self.attempts,
@@ -305,7 +307,7 @@ class Store:
             prompt=self.prompt(group.ticket),
             samples=todo,
             sampling=self.settings.sampling,
-            min_version=self.least_version(self.policy),
+            min_version=least,
             exact_version=exact,
             seed=self.settings.seed,
         )

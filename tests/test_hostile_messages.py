@@ -15,6 +15,7 @@ from conftest import ROOT
 from test_journal import state
 from test_service import SMALL
 
+from actors.turn import NoRoom, unwritten
 from asyncrl.config import load
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import BadMessage
@@ -22,7 +23,10 @@ from asyncrl.contract.versions import Label
 from asyncrl.records import rundir
 from asyncrl.tasks import get_task
 from buffer import checks
+from buffer.evaluation import Evaluations
+from buffer.groups import Settings
 from buffer.service import Service, open_store
+from buffer.store import Store
 
 NUMBERS = (-1, 0, 1, 2, 3, 4, 5, 7, 63, 2**31, 2**40, 2**40 + 1, 2**62, -(2**63))
 FLOATS = (0.0, 1.0, -1.0, 1e308, float("inf"), float("-inf"), float("nan"))
@@ -93,23 +97,28 @@ class Fuzz:
         return info.cls(**fields)
 
 
+def honest_hello(run: str, **more: Any) -> m.LearnerHello:
+    return m.LearnerHello(
+        protocol=m.PROTOCOL,
+        run=run,
+        epoch=1,
+        label=Label(1, 0),
+        parent=None,
+        digest="d",
+        next_ticket=0,
+        origin=0,
+        max_lag=1.0,
+        source=m.WeightsSource(1, "here", "", ""),
+        ring=[],
+        **more,
+    )
+
+
 def honest(service: Service, r: random.Random) -> m.FromPeer | None:
     """What a peer of the run would say next."""
     s = service.store
     if s.policy is None:
-        return m.LearnerHello(
-            m.PROTOCOL,
-            service.run,
-            1,
-            Label(1, 0),
-            None,
-            "d",
-            0,
-            0,
-            1.0,
-            m.WeightsSource(1, "here", "", ""),
-            [],
-        )
+        return honest_hello(service.run)
     leases = [
         (g.ticket, g.lease.attempt, k, g.lease.granted)
         for g in s.alive.values()
@@ -167,24 +176,52 @@ GOOD = {
     "token_rewards": F4["up"] * 2,
 }
 SPAN = m.Span(Label(1, 0), "", 0, 1, Label(1, 0))
+NAN, INF = float("nan"), float("inf")
+LIMITS = Settings(1, 2, 9, m.Sampling(max_new_tokens=2), context=3)
+# what is changed, what is said of it, and the reason that it is counted under
 BAD = [
-    ({"tokens": b"\0" * 7}, "7 bytes of tokens for 2 mask bytes"),
-    ({"tokens": b"", "mask": b"", "behavior_logprobs": b""}, "0 bytes of tokens for 0 mask bytes"),
-    ({"mask": b"\1"}, "8 bytes of tokens for 1 mask bytes"),
-    ({"mask": b"\1\2"}, "its mask holds other bytes"),
-    ({"prompt_tokens": b"\0" * 3}, "int32, one or more"),
-    ({"behavior_logprobs": b"\0" * 4}, "4 bytes of behavior_logprobs for 2 tokens"),
-    ({"behavior_logprobs": F4["half"] + F4["nan"]}, "above 0 or not finite"),
-    ({"behavior_logprobs": F4["half"] + F4["up"]}, "above 0 or not finite"),
+    ({"tokens": b"\0" * 7}, "7 bytes of tokens for 2 mask bytes", "shape"),
+    (
+        {"tokens": b"", "mask": b"", "behavior_logprobs": b"", "spans": []},
+        "0 bytes of tokens for 0 mask bytes",
+        "shape",
+    ),
+    ({"mask": b"\1"}, "8 bytes of tokens for 1 mask bytes", "shape"),
+    ({"mask": b"\1\2"}, "its mask holds other bytes", "shape"),
+    ({"prompt_tokens": b"\0" * 3}, "int32, one or more", "shape"),
+    ({"behavior_logprobs": b"\0" * 4}, "4 bytes of behavior_logprobs for 2 tokens", "shape"),
+    ({"behavior_logprobs": F4["half"] + F4["nan"]}, "above 0 or not finite", "number"),
+    ({"behavior_logprobs": F4["half"] + F4["up"]}, "above 0 or not finite", "number"),
     (
         {"behavior_logprobs": F4["half"] + np.float32(-np.inf).tobytes()},
         "above 0 or not finite",
+        "number",
     ),
-    ({"token_rewards": F4["up"]}, "4 bytes of token_rewards for 2 tokens"),
-    ({"token_rewards": F4["up"] + F4["nan"]}, "a token reward is not finite"),
-    ({"spans": []}, "its spans are not its 2 tokens in order"),
-    ({"spans": [SPAN]}, "its spans are not its 2 tokens in order"),
-    ({"spans": [SPAN, SPAN]}, "its spans are not its 2 tokens in order"),
+    (
+        {"behavior_logprobs": F4["half"] + np.float32(-1e9).tobytes()},
+        "above 0 or not finite",
+        "number",
+    ),
+    ({"token_rewards": F4["up"]}, "4 bytes of token_rewards for 2 tokens", "shape"),
+    (
+        {"token_rewards": F4["up"] + np.float32(np.inf).tobytes()},
+        "a token reward is not finite",
+        "number",
+    ),
+    ({"reward": NAN}, "its reward is nan", "number"),
+    ({"reward": INF}, "its reward is inf", "number"),
+    ({"reward": -1e300}, "its reward is -1e[+]300", "number"),
+    ({"reward_parts": {"a": 0.0, "b": NAN}}, "the part 'b' of its reward is nan", "number"),
+    ({"reward_parts": {"b": -INF}}, "the part 'b' of its reward is -inf", "number"),
+    ({"reward_parts": dict.fromkeys(map(str, range(300)), 0.0)}, "300 parts of its reward", "text"),
+    ({"reward_parts": {"x" * 201: 0.0}}, "a name of over 200 characters", "text"),
+    ({"temperature": NAN}, "its temperature is nan", "number"),
+    ({"temperature": INF}, "its temperature is inf", "number"),
+    ({"temperature": 0.0}, "its temperature is 0", "number"),
+    ({"generated_at": NAN}, "it was drawn at nan", "number"),
+    ({"spans": []}, "its spans are not its 2 tokens in order", "shape"),
+    ({"spans": [SPAN]}, "its spans are not its 2 tokens in order", "shape"),
+    ({"spans": [SPAN, SPAN]}, "its spans are not its 2 tokens in order", "shape"),
     (
         {
             "spans": [
@@ -193,35 +230,92 @@ BAD = [
             ]
         },
         "not its 2 tokens in order",
+        "shape",
     ),
-    ({"tokens": b"\0\0\0\0\5\0\0\0"}, "tokens from 0 to 5, of a model with 5 tokens"),
-    ({"tokens": b"\0\0\0\0\xff\xff\xff\xff"}, "tokens from -1 to 0"),
-    ({"prompt_tokens": b"\5\0\0\0"}, "prompt_tokens from 5 to 5, of a model with 5 tokens"),
+    ({"segments": [("tool", 1, 3)]}, "its segments are not of its 2 tokens", "shape"),
+    ({"segments": [("tool", -1, 1)]}, "its segments are not of its 2 tokens", "shape"),
+    ({"segments": [("tool", 0, 1)] * 4}, "its segments are not of its 2 tokens", "shape"),
+    ({"segments": [("x" * 201, 0, 1)]}, "its segments are not of its 2 tokens", "shape"),
+    ({"tokens": b"\0\0\0\0\5\0\0\0"}, "tokens from 0 to 5, of a model with 5 tokens", "token"),
+    ({"tokens": b"\0\0\0\0\xff\xff\xff\xff"}, "tokens from -1 to 0", "token"),
+    (
+        {"prompt_tokens": b"\5\0\0\0"},
+        "prompt_tokens from 5 to 5, of a model with 5 tokens",
+        "token",
+    ),
+    (
+        {
+            "tokens": b"\0" * 12,
+            "mask": b"\1" * 3,
+            "behavior_logprobs": F4["half"] * 3,
+            "token_rewards": b"",
+            "spans": [msgspec.structs.replace(SPAN, end=3)],
+        },
+        "3 tokens behind a prompt of 1; generator.max_new_tokens is 2, generator.context 3",
+        "length",
+    ),
+    ({"prompt_tokens": b"\0" * 8}, "2 tokens behind a prompt of 2", "length"),
+    ({"text": "x" * 100_000}, "texts of 100000 and 0 characters", "text"),
+    ({"prompt_text": "x" * 100_000}, "texts of 0 and 100000 characters", "text"),
+    ({"group_key": "x" * 201}, "a text without end", "text"),
+    ({"failed": m.Failure("data", "x" * 70_000)}, "a text without end", "text"),
 ]
 
 
-@pytest.mark.parametrize(("change", "said"), BAD)
-def test_an_answer_that_would_end_the_learner_is_refused(change: dict[str, Any], said: str) -> None:
+def test_an_answer_that_could_not_be_begun_and_rewards_given_for_some_tokens_are_taken() -> None:
+    """Nothing was drawn of the first; NaN among token rewards says that none was given."""
+    failed = unwritten(
+        NoRoom(
+            m.Ticket(
+                ticket=3,
+                attempt=1,
+                kind="train",
+                prompt=m.Prompt(3, "long"),
+                samples=[1],
+                sampling=m.Sampling(),
+                min_version=Label(1, 0),
+                exact_version=None,
+                seed=0,
+            ),
+            (3, 1, 1),
+            m.Failure("data", "the prompt is too long"),
+        ),
+        Label(1, 0),
+        "d",
+    )
+    some = m.Trajectory(
+        ticket=3,
+        sample=0,
+        attempt=1,
+        reward=0.0,
+        reward_parts={},
+        finish="stop",
+        temperature=1.0,
+        **GOOD | {"token_rewards": F4["up"] + F4["nan"]},
+    )
+    checks.answers([failed, some], 5, LIMITS)
+    checks.answers([failed], 5, LIMITS)
+
+
+@pytest.mark.parametrize(("change", "said", "reason"), BAD)
+def test_an_answer_that_would_end_the_learner_is_refused(
+    change: dict[str, Any], said: str, reason: str
+) -> None:
     """In a durable run every later learner would end on it too."""
 
     def answer(**fields: Any) -> m.Trajectory:
-        return m.Trajectory(
-            ticket=3,
-            sample=1,
-            attempt=1,
-            reward=0.0,
-            reward_parts={},
-            finish="stop",
-            temperature=1.0,
-            **fields,
-        )
+        scalars = {"reward": 0.0, "reward_parts": {"a": 1.0}, "temperature": 1.0}
+        return m.Trajectory(ticket=3, sample=1, attempt=1, finish="stop", **scalars | fields)
 
-    checks.answer(answer(**GOOD), 5)
-    with pytest.raises(BadMessage, match=said) as error:
-        checks.answer(answer(**GOOD | change), 5)
-    assert str(error.value).startswith("ticket 3, sample 1: ")
-    if "of a model" in said:
-        checks.answer(answer(**GOOD | change), 0)  # no learner has said what it has
+    good, bad = answer(**GOOD), answer(**GOOD | change)
+    checks.answers([good, good], 5, LIMITS)
+    for place in range(3):  # also in the company of good ones, which are looked at together
+        many = [good] * place + [bad] + [good] * (2 - place)
+        with pytest.raises(BadMessage, match=said) as error:
+            checks.answers(many, 5, LIMITS)
+        assert str(error.value).startswith("ticket 3, sample 1: ") and error.value.reason == reason
+    if "of a model with 5" in said:
+        checks.answers([bad], 0, LIMITS)  # no learner has said what it has
 
 
 def test_a_refused_answer_leaves_its_lease_and_an_honest_one_ends_it(tmp_path: Path) -> None:
@@ -248,11 +342,66 @@ def test_a_refused_answer_leaves_its_lease_and_an_honest_one_ends_it(tmp_path: P
         )
         high = msgspec.structs.replace(sample, tokens=b"\0\0\0\0\7\0\0\0")
         service.handle(b"g", m.Deliver("generator-0", 7, 2, [high]))
-        assert service.refused == 1 and set(group.lease.todo) == todo
+        assert service.refused.total() == 1 and set(group.lease.todo) == todo
         service.handle(b"g", m.Deliver("generator-0", 7, 3, [sample]))
-        assert service.refused == 1 and set(group.lease.todo) == todo - {sample.sample}
+        assert service.refused.total() == 1 and set(group.lease.todo) == todo - {sample.sample}
     finally:
         rundir.clean(tmp_path / "run")
+
+
+def test_versions_that_a_ticket_did_not_ask_for_are_refused() -> None:
+    """Older ones evade the limit; those of a newer epoch were never granted."""
+    plan = Evaluations(final_prompts=1, prompt=lambda split, index: m.Prompt(index, "p"))
+    store = Store(Settings(1, 1, 9, m.Sampling()), lambda i: m.Prompt(i, "p"), plan)
+    greet = honest_hello("run", vocabulary=0)
+    assert store.hello(greet)
+    test, first = store.grant("g", 1, 2, 0.0)
+
+    def answer(ticket: m.Ticket, *labels: Label, kv: Label | None = None) -> m.Trajectory:
+        spans = [m.Span(x, "", at, at + 1, kv or x) for at, x in enumerate(labels)]
+        many = len(labels)
+        return m.Trajectory(
+            ticket=ticket.ticket,
+            sample=0,
+            attempt=ticket.attempt,
+            prompt_tokens=b"",
+            tokens=b"\0" * 4 * many,
+            behavior_logprobs=b"\0" * 4 * many,
+            mask=b"\1" * many,
+            spans=spans,
+            reward=0.0,
+            reward_parts={},
+            finish="stop",
+            temperature=1.0,
+        )
+
+    def refused(sample: m.Trajectory) -> str:
+        with pytest.raises(BadMessage) as error:
+            checks.sample(store, sample)
+            checks.versions(store, sample)
+        return error.value.reason
+
+    def taken(sample: m.Trajectory) -> None:
+        checks.sample(store, sample)
+        checks.versions(store, sample)
+        store.deliver(sample, 0.0)
+
+    taken(answer(first, Label(1, 0)))
+    assert store.ask(1, 0)[0] and store.commit(0, Label(1, 1), "d1")
+    (second,) = store.grant("g", 1, 1, 0.0)
+    assert second.min_version == (1, 1)
+    assert refused(answer(second, Label(1, 0))) == "limit"
+    assert refused(answer(second, Label(1, 1), Label(1, 0))) == "limit"
+    assert refused(answer(second, Label(1, 2))) == "version"  # of the future
+    assert refused(answer(second, Label(1, 1), kv=Label(1, 2))) == "version"
+    assert refused(answer(second, Label(1, 1), kv=Label(1, -(2**63)))) == "version"
+    assert refused(answer(test, Label(1, 1))) == "limit"  # held-out answers are of version 0
+    assert store.hello(
+        msgspec.structs.replace(greet, epoch=2, label=Label(2, 1), digest="d1", origin=1)
+    )
+    assert refused(answer(second, Label(2, 1))) == "limit"
+    taken(answer(second, Label(1, 1), kv=Label(1, 0)))
+    taken(answer(test, Label(1, 0)))
 
 
 @pytest.mark.parametrize("mode", ["memory", "process"])
@@ -284,7 +433,10 @@ def test_no_message_ends_the_run(mode: str, tmp_path: Path) -> None:
                     service.answer()
                     service.flush()
                     service.status()
-            committed, refused = committed + service.store.committed, refused + service.refused
+            committed, refused = (
+                committed + service.store.committed,
+                refused + service.refused.total(),
+            )
             assert all(line.tokens >= 0 for line in service.store.folded().lines.values())
             before = state(service.store)
             assert service.close() == ""

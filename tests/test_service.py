@@ -687,7 +687,7 @@ def test_what_cannot_be_is_refused_and_nothing_of_it_stays(begin: Any, mode: str
     for what, message in wrong.items():
         assert ask(stranger, message, m.Refused).reason, what
         assert state(run.service.store) == before, what
-    assert run.service.refused == len(wrong)
+    assert run.service.refused.total() == len(wrong)
     for t in tickets:
         ask(generator, answers(t), m.Acks)
     assert len(ask(learner, m.Ask(1, 0), m.Batch).samples) == 2

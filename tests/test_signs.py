@@ -13,6 +13,7 @@ from conftest import ENV, ROOT, SMALL, Ended, demo_command
 from asyncrl.config.load import load
 from asyncrl.records import signs
 from asyncrl.records.signs import Sign
+from asyncrl.supervise import doctor
 from asyncrl.supervise import run as runner
 from asyncrl.tasks.file import FileTask
 
@@ -150,6 +151,28 @@ def test_signs_are_said_once_while_a_run_goes_on(tmp_path: Path) -> None:
         assert len(told) == (n >= 5)
     assert told[0].startswith("note: every answer of the last 5 batches was given the reward 0")
     assert watcher.next == 41  # looked after 5 6 7 8 10 12 15 18 22 27 33
+
+
+def test_refused_messages_are_said_at_once_and_stay_in_report_and_doctor(tmp_path: Path) -> None:
+    (sign,) = signs.signs(rows(2) + rows(1, refused_number=2.0, refused_token=1.0) + rows(1))
+    assert sign.name == "refused_messages" and sign.said == (
+        "the buffer has refused 3 messages: 2 answers with a reward, part, log-probability or "
+        "temperature that cannot be; 1 answers with tokens that the model does not have"
+    )
+    told: list[str] = []
+    watcher = runner.Watcher(tmp_path, told.append)
+    watcher.look(0, {"reward/mean": 0.5})
+    assert not told
+    watcher.look(0, {"refused/limit": 1.0})
+    watcher.look(1, {"refused/limit": 2.0})
+    (line,) = told
+    assert line.startswith("note: the buffer has refused 1 message: 1 answers by weights older")
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(rows(1, refused_frame=4.0)[0]) + "\n")
+    config = load("configs/demo.toml")
+    seen = doctor.look(config, tmp_path, None)
+    assert seen["refused"] == {"frame": 4}
+    said = "refused: 4 frames that do not decode, or are too large"
+    assert said in doctor.lines(config, tmp_path, seen)
 
 
 def test_prompts_without_answers(tmp_path: Path) -> None:

@@ -73,6 +73,7 @@ def print_running(config: Any, run_dir: Path, status: Any, seen: dict[str, Any])
         print(f"{who} waits {age:.1f} s for {what} (on {on})")
     for name, age in status.peers.items():
         print(f"{name}: heard {age:.1f} s ago")
+    print("".join(line + "\n" for line in doctors.refused(seen)), end="")
     dead = [
         process
         for process in seen["processes"]

@@ -66,10 +66,32 @@ class NotFiniteLogprob(NotFinite, ProtocolError):
     """An engine gave a logprob that no token can have."""
 
 
+# why a message was refused at the buffer's door, each with a counter: `refused/REASON`
+REFUSALS = {
+    "frame": "frames that do not decode, or are too large",
+    "stranger": "messages of another run or another protocol",
+    "message": "names, counts, commits and hellos that cannot be",
+    "ticket": "answers to tickets, attempts or samples that were not granted",
+    "version": "answers by weights that no learner has announced",
+    "limit": "answers by weights older than their ticket allows, or not those it names",
+    "shape": "answers whose arrays, spans or segments do not fit together",
+    "length": "answers longer than generator.max_new_tokens or generator.context",
+    "number": "answers with a reward, part, log-probability or temperature that cannot be",
+    "token": "answers with tokens that the model does not have",
+    "text": "messages with texts or lists without end",
+}
+
+
 class BadMessage(ProtocolError):
     """A peer sent what cannot be.  Its sender is refused with this line; nothing was changed, and
     the run goes on.
+
+    reason: a key of REFUSALS.
     """
+
+    def __init__(self, what: str, reason: str = "message") -> None:
+        super().__init__(what)
+        self.reason = reason
 
 
 class Fenced(AsyncrlError):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.algorithms.metric_names import BY_LAG, METRIC_NAMES
-from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.errors import REFUSALS, AsyncrlError
 from asyncrl.records import jsonl
 
 
@@ -151,6 +151,10 @@ METRICS: dict[str, Metric] = {
     "buffer/groups": Metric("groups", "groups alive: outstanding, stored or leased"),
     "buffer/leases": Metric("groups", "groups that a generator holds"),
     "buffer/bytes": Metric("bytes", "trajectories stored"),
+    **{
+        f"refused/{reason}": Metric("count", f"refused so far: {what}")
+        for reason, what in REFUSALS.items()
+    },
     "eval/heldout": Metric("reward", "mean reward on held-out prompts"),
     "eval/heldout_n": Metric("samples", "held-out prompts evaluated"),
     "eval/heldout_length": Metric("tokens", "mean length of held-out answers"),

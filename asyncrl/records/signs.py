@@ -23,6 +23,7 @@ from statistics import median, median_low
 from typing import Any, NamedTuple
 
 from asyncrl.config.tree import Config
+from asyncrl.contract.errors import REFUSALS
 
 Rows = Sequence[Mapping[str, Any]]
 
@@ -326,6 +327,35 @@ def rewards_hold_up(rows: Rows) -> Sign | None:
     )
 
 
+def refusals(latest: Mapping[str, Any]) -> dict[str, int]:
+    """Messages that the buffer refused so far, by reason; latest: the newest value of each metric,
+    or a row.
+
+    >>> refusals({"refused/number": 2.0, "reward/mean": 0.5})
+    {'number': 2}
+    """
+    return {
+        name.partition("/")[2]: int(count)
+        for name, count in latest.items()
+        if name.startswith("refused/") and count
+    }
+
+
+def refused_messages(rows: Rows) -> Sign | None:
+    """The buffer has refused what a process of the run said, or a stranger."""
+    found = next((said for row in reversed(rows) if (said := refusals(row))), {})
+    if not found:
+        return None
+    many = sum(found.values())
+    return Sign(
+        "refused_messages",
+        f"the buffer has refused {many} message{'s' * (many > 1)}: "
+        + "; ".join(f"{count} {REFUSALS[reason]}" for reason, count in found.items()),
+        "the sender was ended, or is no process of this run; the buffer's log names the first ones "
+        "(logs/attempt_*/buffer.log)",
+    )
+
+
 def engine_mismatch(rows: Rows, about: About) -> Sign | None:
     """Engine and learner differ at equal weights by more than rounding explains, in half of the
     measurements or more.
@@ -460,6 +490,7 @@ RULES: tuple[Callable[[Rows], Sign | None], ...] = (
     rewards_hold_up,
     out_of_distribution,
     growing_mismatch,
+    refused_messages,
 )
 END_RULES: tuple[Callable[[Rows], Sign | None], ...] = (unmoved_accuracy,)
 

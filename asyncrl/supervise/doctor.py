@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.config.tree import Config
+from asyncrl.contract.errors import REFUSALS
 from asyncrl.contract.messages import Status
 from asyncrl.contract.waits import Watchdog
-from asyncrl.records import lives, metrics, rundir
+from asyncrl.records import lives, metrics, rundir, signs
 from asyncrl.supervise import live
 
 SHOWN = ("reward/mean", "eval/heldout", "lag/mean", "optim/grad_norm")
@@ -115,6 +116,9 @@ def look(config: Config, run_dir: Path, status: Status | None) -> dict[str, Any]
         "processes": every,
         "waits": [wait._asdict() for wait in status.waits] if status is not None else [],
         "rewards": live.rewards(status.metrics) if status is not None else "",
+        "refused": signs.refusals(
+            status.metrics if status is not None else rows[-1] if rows else {}
+        ),
         "checkpoint": checkpoint(run_dir),
         "last_metrics": {n: rows[-1][n] for n in SHOWN if n in rows[-1]} if rows else {},
         "silent_s": time.time() - path.stat().st_mtime if rows else None,
@@ -165,6 +169,16 @@ def advice(config: Config, run_dir: Path, seen: dict[str, Any]) -> str:
     )
 
 
+def refused(seen: dict[str, Any]) -> list[str]:
+    """Messages that the buffer refused, a line a reason.
+
+    >>> print(*refused({"refused": {"number": 2, "token": 1}}), sep="\\n")
+    refused: 2 answers with a reward, part, log-probability or temperature that cannot be
+    refused: 1 answers with tokens that the model does not have
+    """
+    return [f"refused: {count} {REFUSALS[reason]}" for reason, count in seen["refused"].items()]
+
+
 def lines(config: Config, run_dir: Path, seen: dict[str, Any]) -> list[str]:
     """For people, of a run whose buffer does not answer."""
     out = [
@@ -182,4 +196,4 @@ def lines(config: Config, run_dir: Path, seen: dict[str, Any]) -> list[str]:
             f"newest checkpoint: version {seen['checkpoint']['version']}, "
             f"{seen['checkpoint']['path']}"
         )
-    return [*out, advice(config, run_dir, seen)]
+    return [*out, *refused(seen), advice(config, run_dir, seen)]
