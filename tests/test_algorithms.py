@@ -362,6 +362,34 @@ VARIANTS: list[dict[str, Any]] = [
     {"kl": {"loss": {"coefficient": 0.1, "estimator": "k3", "off_policy": "prefix"}}},
     {"kl": {"reward": {"coefficient": 0.1, "estimator": "k1"}}},
     {"staleness": {"max_lag": 2, "on_exceed": "downweight"}, "advantage": {"name": "grpo"}},
+    *(
+        {"loss": {"surrogate": name}, "correction": {"proximal": "behavior"}}
+        for name in ("vespo", "oapl", "band", "gepo", "bapo", "minpro", "gmpo")
+    ),
+    {
+        "correction": {
+            "proximal": "behavior",
+            "reject": "k1",
+            "reject_over": "mean",
+            "reject_hi": 0.1,
+            "reject_when": "negative",
+            "reject_at": "target",
+        }
+    },
+    {
+        "correction": {"proximal": "behavior", "m2": 0.04, "m2_over": "pushing"},
+        "loss": {"surrogate": "vanilla"},
+    },
+    {
+        "correction": {
+            "bound": "none",
+            "reject": "kb",
+            "reject_hi": 0.1,
+            "reject2": "tv",
+            "reject2_over": "max",
+            "reject2_hi": 0.3,
+        }
+    },
 ]
 
 

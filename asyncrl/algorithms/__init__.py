@@ -7,6 +7,7 @@ the learner uses.
     advantages   rewards to advantages
     correction   behaviour -> proximal: level, bound, reject, veto, self-normalise
     surrogates   trust regions on theta / anchor
+    trust        its parts: what a surrogate is given and returns; those made for old samples
     reshape      gamma of IS-reshape, and its repairs
     kl           estimators, with a gradient through the expectation too, off-policy
     reductions   factors with global denominators

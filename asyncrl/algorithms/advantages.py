@@ -8,6 +8,7 @@ of (Answers, Advantage) or (Tokens, Advantage) and its line there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,7 +19,7 @@ from asyncrl.algorithms.settings import Advantage
 from asyncrl.contract.errors import ConfigError
 
 # those that compare the samples of one prompt, and need two of them
-BY_GROUP = ("rloo", "grpo", "dr_grpo", "opo", "gpg")
+BY_GROUP = ("rloo", "grpo", "dr_grpo", "opo", "gpg", "oapl", "asymre")
 # numbers that differ by less than this share of the larger one are equal: what rounding to float32
 # leaves of equal rewards
 EQUAL = 1e-6
@@ -127,6 +128,31 @@ def gpg(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """
     live = (~no_spread(rewards, groups)).sum().clamp(min=1)
     return dr_grpo(rewards, groups) * len(rewards) / live
+
+
+def soft_value(rewards: torch.Tensor, groups: torch.Tensor, beta: float) -> torch.Tensor:
+    """beta log mean e^(r / beta) over each sample's group [B]; beta = 0: the largest, inf: the
+    mean."""
+    if beta == math.inf:
+        return group_mean(rewards, groups)
+    every = torch.ones_like(groups, dtype=torch.bool)
+    most = seq_max(rewards, every, groups, int(groups.max()) + 1)[groups]
+    if beta == 0:
+        return most
+    return most + beta * group_mean(((rewards - most) / beta).exp(), groups).log()
+
+
+def oapl(rewards: torch.Tensor, groups: torch.Tensor, *, beta: float) -> torch.Tensor:
+    """A* = r - V, V the group's `soft_value` (A*-PO, arXiv 2505.20686; OAPL, arXiv 2602.19362);
+    beta = inf: `dr_grpo`."""
+    apart = rewards - soft_value(rewards, groups, beta)
+    return torch.where(no_spread(rewards, groups), 0.0, apart)
+
+
+def asymre(rewards: torch.Tensor, groups: torch.Tensor, *, shift: float) -> torch.Tensor:
+    """r - (group mean + shift), shift below 0: what was rewarded teaches more than what was not,
+    and a group of equal rewards is raised (AsymRE, arXiv 2506.20520)."""
+    return centred(rewards, groups) - shift
 
 
 def on_last_token(x: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
@@ -460,6 +486,14 @@ def _gpg(a: Answers, c: Advantage) -> torch.Tensor:
     return gpg(a.rewards, a.groups)
 
 
+def _oapl(a: Answers, c: Advantage) -> torch.Tensor:
+    return oapl(a.rewards, a.groups, beta=c.beta)
+
+
+def _asymre(a: Answers, c: Advantage) -> torch.Tensor:
+    return asymre(a.rewards, a.groups, shift=c.shift)
+
+
 def _remax(a: Answers, c: Advantage) -> torch.Tensor:
     if a.greedy is None:
         raise ConfigError(
@@ -500,6 +534,8 @@ BY_ANSWER: dict[str, Callable[[Answers, Advantage], torch.Tensor]] = {
     "opo": _opo,
     "gpg": _gpg,
     "remax": _remax,
+    "oapl": _oapl,
+    "asymre": _asymre,
 }
 # advantage.name -> (advantage [N], returns [N] or None); KL in the reward is charged by token.  A
 # name of both dicts is here where the reward function gives rewards of tokens, else there.

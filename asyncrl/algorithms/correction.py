@@ -28,6 +28,7 @@ from asyncrl.contract.errors import ConfigError
 DEFAULT_BOUNDS = {"token": (0.5, 2.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
 # a level that has none is not bounded until lo and hi are given; of the ratio; k's have none
 REJECT_BAND = {"token": (0.5, 2.0), "sum": (0.5, 2.0), "mean": (0.99, 1.01), "max": (0.0, 2.0)}
+EDGE = 1e-8  # of a probability, where its logarithm is taken
 VETO = {"none": 0.0, "probability": 1e-6, "ratio": 1e-4}
 
 
@@ -116,31 +117,72 @@ def mean_weight(
     return torch.where(mean > 0, mean, 1.0)
 
 
-def _raw(raw: torch.Tensor) -> torch.Tensor:
+def _raw(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
     return raw
 
 
-def _k1(raw: torch.Tensor) -> torch.Tensor:
+def _k1(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
     return -raw.clamp(-CLAMP, CLAMP)
 
 
-def _k2(raw: torch.Tensor) -> torch.Tensor:
+def _k2(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
     return raw.clamp(-CLAMP, CLAMP).square() / 2
 
 
-def _k3(raw: torch.Tensor) -> torch.Tensor:
+def _k3(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
     x = raw.clamp(-CLAMP, CLAMP)
     return torch.expm1(x) - x
 
 
-# correction.reject -> of a token's log rho [N]; the ratio is exponentiated when it is summed up
-STATISTICS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "none": torch.zeros_like,
+def _chi2(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
+    """rho^2 - 1: its mean over an answer estimates chi^2(pi || mu)."""
+    return torch.expm1(2 * raw.clamp(-CLAMP, CLAMP))
+
+
+def _tv(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
+    """|pi - mu| of the sampled token: total variation, all other tokens as one."""
+    return ((log_mu + raw).exp() - log_mu.exp()).abs()
+
+
+def binary_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL of (p, 1 - p) from (q, 1 - q) [N], all other tokens as one; p and q within [1e-8, 1 -
+    1e-8]."""
+    p, q = (x.double().exp().clamp(EDGE, 1 - EDGE) for x in (log_p, log_q))
+    kl = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    return kl.to(log_p.dtype)
+
+
+def _kb(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
+    """The larger of KL(pi || mu) and KL(mu || pi), binary (KPop): a rare token may move by orders
+    of magnitude, a probable one may not."""
+    pi = log_mu + raw
+    return torch.maximum(binary_kl(pi, log_mu), binary_kl(log_mu, pi))
+
+
+def _kb_mu(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
+    """KL(mu || pi), binary (FlashREINFORCE)."""
+    return binary_kl(log_mu, log_mu + raw)
+
+
+def _zero(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
+    return torch.zeros_like(raw)
+
+
+# correction.reject -> of a token's log rho [N] and log mu [N]; the ratio is exponentiated when it
+# is summed up
+STATISTICS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "none": _zero,
     "ratio": _raw,
     "k1": _k1,
     "k2": _k2,
     "k3": _k3,
+    "chi2": _chi2,
+    "tv": _tv,
+    "kb": _kb,
+    "kb_mu": _kb_mu,
 }
+# those that are never negative
+NOT_NEGATIVE = ("k2", "k3", "tv", "kb", "kb_mu")
 
 
 def _of_token(s: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:
@@ -169,15 +211,23 @@ OVER: dict[str, Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.
 
 
 def statistic(
-    name: str, over: str, log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
+    name: str,
+    over: str,
+    log_rho: torch.Tensor,
+    mask: torch.Tensor,
+    seq: torch.Tensor,
+    n: int,
+    log_mu: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """What rejection looks at, [N]: ratio, or k1, k2, k3 of KL(mu || pi_prox), of the token or its
-    whole answer (sum, mean, max).
+    """What rejection looks at, [N]: a name of STATISTICS, of the token or its whole answer (sum,
+    mean, max).
 
     With x = log rho: k1 = -x, k2 = x^2/2, k3 = e^x - 1 - x.  A ratio over the answer is exp of the
-    log-ratios' sum, mean or max."""
+    log-ratios' sum, mean or max.  log_mu [N]: what tv, kb and kb_mu are taken from too; absent: mu
+    is 1."""
     raw = torch.where(mask, log_rho.detach(), 0.0)
-    by_token = chosen("correction.reject", STATISTICS, name)(raw)
+    mu = torch.zeros_like(raw) if log_mu is None else torch.where(mask, log_mu.detach(), 0.0)
+    by_token = chosen("correction.reject", STATISTICS, name)(raw, mu)
     s = chosen("correction.reject_over", OVER, over)(by_token, mask, seq, n)
     return s.clamp(-CLAMP, CLAMP).exp() if name == "ratio" else s
 
@@ -191,19 +241,69 @@ def kept(
     mask: torch.Tensor,
     seq: torch.Tensor,
     n: int,
+    log_mu: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Rejection, independent of the weight: bool [N], False where the statistic has left [lo, hi];
     `none` keeps all.
 
-    Absent bounds: the defaults of the ratio; for k1, k2, k3 `hi` is required, lo is -inf (Liu et
+    Absent bounds: the defaults of the ratio; for the others `hi` is required, lo is -inf (Liu et
     al. 2025, "When speed kills stability")."""
     if name == "none":
         return torch.ones_like(mask)
     if name != "ratio" and hi is None:
         raise ConfigError(f"correction.reject_hi: reject = {name} has no default bound; give one")
-    s = statistic(name, over, log_rho, mask, seq, n)
+    s = statistic(name, over, log_rho, mask, seq, n, log_mu=log_mu)
     band = REJECT_BAND[over] if name == "ratio" else (-torch.inf, torch.inf)
     return (s >= (band[0] if lo is None else lo)) & (s <= (band[1] if hi is None else hi))
+
+
+def unrejected(
+    log_rho: torch.Tensor,
+    log_pi: torch.Tensor,
+    mask: torch.Tensor,
+    seq: torch.Tensor,
+    n: int,
+    c: Correction,
+    adv: torch.Tensor | None,
+) -> torch.Tensor:
+    """Bool [N]: what `c.reject` and `c.reject2` leave, both; with reject_when = negative they act
+    where A < 0 alone.  log_rho [N]: log pi / mu, not clamped; log_pi, adv [N]."""
+    log_mu = log_pi - log_rho
+    keep = kept(
+        c.reject,
+        c.reject_over,
+        c.reject_lo,
+        c.reject_hi,
+        log_rho,
+        mask,
+        seq=seq,
+        n=n,
+        log_mu=log_mu,
+    ) & kept(
+        c.reject2,
+        c.reject2_over,
+        c.reject2_lo,
+        c.reject2_hi,
+        log_rho,
+        mask,
+        seq=seq,
+        n=n,
+        log_mu=log_mu,
+    )
+    if c.reject_when == "always":
+        return keep
+    assert adv is not None
+    return keep | (adv >= 0)
+
+
+def pushed_far(
+    log_w: torch.Tensor, adv: torch.Tensor, mask: torch.Tensor, limit: float
+) -> torch.Tensor:
+    """Bool [N]: tokens that went where their advantage pushes them (A log w > 0), the largest of
+    them until `m2_threshold` holds for the others of them; log_w = log pi_theta / mu (M2PO as
+    published, arXiv 2510.01161)."""
+    pushing = mask & (adv * log_w > 0)
+    return pushing & (log_w.abs() >= m2_threshold(log_w, pushing, limit))
 
 
 def vetoed(
@@ -233,7 +333,7 @@ def m2_threshold(log_rho: torch.Tensor, mask: torch.Tensor, limit: float = 0.04)
 
     A scalar; inf when nothing needs to go; equal ratios go together.  M2PO (Zheng et al. 2025,
     arXiv 2510.01161); the paper restricts it to tokens that push on in the direction of their
-    advantage, this form (and the preset) takes all tokens."""
+    advantage (`pushed_far`), this form and the preset `m2po` take all tokens."""
     size = torch.where(mask, log_rho.detach().abs(), torch.inf).sort().values
     square = torch.where(size.isfinite(), size, 0.0).square()
     rank = torch.arange(1, len(size) + 1, device=size.device)
@@ -272,7 +372,7 @@ class Corrected:
 
 def needs_statistics(c: Correction) -> bool:
     """Does this `correction` need the whole batch's ratios before any weight is known?"""
-    return bool(c.self_normalize or c.m2)
+    return bool(c.self_normalize or (c.m2 and c.m2_over == "all"))
 
 
 def correct(
@@ -283,12 +383,14 @@ def correct(
     n: int,
     c: Correction,
     stats: Statistics | None = None,
+    adv: torch.Tensor | None = None,
 ) -> Corrected:
     """All of Correct for whole answers, by the config section `c`.
 
     log_rho [N] not clamped, log_prox [N]; mask bool [N].  stats: of the whole batch, when these
-    tokens are a part of it; None: they are the batch. Order: level, bound, rejection and veto,
-    M2PO, self-normalisation over what is kept."""
+    tokens are a part of it; None: they are the batch.  adv [N]: for reject_when = negative.  What
+    acts at pi_theta is left to the loss (reject_at = target, m2_over = pushing).  Order: level,
+    bound, rejection and veto, M2PO, self-normalisation over what is kept."""
     lo, hi = DEFAULT_BOUNDS.get(c.level, (0.0, torch.inf))
     token = log_rho.clamp(-CLAMP, CLAMP)
     if c.function:
@@ -301,11 +403,11 @@ def correct(
             hi if c.hi is None else c.hi,
         )
     veto = vetoed(c.veto, c.veto_below, log_rho, log_prox, mask=mask, seq=seq, n=n)
-    keep = ~veto & kept(
-        c.reject, c.reject_over, c.reject_lo, c.reject_hi, log_rho, mask, seq=seq, n=n
-    )
+    keep = ~veto
+    if c.reject_at == "proximal":
+        keep = keep & unrejected(log_rho, log_prox, mask, seq, n, c=c, adv=adv)
     stats = stats or Statistics()
-    if c.m2:
+    if c.m2 and c.m2_over == "all":
         stats.m2 = m2_threshold(token, mask, c.m2) if stats.m2 is None else stats.m2
         w = torch.where(token.abs() < stats.m2, w, 0.0)
     w = torch.where(keep, w, 0.0)

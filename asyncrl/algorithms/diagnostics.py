@@ -13,7 +13,7 @@ import torch
 
 from asyncrl.algorithms import kl
 from asyncrl.algorithms.ratios import log_ratio, seq_sum
-from asyncrl.algorithms.surrogates import DUAL, HIGH, LOW
+from asyncrl.algorithms.trust.view import DUAL, HIGH, LOW
 
 BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 10**9))
 BUCKET_NAMES = ("0", "1", "2", "3to4", "5to8", "9plus")

@@ -34,6 +34,7 @@ from asyncrl.algorithms import (
 )
 from asyncrl.algorithms.batch import LossBatch, advantage, fade, kept
 from asyncrl.algorithms.settings import Settings
+from asyncrl.algorithms.trust.view import Tokens, Whole
 from asyncrl.contract.errors import ConfigError
 
 add_sums = diagnostics.add
@@ -97,6 +98,10 @@ class Step:
     # of this step's learning rate; 0: the batch's remaining steps are skipped
     lr_scale: float = 1.0
     metrics: dict[str, float] = field(default_factory=dict)
+    # of the whole step, for the surrogate: [N] or scalars
+    prepass: dict[str, torch.Tensor] = field(default_factory=dict)
+    # bool [N]: what M2PO as published drops
+    far: torch.Tensor | None = None
 
 
 def needs_anchor_first(config: Settings) -> bool:
@@ -129,6 +134,7 @@ def needs_current(prep: Prepared) -> bool:
     wanted = wanted or (
         c.loss.surrogate == "reinforce" and correction.needs_statistics(c.correction)
     )
+    wanted = wanted or (c.correction.m2 > 0 and c.correction.m2_over == "pushing")
     return bool(wanted and not _start_given(prep))
 
 
@@ -160,7 +166,7 @@ def prepare(
     corrected = None
     if batch.anchor is not None and config.loss.surrogate != "reinforce":
         everything = torch.arange(len(batch.seq), device=batch.seq.device)
-        corrected = _correct(batch, everything, batch.anchor, valid, config, None)
+        corrected = _correct(batch, everything, batch.anchor, valid, config, adv=adv)
     inside = adv[valid]
     numbers |= {
         "adv/mean": inside.mean() if len(inside) else adv.new_zeros(()),
@@ -204,10 +210,12 @@ def _correct(
     anchor: torch.Tensor,
     valid: torch.Tensor,
     config: Settings,
-    stats: correction.Statistics | None,
+    *,
+    adv: torch.Tensor,
+    stats: correction.Statistics | None = None,
 ) -> correction.Corrected:
-    """Weights of the tokens `part`; anchor, valid [n]: pi_prox (or pi_theta for surrogate =
-    reinforce) and its mask.
+    """Weights of the tokens `part`; anchor, valid, adv [n]: pi_prox (or pi_theta for surrogate =
+    reinforce), its mask and the advantage.
     """
     log_rho = ratios.difference(anchor, batch.behavior[part])
     return correction.correct(
@@ -218,6 +226,7 @@ def _correct(
         n=len(batch.rewards),
         c=config.correction,
         stats=stats,
+        adv=adv,
     )
 
 
@@ -244,9 +253,9 @@ def begin_step(prep: Prepared, samples: torch.Tensor, current: torch.Tensor | No
         current = batch.start if _start_given(prep) else batch.anchor
     inside = torch.zeros(len(batch.rewards), dtype=torch.bool, device=batch.seq.device)
     inside[samples] = True
-    counted = prep.valid & inside[batch.seq]
+    counted = of_step = prep.valid & inside[batch.seq]
     if prep.corrected is not None and c.correction.denominator == "after":
-        counted &= prep.corrected.kept
+        counted = counted & prep.corrected.kept
     length = (
         float(c.loss.norm_length or c.generator.max_new_tokens)
         if c.loss.reduction == "seq-mean-token-sum-norm"
@@ -255,6 +264,15 @@ def begin_step(prep: Prepared, samples: torch.Tensor, current: torch.Tensor | No
     factor = reductions.factors(counted, batch.seq, len(batch.rewards), c.loss.reduction, length)
     step = Step(factor.to(batch.behavior.dtype), correction.Statistics())
     _statistics(prep, step, current)
+    if c.correction.m2 and c.correction.m2_over == "pushing":
+        assert current is not None
+        log_w = ratios.log_ratio(current, batch.behavior)
+        step.far = correction.pushed_far(log_w, prep.advantage, of_step, c.correction.m2)
+    if c.loss.surrogate in surrogates.PREPASS:
+        whole = Whole(
+            batch.behavior, prep.advantage, of_step, batch.seq, batch.groups, current=current
+        )
+        step.prepass = surrogates.PREPASS[c.loss.surrogate](whole, c.loss)
     prep.live = torch.zeros_like(prep.live)
     prep.steps += 1
     return step
@@ -268,7 +286,7 @@ def _statistics(prep: Prepared, step: Step, current: torch.Tensor | None) -> Non
     name = c.loss.surrogate
     if name == "reinforce" and current is not None and correction.needs_statistics(c.correction):
         everything = torch.arange(len(batch.seq), device=batch.seq.device)
-        _correct(batch, everything, current, prep.valid, c, step.stats)
+        _correct(batch, everything, current, prep.valid, c, adv=prep.advantage, stats=step.stats)
     if name in surrogates.BEFORE and current is not None:
         cov = surrogates.covariance(current, prep.advantage, prep.valid)
         seed = ((c.seed * 1_000_003 + prep.number) * 1009 + prep.steps) % 2**63
@@ -321,10 +339,10 @@ def _stop_kl(prep: Prepared, current: torch.Tensor) -> torch.Tensor:
 # ---- per micro-batch -----------------------------------------------------------------------------
 
 
-def _tokens(prep: Prepared, step: Step, part: torch.Tensor, now: torch.Tensor) -> surrogates.Tokens:
+def _tokens(prep: Prepared, step: Step, part: torch.Tensor, now: torch.Tensor) -> Tokens:
     """What a surrogate looks at, of the tokens `part`; now [n]: log pi_theta."""
     b = prep.batch
-    return surrogates.Tokens(
+    return Tokens(
         raw=ratios.difference(now, now if b.anchor is None else b.anchor[part]),
         adv=prep.advantage[part],
         lp=now,
@@ -334,7 +352,38 @@ def _tokens(prep: Prepared, step: Step, part: torch.Tensor, now: torch.Tensor) -
         n=len(b.rewards),
         drawn=None if step.chosen is None else step.chosen[part],
         stats=step.reshape,
+        prepass={name: x[part] if x.dim() else x for name, x in step.prepass.items()},
     )
+
+
+def _at_target(
+    prep: Prepared,
+    step: Step,
+    part: torch.Tensor,
+    now: torch.Tensor,
+    fixed: correction.Corrected,
+) -> correction.Corrected:
+    """What correction.reject_at = target and m2_over = pushing leave of the tokens `part`; now [n]:
+    log pi_theta."""
+    b = prep.batch
+    c = prep.config.correction
+    if c.reject_at != "target" and step.far is None:
+        return fixed
+    weight, keep = fixed.weight, fixed.kept
+    if c.reject_at == "target":
+        keep = keep & correction.unrejected(
+            ratios.difference(now, b.behavior[part]),
+            now,
+            prep.valid[part],
+            b.seq[part],
+            len(b.rewards),
+            c=c,
+            adv=prep.advantage[part],
+        )
+        weight = torch.where(keep, weight, 0.0)
+    if step.far is not None:
+        weight = torch.where(step.far[part], 0.0, weight)
+    return correction.Corrected(weight, keep, fixed.vetoed)
 
 
 def micro_loss(
@@ -360,9 +409,12 @@ def micro_loss(
     fixed = prep.corrected
     if fixed is None:
         known = None if c.loss.surrogate == "reinforce" else b.anchor
-        fixed = _correct(b, part, now if known is None else known[part], valid, c, step.stats)
+        anchor = now if known is None else known[part]
+        adv = prep.advantage[part]
+        fixed = _correct(b, part, anchor, valid, c, adv=adv, stats=step.stats)
     else:
         fixed = correction.Corrected(fixed.weight[part], fixed.kept[part], fixed.vetoed[part])
+    fixed = _at_target(prep, step, part, now, fixed)
     tokens = _tokens(prep, step, part, now)
     trust = surrogates.trust(tokens, c)
     live = valid & fixed.kept

@@ -105,6 +105,15 @@ def running_sum(x: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
     return rows.packed(rows.matrix(x).cumsum(1))
 
 
+def running_min(x: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+    """Smallest x of a sample's tokens up to and with each: [N]; |x| at most FAR.  One pass without
+    reading the device: each sample is moved below all before it, in float64."""
+    new = torch.zeros_like(seq, dtype=torch.float64)
+    new[1:] = (seq[1:] != seq[:-1]).double()
+    below = new.cumsum(0) * (2 * FAR + 1)
+    return ((x.double() - below).cummin(0).values + below).to(x.dtype) if len(x) else x
+
+
 def discounted_suffix(
     x: torch.Tensor, seq: torch.Tensor, discount: float | torch.Tensor
 ) -> torch.Tensor:

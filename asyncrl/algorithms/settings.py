@@ -85,6 +85,8 @@ else:
     OffPolicy = Literal[names("kl", "OFF_POLICY")]
 # surrogates whose ratio is pi_theta / mu as published
 ON_BEHAVIOR = names("surrogates", "ON_BEHAVIOR")
+# statistics of rejection that are never negative
+NOT_NEGATIVE = names("correction", "NOT_NEGATIVE")
 # advantages that compare the samples of one prompt
 BY_GROUP = names("advantages", "BY_GROUP")
 
@@ -115,6 +117,17 @@ class Advantage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         Share, Meta(description="gae: 1 is return minus value, 0 the one-step residual")
     ] = 0.95
     k_step: Annotated[Count, Meta(description="gae: cut after so many residuals; 0: never")] = 0
+    beta: Annotated[
+        NonNegative,
+        Meta(
+            description="oapl: temperature of a group's value, between the largest reward (0) and "
+            "their mean (inf)"
+        ),
+    ] = 0.5
+    shift: Annotated[
+        float,
+        Meta(description="asymre: added to the group's mean, the baseline; below 0: A rises"),
+    ] = -0.1
     group_baseline: Annotated[
         bool, Meta(description="reinforce_pp: subtract the group's mean reward first")
     ] = False
@@ -199,7 +212,9 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
     reject: Annotated[
         Reject,
         Meta(
-            description="drop what leaves [reject_lo, reject_hi] in this statistic of pi_prox / mu"
+            description="drop what leaves [reject_lo, reject_hi] in this statistic of pi_prox / "
+            "mu: the ratio, k1, k2, k3 of KL(mu || pi), chi2 (rho^2 - 1), tv (|pi - mu|), kb (the "
+            "larger binary KL of the two), kb_mu (the one from mu)"
         ),
     ] = "none"
     reject_over: Annotated[
@@ -210,8 +225,25 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         float | None, Meta(description="absent: 0.5 (ratio; mean: 0.99), or none (k1, k2, k3)")
     ] = None
     reject_hi: Annotated[
-        float | None, Meta(description="absent: 2 (ratio; mean: 1.01); k1, k2, k3 need one")
+        float | None, Meta(description="absent: 2 (ratio; mean: 1.01); the others need one")
     ] = None
+    reject_when: Annotated[
+        Literal["always", "negative"],
+        Meta(description="negative: only where the advantage is below 0"),
+    ] = "always"
+    reject_at: Annotated[
+        Literal["proximal", "target"],
+        Meta(
+            description="target: the statistics are of pi_theta / mu at each optimizer step, "
+            "whatever the anchor"
+        ),
+    ] = "proximal"
+    reject2: Annotated[
+        Reject, Meta(description="a second statistic: what leaves either band is dropped")
+    ] = "none"
+    reject2_over: Over = "token"
+    reject2_lo: float | None = None
+    reject2_hi: float | None = None
     veto: Annotated[
         Veto,
         Meta(description="drop answers with a token of pi_prox < 1e-6, or of pi_prox / mu < 1e-4"),
@@ -226,6 +258,13 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
             "0: off"
         ),
     ] = 0.0
+    m2_over: Annotated[
+        Literal["all", "pushing"],
+        Meta(
+            description="all: log pi_prox / mu of all tokens; pushing, as published: log pi_theta "
+            "/ mu of those that go where their advantage pushes them, at each optimizer step"
+        ),
+    ] = "all"
     denominator: Annotated[
         Literal["before", "after"],
         Meta(description="the loss counts tokens before or after rejection"),
@@ -242,10 +281,15 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     surrogate: Surrogate = "decoupled_ppo"
     eps_low: Annotated[
-        NonNegative | None, Meta(description="absent: the surrogate's default (0.2; gspo 3e-4)")
+        NonNegative | None,
+        Meta(description="absent: the surrogate's default (0.2; gspo 3e-4; gmpo 0.4 nats)"),
     ] = None
     eps_high: Annotated[
-        NonNegative | None, Meta(description="absent: the surrogate's default (0.2; gspo 4e-4)")
+        NonNegative | None,
+        Meta(
+            description="absent: the surrogate's default (0.2; gspo 4e-4; gmpo 0.4 nats; minpro "
+            "0.28)"
+        ),
     ] = None
     dual_clip: Annotated[float, Meta(ge=0, description="c of dual-clip PPO, above 1; 0: off")] = 0.0
     reduction: Reduction = "token-mean"
@@ -272,6 +316,30 @@ class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     cov_coefficient: Annotated[
         NonNegative, Meta(description="kl_cov: weight of |log ratio| on the chosen tokens")
     ] = 1.0
+    vespo_k_pos: Annotated[
+        float, Meta(ge=1, description="vespo: W^k e^(l (1 - W)) where A >= 0")
+    ] = 2.0
+    vespo_l_pos: NonNegative = 3.0
+    vespo_k_neg: Annotated[float, Meta(ge=1, description="vespo: the same where A < 0")] = 3.0
+    vespo_l_neg: NonNegative = 2.0
+    oapl_beta: Annotated[
+        float,
+        Meta(
+            gt=0,
+            description="oapl: beta of the log ratio, the brake: an answer is drawn to a log ratio "
+            "of A / beta",
+        ),
+    ] = 1e-3
+    band_lo: Annotated[
+        NonNegative, Meta(description="band: ratios to mu between these two count, others are 0")
+    ] = 0.7
+    band_hi: Annotated[float, Meta(gt=0)] = 6.0
+    band_pull: Annotated[
+        NonNegative, Meta(description="band: tau of -tau (log ratio)^2, towards mu; 0: none")
+    ] = 0.0
+    bapo_share: Annotated[
+        Share, Meta(description="bapo: share of tokens of A > 0 that its bounds are moved for")
+    ] = 0.4
 
 
 class Reshape(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

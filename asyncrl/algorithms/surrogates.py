@@ -11,48 +11,37 @@ counted twice."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 
 from asyncrl.algorithms.ratios import CLAMP, chosen, log_ratio, seq_mean, seq_sum
-from asyncrl.algorithms.reshape import Statistics, gamma
+from asyncrl.algorithms.reshape import gamma
 from asyncrl.algorithms.settings import Loss, Reshape, Settings
+from asyncrl.algorithms.trust import answers, tokens
+from asyncrl.algorithms.trust.view import DUAL, HIGH, OPEN, Tokens, Trust, Whole, opened, sides
+from asyncrl.algorithms.trust.view import LOW as LOW
 
 # as published their ratio is pi_theta / mu: the anchor must be the behaviour policy
-ON_BEHAVIOR = ("topr", "dro", "reshape")
+ON_BEHAVIOR = (
+    "topr",
+    "dro",
+    "reshape",
+    "vespo",
+    "oapl",
+    "band",
+    "gepo",
+    "bapo",
+    "minpro",
+)
 # what they do to a token depends on the whole batch under the policy as it is now
-NEED_CURRENT = ("reshape", "kl_cov", "clip_cov")
+NEED_CURRENT = ("reshape", "kl_cov", "clip_cov", "bapo")
 GSPO_CLIP = (3e-4, 4e-4)  # its ratio is a mean: a clip range that is not 0.2
-OPEN = 0
-LOW = 1
-HIGH = 2
-DUAL = 3
-
-
-class Trust(NamedTuple):
-    """coefficient [N] of grad lp; objective [N], its value; clipped int8 [N]: OPEN, or which bound
-    cut the gradient.
-    """
-
-    coefficient: torch.Tensor
-    objective: torch.Tensor
-    clipped: torch.Tensor
-
-
-def _open(coefficient: torch.Tensor, objective: torch.Tensor) -> Trust:
-    return Trust(coefficient, objective, torch.zeros_like(coefficient, dtype=torch.int8))
-
-
-def sides(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    return torch.where(low, LOW, torch.where(high, HIGH, OPEN)).to(torch.int8)
 
 
 def vanilla(log_r: torch.Tensor, adv: torch.Tensor) -> Trust:
     """r A: no trust region (Kakade and Langford 2002)."""
     r = log_r.exp()
-    return _open(r * adv, r * adv)
+    return opened(r * adv, r * adv)
 
 
 def plain(lp: torch.Tensor, adv: torch.Tensor) -> Trust:
@@ -61,7 +50,7 @@ def plain(lp: torch.Tensor, adv: torch.Tensor) -> Trust:
 
     For `sft` A is 1 where the answer was rewarded and 0 elsewhere.
     """
-    return _open(adv.clone(), lp * adv)
+    return opened(adv.clone(), lp * adv)
 
 
 def ppo(
@@ -127,7 +116,7 @@ def sapo(
     r = log_r.exp()
     tau = torch.where(adv > 0, torch.full_like(adv, tau_pos), tau_neg)
     s = torch.sigmoid(tau * (r - 1))
-    return _open(4 * s * (1 - s) * r * adv, 4 / tau * s * adv)
+    return opened(4 * s * (1 - s) * r * adv, 4 / tau * s * adv)
 
 
 def dppo(
@@ -160,14 +149,14 @@ def topr(
     """
     whole = seq_sum(torch.where(mask, log_r, 0.0), seq, n).clamp(-CLAMP, 0.0).exp()[seq]
     w = torch.where(adv < 0, whole, 1.0)
-    return _open(w * adv, w * adv * lp)
+    return opened(w * adv, w * adv * lp)
 
 
 def dro(log_r: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, *, beta: float = 0.05) -> Trust:
     """lp A - beta/2 (log pi_theta/mu)^2: token form of direct reward optimisation (Richemond et al.
     2024, arXiv 2405.19107).
     """
-    return _open(adv - beta * log_r, lp * adv - beta / 2 * log_r.square())
+    return opened(adv - beta * log_r, lp * adv - beta / 2 * log_r.square())
 
 
 def covariance(lp: torch.Tensor, adv: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -210,7 +199,7 @@ def kl_cov(
     """r A, less coefficient |log r| on the tokens `chosen` by `highest` (arXiv 2505.22617)."""
     r = log_r.exp()
     pull = torch.where(chosen, coefficient, 0.0)
-    return _open(r * adv - pull * log_r.sign(), r * adv - pull * log_r.abs())
+    return opened(r * adv - pull * log_r.sign(), r * adv - pull * log_r.abs())
 
 
 def clip_cov(
@@ -276,32 +265,6 @@ FORMS: dict[str, Callable[..., tuple[torch.Tensor, torch.Tensor]]] = {
 }
 
 # ---- by name -------------------------------------------------------------------------------------
-
-
-@dataclass
-class Tokens:
-    """What a surrogate may look at: [n] tokens of whole answers, nothing with a gradient.
-
-    raw: log pi_theta / anchor, finite and not clamped; log_r: clamped to [-20, 20], what a token's
-    own ratio is taken from. lp: log pi_theta; behavior: log mu; mask bool: in the loss; seq int64:
-    each token's answer, of `n`.  drawn bool: the tokens that BEFORE picked, stats: IS-reshape's
-    statistics, both of the whole batch before the step.  sums: what the surrogate adds to the
-    batch's sums for its own metrics."""
-
-    raw: torch.Tensor
-    adv: torch.Tensor
-    lp: torch.Tensor
-    behavior: torch.Tensor
-    mask: torch.Tensor
-    seq: torch.Tensor
-    n: int
-    drawn: torch.Tensor | None = None
-    stats: Statistics | None = None
-    sums: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    @property
-    def log_r(self) -> torch.Tensor:
-        return self.raw.clamp(-CLAMP, CLAMP)
 
 
 def _or(given: float | None, default: float) -> float:
@@ -407,11 +370,35 @@ SURROGATES: dict[str, Callable[[Tokens, Settings], Trust]] = {
     "gpg": _plain,
     "sft": _plain,
     "reshape": _reshape,
+    "vespo": answers.of_vespo,
+    "oapl": answers.of_oapl,
+    "band": tokens.of_band,
+    "gepo": answers.of_gepo,
+    "bapo": tokens.of_bapo,
+    "minpro": tokens.of_minpro,
+    "gmpo": answers.of_gmpo,
 }
 # loss.surrogate -> the batch's tokens, bool [N], that are picked by their covariance before a step
 BEFORE: dict[str, Callable[[torch.Tensor, torch.Tensor, Loss, int], torch.Tensor]] = {
     "kl_cov": _highest,
     "clip_cov": _drawn,
+}
+
+
+def _group_q(w: Whole, c: Loss) -> dict[str, torch.Tensor]:
+    return {"group_q": answers.group_probability(w.behavior, w.mask, w.seq, w.groups)}
+
+
+def _bapo_bounds(w: Whole, c: Loss) -> dict[str, torch.Tensor]:
+    assert w.current is not None
+    return tokens.bapo_bounds(w.current, w.behavior, w.adv, w.mask, c.bapo_share)
+
+
+# loss.surrogate -> what it must know of all tokens of an optimizer step: tensors [N] and scalars,
+# for `Tokens.prepass`; one that reads `current` stands in NEED_CURRENT too
+PREPASS: dict[str, Callable[[Whole, Loss], dict[str, torch.Tensor]]] = {
+    "gepo": _group_q,
+    "bapo": _bapo_bounds,
 }
 
 

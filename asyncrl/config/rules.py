@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import msgspec
+
 from asyncrl.algorithms import settings
 from asyncrl.config.engines import ENGINES, which
 from asyncrl.config.tree import Config
@@ -240,40 +242,13 @@ def _correction(config: Config) -> list[str]:
         out.append(f"correction.lo: {correction.lo:g} is above correction.hi = {correction.hi:g}")
     if correction.bound == "truncate" and correction.lo is not None:
         out.append("correction.lo: truncate has no lower bound; use clip or mask, or leave it out")
-    if (
-        correction.reject != "none"
-        and correction.reject != "ratio"
-        and correction.reject_hi is None
-    ):
-        out.append(
-            f"correction.reject_hi: reject = {correction.reject} has no default bound; give one"
-        )
-    if (
-        correction.reject != "none"
-        and correction.reject_lo is not None
-        and correction.reject_hi is not None
-        and correction.reject_lo > correction.reject_hi
-    ):
-        out.append(
-            f"correction.reject_lo: {correction.reject_lo:g} is above correction.reject_hi = "
-            f"{correction.reject_hi:g}"
-        )
-    if (
-        correction.reject in ("k2", "k3")
-        and correction.reject_hi is not None
-        and correction.reject_hi < 0
-    ):
-        out.append(
-            f"correction.reject_hi: {correction.reject} is never negative, "
-            f"{correction.reject_hi:g} would reject "
-            "everything"
-        )
+    out += _rejection(config)
     acts = [
         n
         for n, on in (
-            ("reject", correction.reject != "none"),
+            ("reject", correction.reject != "none" and correction.reject_at == "proximal"),
             ("veto", correction.veto == "ratio"),
-            ("m2", correction.m2 > 0),
+            ("m2", correction.m2 > 0 and correction.m2_over == "all"),
             ("function", bool(correction.function)),
         )
         if on
@@ -294,6 +269,80 @@ def _correction(config: Config) -> list[str]:
             "correction.denominator: after counts what rejection leaves, and nothing is rejected; "
             "set correction.reject or veto"
         )
+    return out
+
+
+def _rejection(config: Config) -> list[str]:
+    correction = config.correction
+    out = []
+    for key in ("reject", "reject2"):
+        name, lo, hi = (getattr(correction, key + end) for end in ("", "_lo", "_hi"))
+        if name not in ("none", "ratio") and hi is None:
+            out.append(f"correction.{key}_hi: {key} = {name} has no default bound; give one")
+        if name != "none" and lo is not None and hi is not None and lo > hi:
+            out.append(f"correction.{key}_lo: {lo:g} is above correction.{key}_hi = {hi:g}")
+        if name in settings.NOT_NEGATIVE and hi is not None and hi < 0:
+            out.append(
+                f"correction.{key}_hi: {name} is never negative, {hi:g} would reject everything"
+            )
+    if correction.reject == "none":
+        out += [
+            f"correction.{key}: acts on correction.reject, which is none; choose a statistic"
+            for key, plain in (
+                ("reject_when", "always"),
+                ("reject_at", "proximal"),
+                ("reject2", "none"),
+            )
+            if getattr(correction, key) != plain
+        ]
+    elif correction.reject_at == "target":
+        if correction.denominator == "after":
+            out.append(
+                "correction.denominator: after is not known before the step with reject_at = "
+                "target; use before"
+            )
+        if correction.self_normalize:
+            out.append(
+                "correction.self_normalize: divides by the mean of what is kept, which is not "
+                "known before the step with reject_at = target; leave one out"
+            )
+    if correction.m2_over == "pushing" and not correction.m2:
+        out.append("correction.m2: m2_over = pushing bounds it; give one above 0, published 0.04")
+    return out
+
+
+# keys that one choice alone reads: section, its choosing key, the key's beginning, who reads it
+OWN_KEYS = (
+    ("loss", "surrogate", "vespo_", "vespo"),
+    ("loss", "surrogate", "oapl_", "oapl"),
+    ("loss", "surrogate", "band_", "band"),
+    ("loss", "surrogate", "bapo_", "bapo"),
+    ("advantage", "name", "beta", "oapl"),
+    ("advantage", "name", "shift", "asymre"),
+)
+# surrogates without a clip range
+UNCLIPPED = ("vespo", "oapl", "band", "gepo", "bapo")
+
+
+def _own_keys(config: Config) -> list[str]:
+    """A key that is given and that nothing reads."""
+    out = []
+    for section, by, start, owner in OWN_KEYS:
+        table = getattr(config, section)
+        chosen = getattr(table, by)
+        out += [
+            f"{section}.{field.name}: belongs to {section}.{by} = {owner}, not to {chosen}"
+            for field in msgspec.structs.fields(type(table))
+            if field.name.startswith(start)
+            and chosen != owner
+            and getattr(table, field.name) != field.default
+        ]
+    if config.loss.surrogate in UNCLIPPED:
+        out += [
+            f"loss.{key}: {config.loss.surrogate} has no clip range; leave it out"
+            for key in ("eps_low", "eps_high")
+            if getattr(config.loss, key) is not None
+        ]
     return out
 
 
@@ -327,6 +376,12 @@ def _surrogate(config: Config) -> list[str]:
         out.append(
             f"loss.eps_high: {given}; with cispo_absolute it is the largest ratio that counts, so "
             "1 or more, for instance 5.0"
+        )
+    out += _own_keys(config)
+    if config.loss.band_lo >= config.loss.band_hi:
+        out.append(
+            f"loss.band_lo: {config.loss.band_lo:g} is not below loss.band_hi = "
+            f"{config.loss.band_hi:g}"
         )
     if config.loss.cov_lo >= config.loss.cov_hi:
         out.append(

@@ -27,7 +27,7 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.experiments.compare import verdict, warm_pool
+from asyncrl.experiments.compare import methods, verdict, warm_pool
 from asyncrl.experiments.one_process import cold
 from asyncrl.records import metrics, signs
 from buffer import trained
@@ -91,13 +91,16 @@ class Cell:
 
 
 def parse_arm(text: str) -> Arm:
-    """`NAME:key=value,key=value`; `NAME:` changes nothing; `NAME:same-as=OTHER` repeats an arm.
-    Raises ConfigError.
+    """`NAME:key=value,key=value`; `NAME:` changes nothing; `NAME:same-as=OTHER` repeats an arm; a
+    name of METHODS alone is that method.  Raises ConfigError.
     """
+    if text in methods.METHODS:
+        return Arm(text, methods.METHODS[text][1])
     name, colon, rest = text.partition(":")
     if not colon or not re.fullmatch(r"[\w.+-]+", name):
         raise ConfigError(
-            f"--arm {text}: write NAME:key=value,key=value; the name of letters, digits and . + -"
+            f"--arm {text}: write NAME:key=value,key=value, the name of letters, digits and . + -; "
+            f"or a method's name alone: {', '.join(methods.METHODS)}"
         )
     # A comma inside brackets or quotes belongs to the value.
     items = [x for x in re.split(r",(?=\s*[\w.-]+\s*=)", rest) if x.strip()]

@@ -16,26 +16,18 @@ from pathlib import Path
 from asyncrl.config import load, presets
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.compare import comparison, warm_pool
+from asyncrl.experiments.compare import comparison, methods, warm_pool
 from asyncrl.experiments.one_process import cold
 
 SYNC = "sync"
 PROBE_STEPS = 12
-_PLAIN = [
-    "correction.preset=''",
-    "correction.reject=none",
-    "correction.veto=none",
-    "correction.m2=0.0",
-]
-_BEHAVIOR = [*_PLAIN, "correction.proximal=behavior"]
-_RECOMPUTE = [*_PLAIN, "correction.proximal=recompute"]
 KL_STOP = 0.05  # nats a token that a batch's updates may move: repair A of the IS-reshape report
 
 
 def _preset(name: str) -> list[str]:
     keys = {"level": "none", "bound": "none"} | presets.PRESETS[name]
     return [
-        *_RECOMPUTE,
+        *methods.RECOMPUTE,
         *(f"correction.{k}={v}" for k, v in keys.items()),
         f"loss.surrogate={'vanilla' if name == 'none' else 'decoupled_ppo'}",
     ]
@@ -45,7 +37,7 @@ CORRECTIONS: dict[str, tuple[str, list[str]]] = {
     "none": ("stale samples as if they were fresh", _preset("none")),
     "ppo": (
         "PPO, the ratio and its clip against the behaviour policy",
-        [*_BEHAVIOR, "loss.surrogate=ppo"],
+        [*methods.BEHAVIOR, "loss.surrogate=ppo"],
     ),
     **{
         n: (
@@ -54,12 +46,15 @@ CORRECTIONS: dict[str, tuple[str, list[str]]] = {
         )
         for n in ("tis", "seq_tis", "icepop", "mis", "m2po")
     },
-    "reshape": ("IS-reshape v3.1", [*_BEHAVIOR, "loss.surrogate=reshape", "reshape.mode=v3.1"]),
+    "reshape": (
+        "IS-reshape v3.1",
+        [*methods.BEHAVIOR, "loss.surrogate=reshape", "reshape.mode=v3.1"],
+    ),
     "reshape-stop": (
         f"IS-reshape v3.1, two optimizer steps a batch, the second only below {KL_STOP} nats a "
         "token from the batch's start (repair A)",
         [
-            *_BEHAVIOR,
+            *methods.BEHAVIOR,
             "loss.surrogate=reshape",
             "reshape.mode=v3.1",
             "learner.minibatches=2",
@@ -68,8 +63,14 @@ CORRECTIONS: dict[str, tuple[str, list[str]]] = {
     ),
     "k3": (
         "PPO as above, and 0.1 k3 towards the initial model in the loss",
-        [*_BEHAVIOR, "loss.surrogate=ppo", "kl.loss.coefficient=0.1", "kl.loss.estimator=k3"],
+        [
+            *methods.BEHAVIOR,
+            "loss.surrogate=ppo",
+            "kl.loss.coefficient=0.1",
+            "kl.loss.estimator=k3",
+        ],
     ),
+    **methods.METHODS,
     "configured": ("as the config says", []),
 }
 

@@ -1,0 +1,118 @@
+"""Surrogates on the ratio of whole answers.  Every token of an answer has the answer's coefficient,
+but where a bound cuts it."""
+
+from __future__ import annotations
+
+import torch
+
+from asyncrl.algorithms.ratios import CLAMP, seq_mean, seq_sum
+from asyncrl.algorithms.settings import Settings
+from asyncrl.algorithms.trust.view import Tokens, Trust, opened, sides
+
+GMPO_CLIP = 0.4  # in nats of a token's log ratio
+
+
+def vespo(
+    log_w: torch.Tensor,
+    adv: torch.Tensor,
+    *,
+    positive: tuple[float, float] = (2.0, 3.0),
+    negative: tuple[float, float] = (3.0, 2.0),
+) -> torch.Tensor:
+    """phi(W) A with phi = W^k e^(l (1 - W)), (k, l) by A's sign: the coefficient (VESPO, arXiv
+    2602.10693).
+
+    log_w [N]: X of each token's answer, not clamped.  phi(1) = 1; the largest is at W = k / l.
+    """
+    k = torch.where(adv < 0, negative[0], positive[0])
+    m = torch.where(adv < 0, negative[1], positive[1])
+    x = log_w.clamp(-CLAMP, CLAMP)
+    return (k * x + m - m * x.exp()).exp() * adv
+
+
+def of_vespo(t: Tokens, c: Settings) -> Trust:
+    whole = seq_sum(torch.where(t.mask, t.raw, 0.0), t.seq, t.n)[t.seq]
+    coefficient = vespo(
+        whole,
+        t.adv,
+        positive=(c.loss.vespo_k_pos, c.loss.vespo_l_pos),
+        negative=(c.loss.vespo_k_neg, c.loss.vespo_l_neg),
+    )
+    return opened(coefficient, coefficient * t.lp)
+
+
+def oapl(log_w: torch.Tensor, adv: torch.Tensor, beta: float) -> torch.Tensor:
+    """2 beta (A* - beta X): the coefficient of the mean over answers of -(beta X - A*)^2, gradient
+    through X (OAPL, arXiv 2602.19362; its A* is `advantages.oapl`).
+
+    log_w [N]: X of each token's answer.  It is not clamped: nothing is exponentiated, and what
+    pulls back would end at the clamp."""
+    return 2 * beta * (adv - beta * log_w)
+
+
+def of_oapl(t: Tokens, c: Settings) -> Trust:
+    inside = t.mask.to(t.raw.dtype)
+    whole = seq_sum(torch.where(t.mask, t.raw, 0.0), t.seq, t.n)[t.seq]
+    apart = c.loss.oapl_beta * whole - t.adv
+    length = seq_sum(inside, t.seq, t.n)[t.seq].clamp(min=1)
+    return opened(oapl(whole, t.adv, c.loss.oapl_beta), -apart.square() / length)
+
+
+def gmpo(
+    log_r: torch.Tensor,
+    adv: torch.Tensor,
+    mask: torch.Tensor,
+    seq: torch.Tensor,
+    n: int,
+    *,
+    low: float = GMPO_CLIP,
+    high: float = GMPO_CLIP,
+) -> Trust:
+    """s A with s = exp(mean x'), x' the token's log ratio cut at `high` for A > 0 and at -low for A
+    < 0; no gradient on the tokens that are cut (GMPO, arXiv 2507.20673).
+
+    With seq-mean-token-mean this is the gradient of the geometric mean.  Without a cut it is
+    `gspo` without one."""
+    over = (adv > 0) & (log_r > high)
+    under = (adv < 0) & (log_r < -low)
+    cut = torch.where(over, high, torch.where(under, -low, log_r))
+    whole = seq_mean(cut, mask, seq, n).clamp(-CLAMP, CLAMP).exp()[seq]
+    clipped = sides(under, over)
+    return Trust(torch.where(clipped == 0, whole * adv, 0.0), whole * adv, clipped)
+
+
+def of_gmpo(t: Tokens, c: Settings) -> Trust:
+    low = GMPO_CLIP if c.loss.eps_low is None else c.loss.eps_low
+    high = GMPO_CLIP if c.loss.eps_high is None else c.loss.eps_high
+    return gmpo(t.raw, t.adv, t.mask, t.seq, t.n, low=low, high=high)
+
+
+def group_probability(
+    behavior: torch.Tensor,
+    mask: torch.Tensor,
+    seq: torch.Tensor,
+    groups: torch.Tensor,
+) -> torch.Tensor:
+    """log E_q [N] of each token's group: E_q = sum q^2 / sum q over the group's answers that have a
+    token in the mask, q = exp(mean log mu) of an answer; groups int64 [B] (GEPO's denominator).
+
+    Of the whole group: to be known before any micro-batch."""
+    n = len(groups)
+    q = seq_mean(behavior, mask, seq, n).clamp(-CLAMP, CLAMP).double().exp()
+    q = torch.where(seq_sum(mask.to(q.dtype), seq, n) > 0, q, 0.0)
+    first, second = (torch.zeros_like(q).index_add_(0, groups, x)[groups] for x in (q, q.square()))
+    whole = (second / first.clamp(min=1e-30)).clamp(min=1e-30).log()
+    return whole.to(behavior.dtype)[seq]
+
+
+def gepo(log_p: torch.Tensor, log_q: torch.Tensor, adv: torch.Tensor) -> torch.Tensor:
+    """(p / E_q) A: the coefficient with seq-mean-token-mean, p = exp(mean log pi_theta) of each
+    token's answer (GEPO, arXiv 2508.17850).  Not centred: at pi_theta = mu the weight is q / E_q,
+    which is not 1."""
+    return (log_p - log_q).clamp(-CLAMP, CLAMP).exp() * adv
+
+
+def of_gepo(t: Tokens, c: Settings) -> Trust:
+    now = seq_mean(t.lp, t.mask, t.seq, t.n)[t.seq]
+    coefficient = gepo(now, t.prepass["group_q"], t.adv)
+    return opened(coefficient, coefficient)

@@ -1,0 +1,109 @@
+"""Surrogates on the ratio of tokens and of prefixes."""
+
+from __future__ import annotations
+
+import torch
+
+from asyncrl.algorithms.ratios import FAR, log_ratio, running_min
+from asyncrl.algorithms.settings import Settings
+from asyncrl.algorithms.trust.view import Tokens, Trust, sides
+
+# BAPO's bounds of the ratio: where they start, their steps, and where they end
+BAPO_LOW = (0.6, 0.02, 0.9)
+BAPO_HIGH = (1.2, 0.05, 3.0)
+
+
+def band(
+    log_w: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, *, lo: float, hi: float, pull: float
+) -> Trust:
+    """w A where lo < w < hi, whatever A's sign, else 0; less 2 pull log w everywhere.
+
+    Double-sided importance sampling of GLM-5 (arXiv 2602.15763) and SAO (arXiv 2607.07508), whose
+    weight is detached; with a pull (tau) the loss of Kimi K2.5 (arXiv 2602.02276).  That the pull
+    goes on outside the band, the only way back from there, is our reading."""
+    w = log_w.exp()
+    under, over = w <= lo, w >= hi
+    weighed = torch.where(under | over, 0.0, w * adv)
+    coefficient = weighed - 2 * pull * log_w
+    return Trust(coefficient, weighed * lp - pull * log_w.square(), sides(under, over))
+
+
+def of_band(t: Tokens, c: Settings) -> Trust:
+    return band(t.log_r, t.adv, t.lp, lo=c.loss.band_lo, hi=c.loss.band_hi, pull=c.loss.band_pull)
+
+
+def prefix_minimum(log_w: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:
+    """log u [N]: u_t = w_t times the smallest w before it in its answer; the first token's is w
+    itself (our reading).  Tokens outside the mask are skipped."""
+    least = running_min(torch.where(mask, log_w, FAR), seq)
+    new = torch.ones_like(mask)
+    new[1:] = seq[1:] != seq[:-1]
+    before = torch.where(new, FAR, least.roll(1))
+    return log_w + torch.where(before >= FAR, 0.0, before)
+
+
+def minpro(
+    log_u: torch.Tensor, adv: torch.Tensor, lp: torch.Tensor, *, low: float, high: float
+) -> Trust:
+    """sg[clip(u, 1 - low, 1 + high)] A lp: no gradient is ever 0 (MinPRO, arXiv 2601.22718).  On
+    answers of one token it is `cispo`."""
+    u = log_u.exp()
+    w = u.clamp(1 - low, 1 + high)
+    return Trust(w * adv, w * adv * lp, sides(u < 1 - low, u > 1 + high))
+
+
+def of_minpro(t: Tokens, c: Settings) -> Trust:
+    low = 0.2 if c.loss.eps_low is None else c.loss.eps_low
+    high = 0.28 if c.loss.eps_high is None else c.loss.eps_high
+    return minpro(prefix_minimum(t.log_r, t.mask, t.seq), t.adv, t.lp, low=low, high=high)
+
+
+def bapo_bounds(
+    current: torch.Tensor,
+    behavior: torch.Tensor,
+    adv: torch.Tensor,
+    mask: torch.Tensor,
+    share: float,
+) -> dict[str, torch.Tensor]:
+    """The bounds of the ratio, `lo` and `hi`, scalars, from a whole batch [N]: from the first of
+    BAPO_LOW and BAPO_HIGH on, hi rises to its end and then lo, until the tokens of A > 0 have
+    `share` of sum |mu min(w A, clip(w, lo, hi) A)| (BAPO, arXiv 2510.18927, equation 8 as we read
+    it: its code has another order and no mu).
+
+    Of A > 0 the sum depends on hi alone, of A < 0 on lo alone."""
+    w = torch.where(mask, log_ratio(current, behavior), 0.0).double().exp()
+    size = torch.where(mask, behavior, -torch.inf).double().exp() * adv.double().abs()
+    size = torch.where(mask, size, 0.0)
+    up, down = (torch.where(side, size, 0.0) for side in (adv > 0, adv < 0))
+    lows, highs = _rising(BAPO_LOW), _rising(BAPO_HIGH)
+    tries = [(lows[0], hi) for hi in highs] + [(lo, highs[-1]) for lo in lows[1:]]
+    positive = {hi: (up * w.clamp(max=hi)).sum() for hi in highs}
+    negative = {lo: (down * w.clamp(min=lo)).sum() for lo in lows}
+    p, q = (
+        torch.stack([part[x] for x in xs])
+        for part, xs in (
+            (positive, [hi for _, hi in tries]),
+            (negative, [lo for lo, _ in tries]),
+        )
+    )
+    short = p < share * (p + q)  # nothing at all is enough
+    place = torch.where(short.all(), len(tries) - 1, (~short).int().argmax())
+    both = torch.tensor(tries, dtype=current.dtype, device=current.device)[place]
+    return {"lo": both[0], "hi": both[1]}
+
+
+def _rising(bounds: tuple[float, float, float]) -> list[float]:
+    first, step, last = bounds
+    return [first + step * i for i in range(round((last - first) / step) + 1)]
+
+
+def bapo(log_w: torch.Tensor, adv: torch.Tensor, lo: torch.Tensor, hi: torch.Tensor) -> Trust:
+    """min(w A, clip(w, lo, hi) A), the bounds scalars of `bapo_bounds`."""
+    w = log_w.exp()
+    value = torch.minimum(w * adv, torch.minimum(torch.maximum(w, lo), hi) * adv)
+    clipped = sides((adv < 0) & (w < lo), (adv > 0) & (w > hi))
+    return Trust(torch.where(clipped == 0, w * adv, 0.0), value, clipped)
+
+
+def of_bapo(t: Tokens, c: Settings) -> Trust:
+    return bapo(t.log_r, t.adv, t.prepass["lo"], t.prepass["hi"])

@@ -1,0 +1,110 @@
+"""What others published for samples of an old policy, each whole: surrogate, advantage, reduction
+and correction, as `--set` items.
+
+An arm of `compare` and a correction of `sweep` is one by its name alone.  docs/algorithms.md says
+where each comes from and what of it could be read."""
+
+from __future__ import annotations
+
+PLAIN = [
+    "correction.preset=''",
+    "correction.reject=none",
+    "correction.reject_when=always",
+    "correction.reject_at=proximal",
+    "correction.reject2=none",
+    "correction.veto=none",
+    "correction.m2=0.0",
+    "correction.m2_over=all",
+]
+BEHAVIOR = [*PLAIN, "correction.proximal=behavior"]
+RECOMPUTE = [*PLAIN, "correction.proximal=recompute"]
+_ANSWERS = "loss.reduction=seq-mean-token-mean"
+
+# of what the policy is at each optimizer step, whatever the anchor
+_AT_TARGET = [*BEHAVIOR, "correction.reject_at=target"]
+
+METHODS: dict[str, tuple[str, list[str]]] = {
+    "vespo": (
+        "VESPO: answers by a soft bound on their whole ratio",
+        [*BEHAVIOR, "loss.surrogate=vespo", "advantage.name=dr_grpo", "loss.reduction=token-mean"],
+    ),
+    "oapl": (
+        "OAPL: regression of answers' log ratios on their advantage",
+        [
+            *BEHAVIOR,
+            "loss.surrogate=oapl",
+            "advantage.name=oapl",
+            "loss.reduction=seq-mean-token-sum",
+        ],
+    ),
+    "asymre": (
+        "AsymRE: no ratio, a baseline below the mean",
+        [*BEHAVIOR, "loss.surrogate=gpg", "advantage.name=asymre", _ANSWERS],
+    ),
+    "dis": (
+        "double-sided importance sampling (GLM-5, SAO): ratios of tokens, none outside a band",
+        [*BEHAVIOR, "loss.surrogate=band", "loss.band_lo=0.7", "loss.band_hi=6.0"],
+    ),
+    "gepo": (
+        "GEPO: answers' probabilities over their group's",
+        [*BEHAVIOR, "loss.surrogate=gepo", "advantage.name=grpo", _ANSWERS],
+    ),
+    "bapo": (
+        "BAPO: PPO with bounds moved until positive tokens have their share",
+        [*BEHAVIOR, "loss.surrogate=bapo"],
+    ),
+    "minpro": (
+        "MinPRO: a token's ratio times the smallest before it",
+        [*BEHAVIOR, "loss.surrogate=minpro", "loss.reduction=token-mean"],
+    ),
+    "gmpo": (
+        "GMPO: answers by their geometric mean, tokens cut in it",
+        [*BEHAVIOR, "loss.surrogate=gmpo", "advantage.name=grpo", _ANSWERS],
+    ),
+    "opsm": (
+        "PPO on mu; answers of negative advantage that have left mu are dropped (DeepSeek-V3.2)",
+        [
+            *_AT_TARGET,
+            "loss.surrogate=ppo",
+            "correction.reject=k1",
+            "correction.reject_over=mean",
+            "correction.reject_hi=0.5",
+            "correction.reject_when=negative",
+        ],
+    ),
+    "m2po-published": (
+        "M2PO as published: of tokens that push on, the farthest go; plain ratios on the others",
+        [
+            *BEHAVIOR,
+            "correction.m2=0.04",
+            "correction.m2_over=pushing",
+            "loss.surrogate=vanilla",
+            "loss.reduction=token-mean",
+        ],
+    ),
+    "kpop": (
+        "KPop: tokens by their ratio, those whose binary KL has left a bound dropped",
+        [
+            *RECOMPUTE,
+            "correction.level=token",
+            "correction.bound=none",
+            "correction.reject=kb",
+            "correction.reject_over=token",
+            "correction.reject_hi=2.0",
+            "loss.surrogate=decoupled_ppo",
+        ],
+    ),
+    "flash-reinforce": (
+        "FlashREINFORCE: a baseline of the batch; answers by their mean binary KL; plain ratios",
+        [
+            *_AT_TARGET,
+            "loss.surrogate=vanilla",
+            "advantage.name=reinforce",
+            "advantage.baseline=batch",
+            "correction.reject=kb_mu",
+            "correction.reject_over=mean",
+            "correction.reject_hi=0.01",
+            _ANSWERS,
+        ],
+    ),
+}

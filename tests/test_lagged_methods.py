@@ -1,0 +1,464 @@
+"""Methods published for old samples: each on one example by hand, where it must equal another, and
+in the real loss.  float64.
+
+The example: one group of two answers of three tokens, rewards 1 and 0, A = +1 and -1."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from test_algorithms import D, batch, config, gradient, theta
+
+from asyncrl.algorithms import advantages, correction, ratios, surrogates
+from asyncrl.algorithms import loss as sl
+from asyncrl.algorithms.batch import LossBatch
+from asyncrl.algorithms.trust import answers, tokens, view
+from asyncrl.config import load
+from asyncrl.contract.errors import ConfigError
+from asyncrl.experiments.compare import comparison, methods
+
+MU = torch.tensor([0.5, 0.8, 0.4, 0.5, 0.4, 0.4], dtype=D)
+W = torch.tensor([1.2, 0.5, 1.5, 0.8, 2.0, 0.25], dtype=D)
+SEQ = torch.tensor([0, 0, 0, 1, 1, 1])
+GROUP = torch.tensor([0, 0])
+EVERY = torch.ones(6, dtype=torch.bool)
+SIGN = torch.tensor([1, 1, 1, -1, -1, -1], dtype=D)
+LP = (MU * W).log()
+ANSWER = "seq-mean-token-mean"
+
+
+def vec(*x: float) -> torch.Tensor:
+    return torch.tensor(x, dtype=D)
+
+
+def example() -> LossBatch:
+    return LossBatch(
+        SEQ,
+        MU.log(),
+        EVERY.clone(),
+        torch.zeros(6, dtype=torch.long),
+        vec(1, 0),
+        GROUP,
+        torch.tensor([False, False]),
+        anchor=MU.log(),
+    )
+
+
+def given(**more: Any) -> view.Tokens:
+    """The example's tokens as a surrogate gets them."""
+    return view.Tokens(LP - MU.log(), SIGN, LP, MU.log(), EVERY, SEQ, 2, **more)
+
+
+def coefficient(name: str, **loss: Any) -> list[float]:
+    c = config(loss={"surrogate": name, **loss}, correction={"proximal": "behavior"})
+    whole = view.Whole(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
+    prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
+    return surrogates.SURROGATES[name](given(prepass=prepass), c).coefficient.tolist()
+
+
+BY_HAND: list[tuple[str, dict[str, Any], list[float]]] = [
+    ("vespo", {}, [1.093386] * 3 + [-0.212487] * 3),
+    ("band", {}, [1.2, 0, 1.5, -0.8, -2, 0]),
+    (
+        "band",
+        {"band_lo": math.exp(-0.5), "band_hi": math.exp(0.5), "band_pull": 0.1},
+        [1.163536, 0.138629, 1.418907, -0.755371, -0.138629, 0.277259],
+    ),
+    ("gepo", {}, [1.062479] * 3 + [-0.643551] * 3),
+    ("bapo", {"bapo_share": 0.515}, [1.2, 0.5, 0, -0.8, -2, 0]),
+    ("minpro", {}, [1.2, 0.8, 0.8, -0.8, -1.28, -0.8]),
+    ("gmpo", {}, [0.963732, 0.963732, 0, -1.023609, -1.023609, 0]),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "expected"), BY_HAND)
+def test_the_coefficients_of_the_example(
+    name: str, keys: dict[str, Any], expected: list[float]
+) -> None:
+    assert coefficient(name, **keys) == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(("name", "keys", "expected"), BY_HAND)
+def test_the_learners_loss_has_them_for_its_gradient(
+    name: str, keys: dict[str, Any], expected: list[float]
+) -> None:
+    c = config(
+        advantage={"name": "rloo"},
+        loss={"surrogate": name, "reduction": ANSWER, **keys},
+        correction={"proximal": "behavior"},
+    )
+    got = gradient(example(), c, LP.clone().requires_grad_(True))[1]
+    assert (-6 * got).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_oapl_by_hand() -> None:
+    """beta1 = 1, beta2 = 1/2; the same advantage in `dro`."""
+    value = advantages.soft_value(vec(1, 0), GROUP, 1.0)
+    assert value.tolist() == pytest.approx([0.620115] * 2, abs=1e-6)
+    c = config(
+        advantage={"name": "oapl", "beta": 1.0},
+        loss={"surrogate": "oapl", "oapl_beta": 0.5, "reduction": "seq-mean-token-sum"},
+        correction={"proximal": "behavior"},
+    )
+    lp = LP.clone().requires_grad_(True)
+    _, got, sums = gradient(example(), c, lp)
+    assert (-2 * got).tolist() == pytest.approx([0.432566] * 3 + [-0.161969] * 3, abs=1e-6)
+    adv = advantages.oapl(vec(1, 0), GROUP, beta=1.0)
+    total = ratios.seq_sum(lp - MU.log(), SEQ, 2)
+    exact = (0.5 * total - adv).square().mean()
+    assert torch.allclose(torch.autograd.grad(exact, lp)[0], got)
+    assert float(sums["loss/policy"]) == pytest.approx(float(exact.detach()))
+    each = surrogates.dro(LP - MU.log(), adv[SEQ], LP, beta=0.5).coefficient
+    assert each.tolist() == pytest.approx(
+        [0.288725, 0.726459, 0.177153, -0.508543, -0.966688, 0.073033], abs=1e-6
+    )
+
+
+def test_a_soft_value_lies_between_the_mean_and_the_largest() -> None:
+    r, g = vec(1, 0, 0.5, 2, 2), torch.tensor([0, 0, 0, 1, 1])
+    assert advantages.soft_value(r, g, math.inf).tolist() == pytest.approx([0.5] * 3 + [2] * 2)
+    assert advantages.soft_value(r, g, 0.0).tolist() == [1, 1, 1, 2, 2]
+    assert torch.allclose(advantages.oapl(r, g, beta=math.inf), advantages.dr_grpo(r, g))
+    # far below the rewards, where e^(r / beta) would overflow
+    assert advantages.soft_value(r, g, 1e-6).tolist() == pytest.approx([1, 1, 1, 2, 2], abs=1e-4)
+    assert advantages.oapl(r, g, beta=0.3)[3:].tolist() == [0, 0]
+
+
+def test_asymre_by_hand() -> None:
+    assert advantages.asymre(vec(1, 0), GROUP, shift=-0.1).tolist() == pytest.approx([0.6, -0.4])
+    r, g = vec(1, 0, 0.5, 2, 2), torch.tensor([0, 0, 0, 1, 1])
+    adv = advantages.asymre(r, g, shift=-0.1)
+    assert ratios.seq_sum(adv, g, 2).tolist() == pytest.approx([0.3, 0.2])
+    assert torch.equal(advantages.asymre(r, g, shift=0.0), advantages.dr_grpo(r, g))
+
+
+# ---- what they equal -----------------------------------------------------------------------------
+
+
+ON_POLICY = [
+    *((name, {}) for name in ("vespo", "band", "bapo", "minpro", "gmpo", "topr")),
+    ("band", {"band_pull": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("name", "keys"), ON_POLICY)
+def test_on_policy_the_coefficient_is_the_advantage(name: str, keys: dict[str, Any]) -> None:
+    b = batch(3)
+    b.anchor = b.behavior.clone()
+    lp = b.behavior.clone().requires_grad_(True)
+    c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
+    plain = config(loss={"surrogate": "gpg"}, correction={"proximal": "behavior"})
+    assert torch.allclose(gradient(b, c, lp)[1], gradient(b, plain, lp)[1], rtol=1e-12)
+
+
+def test_on_policy_oapl_is_scaled_and_gepo_is_not_centred() -> None:
+    b = example()
+    lp = MU.log().requires_grad_(True)
+    keys: dict[str, Any] = {"correction": {"proximal": "behavior"}, "advantage": {"name": "oapl"}}
+    got = gradient(b, config(loss={"surrogate": "oapl", "oapl_beta": 0.2}, **keys), lp)[1]
+    adv = advantages.oapl(vec(1, 0), GROUP, beta=0.5)
+    assert torch.allclose(-6 * got, 2 * 0.2 * adv[SEQ])
+    q = ratios.seq_mean(MU.log(), EVERY, SEQ, 2).exp()
+    expected = (q / (q.square().sum() / q.sum()))[SEQ]
+    got = gradient(b, config(loss={"surrogate": "gepo"}, **keys), lp)[1]
+    assert torch.allclose(-6 * got, expected * adv[SEQ])
+    even = LossBatch(**{**vars(b), "behavior": MU[SEQ * 0].log(), "anchor": MU[SEQ * 0].log()})
+    lp = even.behavior.clone().requires_grad_(True)
+    got = gradient(even, config(loss={"surrogate": "gepo"}, **keys), lp)[1]
+    assert torch.allclose(-6 * got, adv[SEQ])
+
+
+def test_the_limits_of_vespo() -> None:
+    """(k, l) = (1, 0) is the answer's importance weight, (0, 0) none."""
+    x = torch.linspace(-3, 3, 25, dtype=D)
+    adv = torch.where(torch.arange(25) % 2 == 0, 1.5, -0.5).to(D)
+    one = answers.vespo(x, adv, positive=(1, 0), negative=(1, 0))
+    assert torch.allclose(one, x.exp() * adv)
+    assert torch.allclose(answers.vespo(x, adv, positive=(0, 0), negative=(0, 0)), adv)
+    for k, m, most in ((2.0, 3.0, 1.208), (3.0, 2.0, 1.242)):
+        grid = torch.linspace(-4, 4, 8001, dtype=D)
+        phi = answers.vespo(grid, torch.ones(8001, dtype=D), positive=(k, m))
+        assert float(phi.max()) == pytest.approx(most, abs=1e-3)
+        assert float(grid[phi.argmax()].exp()) == pytest.approx(k / m, rel=1e-3)
+    # far away: nothing, and finite
+    assert answers.vespo(vec(900, -900), vec(1, -1)).abs().max() < 1e-20
+
+
+def test_minpro_on_answers_of_one_token_is_cispo() -> None:
+    b = batch(4)
+    first = torch.ones(len(b.seq), dtype=torch.bool)
+    first[1:] = b.seq[1:] != b.seq[:-1]
+    b.mask = first
+    b.anchor = b.behavior.clone()
+    lp = theta(b)
+    keys = {"eps_low": 0.2, "eps_high": 0.28}
+    both = [
+        gradient(b, config(loss={"surrogate": n, **keys}, correction={"proximal": "behavior"}), lp)[
+            1
+        ]
+        for n in ("minpro", "cispo")
+    ]
+    assert torch.allclose(*both) and float(both[0].abs().max()) > 0
+
+
+def test_the_prefix_minimum_starts_anew_with_each_answer_and_skips_what_is_masked() -> None:
+    x, seq = vec(0.3, -1, 2, 0.5, -3, 0.1), torch.tensor([7, 7, 7, 7, 2, 2])
+    mask = torch.tensor([True, False, True, True, True, True])
+    got = tokens.prefix_minimum(x, mask, seq)[mask].tolist()
+    assert got == pytest.approx([0.3, 2.3, 0.8, -3, -2.9])
+    long = torch.randn(5000, generator=torch.Generator().manual_seed(0), dtype=D)
+    rows = torch.arange(5000) // 50
+    expected = long.view(100, 50).cummin(1).values.flatten()
+    assert torch.allclose(ratios.running_min(long, rows), expected, atol=1e-9)
+
+
+def test_gmpo_without_a_cut_is_gspo_without_one() -> None:
+    b = batch(6)
+    lp = theta(b)
+    both = [
+        gradient(
+            b,
+            config(loss={"surrogate": n, "eps_low": 99.0, "eps_high": 99.0, "reduction": ANSWER}),
+            lp,
+        )[1]
+        for n in ("gmpo", "gspo")
+    ]
+    assert torch.allclose(*both)
+
+
+def test_bapos_bounds_move_until_positive_tokens_have_their_share() -> None:
+    adv, mu = SIGN, MU.log()
+
+    def bounds(share: float, mask: torch.Tensor = EVERY) -> list[float]:
+        found = tokens.bapo_bounds(LP, mu, adv, mask, share)
+        return [round(float(found[x]), 6) for x in ("lo", "hi")]
+
+    def share(lo: float, hi: float) -> float:
+        clipped = torch.minimum(W * adv, W.clamp(lo, hi) * adv) * MU
+        return float(clipped[adv > 0].sum() / clipped.abs().sum())
+
+    assert share(0.6, 1.2) == pytest.approx(0.506849, abs=1e-6)
+    assert share(0.6, 1.35) == pytest.approx(0.516779, abs=1e-6)
+    assert bounds(0.4) == [0.6, 1.2] and bounds(0.515) == [0.6, 1.35]
+    assert bounds(1.0) == [0.9, 3.0]  # out of reach: the last bounds
+    low = 0.62
+    needed = share(low, 3.0)
+    assert needed < share(0.6, 3.0)  # a higher lower bound gives negative tokens more
+    assert bounds(0.9, ~EVERY) == [0.6, 1.2]
+
+
+# ---- combinations --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"loss": {"surrogate": "vespo"}}, "set correction.proximal = behavior"),
+        ({"loss": {"vespo_k_pos": 4.0}}, "loss.vespo_k_pos: belongs to loss.surrogate = vespo"),
+        ({"loss": {"oapl_beta": 0.1}}, "loss.oapl_beta: belongs to loss.surrogate = oapl"),
+        ({"loss": {"bapo_share": 0.1}}, "loss.bapo_share: belongs to loss.surrogate = bapo"),
+        ({"advantage": {"beta": 1.0}}, "advantage.beta: belongs to advantage.name = oapl"),
+        ({"advantage": {"shift": 0.0}}, "advantage.shift: belongs to advantage.name = asymre"),
+        (
+            {
+                "loss": {"surrogate": "band", "band_lo": 2.0, "band_hi": 1.0},
+                "correction": {"proximal": "behavior"},
+            },
+            "loss.band_lo: 2 is not below loss.band_hi = 1",
+        ),
+        (
+            {
+                "loss": {"surrogate": "vespo", "eps_low": 0.1},
+                "correction": {"proximal": "behavior"},
+            },
+            "loss.eps_low: vespo has no clip range",
+        ),
+        (
+            {"advantage": {"name": "oapl"}, "learner": {"group_size": 1}},
+            "leaves oapl nothing to compare with",
+        ),
+    ],
+)
+def test_what_makes_no_sense_together_is_refused(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, "c.toml")
+
+
+@pytest.mark.parametrize("name", methods.METHODS)
+def test_a_method_is_an_arm_by_its_name(name: str) -> None:
+    arm = comparison.parse_arm(name)
+    assert arm.sets == methods.METHODS[name][1]
+    found = comparison.resolve("configs/rle.toml", [], [comparison.Arm("sync", []), arm])
+    assert found[name] != found["sync"]
+
+
+# ---- what leaves the loss ------------------------------------------------------------------------
+
+X = LP - MU.log()
+
+
+def test_binary_kl_by_hand() -> None:
+    by_hand = [0.020411, 0.381909, 0.081093, 0.020411, 0.381909, 0.311239]
+    kb = correction.statistic("kb", "token", X, EVERY, SEQ, 2, log_mu=MU.log())
+    assert kb.tolist() == pytest.approx(by_hand, abs=1e-6)
+    kept = correction.kept("kb", "token", None, 0.3, X, EVERY, SEQ, 2, log_mu=MU.log())
+    assert kept.tolist() == [True, False, True, True, False, False]
+    mean = correction.statistic("kb_mu", "mean", X, EVERY, SEQ, 2, log_mu=MU.log())
+    assert mean.tolist() == pytest.approx([0.145433] * 3 + [0.237853] * 3, abs=1e-6)
+    # a rare token may move by orders of magnitude, a probable one may not
+    rare = correction.binary_kl(vec(1e-3).log(), vec(1e-6).log())
+    probable = correction.binary_kl(vec(0.999).log(), vec(0.9).log())
+    assert float(rare) < 0.01 < 0.09 < float(probable)
+    for dtype in (torch.float32, D):
+        edge = torch.tensor([0.0, -1e4], dtype=dtype)
+        assert bool(correction.binary_kl(edge, edge.flip(0)).isfinite().all())
+
+
+def test_total_variation_and_chi_square_by_hand() -> None:
+    tv = correction.statistic("tv", "token", X, EVERY, SEQ, 2, log_mu=MU.log())
+    assert tv.tolist() == pytest.approx([0.1, 0.4, 0.2, 0.1, 0.4, 0.3])
+    tv = correction.statistic("tv", "max", X, EVERY, SEQ, 2, log_mu=MU.log())
+    assert tv.tolist() == pytest.approx([0.4] * 6)
+    chi2 = correction.statistic("chi2", "mean", X, EVERY, SEQ, 2)
+    first, second = (1.44 + 0.25 + 2.25) / 3 - 1, (0.64 + 4 + 0.0625) / 3 - 1
+    assert chi2.tolist() == pytest.approx([first] * 3 + [second] * 3)
+
+
+OPSM: dict[str, Any] = {
+    "reject": "k1",
+    "reject_over": "mean",
+    "reject_when": "negative",
+    "reject_at": "target",
+}
+PLAIN_RATIO = [1.2, 0.5, 1.5, -0.8, -2, -0.25]
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({**OPSM, "reject_hi": 0.1}, [1.2, 0.5, 1.5, 0, 0, 0]),
+        ({**OPSM, "reject_hi": 0.5}, PLAIN_RATIO),
+        ({**OPSM, "reject_hi": 0.01}, [1.2, 0.5, 1.5, 0, 0, 0]),  # A > 0 stays at any bound
+        ({**OPSM, "reject_hi": 0.01, "reject_when": "always"}, [0] * 6),
+        ({"m2": 0.04, "m2_over": "pushing"}, [1.2, 0.5, 0, 0, -2, 0]),
+        ({"m2": 9.0, "m2_over": "pushing"}, PLAIN_RATIO),
+        (
+            {"reject": "kb_mu", "reject_over": "mean", "reject_at": "target", "reject_hi": 0.2},
+            [1.2, 0.5, 1.5, 0, 0, 0],
+        ),
+        ({"reject": "kb", "reject_at": "target", "reject_hi": 0.3}, [1.2, 0, 1.5, -0.8, 0, 0]),
+        (
+            {
+                "reject": "tv",
+                "reject_at": "target",
+                "reject_hi": 0.35,
+                "reject2": "ratio",
+                "reject2_hi": 1.4,
+            },
+            [1.2, 0, 0, -0.8, 0, 0],
+        ),
+    ],
+)
+@pytest.mark.parametrize("parts", [None, [[0], [1]]])
+def test_what_is_dropped_at_the_policy_as_it_is(
+    keys: dict[str, Any], expected: list[float], parts: Any
+) -> None:
+    c = config(
+        loss={"surrogate": "vanilla", "reduction": ANSWER},
+        correction={"proximal": "behavior", **keys},
+    )
+    lp = LP.clone().requires_grad_(True)
+    assert (-6 * gradient(example(), c, lp, parts)[1]).tolist() == pytest.approx(expected)
+
+
+def test_at_the_anchor_the_same_statistics_leave_the_anchor_alone() -> None:
+    """theta = 2 prox: the weight is prox / mu, and rejection looks at prox."""
+    b = example()
+    b.anchor = LP.clone()
+    lp = (LP + math.log(2.0)).requires_grad_(True)
+    for keys, expected in (
+        ({"reject": "kb", "reject_hi": 0.3}, [2.4, 0, 3, -1.6, 0, 0]),
+        ({"reject": "tv", "reject_hi": 0.35}, [2.4, 0, 3, -1.6, 0, -0.5]),
+        ({"reject": "chi2", "reject_over": "mean", "reject_hi": 0.4}, [2.4, 1, 3, 0, 0, 0]),
+        ({**OPSM, "reject_at": "proximal", "reject_hi": 0.1}, [2.4, 1, 3, 0, 0, 0]),
+    ):
+        c = config(
+            loss={"surrogate": "vanilla", "reduction": ANSWER},
+            correction={"level": "token", "bound": "none", **keys},
+        )
+        assert (-6 * gradient(b, c, lp)[1]).tolist() == pytest.approx(expected)
+
+
+def test_published_m2po_is_not_ours() -> None:
+    gone = correction.pushed_far(X, SIGN, EVERY, 0.04)
+    assert gone.tolist() == [False, False, True, True, False, True]
+    limit = correction.m2_threshold(X, EVERY, 0.04)
+    assert (X.abs() < limit).tolist() == [True] + [False] * 5
+    assert not correction.pushed_far(X * 0, SIGN, EVERY, 0.04).any()
+
+
+def test_a_mask_of_m2po_is_of_the_whole_batch_and_of_the_step() -> None:
+    """Any split is the same; answers of another optimizer step do not count."""
+    b = batch(7, spread=0.0)
+    b.anchor = b.behavior.clone()
+    lp = theta(b)
+    c = config(
+        loss={"surrogate": "vanilla"},
+        correction={"proximal": "behavior", "m2": 0.04, "m2_over": "pushing"},
+    )
+    whole = gradient(b, c, lp)[1]
+    assert torch.allclose(whole, gradient(b, c, lp, [[i] for i in range(12)])[1])
+    half = list(range(4))
+    inside = b.seq < 4
+    gone = correction.pushed_far(
+        (lp - b.behavior).detach(),
+        advantages.rloo(b.rewards, b.groups)[b.seq],
+        b.mask & inside,
+        0.04,
+    )
+    got = gradient(b, c, lp, samples=half)[1]
+    assert torch.equal(got == 0, gone | ~(b.mask & inside)) and int(gone.sum()) > 0
+    prep = sl.prepare(b, c)
+    assert sl.needs_current(prep)
+    with pytest.raises(ConfigError, match="begin_step needs the current logprobs"):
+        sl.begin_step(prep, torch.arange(12))
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"reject_when": "negative"}, "correction.reject_when: acts on correction.reject"),
+        ({"reject_at": "target"}, "correction.reject_at: acts on correction.reject"),
+        ({"reject2": "k1", "reject2_hi": 1.0}, "correction.reject2: acts on correction.reject"),
+        ({"reject": "tv"}, "correction.reject_hi: reject = tv has no default bound"),
+        (
+            {"reject": "ratio", "reject2": "kb"},
+            "correction.reject2_hi: reject2 = kb has no default bound",
+        ),
+        ({"reject": "tv", "reject_hi": -1.0}, "tv is never negative, -1 would reject everything"),
+        (
+            {"reject": "ratio", "reject2": "ratio", "reject2_lo": 3.0, "reject2_hi": 2.0},
+            "correction.reject2_lo: 3 is above correction.reject2_hi = 2",
+        ),
+        (
+            {**OPSM, "reject_hi": 1.0, "denominator": "after"},
+            "after is not known before the step with reject_at = target",
+        ),
+        (
+            {**OPSM, "reject_hi": 1.0, "self_normalize": True},
+            "not known before the step with reject_at = target",
+        ),
+        ({"m2_over": "pushing"}, "correction.m2: m2_over = pushing bounds it"),
+        (
+            {"proximal": "behavior", "reject": "kb", "reject_hi": 1.0},
+            "correction.reject: acts on pi_prox / mu",
+        ),
+    ],
+)
+def test_rejections_that_cannot_work_are_refused(keys: dict[str, Any], said: str) -> None:
+    raw = {"model": {"path": "m"}, "task": {"name": "sort"}, "correction": keys}
+    with pytest.raises(ConfigError, match=said):
+        load.convert(raw, "c.toml")
