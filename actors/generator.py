@@ -93,7 +93,9 @@ class Generator:
             self.rewards.timed = self.reward_tracer.add
         self.outbox = Outbox(config.wires, self.producer, self.session)
         self.weights = WeightsReceiver(config, self.producer)
-        self.socket = PeerSocket(buffer_address(config, run_dir), config.wires.curve_dir)
+        self.socket = PeerSocket(
+            buffer_address(config, run_dir), config.wires.curve_dir, self.producer
+        )
         self.loaded: Loaded | None = None
         self.decoded = 0  # decode steps made
         self.steps = DECODE_STEPS  # of the next decode call

@@ -89,14 +89,14 @@ class WeightsReceiver:
         if self.transport == "nccl" or self.transport == "gloo":
             from asyncrl.transport import gpu_pairs
 
-            self.pair = gpu_pairs.connect(self.config, source)
+            self.pair = gpu_pairs.connect(self.config, source, self.reader_id)
             self.epoch = source.epoch
             return
         if self.local(source):
             self.reader = RingReader(Path(source.directory), self.reader_id)
             self.manifest = self.reader.manifest
         else:
-            self.client = ways.maker(self.transport).connect(self.config, source)
+            self.client = ways.maker(self.transport).connect(self.config, source, self.reader_id)
             self.manifest = self.client.manifest()
         # written in full by every pull, so its pages are touched once
         self.into = bytearray(flat_bytes(self.manifest))

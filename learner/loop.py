@@ -26,6 +26,7 @@ from asyncrl.models.policy import export, weights_digest
 from asyncrl.records import atomic_write
 from asyncrl.records.rundir import buffer_address, ended, run_id
 from asyncrl.records.trace import Tracer
+from asyncrl.transport import keys
 from asyncrl.transport.sockets import PeerSocket
 from learner import checkpoint
 from learner.publisher import Publisher
@@ -62,7 +63,9 @@ class Learner:
         self.digest = self.publisher.publish(self.number)
         self.ring = self.publisher.held(older)
         self.core.measure.weights_of = self.publisher.weights_of
-        self.socket = PeerSocket(buffer_address(config, run_dir), config.wires.curve_dir)
+        self.socket = PeerSocket(
+            buffer_address(config, run_dir), config.wires.curve_dir, keys.LEARNER
+        )
         self.tracer = Tracer(run_dir, "learner")
         self.welcomed = self.finished = self.stopping = False
         self.batches: dict[int, m.Batch] = {}

@@ -20,6 +20,7 @@ from asyncrl.contract.errors import NotFinite
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
+from asyncrl.records import private
 from asyncrl.records.rundir import ring_dir
 from asyncrl.transport import ways
 from asyncrl.transport.ring import Ring
@@ -46,6 +47,7 @@ class Publisher:
         self.core = core
         self.depth = depth(config)
         self.directory = ring_dir(run_dir, epoch)
+        private.directory(self.directory.parent)
         layout = core.layout
         slots = config.weights.slots + self.depth
         self.ring = Ring(

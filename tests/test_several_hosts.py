@@ -5,6 +5,7 @@ machine.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -19,7 +20,8 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Status
 from asyncrl.records import rundir
 from asyncrl.supervise import live
-from asyncrl.transport.sockets import BufferSocket, make_keys
+from asyncrl.transport.keys import make_keys
+from asyncrl.transport.sockets import BufferSocket
 
 SMALL = [
     "learner.steps=3",
@@ -54,12 +56,9 @@ def free_address() -> str:
     return socket.address
 
 
-def other_machine(keys: Path, path: Path) -> Path:
-    """What docs/machines.md says to copy: the server's public key and a client's secret one."""
-    path.mkdir()
-    for name in ("server.key", "client.key_secret"):
-        (path / name).write_bytes((keys / name).read_bytes())
-    return path
+def other_machine(keys: Path, path: Path, name: str = "generator-0") -> Path:
+    """What docs/machines.md says to copy: the directory of a role."""
+    return Path(shutil.copytree(keys / name, path))
 
 
 def test_a_generator_with_a_directory_of_its_own_joins_over_tcp_with_keys(
@@ -68,9 +67,7 @@ def test_a_generator_with_a_directory_of_its_own_joins_over_tcp_with_keys(
     made = asyncrl("keys", str(tmp_path / "keys"), "--json")
     assert made.code == 0, made.err
     copied = other_machine(tmp_path / "keys", tmp_path / "copied")
-    assert [Path(x).name for x in made.json["copy"]] == sorted(x.name for x in copied.iterdir())[
-        ::-1
-    ]
+    assert [Path(x).name for x in made.json["copy"]] == [f"generator-{n}" for n in range(4)]
     address, weights = free_address(), free_address()
 
     def start(part: str, where: str, keys: Path) -> subprocess.Popen[str]:

@@ -94,7 +94,7 @@ def test_a_way_is_chosen_by_its_row_and_told_of_every_version(
 ) -> None:
     clients: list[tuple[Copier, WeightsSource]] = []
 
-    def connect(config: Config, source: WeightsSource) -> Copier:
+    def connect(config: Config, source: WeightsSource, name: str) -> Copier:
         assert config.weights.transport == "copies" and isinstance(publisher.server, Copies)
         clients.append((Copier(publisher.server), source))
         return clients[-1][0]
@@ -142,7 +142,7 @@ def test_a_learner_without_an_address_serves_no_chunks(tmp_path: Path) -> None:
 def test_who_cannot_reach_the_learner_is_told_what_to_set() -> None:
     away = WeightsSource(1, "elsewhere", "/not/here", "")
     with pytest.raises(PeerUnreachable, match=r"elsewhere in /not/here.*set wires\.weights_addr"):
-        chunks.connect(config("auto"), away)
+        chunks.connect(config("auto"), away, "generator-0")
     with pytest.raises(PeerUnreachable, match=r"on host elsewhere: weights\.transport = gloo"):
-        gpu_pairs.connect(config("gloo"), away)
+        gpu_pairs.connect(config("gloo"), away, "generator-0")
     assert away.host != socket.gethostname()

@@ -153,16 +153,20 @@ learner = process("learner", "The learner process of a run.")
 
 @click.command()
 @click.argument("directory", type=PATH)
+@click.option("--generators", default=4, help="how many generators get a key; more may be added")
 @click.option("--json", "as_json", is_flag=True)
-def keys(directory: Path, as_json: bool) -> None:
-    """Make CURVE keys in DIRECTORY, for wires.curve_dir of a run on several machines."""
-    from asyncrl.transport.sockets import make_keys
+def keys(directory: Path, generators: int, as_json: bool) -> None:
+    """Make CURVE keys in DIRECTORY, one for each role, for wires.curve_dir of a run on several
+    machines.
+    """
+    from asyncrl.transport.keys import make_keys
 
-    give = make_keys(directory)
+    give = make_keys(directory, generators)
     if not as_json:
         print(
-            f"copy {' and '.join(key.name for key in give)} to a directory on each other machine "
-            "and name it there as wires.curve_dir;\n"
-            f"keys in {directory / 'clients'} are let in, all others are not"
+            f"copy one of {', '.join(key.name for key in give)} to the machine of that generator, "
+            "and name the copy there as wires.curve_dir;\n"
+            f"keys in {directory / 'clients'} are let in, all others are not: remove a file there "
+            "and start the buffer again to lock one out"
         )
     emit({"curve_dir": str(directory), "copy": [str(key) for key in give]}, as_json)

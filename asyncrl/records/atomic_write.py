@@ -11,9 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 
-def write(path: Path, content: str | bytes) -> None:
-    """Put a file in `path`'s place.  Raises OSError; what was there is then as it was."""
-    with replacing(path) as part:
+def write(path: Path, content: str | bytes, *, sync: bool = False) -> None:
+    """Put a file in `path`'s place; sync: it survives a power cut.  Raises OSError; what was there
+    is then as it was.
+    """
+    with replacing(path, sync=sync) as part:
         if isinstance(content, bytes):
             part.write_bytes(content)
         else:
@@ -35,15 +37,24 @@ def replacing(path: Path, *, part: Path | None = None, sync: bool = False) -> It
         yield part
         if sync:
             for written in (part, *part.rglob("*")):
-                _sync(written)
+                sync_path(written)
         if path.is_dir():
             shutil.rmtree(path)
         os.replace(part, path)
         if sync:
-            _sync(path.parent)
+            sync_path(path.parent)
     except BaseException:
         remove(part)
         raise
+
+
+def directory(path: Path, mode: int = 0o777) -> None:
+    """Make a directory, and those above it, that survive a power cut.  Raises OSError."""
+    missing = [p for p in (path, *path.parents) if not p.exists()]
+    for new in reversed(missing):
+        new.mkdir(mode=mode if new == path else 0o777, exist_ok=True)
+    for new in missing:
+        sync_path(new.parent)
 
 
 def remove(path: Path) -> None:
@@ -55,7 +66,8 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _sync(path: Path) -> None:
+def sync_path(path: Path) -> None:
+    """A file's content, or the names in a directory, survive a power cut from now on."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.records import atomic_write
+from asyncrl.records import atomic_write, private
 
 SHM = Path("/dev/shm")
 
@@ -33,9 +33,10 @@ def prepare(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
             "choose another name by --set name=..."
         )
     try:
+        atomic_write.directory(run_dir, 0o700)
         for part in ("checkpoints", "logs", "trace"):
-            (run_dir / part).mkdir(parents=True, exist_ok=True)
-        (run_dir / "run_id").write_text(run or uuid.uuid4().hex[:12])
+            (run_dir / part).mkdir(exist_ok=True)
+        atomic_write.write(run_dir / "run_id", run or uuid.uuid4().hex[:12], sync=True)
     except OSError as error:
         raise unwritable(run_dir, error) from error
     (run_dir / "command").write_text(" ".join(sys.argv) + "\n")
@@ -47,7 +48,8 @@ def prepare(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
         else ""
     )
     (run_dir / "commit").write_text(git or "unknown\n")
-    atomic_write.write(run_dir / "config.toml", toml)
+    # last: a directory without it is made again
+    atomic_write.write(run_dir / "config.toml", toml, sync=True)
 
 
 def ensure(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
@@ -55,7 +57,7 @@ def ensure(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
     directory.
     """
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        atomic_write.directory(run_dir, 0o700)
         making = (run_dir / ".making").open("w")
     except OSError as error:
         raise unwritable(run_dir, error) from error
@@ -106,9 +108,8 @@ def here(run_dir: Path) -> str:
 
 def socket_dir(run_dir: Path) -> Path:
     """A private directory with a short path, for unix sockets (their paths may have 107 bytes)."""
-    path = Path(tempfile.gettempdir()) / f"asyncrl-{os.getuid()}" / here(run_dir)
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return path
+    own = private.directory(Path(tempfile.gettempdir()) / f"asyncrl-{os.getuid()}")
+    return private.directory(own / here(run_dir))
 
 
 def buffer_address(config: Config, run_dir: Path) -> str:

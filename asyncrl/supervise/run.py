@@ -172,7 +172,7 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
     if config.staleness.max_lag != before.staleness.max_lag:
         rundir.note_limit(run_dir, before.staleness.max_lag)
     if config != before:
-        atomic_write.write(run_dir / "config.toml", load.dump(config))
+        atomic_write.write(run_dir / "config.toml", load.dump(config), sync=True)
     return config
 
 

@@ -11,14 +11,21 @@ import xxhash
 import zmq
 
 from asyncrl.config.tree import Config
-from asyncrl.contract.errors import PeerUnreachable
+from asyncrl.contract.errors import ConfigError, PeerUnreachable
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
+from asyncrl.transport import keys
 from asyncrl.transport.ring import Ring
-from asyncrl.transport.sockets import UNDECODABLE, check_address, secure
+from asyncrl.transport.sockets import UNDECODABLE, check_address
 from asyncrl.transport.ways import Server
 
 CHUNK_BYTES = 1 << 20
+AHEAD = 4  # chunks that a client asks for before it has read the first of them
+ASK_BYTES = 4096  # a larger ask is none
+MANIFEST_BYTES = 64 << 20
+# who does not even answer a heartbeat is gone, and what waits for him with him
+HEARTBEAT_MS = 5_000
+SILENT_MS = 60_000
 
 _encoder = msgspec.msgpack.Encoder()
 
@@ -44,7 +51,9 @@ class ChunkServer(Server):
 
     A slow reader may find its version replaced: it gets an empty answer and starts over with a
     newer one.  It never blocks the writer: chunks are copied under the slot's own sequence lock by
-    `read` = `Ring.read_part`."""
+    `read` = `Ring.read_part`.  For one that asks and does not read, 2 * AHEAD chunks wait, no more;
+    further ones are dropped.  What is no ask, or comes with a key that is no generator's, is
+    counted in `refused` and not answered."""
 
     def __init__(
         self,
@@ -57,38 +66,61 @@ class ChunkServer(Server):
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 0)
-        self._guard = secure(self.socket, curve_dir, server=True)
-        self.socket.bind(address)
+        self.socket.setsockopt(zmq.SNDHWM, 2 * AHEAD)
+        self.socket.setsockopt(zmq.RCVHWM, 64 * AHEAD)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, ASK_BYTES)
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
+        self._guard = keys.guard(self.socket, curve_dir)
+        try:
+            self.socket.bind(address)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"wires.weights_address: cannot listen on {address}: {error}; is another run using "
+                "it?"
+            ) from error
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.manifest = manifest
         self.read = read
         self.bytes_sent = 0
+        self.answered = self.refused = 0
         self._end = False
+        self._decoder = msgspec.msgpack.Decoder(_ChunkAsk)
         self.thread = threading.Thread(target=self._serve, name="chunk-server", daemon=True)
         self.thread.start()
 
     def _serve(self) -> None:
-        decoder = msgspec.msgpack.Decoder(_ChunkAsk)
         while not self._end:
             if not self.socket.poll(100):
                 continue
-            peer, *frames = self.socket.recv_multipart()
-            try:
-                ask = decoder.decode(frames[-1])
-            except UNDECODABLE:
+            peer, *frames = self.socket.recv_multipart(copy=False)
+            answer = self._answer(frames)
+            if answer is None:
+                self.refused += 1
                 continue
+            self.bytes_sent += len(answer.data)
+            try:
+                self.socket.send_multipart([peer.bytes, _encoder.encode(answer)], zmq.NOBLOCK)
+            except zmq.ZMQError:
+                pass  # the peer has gone, or does not read
+            self.answered += 1
+
+    def _answer(self, frames: list[zmq.Frame]) -> _Chunk | None:
+        """What somebody is told who sent these frames; None: nothing."""
+        if len(frames) != 1:
+            return None
+        if self._guard is not None and not keys.GENERATOR.fullmatch(self._guard.name(frames[0])):
+            return None
+        try:
+            ask = self._decoder.decode(frames[0].buffer)
             if ask.offset < 0:
-                digest = "manifest"
                 data = msgspec.msgpack.encode(self.manifest)
-                probe = b""
-            else:
-                digest, data, probe = self.read(
-                    ask.label, ask.digest, ask.offset, min(max(ask.size, 0), CHUNK_BYTES)
-                )
-            self.bytes_sent += len(data)
-            self.socket.send_multipart(
-                [peer, _encoder.encode(_Chunk(digest, data, xxhash.xxh3_64_intdigest(data), probe))]
-            )
+                return _Chunk("manifest", data, xxhash.xxh3_64_intdigest(data), b"")
+            size = min(max(ask.size, 0), CHUNK_BYTES)
+            digest, data, probe = self.read(ask.label, ask.digest, ask.offset, size)
+        except UNDECODABLE:  # also a ring that is being closed
+            return None
+        return _Chunk(digest, data, xxhash.xxh3_64_intdigest(data), probe)
 
     def close(self) -> None:
         self._end = True
@@ -104,10 +136,11 @@ class ChunkClient:
     over the socket.
     """
 
-    AHEAD = 4
-
-    def __init__(self, address: str, timeout: float, curve_dir: str = "") -> None:
+    def __init__(
+        self, address: str, timeout: float, curve_dir: str = "", name: str = "generator-0"
+    ) -> None:
         self.address = address
+        self.name = name  # whose key it shows, where there are keys
         self.timeout = timeout
         self.bytes_received = 0
         self.probe = b""  # of the version fetched last
@@ -119,7 +152,8 @@ class ChunkClient:
     def _connect(self) -> Any:
         socket = self.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
-        secure(socket, self.curve_dir, server=False)
+        socket.setsockopt(zmq.MAXMSGSIZE, MANIFEST_BYTES)
+        keys.lock(socket, self.curve_dir, self.name)
         socket.connect(self.address)
         return socket
 
@@ -157,7 +191,7 @@ class ChunkClient:
         found = digest
         asked = 0
         while got < len(offsets):
-            while asked < min(len(offsets), got + self.AHEAD):
+            while asked < min(len(offsets), got + AHEAD):
                 self.socket.send(
                     _encoder.encode(
                         _ChunkAsk(
@@ -170,13 +204,18 @@ class ChunkClient:
                 )
                 asked += 1
             chunk = self._receive()
-            if not chunk.digest or (found and chunk.digest != found):
+            part = into[offsets[got] : offsets[got] + CHUNK_BYTES]
+            if (
+                not chunk.digest
+                or (found and chunk.digest != found)
+                or len(chunk.data) != len(part)
+            ):
                 for _ in range(asked - got - 1):
                     self._receive()
                 return ""
             found = chunk.digest
             self.probe = chunk.probe
-            into[offsets[got] : offsets[got] + len(chunk.data)] = chunk.data
+            part[:] = chunk.data
             got += 1
         return found if xxhash.xxh3_64_hexdigest(into) == found else ""
 
@@ -194,7 +233,7 @@ def serve(config: Config, ring: Ring) -> ChunkServer | None:
     )
 
 
-def connect(config: Config, source: WeightsSource) -> ChunkClient:
+def connect(config: Config, source: WeightsSource, name: str) -> ChunkClient:
     """A generator's end.  Raises PeerUnreachable when the learner serves no chunks."""
     if not source.address:
         raise PeerUnreachable(
@@ -202,4 +241,4 @@ def connect(config: Config, source: WeightsSource) -> ChunkClient:
             "this host cannot read; "
             "set wires.weights_address to a tcp address of the learner"
         )
-    return ChunkClient(source.address, config.wires.connect_s, config.wires.curve_dir)
+    return ChunkClient(source.address, config.wires.connect_s, config.wires.curve_dir, name)

@@ -354,7 +354,7 @@ def serve(config: Config, ring: Ring) -> PairServer:
     return PairServer(ring.directory, backend, ring.rows, config.wires.connect_s)
 
 
-def connect(config: Config, source: WeightsSource) -> PairClient:
+def connect(config: Config, source: WeightsSource, name: str) -> PairClient:
     """A generator's end.  Raises PeerUnreachable, also on another host than the learner's."""
     backend = cast(Backend, config.weights.transport)
     if source.host != socket.gethostname():

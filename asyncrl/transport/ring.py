@@ -29,7 +29,7 @@ import xxhash
 
 from asyncrl.contract.errors import AsyncrlError, Damaged
 from asyncrl.contract.versions import Label
-from asyncrl.records import atomic_write
+from asyncrl.records import atomic_write, private
 
 HEADER = 4096  # one page, so that the bytes are aligned
 _SLOT = struct.Struct("<QqqQ")  # sequence, epoch, number, checksum
@@ -47,7 +47,7 @@ class _Manifest(msgspec.Struct, frozen=True):
 
 
 def _map(path: Path, size: int, *, create: bool) -> mmap.mmap:
-    fd = os.open(path, os.O_RDWR | (os.O_CREAT if create else 0), 0o600)
+    fd = private.opened(path, os.O_RDWR | (os.O_CREAT if create else 0))
     try:
         if create:
             # a full memory file system fails here, not later by SIGBUS
@@ -82,7 +82,7 @@ class Ring:
         most: int = 0,
         wait_s: float = 60.0,
     ) -> None:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private.directory(directory)
         self.directory = directory
         self.size = size
         self.epoch = epoch
@@ -115,7 +115,7 @@ class Ring:
             return False
         try:
             shutil.rmtree(self.directory, ignore_errors=True)
-            self.directory.mkdir(mode=0o700, parents=True)
+            private.directory(self.directory)
             fresh = []
             for number, old in enumerate(self.slots):
                 fresh.append(
@@ -231,13 +231,14 @@ class Ring:
 
 class RingReader:
     """A generator's end.  Raises Damaged when the ring's manifest does not parse, FileNotFoundError
-    when there is none.
+    when there is none, ConfigError when the directory is not this user's alone.
     """
 
     def __init__(self, directory: Path, reader_id: str) -> None:
         # of the version read last
         self.directory = directory
         self.probe = b""
+        private.check(directory)
         try:
             self._manifest = msgspec.msgpack.decode(
                 (directory / "manifest").read_bytes(), type=_Manifest

@@ -1,4 +1,4 @@
-"""The control sockets.  Beside chunks.py the only importer of zmq.
+"""The control sockets.  Beside chunks.py and keys.py the only importer of zmq.
 
 DEALER towards one ROUTER: no message is dropped silently for lack of a peer, and the peers' own
 rules (requests repeated until answered, samples sent until acknowledged, duplicates suppressed by
@@ -7,7 +7,6 @@ key) make up for every loss a killed process can cause."""
 from __future__ import annotations
 
 import ipaddress
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -15,6 +14,7 @@ import zmq
 
 from asyncrl.contract.errors import ConfigError, PeerUnreachable
 from asyncrl.contract.messages import MAX_FRAME_BYTES, FromBuffer, FromPeer, Refused
+from asyncrl.transport import keys
 
 IPC_LIMIT = 107  # bytes of a unix socket's path
 # messages; what may be outstanding is bounded by credit and pacing, far below this
@@ -55,55 +55,6 @@ def _loopback(host: str) -> bool:
         return False
 
 
-def make_keys(directory: Path) -> list[Path]:
-    """Write CURVE keys: server.key(_secret), client.key(_secret), and the allow-list clients/;
-    returns what a client's host needs.
-
-    Raises ConfigError where keys lie already: whoever holds the old ones would be locked out.
-    """
-    import zmq.auth
-
-    if (directory / "server.key").exists():
-        raise ConfigError(
-            f"{directory} holds keys already: choose another directory, or remove it first"
-        )
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    server, _ = zmq.auth.create_certificates(directory, "server")
-    public, secret = zmq.auth.create_certificates(directory, "client")
-    (directory / "clients").mkdir(exist_ok=True)
-    (directory / "clients" / "client.key").write_bytes(Path(public).read_bytes())
-    return [Path(server), Path(secret)]
-
-
-def secure(socket: Any, curve_dir: str, *, server: bool) -> Any:
-    """Encrypt with the keys in `curve_dir`; a server admits only the keys in its clients/
-    folder.
-    """
-    if not curve_dir:
-        return None
-    import zmq.auth  # with asyncio and threads of its own: only for those who encrypt
-    from zmq.auth.thread import ThreadAuthenticator
-
-    where = Path(curve_dir)
-    guard = None
-    mine = where / ("server.key_secret" if server else "client.key_secret")
-    if not mine.is_file():
-        raise ConfigError(
-            f"wires.curve_dir: {mine} is missing; `asyncrl keys {curve_dir}` makes keys"
-        )
-    public, secret = zmq.auth.load_certificate(mine)
-    socket.curve_publickey = public
-    socket.curve_secretkey = secret
-    if server:
-        guard = ThreadAuthenticator(socket.context)
-        guard.start()
-        guard.configure_curve(domain="*", location=str(where / "clients"))
-        socket.curve_server = True
-    else:
-        socket.curve_serverkey, _ = zmq.auth.load_certificate(where / "server.key")
-    return guard
-
-
 class BufferSocket:
     """The buffer's ROUTER.
 
@@ -120,30 +71,48 @@ class BufferSocket:
         self.socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        self._guard = secure(self.socket, curve_dir, server=True)
+        self._guard = keys.guard(self.socket, curve_dir)
         try:
-            self.socket.bind(address)
+            with keys.for_this_user_alone():  # of an ipc socket: connecting needs write permission
+                self.socket.bind(address)
         except zmq.ZMQError as error:
             raise ConfigError(
                 f"wires.address: cannot listen on {address}: {error}; is another run using it?"
             ) from error
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self._decoder = msgspec.msgpack.Decoder(FromPeer)
-        self.undecodable = 0  # frames refused so far
+        self.undecodable = 0  # messages refused so far that are not of this protocol
+        self.forbidden = 0  # and those that their sender's key may not say
 
     def recv(self, timeout: float) -> tuple[bytes, FromPeer] | None:
-        """The next message within `timeout` seconds, with its peer; a frame that does not decode is
-        answered by Refused, and counted.
+        """The next message within `timeout` seconds, with its peer; one that does not decode, or
+        that its sender's key may not say, is answered by Refused, and counted.
         """
         if not self.socket.poll(int(timeout * 1000)):
             return None
-        frames = self.socket.recv_multipart()
+        if self._guard is None:
+            frames = self.socket.recv_multipart()
+            return self._decoded(frames[0], frames[1:])
+        peer, *rest = self.socket.recv_multipart(copy=False)
+        got = self._decoded(peer.bytes, [frame.buffer for frame in rest])
+        name = self._guard.name(rest[-1])
+        if got is None or keys.allowed(name, got[1]):
+            return got
+        self.forbidden += 1
+        what = f"a {type(got[1]).__name__} of {getattr(got[1], 'producer', 'a learner')[:200]!r}"
+        reason = f"the key of {name or 'nobody'} may not send {what}: use the key of that role"
+        self.send(got[0], Refused(f"wires.curve_dir: {reason}", 2))
+        return None
+
+    def _decoded(self, peer: bytes, frames: list[Any]) -> tuple[bytes, FromPeer] | None:
         try:
-            return frames[0], self._decoder.decode(frames[-1])
+            if len(frames) != 1:
+                raise ValueError(f"{len(frames)} frames")
+            return peer, self._decoder.decode(frames[0])
         except UNDECODABLE as error:
             self.undecodable += 1
             self.send(
-                frames[0],
+                peer,
                 Refused(
                     f"a message that is not of this protocol: {type(error).__name__}: "
                     f"{str(error)[:200]!r}",
@@ -172,9 +141,10 @@ class PeerSocket:
     """A DEALER to the buffer.
 
     It connects when the buffer comes and again after it was away; what was sent meanwhile queues
-    here.  A dead buffer shows as silence: the caller holds the deadline."""
+    here.  A dead buffer shows as silence: the caller holds the deadline.  name: whose key it
+    shows, where there are keys."""
 
-    def __init__(self, address: str, curve_dir: str = "") -> None:
+    def __init__(self, address: str, curve_dir: str = "", name: str = keys.VIEWER) -> None:
         check_address(address, curve_dir, "wires.address")
         self.address = address
         self.context = zmq.Context()
@@ -183,7 +153,7 @@ class PeerSocket:
         self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
         self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        secure(self.socket, curve_dir, server=False)
+        keys.lock(self.socket, curve_dir, name)
         self.socket.connect(address)
         self._decoder = msgspec.msgpack.Decoder(FromBuffer)
 

@@ -52,8 +52,8 @@ class Maker(Protocol):
     def serve(self, config: Config, ring: Ring) -> Server | None:
         """The learner's end; None when nobody is to be served."""
 
-    def connect(self, config: Config, source: WeightsSource) -> Client:
-        """A generator's end.  Raises PeerUnreachable."""
+    def connect(self, config: Config, source: WeightsSource, name: str) -> Client:
+        """The end of generator `name`.  Raises PeerUnreachable."""
 
 
 def maker(transport: str) -> Maker:

@@ -1,0 +1,157 @@
+"""CURVE keys, one for each role: who may say what is decided by the key that it was said with.
+
+```
+DIR/server.key, server.key_secret   the buffer's and the chunk server's
+DIR/clients/NAME.key                who is let in; NAME: learner, viewer, generator-0, ...
+DIR/NAME/                           all that NAME needs on another machine: server.key and
+                                    client.key_secret
+```
+
+`wires.curve_dir` names DIR on the machine of buffer and learner, a copy of DIR/NAME elsewhere."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from asyncrl.contract import messages as m
+from asyncrl.contract.errors import ConfigError
+from asyncrl.records import private
+
+LEARNER = "learner"
+VIEWER = "viewer"
+GENERATOR = re.compile(r"generator-\d+")
+ROLES = f"{LEARNER}, {VIEWER}, generator-N"
+
+
+def allowed(name: str, message: m.FromPeer) -> bool:
+    """May the holder of `name`'s key say this?  A generator speaks for itself alone, a viewer only
+    watches.
+
+    >>> allowed("generator-0", m.Leaving("generator-0", 7))
+    True
+    >>> allowed("generator-0", m.Leaving("generator-1", 7)), allowed("viewer", m.Ask(1, 0))
+    (False, False)
+    """
+    if isinstance(message, m.Watch):
+        return True
+    if isinstance(message, m.GeneratorHello | m.Want | m.Deliver | m.Renew | m.Leaving):
+        return name == message.producer and GENERATOR.fullmatch(name) is not None
+    return name == LEARNER
+
+
+@contextlib.contextmanager
+def for_this_user_alone() -> Iterator[None]:
+    """Files made meanwhile have mode 0600, sockets and directories 0700."""
+    before = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def make_keys(directory: Path, generators: int = 4) -> list[Path]:
+    """Write keys for a run, or those of further generators to keys that are there; returns the
+    generators' directories, one for each machine.
+
+    Raises ConfigError where nothing is to be added: whoever holds the old ones would be locked out.
+    """
+    import zmq.auth
+
+    there = (directory / "server.key").exists()
+    names = [LEARNER, VIEWER, *(f"generator-{n}" for n in range(generators))]
+    missing = [name for name in names if not (directory / "clients" / f"{name}.key").exists()]
+    if there and not missing:
+        raise ConfigError(
+            f"{directory} holds keys already, of {generators} generators: add some by "
+            "--generators, choose another directory, or remove it first"
+        )
+    with for_this_user_alone():
+        private.directory(directory)
+        private.directory(directory / "clients")
+        if not there:
+            zmq.auth.create_certificates(directory, "server")
+        for name in missing:
+            own = private.directory(directory / name)
+            (own / "server.key").write_bytes((directory / "server.key").read_bytes())
+            public, _ = zmq.auth.create_certificates(own, "client")
+            os.replace(public, directory / "clients" / f"{name}.key")
+    return [directory / name for name in names if GENERATOR.fullmatch(name)]
+
+
+def certificate(path: Path, curve_dir: str, *, secret: bool) -> tuple[bytes, bytes | None]:
+    """(public, secret) of a key file.  Raises ConfigError for one that is missing, damaged, or that
+    others can read.
+    """
+    import zmq.auth
+
+    try:
+        found = zmq.auth.load_certificate(private.secret(path) if secret else path)
+    except OSError as error:
+        raise ConfigError(
+            f"wires.curve_dir: {path} is missing; `asyncrl keys {curve_dir}` makes keys "
+            "(--generators: for how many)"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"wires.curve_dir: {path} holds no key: {error}") from error
+    if secret and found[1] is None:
+        raise ConfigError(f"wires.curve_dir: {path} holds no secret key")
+    return found
+
+
+def lock(socket: Any, curve_dir: str, name: str) -> None:
+    """The client's end: prove to be `name` with the key in DIR/NAME, or in a copy of it."""
+    if not curve_dir:
+        return
+    own = Path(curve_dir)
+    own = own / name if (own / name).is_dir() else own
+    socket.curve_publickey, socket.curve_secretkey = certificate(
+        own / "client.key_secret", curve_dir, secret=True
+    )
+    socket.curve_serverkey, _ = certificate(own / "server.key", curve_dir, secret=False)
+
+
+class Guard:
+    """The server's end: only keys in DIR/clients get in, and each message says whose it was."""
+
+    def __init__(self, socket: Any, curve_dir: str) -> None:
+        # with asyncio and threads of its own: only for those who encrypt
+        from zmq.auth.thread import ThreadAuthenticator
+
+        where = Path(curve_dir)
+        public, secret = certificate(where / "server.key_secret", curve_dir, secret=True)
+        socket.curve_publickey, socket.curve_secretkey = public, secret
+        self.names: dict[str, str] = {}
+        for path in sorted((where / "clients").glob("*.key")):
+            if path.stem not in (LEARNER, VIEWER) and not GENERATOR.fullmatch(path.stem):
+                raise ConfigError(
+                    f"wires.curve_dir: {path} is of no role ({ROLES}): remove it, and make keys "
+                    "anew if they are of an earlier version"
+                )
+            key, _ = certificate(path, curve_dir, secret=False)
+            self.names[key.decode()] = path.stem
+        self.authenticator = ThreadAuthenticator(socket.context)
+        self.authenticator.start()
+        self.authenticator.configure_curve(domain="*", location=str(where / "clients"))
+        socket.curve_server = True
+
+    def name(self, frame: zmq.Frame) -> str:
+        """Whose key a frame came with; "" for none that is known."""
+        try:
+            return self.names.get(str(frame.get("User-Id")), "")
+        except zmq.ZMQError:
+            return ""
+
+    def stop(self) -> None:
+        self.authenticator.stop()
+
+
+def guard(socket: Any, curve_dir: str) -> Guard | None:
+    """What a server asks who speaks; None without keys, where everybody may say everything."""
+    return Guard(socket, curve_dir) if curve_dir else None

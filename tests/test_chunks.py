@@ -1,0 +1,148 @@
+"""The chunk server among peers that are broken, greedy or slow: bounded, counted, and the rest goes
+on.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import psutil
+import pytest
+import xxhash
+import zmq
+
+from asyncrl.contract.versions import Label
+from asyncrl.transport import chunks
+from asyncrl.transport.chunks import CHUNK_BYTES, ChunkClient, ChunkServer
+from asyncrl.transport.ring import Ring
+
+SIZE = 8 * CHUNK_BYTES
+LABEL = Label(1, 3)
+WAIT_S = 60.0
+
+
+@pytest.fixture
+def ring(tmp_path: Path) -> Iterator[Ring]:
+    made = Ring(tmp_path / "ring", SIZE, 2, [("w", "uint8", [SIZE], 0, SIZE)], 1)
+
+    def fill(into: memoryview) -> None:
+        into[:] = bytes(range(256)) * (SIZE // 256)
+
+    made.write(LABEL, fill)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def server(ring: Ring) -> Iterator[ChunkServer]:
+    made = ChunkServer("tcp://127.0.0.1:*", ring.rows, ring.read_part)
+    yield made
+    made.close()
+
+
+class Peer:
+    """Sends what it likes, and has room for one answer."""
+
+    def __init__(self, server: ChunkServer) -> None:
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.LINGER, 0)
+        self.socket.setsockopt(zmq.RCVHWM, 1)
+        self.socket.setsockopt(zmq.RCVBUF, 1 << 16)
+        self.socket.connect(server.address)
+
+    def ask(self, *parts: Any) -> None:
+        self.socket.send(msgspec.msgpack.encode(list(parts)))
+
+    def close(self) -> None:
+        self.socket.close()
+        self.context.term()
+
+
+def until(done: Any) -> None:
+    end = time.monotonic() + WAIT_S
+    while not done():
+        assert time.monotonic() < end, "it did not come to that"
+        time.sleep(0.01)
+
+
+def fetched(server: ChunkServer, ring: Ring) -> None:
+    """An honest client gets all of it."""
+    client = ChunkClient(server.address, WAIT_S)
+    try:
+        assert [list(row) for row in client.manifest()] == [list(row) for row in ring.rows]
+        into = bytearray(SIZE)
+        digest = client.fetch(LABEL, "", memoryview(into))
+        assert digest == xxhash.xxh3_64_hexdigest(bytes(range(256)) * (SIZE // 256))
+    finally:
+        client.close()
+
+
+ASK = msgspec.msgpack.encode(chunks._ChunkAsk(LABEL, "", 0, 16))
+NO_ASKS: list[list[bytes]] = [
+    [b"a", b"b", ASK],
+    [ASK, ASK],
+    [b""],
+    [b"\xd9\x04\xff\xfe\xfd\xfc"],
+    [b"\x91" * 4000],
+    [b"\x81" * 4000],
+    [ASK[:-1]],
+    [ASK.replace(b"offset", b"of\xff\xfeet")],
+    [b"\xc1"],
+    [msgspec.msgpack.encode({"label": [1], "digest": "", "offset": 0, "size": 1})],
+    [b"\xdf\xff\xff\xff\xff"],
+    [struct.pack(">BI", 0xC6, 2**32 - 1)],
+]
+
+
+def test_what_is_no_ask_is_counted_and_the_rest_goes_on(server: ChunkServer, ring: Ring) -> None:
+    peer = Peer(server)
+    for frames in NO_ASKS:
+        peer.socket.send_multipart(frames)
+    until(lambda: server.refused == len(NO_ASKS))
+    assert server.answered == 0 and server.thread.is_alive()
+    fetched(server, ring)
+    peer.close()
+
+
+def test_an_ask_that_is_too_large_costs_its_connection(server: ChunkServer, ring: Ring) -> None:
+    peer = Peer(server)
+    peer.socket.send(b"\0" * (chunks.ASK_BYTES + 1))
+    fetched(server, ring)
+    assert server.refused == 0  # nothing of it came as far as here
+    peer.close()
+
+
+@pytest.mark.parametrize("size", [-5000, -1, 0, 1, 2**40, -(2**62)])
+@pytest.mark.parametrize("offset", [0, SIZE - 5, SIZE, SIZE + 1, 2**62])
+def test_an_answer_is_a_chunk_at_most(
+    server: ChunkServer, ring: Ring, size: int, offset: int
+) -> None:
+    peer = Peer(server)
+    ask = chunks._ChunkAsk(LABEL, "", offset, size)
+    peer.socket.send(msgspec.msgpack.encode(ask))
+    assert peer.socket.poll(int(WAIT_S * 1000))
+    answer = msgspec.msgpack.decode(peer.socket.recv(), type=chunks._Chunk)
+    assert len(answer.data) == max(0, min(size, CHUNK_BYTES, SIZE - offset))
+    peer.close()
+
+
+def test_one_who_asks_and_does_not_read_holds_little(server: ChunkServer, ring: Ring) -> None:
+    asks = 300
+    process = psutil.Process()
+    fetched(server, ring)
+    answered, before = server.answered, process.memory_info().rss
+    slow = Peer(server)
+    ask = msgspec.msgpack.encode(chunks._ChunkAsk(LABEL, "", 0, CHUNK_BYTES))
+    for _ in range(asks):
+        slow.socket.send(ask)
+    until(lambda: server.answered == answered + asks)
+    grown = process.memory_info().rss - before
+    fetched(server, ring)
+    slow.close()
+    assert grown < asks * CHUNK_BYTES / 4, f"{grown / 2**20:.0f} MiB"
