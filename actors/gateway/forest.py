@@ -39,6 +39,7 @@ class Node:
     parent: Node | None
     tail: np.ndarray
     aside: bool = False  # drawn and never trained
+    stop: tuple[str, ...] = ()
     ids: np.ndarray | None = None
     logprobs: np.ndarray | None = None
     spans: list[Span] = field(default_factory=list)
@@ -189,6 +190,14 @@ class Forest:
                 best = (length, node)
         return best[1] if best else None
 
+    def texts(self) -> list[Node]:
+        """Drawn calls that were placed by text alone."""
+        return [
+            node
+            for node in self.nodes
+            if node.ids is not None and node.text_digest and not node.chain
+        ]
+
     def opens_row(self, new: Node) -> bool:
         """Whether a call that is not among the nodes yet would begin a row."""
         if new.aside:
@@ -213,6 +222,8 @@ class Forest:
         node.
         """
         node.answer = answer
+        if not node.chain:  # placed by text alone
+            return
         chain = chained(node.chain, answer)
         self.answers.setdefault(chain, []).append(node)
         self.seen.add(chain)

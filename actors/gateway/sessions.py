@@ -74,6 +74,9 @@ class Composer(Protocol):
         `answer_at`; None when it does not begin with the node's turn.
         """
 
+    def follow_text(self, node: Node, text: str) -> np.ndarray | None:
+        """The same for a text without a template."""
+
     def read(self, ids: np.ndarray, stop: Sequence[str], name: str) -> Message:
         """The assistant's message that drawn ids are; name: unique, for its tool calls' ids."""
 
@@ -207,6 +210,32 @@ class Session:
         call = self._sized(node, max_new_tokens, stop, now)
         return self._placed(call, None, "ids" if parent is None else "branch", now)
 
+    def place_text(
+        self,
+        text: str,
+        *,
+        now: float,
+        max_new_tokens: int = 0,
+        stop: Sequence[str] = (),
+        aside: bool = False,
+    ) -> Call:
+        """A call by text without a template: it continues the node whose text it begins with, the
+        longest, of these the newest.  Raises CallRefused.
+        """
+        assert self.composer is not None
+        self._may_call(now)
+        parent, tail = None, None
+        for each in sorted(self.forest.texts(), key=lambda node: (-node.text_length, -node.number)):
+            if (tail := self.composer.follow_text(each, text)) is not None:
+                parent = each
+                break
+        if tail is None:
+            tail = self.composer.encode(text)
+        node = Node(self.forest.placed, parent, np.ascontiguousarray(tail, np.int32), aside)
+        node.text_length, node.text_digest = len(text), text_digest(text)
+        call = self._sized(node, max_new_tokens, stop, now)
+        return self._placed(call, None, "text" if parent is None else "branch", now)
+
     def _may_call(self, now: float) -> None:
         """Raises CallRefused where no further call may begin."""
         self.tick(now)
@@ -253,6 +282,7 @@ class Session:
                 raise self._reached("fork", now)
             if limits.rows and begun >= limits.rows:
                 raise self._reached("rows", now)
+        node.stop = tuple(stop)
         run_bound = not 0 < wanted < most
         return Call(
             number=node.number,
@@ -263,7 +293,7 @@ class Session:
             node=node,
             run_bound=run_bound,
             aside=node.aside,
-            stop=tuple(stop),
+            stop=node.stop,
         )
 
     def _stream_key(self, prompt: np.ndarray) -> int:
@@ -322,7 +352,7 @@ class Session:
         node.finish = finish
         if not call.aside:
             self.shortened = finish == "length" and (call.run_bound or call.cut)
-        if self.composer is not None and node.chain:
+        if self.composer is not None and node.text_digest:
             name = f"{self.name}-{call.number}"
             self.forest.answered(node, self.composer.read(node.ids, call.stop, name))
         return node

@@ -1,0 +1,451 @@
+"""Prompts that are composed once: seven templates against a reference that puts the ids together
+token by token, parsers, and what a request's messages may be.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+import transformers
+
+from actors.gateway.chat import Chat, call_id, hermes, normalised, parser_for, whole_text
+from actors.gateway.sessions import CallRefused, Limits, Session
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt, Sampling, Span, Ticket
+from asyncrl.contract.versions import Label
+
+SPECIAL = [
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+]
+CHARACTERS = sorted(set("".join(map(chr, range(32, 127))) + "\n"))
+MERGES = [("l", "o"), ("lo", "w"), ("\n", "\n"), ("e", "r"), (" ", "a")]
+WHEN = datetime(2026, 2, 3)
+
+CHATML = """{%- for m in messages -%}
+<|im_start|>{{ m.role }}
+{{ m.content }}
+{%- for c in m.tool_calls or [] %}
+<tool_call>
+{{ c.function | tojson }}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+# as CHATML; thinking goes from every answer before the last user's turn
+STRIPS = """{%- set ns = namespace(last=-1) -%}
+{%- for m in messages if m.role == 'user' %}{% set ns.last = messages.index(m) %}{% endfor -%}
+{%- for m in messages -%}
+{%- set text = m.content -%}
+{%- if loop.index0 < ns.last %}{% set text = text.split('</think>')[-1] %}{% endif -%}
+<|im_start|>{{ m.role }}
+{{ text }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+LLAMA = """<|begin_of_text|>{%- for m in messages -%}
+<|start_header_id|>{{ m.role }}<|end_header_id|>
+
+{{ m.content | trim }}<|eot_id|>{% endfor %}{% if add_generation_prompt -%}
+<|start_header_id|>assistant<|end_header_id|>
+
+{% endif %}"""
+PLAIN = """{%- for m in messages -%}
+{{ m.role }}: {{ m.content }}
+{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"""
+APPEND = """{%- for m in messages -%}
+{{ '#' if m.role == 'user' else '' }}{{ m.content }}{{ '' if m.role == 'user' else '</s>' }}
+{%- endfor %}"""
+
+
+def tokenizer(template: str) -> Any:
+    names = CHARACTERS + [a + b for a, b in MERGES]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=MERGES)
+    )
+    made.add_special_tokens(SPECIAL)
+    made.decoder = tokenizers.decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="</s>", chat_template=template
+    )
+
+
+@dataclass
+class Kind:
+    """A template, and by hand what it writes around each turn."""
+
+    template: str
+    start: str
+    head: Callable[[str], str]
+    end: str  # the end token of a turn
+    close: str  # what follows it
+    trims: bool = False
+
+    def answers(self) -> str:
+        return self.head("assistant")
+
+
+def chatml_head(role: str) -> str:
+    return f"<|im_start|>{role}\n"
+
+
+def llama_head(role: str) -> str:
+    return f"<|start_header_id|>{role}<|end_header_id|>\n\n"
+
+
+DATED = "<|im_start|>system\nToday is {{ strftime_now('%d %b %Y') }}.<|im_end|>{{ '\\n' }}" + CHATML
+ZOO = {
+    "append": Kind(APPEND, "", lambda role: "#" if role == "user" else "", "</s>", ""),
+    "chatml": Kind(CHATML, "", chatml_head, "<|im_end|>", "\n"),
+    "dated": Kind(
+        DATED,
+        "<|im_start|>system\nToday is 03 Feb 2026.<|im_end|>\n",
+        chatml_head,
+        "<|im_end|>",
+        "\n",
+    ),
+    "llama": Kind(LLAMA, "<|begin_of_text|>", llama_head, "<|eot_id|>", "", trims=True),
+    "no end token": Kind(PLAIN, "", lambda role: f"{role}: ", "", "\n"),
+}
+
+
+@dataclass
+class Said:
+    """A turn of the reference; ids: drawn by us."""
+
+    role: str
+    text: str
+    ids: list[int] | None = None
+
+
+class Play:
+    """A session on a template, with drawn answers that are spelled in other tokens than an encoding
+    of their text would have.
+    """
+
+    def __init__(self, kind: Kind, **more: Any) -> None:
+        self.kind = kind
+        self.tokenizer = tokenizer(kind.template)
+        stop = self.tokenizer.convert_tokens_to_ids(["</s>", "<|im_end|>", "<|eot_id|>"])
+        self.chat = Chat(self.tokenizer, stop, **more).at(WHEN)
+        ticket = Ticket(
+            0, 1, "train", Prompt(0, ""), [0], Sampling(max_new_tokens=99), Label(1, 0), None, 0
+        )
+        free = Limits(max_calls=0, rows=0, deadline_s=0.0)
+        self.session = Session(ticket, 0, 1, free, self.chat)
+
+    def characters(self, text: str) -> list[int]:
+        """One token a character."""
+        return self.tokenizer.convert_tokens_to_ids(list(text))
+
+    def encode(self, text: str) -> list[int]:
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def ask(self, messages: list[dict[str, Any]], **more: Any) -> Any:
+        return self.session.place(messages=normalised(messages), now=0.0, **more)
+
+    def draw(self, call: Any, ids: list[int], finish: str) -> dict[str, Any]:
+        spans = [Span(Label(1, 0), "d", 0, len(ids), Label(1, 0))]
+        logprobs = np.zeros(len(ids), np.float32)
+        node = self.session.drawn(call, np.array(ids), logprobs, spans, finish)  # type: ignore[arg-type]
+        assert node is not None and node.answer is not None
+        return sent(node.answer)
+
+    def reference(self, said: list[Said]) -> list[int]:
+        """The ids of a prompt, token by token: drawn ones as drawn, each run of text between."""
+        ids: list[int] = []
+        text = self.kind.start
+        for turn in said:
+            text += self.kind.head(turn.role)
+            if turn.ids is None:
+                text += turn.text.strip() if self.kind.trims else turn.text
+                foreign = (
+                    self.kind.end
+                    if turn.role == "assistant" or self.kind.head("user") != "#"
+                    else ""
+                )
+                text += foreign + self.kind.close
+                continue
+            ids += self.encode(text) + turn.ids
+            ended = turn.ids[-1] in self.chat.ends
+            text = ("" if ended else self.kind.end) + self.kind.close
+        return ids + self.encode(text + self.kind.answers())
+
+
+def sent(answer: dict[str, Any]) -> dict[str, Any]:
+    """An answer as a client has it and sends it back: nothing of ours but what the API names."""
+    calls = [
+        {
+            **call,
+            "function": {
+                **call["function"],
+                "arguments": json.dumps(call["function"]["arguments"]),
+            },
+        }
+        for call in answer.get("tool_calls", [])
+    ]
+    made = {"role": "assistant", "content": answer["content"] or None}
+    return {**made, "tool_calls": calls} if calls else made
+
+
+@pytest.mark.parametrize("kind", ZOO)
+@pytest.mark.parametrize("seed", range(12))
+def test_prompts_are_the_references_token_by_token(kind: str, seed: int) -> None:
+    chance = random.Random(seed)
+    play = Play(ZOO[kind])
+    end = play.tokenizer.convert_tokens_to_ids(ZOO[kind].end or "</s>")
+    # conversations as the client has them, and as the reference does
+    first = [{"role": "user", "content": "go lower"}]
+    talks = [(first, [Said("user", "go lower")])]
+    for number in range(10):
+        messages, said = chance.choice(talks)
+        call = play.ask(messages)
+        assert call.prompt_ids.tolist() == play.reference(said)
+        # no two are equal: of those the newest would go on
+        text = chance.choice(["slow", "lower lows", " a\n\nb", "low "])
+        text = chance.choice([f"{number}{text}", f" {text}{number}\n"])
+        if chance.random() < 0.7:
+            ids, finish = [*play.characters(text), end], "stop"
+        else:
+            ids, finish = play.characters(text), "length"
+        answer = play.draw(call, ids, finish)
+        if chance.random() < 0.3:  # clients strip
+            answer["content"] = answer["content"].strip()
+        more = chance.choice(["and\n\nlow", "  low ", "er"])
+        parts: Any = [{"type": "text", "text": letter} for letter in more]
+        talks.append(
+            (
+                [*messages, answer, {"role": "user", "content": chance.choice([more, parts])}],
+                [*said, Said("assistant", text, ids), Said("user", more)],
+            )
+        )
+    assert set(play.session.forks) <= {"branch", "again"}
+
+
+def test_a_template_that_strips_thinking_forks_or_keeps() -> None:
+    for history, forks in (("template", {"template": 1}), ("keep", {})):
+        play = Play(Kind(STRIPS, "", chatml_head, "<|im_end|>", "\n"), history=history)
+        end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        ids = [*play.characters("<think>low</think>slow"), end]
+        messages = [{"role": "user", "content": "go"}]
+        answer = play.draw(play.ask(messages), ids, "stop")
+        messages += [answer, {"role": "user", "content": "lower"}]
+        call = play.ask(messages)
+        if history == "keep":
+            said = [Said("user", "go"), Said("assistant", "", ids), Said("user", "lower")]
+        else:
+            said = [Said("user", "go"), Said("assistant", "slow"), Said("user", "lower")]
+        assert call.prompt_ids.tolist() == play.reference(said)
+        assert play.session.forks == forks
+        # a turn that is no user's strips nothing: it goes on
+        answer = play.draw(call, [*play.characters("<think>er</think>low"), end], "stop")
+        play.ask([*messages, answer, {"role": "tool", "content": "3"}])
+        assert play.session.forks == forks
+
+
+def test_thinking_that_the_parser_took_out_is_put_back() -> None:
+    template = CHATML.replace(
+        "{{ m.content }}",
+        "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}"
+        "{{ m.content }}",
+    )
+    play = Play(Kind(template, "", chatml_head, "<|im_end|>", "\n"), parser=hermes)
+    end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ids = [*play.characters("<think>low</think>slow"), end]
+    messages = [{"role": "user", "content": "go"}]
+    answer = play.draw(play.ask(messages), ids, "stop")
+    assert answer == {"role": "assistant", "content": "slow"}
+    call = play.ask([*messages, answer, {"role": "user", "content": "lower"}])
+    said = [Said("user", "go"), Said("assistant", "", ids), Said("user", "lower")]
+    assert call.prompt_ids.tolist() == play.reference(said) and not play.session.forks
+
+
+def test_a_tool_call_that_the_template_writes_otherwise_stays_as_drawn() -> None:
+    play = Play(Kind(CHATML, "", chatml_head, "<|im_end|>", "\n"), parser=hermes)
+    end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    drawn = 'ok <tool_call>{"arguments":{"b":2,  "a":1},"name":"add"}</tool_call>'
+    for tail, finish in (([end], "stop"), ([], "length")):
+        ids = play.characters(drawn) + tail
+        messages = [{"role": "user", "content": finish}]
+        answer = play.draw(play.ask(messages), ids, finish)
+        assert answer["content"] == "ok" and answer["tool_calls"][0]["function"]["name"] == "add"
+        # a client that writes the arguments anew
+        function = answer["tool_calls"][0]["function"]
+        function["arguments"] = json.dumps(json.loads(function["arguments"]), sort_keys=True)
+        tool = {"role": "tool", "tool_call_id": answer["tool_calls"][0]["id"], "content": "3"}
+        call = play.ask([*messages, answer, tool])
+        said = [Said("user", finish), Said("assistant", "", ids), Said("tool", "3")]
+        assert call.prompt_ids.tolist() == play.reference(said)
+    assert play.session.forks == {"message 0": 1}
+
+
+def test_a_history_that_was_changed_forks_and_says_where() -> None:
+    play = Play(ZOO["chatml"])
+    end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    one = [{"role": "system", "content": "s"}, {"role": "user", "content": "go"}]
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+    answer = play.draw(play.ask(one), [*play.characters("low"), end], "stop")
+    more = {"role": "user", "content": "er"}
+    for messages in (
+        [one[0], {"role": "user", "content": "gone"}, answer, more],  # message 1
+        [*one, {"role": "assistant", "content": "lower"}, more],  # message 2
+        one,  # asked again
+    ):
+        call = play.ask(messages)
+        assert call.parent is None
+        assert call.prompt_ids.tolist() == play.reference(
+            [Said(m["role"], m["content"]) for m in messages]
+        )
+    assert play.session.forks == {"message 1": 1, "message 2": 1, "again": 1}
+    # a template that writes the tools: others than before are another prompt
+    told = Play(Kind("{{ tools | tojson }}" + CHATML, "", chatml_head, "<|im_end|>", "\n"))
+    answer = told.draw(told.ask(one, tools=tools), [*play.characters("low"), end], "stop")
+    assert told.ask([*one, answer, more], tools=tools).parent is not None
+    assert told.ask([*one, answer, more]).parent is None
+    assert told.session.forks == {"tools": 1}
+
+
+def test_of_two_equal_answers_the_newest_goes_on_and_calls_have_ids_of_their_own() -> None:
+    play = Play(Kind(CHATML, "", chatml_head, "<|im_end|>", "\n"), parser=hermes)
+    end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    one = [{"role": "user", "content": "go"}]
+    calls = [play.ask(one) for _ in range(4)]
+    plain, said = [*play.characters("low"), end], '<tool_call>{"name": "f"}</tool_call>'
+    first, _ = [play.draw(call, plain, "stop") for call in calls[:2]]
+    named = [play.draw(call, [*play.characters(said), end], "stop") for call in calls[2:]]
+    more = {"role": "user", "content": "er"}
+    assert play.ask([*one, first, more]).parent is calls[1].node
+    assert [play.ask([*one, each, more]).parent for each in named] == [x.node for x in calls[2:]]
+
+
+def test_a_session_past_midnight_keeps_its_date() -> None:
+    play = Play(ZOO["dated"])
+    assert play.chat.write([{"role": "user", "content": "x"}], ()) == (
+        "<|im_start|>system\nToday is 03 Feb 2026.<|im_end|>\n"
+        "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+    )
+    other = play.chat.at(datetime(2027, 2, 3))
+    assert "2027" in other.write([{"role": "user", "content": "x"}], ())
+    assert "2026" in play.chat.write([{"role": "user", "content": "x"}], ())
+
+
+def test_text_without_a_template_goes_on_from_its_answer() -> None:
+    play = Play(ZOO["chatml"])
+    end = play.tokenizer.convert_tokens_to_ids("</s>")
+    first = play.session.place_text("1+1=", now=0.0)
+    play.draw(first, [*play.characters("low"), end], "stop")
+    second = play.session.place_text("1+1=lower", now=0.0)
+    assert second.parent is first.node
+    assert second.prompt_ids.tolist() == [
+        *play.encode("1+1="),
+        *play.characters("low"),
+        end,
+        *play.encode("er"),
+    ]
+    play.draw(second, play.characters("x"), "length")
+    third = play.session.place_text("1+1=lowerx!", now=0.0)
+    assert third.parent is second.node
+    assert play.session.place_text("1+1=slow", now=0.0).parent is None
+    assert play.session.forks == {"text": 1}
+
+
+def test_a_stop_string_is_cut_from_the_text_and_its_ids_stay() -> None:
+    play = Play(ZOO["chatml"])
+    one = [{"role": "user", "content": "go"}]
+    ids = play.characters("slow STOP")
+    call = play.ask(one, stop=[" STOP"])
+    answer = play.draw(call, ids, "stop")
+    assert answer["content"] == "slow"
+    call = play.ask([*one, answer, {"role": "user", "content": "er"}])
+    said = [Said("user", "go"), Said("assistant", "", ids), Said("user", "er")]
+    assert call.prompt_ids.tolist() == play.reference(said)
+
+
+def test_a_template_that_fails_is_a_refusal_and_changes_nothing() -> None:
+    play = Play(Kind("{{ raise_exception('roles alternate') }}", "", chatml_head, "", ""))
+    with pytest.raises(CallRefused, match="roles alternate") as caught:
+        play.ask([{"role": "user", "content": "go"}])
+    assert caught.value.status == 400 and play.session.calls == 0
+    bare = Play(Kind("", "", chatml_head, "", ""))
+    bare.tokenizer.chat_template = None
+    with pytest.raises(CallRefused, match="chat template"):
+        bare.ask([{"role": "user", "content": "go"}])
+
+
+@pytest.mark.parametrize(
+    "messages, where",
+    [
+        (None, "messages"),
+        ([], "messages"),
+        (["hi"], r"messages\[0\]"),
+        ([{"role": "user", "content": "x"}, {"content": "x"}], r"messages\[1\]"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "image_url"),
+        ([{"role": "user", "content": 3}], "content is int"),
+        ([{"role": "assistant", "tool_calls": [{"id": "x"}]}], "tool_calls"),
+        ([{"role": "assistant", "tool_calls": ["x"]}], "tool_calls"),
+    ],
+)
+def test_messages_that_are_none_are_refused_by_place(messages: Any, where: str) -> None:
+    with pytest.raises(CallRefused, match=where) as caught:
+        normalised(messages)
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+
+
+def test_messages_as_templates_take_them() -> None:
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    made = normalised(
+        [
+            {"role": "developer", "content": [{"type": "text", "text": "a"}, {"text": "b"}]},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [{"id": "1", "function": function}],
+            },
+            {"role": "assistant", "content": "x", "tool_calls": None},
+        ]
+    )
+    assert made[0] == {"role": "system", "content": "ab"}
+    assert made[1]["content"] == "" and made[1]["tool_calls"][0]["function"]["arguments"] == {
+        "a": 1
+    }
+    assert made[2] == {"role": "assistant", "content": "x"}
+
+
+def mine(text: str) -> dict[str, Any]:
+    """A parser of one's own."""
+    if text == "broken":
+        raise RuntimeError
+    return {"content": "", "tool_calls": [{"function": {"name": text, "arguments": {}}}]}
+
+
+def test_parsers() -> None:
+    assert parser_for("none") is whole_text and parser_for("hermes") is hermes
+    play = Play(ZOO["chatml"], parser=parser_for(f"{__file__}:mine"))
+    read = play.chat.read(np.array(play.characters("go")), (), "1.0.1-0")
+    assert read["tool_calls"][0]["function"]["name"] == "go"
+    assert read["tool_calls"][0]["id"] == call_id("1.0.1-0", 0) != call_id("1.0.1-0", 1)
+    assert len(call_id("x", 0)) == 9 and call_id("x", 0).isalnum()
+    # what does not parse is content
+    read = play.chat.read(np.array(play.characters("broken")), (), "1.0.1-0")
+    assert read == {"role": "assistant", "content": "broken"}
+    for text in ("<tool_call>[1]</tool_call>", '<tool_call>{"name": 1}</tool_call>', "<tool_call>"):
+        assert hermes(text) == {"content": text}
+    two = hermes(
+        '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g", "arguments": 3}</tool_call>'
+    )
+    assert len(two["tool_calls"]) == 1 and '"g"' in two["content"]
+    for name in ("nothing", "no.such.module:f", f"{__file__}:absent", f"{__file__}:SPECIAL"):
+        with pytest.raises(ConfigError, match=r"agent\.parser"):
+            parser_for(name)
