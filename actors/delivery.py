@@ -23,6 +23,10 @@ def size(sample: Trajectory) -> int:
         + 3 * len(sample.tokens)
         + len(sample.text)
         + len(sample.token_rewards)
+        + sum(
+            160 + len(row.prompt_tokens) + 3 * len(row.tokens) + len(row.token_rewards)
+            for row in sample.rows
+        )
     )
 
 
@@ -138,6 +142,6 @@ class Outbox:
         self.sequence += 1
         for sample in samples:
             if (key := (sample.ticket, sample.sample, sample.attempt)) not in self.sent:
-                self.drawn.delivered(sample.ticket, sample.attempt, sample.length)
+                self.drawn.delivered(sample.ticket, sample.attempt, sample.length + sample.aside)
             self.sent[key] = (sample, now)
         return Deliver(self.producer, self.session, self.sequence, samples, self.drawn.total)

@@ -66,7 +66,7 @@ def why(group: Group) -> Lack:
 
 def runs_of(store: Store, stored: Stored, number: int) -> list[tuple[int, int, int]]:
     assert store.policy is not None
-    return admission.span_lags(store.tree, stored.trajectory.spans, store.policy, number)
+    return admission.span_lags(store.tree, stored.trajectory.all_spans(), store.policy, number)
 
 
 def drop_stale(store: Store, line: list[Group], number: int) -> None:
@@ -116,7 +116,7 @@ def judge(store: Store, groups: list[Group], number: int) -> None:
                 )
             if not hard or admission.sample_lag(runs) <= store.max_lag:
                 continue
-            if min(x.label.epoch for x in stored.trajectory.spans) >= store.epoch:
+            if min(x.label.epoch for x in stored.trajectory.all_spans()) >= store.epoch:
                 raise ProtocolError(
                     f"ticket {group.ticket}, sample {index} would train "
                     f"{admission.sample_lag(runs)} versions late in batch {number}, "

@@ -20,6 +20,7 @@ from asyncrl.contract.messages import (
     EVAL_BASE,
     LearnerHello,
     Renew,
+    Row,
     Span,
     Trajectory,
 )
@@ -39,6 +40,7 @@ TEXT_MORE = 1 << 16  # characters on top, of prompts that a template wraps
 NAMES = 256  # parts of a reward, numbers of a generator
 ROWS = 1 << 16  # of a list in one message
 TICKET_END = 1 << 48
+MOST_ROWS = 4096  # of a session
 LOGPROB_ABOVE_0 = 1e-3  # what rounding may leave of a probability of 1
 LEAST_LOGPROB = -1e4  # nothing drawn is less likely
 REWARD = 1e18  # its square is a float32
@@ -61,7 +63,7 @@ def sample(store: Store, answer: Trajectory) -> None:
     """An answer: to a ticket and an attempt that were granted, by weights that a learner
     registered.
     """
-    for span in answer.spans:
+    for span in answer.all_spans():
         _registered(store, answer, span)
     if not 1 <= answer.attempt <= store.attempts:
         raise BadMessage(
@@ -134,7 +136,7 @@ def versions(store: Store, answer: Trajectory) -> None:
     if grant is None:
         return
     least = grant.label
-    for span in answer.spans:
+    for span in answer.all_spans():
         label = span.label
         if label != least and (
             grant.exact or label.epoch != least.epoch or label.number < least.number
@@ -154,17 +156,90 @@ def answers(samples: Sequence[Trajectory], vocabulary: int, settings: Settings) 
     vocabulary: 0 while no learner has said it.  Long arrays are looked at together: most of the
     time for a short one would be the start of numpy's loops."""
     for answer in samples:
-        _lengths(answer, settings)
-        _spans(answer)
+        if settings.session_tokens:
+            _session(answer, settings)
+        else:
+            _single(answer)
+            _lengths(answer, settings)
+            _spans(answer)
         _scalars(answer)
         _texts(answer, settings)
-    if not _arrays(samples, vocabulary):
+    if not _arrays([row for answer in samples for row in parts(answer)], vocabulary):
         for answer in samples:
-            _which_array(answer, vocabulary)
+            for row in parts(answer):
+                _which_array(row, _name(answer), vocabulary)
 
 
 def _name(answer: Trajectory) -> str:
     return f"ticket {answer.ticket}, sample {answer.sample}"
+
+
+def parts(answer: Trajectory) -> Sequence[Trajectory | Row]:
+    """Whatever has arrays: the answer, and a session's further rows."""
+    return [answer, *answer.rows]
+
+
+def _single(answer: Trajectory) -> None:
+    if answer.rows or answer.aside or answer.calls:
+        raise BadMessage(
+            f"{_name(answer)}: {len(answer.rows) + 1} rows of {answer.calls} calls, and the run "
+            "has no [agent]",
+            "shape",
+        )
+
+
+def _session(answer: Trajectory, settings: Settings) -> None:
+    """A session: rows of arrays of one length, whose spans are the tokens of their masks.  A failed
+    one may be empty.
+    """
+    drawn(answer.aside)
+    drawn(answer.calls)
+    if answer.failed and not answer.mask and not answer.rows:
+        _lengths(answer, settings)
+        return
+    most = settings.session_tokens
+    if len(answer.rows) >= MOST_ROWS or not 0 < answer.length <= most:
+        raise BadMessage(
+            f"{_name(answer)}: {len(answer.rows) + 1} rows with {answer.length} tokens to be "
+            f"trained; a session has some and may have {most} (agent.max_tokens)",
+            "length",
+        )
+    for number, row in enumerate(parts(answer)):
+        which = f"{_name(answer)}, row {number}"
+        length = len(row.mask)
+        prompt = len(row.prompt_tokens)
+        sizes = {len(row.tokens), len(row.behavior_logprobs), 4 * length}
+        if len(sizes) > 1 or not length or prompt % 4 or len(row.token_rewards) % (4 * length):
+            raise BadMessage(
+                f"{which}: {len(row.tokens)} bytes of tokens and {len(row.behavior_logprobs)} of "
+                f"behavior_logprobs for {length} mask bytes, {prompt} of its prompt; 4 bytes each, "
+                "one or more",
+                "shape",
+            )
+        if settings.context and length + prompt // 4 > settings.context:
+            raise BadMessage(
+                f"{which}: {length + prompt // 4} tokens; generator.context is {settings.context}",
+                "length",
+            )
+        _covered(row, which)
+
+
+def _covered(row: Trajectory | Row, which: str) -> None:
+    """The spans of a row are in order, and exactly its tokens of mask 1."""
+    at = 0
+    for span in row.spans:
+        if not at <= span.start < span.end <= len(row.mask):
+            break
+        if row.mask.count(1, span.start, span.end) != span.end - span.start:
+            break
+        at = span.end
+    else:
+        inside = all(0 <= start <= end <= len(row.mask) for _, start, end in row.segments)
+        if inside and sum(x.end - x.start for x in row.spans) == row.mask.count(1):
+            return
+    raise BadMessage(
+        f"{which}: its spans are not its {row.mask.count(1)} tokens of mask 1 in order", "shape"
+    )
 
 
 def _lengths(answer: Trajectory, settings: Settings) -> None:
@@ -259,7 +334,7 @@ def _texts(answer: Trajectory, settings: Settings) -> None:
         raise BadMessage(f"{_name(answer)}: its segments are not of its {length} tokens", "shape")
 
 
-def _arrays(samples: Sequence[Trajectory], vocabulary: int) -> bool:
+def _arrays(samples: Sequence[Trajectory | Row], vocabulary: int) -> bool:
     """Are the numbers in all arrays of these answers what they may be?  Their lengths agree."""
     if masks := b"".join([answer.mask for answer in samples]):
         logprobs = np.frombuffer(b"".join([x.behavior_logprobs for x in samples]), "<f4")
@@ -279,31 +354,29 @@ def _arrays(samples: Sequence[Trajectory], vocabulary: int) -> bool:
     return True
 
 
-def _which_array(answer: Trajectory, vocabulary: int) -> None:
+def _which_array(answer: Trajectory | Row, which: str, vocabulary: int) -> None:
     """Say what is wrong with the numbers of this answer, if anything is."""
     if answer.mask.strip(b"\0\1"):
-        raise BadMessage(f"{_name(answer)}: its mask holds other bytes than 0 and 1", "shape")
+        raise BadMessage(f"{which}: its mask holds other bytes than 0 and 1", "shape")
     logprobs = np.frombuffer(answer.behavior_logprobs, "<f4")
     if not ((logprobs <= LOGPROB_ABOVE_0) & (logprobs >= LEAST_LOGPROB)).all():
-        raise BadMessage(f"{_name(answer)}: a behavior_logprob is above 0 or not finite", "number")
+        raise BadMessage(f"{which}: a behavior_logprob is above 0 or not finite", "number")
     for name, raw in (("prompt_tokens", answer.prompt_tokens), ("tokens", answer.tokens)):
         ids = np.frombuffer(raw, "<i4")
         if len(ids) and (ids.min() < 0 or (vocabulary and ids.max() >= vocabulary)):
             raise BadMessage(
-                f"{_name(answer)}: {name} from {ids.min()} to {ids.max()}, of a model with "
+                f"{which}: {name} from {ids.min()} to {ids.max()}, of a model with "
                 f"{vocabulary} tokens",
                 "token",
             )
     if (np.abs(np.frombuffer(answer.token_rewards, "<f4")) > REWARD).any():
-        raise BadMessage(
-            f"{_name(answer)}: a token reward is not finite (NaN: none was given)", "number"
-        )
+        raise BadMessage(f"{which}: a token reward is not finite (NaN: none was given)", "number")
 
 
 def progress(store: Store, rows: list[tuple[int, int, int]]) -> None:
     """(ticket, attempt, tokens so far): no attempt has more tokens than its samples may have."""
     need(len(rows) <= ROWS, f"{len(rows)} tickets in one message; up to {ROWS}", "text")
-    most = store.settings.group * store.settings.sampling.max_new_tokens
+    most = store.settings.group * store.settings.most_tokens
     for ticket, attempt, tokens in rows:
         if not 0 <= tokens <= most:
             raise BadMessage(

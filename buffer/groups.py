@@ -34,6 +34,12 @@ class Settings:
     machinery_budget: float = 1.0
     byte_limit: int = 1 << 30
     context: int = 0  # tokens of prompt and answer at most; 0: not said
+    session_tokens: int = 0  # that a session's calls may draw; 0: samples are single answers
+
+    @property
+    def most_tokens(self) -> int:
+        """That one attempt of a sample may have."""
+        return self.session_tokens or self.sampling.max_new_tokens
 
     @property
     def in_order(self) -> bool:
@@ -168,4 +174,5 @@ class Group:
 
 def size(sample: Trajectory) -> int:
     """What a stored sample counts against the byte limit: ids, logprobs, mask, and its prompt."""
-    return 11 * len(sample.tokens) // 4 + len(sample.prompt_tokens)
+    own = 11 * len(sample.tokens) // 4 + len(sample.prompt_tokens)
+    return own + sum(11 * len(row.tokens) // 4 + len(row.prompt_tokens) for row in sample.rows)

@@ -422,11 +422,12 @@ class Store:
         if group is None:
             if key not in self.gone:
                 self.past.add("duplicate", sample.length, 1, sample.length, sample.reward)
+                self.past.add("set_aside", sample.aside, int(sample.aside > 0), sample.aside)
                 self._stray(
                     sample.ticket,
                     sample.attempt,
                     self.strays.get((sample.ticket, sample.attempt), [0])[0],
-                    sample.length,
+                    sample.length + sample.aside,
                 )
                 self._remember(key, "duplicate")
             return self.gone[key]
@@ -438,8 +439,10 @@ class Store:
         what: Disposition
         self._touched(group.ticket)
         count = group.attempts.setdefault(sample.attempt, [0, 0, 1])
-        count[1] += sample.length
+        count[1] += sample.length + sample.aside
         count[0] = max(count[0], count[1])
+        if sample.aside:  # whatever becomes of the sample
+            group.other.append(("set_aside", sample.aside, 0.0))
         if group.lease is not None and group.lease.attempt == sample.attempt:
             group.lease.todo.discard(sample.sample)
         if sample.failed:
@@ -452,7 +455,7 @@ class Store:
             what = "accepted"
             assert self.policy is not None
             lag = admission.sample_lag(
-                admission.span_lags(self.tree, sample.spans, self.policy, self.committed)
+                admission.span_lags(self.tree, sample.all_spans(), self.policy, self.committed)
             )
             group.samples[sample.sample] = Stored(sample, lag)
             self.stored_bytes += size(sample)
@@ -722,7 +725,7 @@ class Store:
             span.label
             for group in groups
             for stored in group.stored()
-            for span in stored.trajectory.spans
+            for span in stored.trajectory.all_spans()
         }
         self.tree.prune(
             self.base - VERSIONS,

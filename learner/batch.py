@@ -17,23 +17,52 @@ ROWS = 64  # samples in a micro-batch at most: more rows mean more padding and c
 
 @dataclass
 class Packed:
-    """A batch of B samples and N response tokens.  offsets int64 [B + 1] bound each sample's
-    tokens.
-    """
+    """A batch of B samples, R rows and N response tokens.  offsets int64 [B + 1] bound each
+    sample's tokens; a single answer is a sample of one row, a session may have several.
+
+    Rows exist in the forward pass alone: prompts, responses and shared are of each row (those of a
+    sample in order, one after another), all else is of samples and tokens."""
 
     prompts: list[np.ndarray]
     responses: list[np.ndarray]
+    # rows with the same number have the same prompt, within a group: it is encoded once
+    shared: list[int]
+    row_offsets: np.ndarray  # int64 [B + 1]: the rows of each sample
     groups: list[int]
     temperature: torch.Tensor
     offsets: np.ndarray
     loss: LossBatch
     places: list[int]  # of each answer among the batch's samples
 
+    @property
+    def count(self) -> int:
+        """Samples B."""
+        return len(self.groups)
+
+    def rows(self, samples: Sequence[int]) -> list[int]:
+        """The rows of `samples`, in their order."""
+        bounds = self.row_offsets
+        return [row for i in samples for row in range(bounds[i], bounds[i + 1])]
+
+    def size(self, sample: int) -> int:
+        """Tokens of a sample in the forward pass: prompts and responses of its rows."""
+        return sum(len(self.prompts[row]) + len(self.responses[row]) for row in self.rows([sample]))
+
     def part(self, samples: Sequence[int]) -> torch.Tensor:
         """Places among N of the tokens of `samples`, in their order."""
         return torch.from_numpy(
             np.concatenate([np.arange(self.offsets[i], self.offsets[i + 1]) for i in samples])
         ).to(self.loss.seq.device)
+
+    def of_rows(self, samples: Sequence[int]) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """(prompts, responses) of the rows of `samples`."""
+        rows = self.rows(samples)
+        return [self.prompts[row] for row in rows], [self.responses[row] for row in rows]
+
+    def row_temperature(self, samples: Sequence[int]) -> torch.Tensor:
+        """The sampling temperature of each row of `samples`."""
+        count = torch.from_numpy(np.diff(self.row_offsets)[list(samples)])
+        return self.temperature[list(samples)].repeat_interleave(count)
 
     def to(self, device: torch.device) -> Packed:
         """The same with the loss's tensors on `device`."""
@@ -48,16 +77,17 @@ def pack(batch: Batch, *, greedy: bool = False) -> Packed:
 
     greedy: sample 0 of each group is a baseline (remax): left out, its reward kept for the others.
     Rewards per token come with the batch where any answer has them; an answer without has its own
-    on its last token."""
+    on its last token, and so has a session of several rows, whose calls have no order."""
     at = [row for row, sample in enumerate(batch.samples) if not (greedy and sample.sample == 0)]
     samples = [batch.samples[row] for row in at]
     baseline = {sample.ticket: sample for sample in batch.samples if sample.sample == 0}
-    prompts = [np.frombuffer(sample.prompt_tokens, "<i4") for sample in samples]
-    responses = [np.frombuffer(sample.tokens, "<i4") for sample in samples]
-    lengths = np.array([len(r) for r in responses])
+    rows = [sample.all_rows() for sample in samples]
+    every = [row for of_sample in rows for row in of_sample]
+    lengths = np.array([sample.places for sample in samples])
     tickets = dict.fromkeys(sample.ticket for sample in samples)
     order = {ticket: place for place, ticket in enumerate(tickets)}
     groups = [order[sample.ticket] for sample in samples]
+    known: dict[tuple[int, bytes], int] = {}
     lag = np.zeros(int(lengths.sum()), np.int64)
     age = np.zeros(int(lengths.sum()), np.int64)
     offsets = np.concatenate([[0], np.cumsum(lengths)])
@@ -65,14 +95,12 @@ def pack(batch: Batch, *, greedy: bool = False) -> Packed:
         for start, end, value in runs:
             lag[offsets[row] + start : offsets[row] + end] = value
     for row, sample in enumerate(samples):
-        for span in sample.spans:
+        for span in sample.all_spans():
             age[offsets[row] + span.start : offsets[row] + span.end] = max(
                 0, span.label.number - span.kv.number
             )
-    behavior = np.concatenate(
-        [np.frombuffer(sample.behavior_logprobs, "<f4") for sample in samples]
-    ).copy()
-    mask = np.concatenate([np.frombuffer(sample.mask, np.uint8) for sample in samples]) > 0
+    behavior = np.concatenate([np.frombuffer(row.behavior_logprobs, "<f4") for row in every]).copy()
+    mask = np.concatenate([np.frombuffer(row.mask, np.uint8) for row in every]) > 0
     loss = LossBatch(
         seq=torch.from_numpy(np.repeat(np.arange(len(samples)), lengths)),
         behavior=torch.from_numpy(behavior),
@@ -88,11 +116,17 @@ def pack(batch: Batch, *, greedy: bool = False) -> Packed:
         loss.greedy = torch.tensor([sample.reward for sample in beside])
         loss.greedy_truncated = torch.tensor([sample.finish == "length" for sample in beside])
         loss.greedy_lengths = torch.tensor([sample.length for sample in beside])
-    if any(sample.token_rewards for sample in samples):
+    if any(row.token_rewards for row in every):
         loss.token_rewards, loss.steps = _per_token(samples)
     return Packed(
-        prompts=prompts,
-        responses=responses,
+        prompts=[np.frombuffer(row.prompt_tokens, "<i4") for row in every],
+        responses=[np.frombuffer(row.tokens, "<i4") for row in every],
+        shared=[
+            known.setdefault((group, row.prompt_tokens), len(known))
+            for group, of_sample in zip(groups, rows, strict=True)
+            for row in of_sample
+        ],
+        row_offsets=np.concatenate([[0], np.cumsum([len(of_sample) for of_sample in rows])]),
         groups=groups,
         temperature=torch.tensor([sample.temperature for sample in samples]),
         offsets=offsets,
@@ -111,13 +145,13 @@ def _per_token(samples: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tenso
     rewards = []
     steps = []
     for sample in samples:
-        given = np.frombuffer(sample.token_rewards, "<f4")
-        if len(given) not in (0, sample.length):
+        given = np.frombuffer(sample.token_rewards, "<f4") if not sample.rows else np.zeros(0)
+        if len(given) not in (0, sample.places):
             raise AsyncrlError(
                 f"ticket {sample.ticket}, sample {sample.sample}: {len(given)} token rewards "
-                f"for {sample.length} tokens"
+                f"for {sample.places} tokens"
             )
-        last = np.arange(sample.length) == sample.length - 1
+        last = np.arange(sample.places) == sample.places - 1
         if not len(given):
             given = np.where(last, np.float32(sample.reward), np.float32(0.0))
         said = ~np.isnan(given)
@@ -130,16 +164,23 @@ def micro_batches(
     packed: Packed, samples: Sequence[int], tokens: int, rows: int = ROWS
 ) -> list[list[int]]:
     """`samples` sorted by length and cut so that none holds more than `tokens` padded tokens or
-    `rows` samples.
+    `rows` rows.  A sample is never cut: what belongs to a sequence needs all of it.
     """
-
-    def length(answer: int) -> int:
-        return len(packed.prompts[answer]) + len(packed.responses[answer])
-
+    count = np.diff(packed.row_offsets)
+    widest = {
+        answer: max(
+            len(packed.prompts[row]) + len(packed.responses[row]) for row in packed.rows([answer])
+        )
+        for answer in samples
+    }
     out: list[list[int]] = []
-    for answer in sorted(samples, key=lambda answer: (length(answer), answer)):
-        if out and len(out[-1]) < rows and (len(out[-1]) + 1) * length(answer) <= tokens:
+    held = 0  # rows of the last one
+    for answer in sorted(samples, key=lambda answer: (widest[answer], answer)):
+        more = held + int(count[answer])
+        if out and more <= rows and more * widest[answer] <= tokens:
             out[-1].append(answer)
+            held = more
         else:
             out.append([answer])
+            held = int(count[answer])
     return out

@@ -94,9 +94,7 @@ class Critic:
         states, for a shared trunk.
         """
         if self.trunk is not None:
-            hidden = self._states(
-                self.trunk, packed, samples, [packed.responses[i] for i in samples]
-            )
+            hidden = self._states(self.trunk, packed, samples, packed.of_rows(samples)[1])
         assert hidden is not None
         return self._of(hidden)
 
@@ -105,11 +103,11 @@ class Critic:
         self, packed: Packed, parts: Sequence[Sequence[int]]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(V [N], bootstrap [B]) as the batch begins: bootstrap is V after the last token of a
-        truncated answer, elsewhere 0.
+        truncated answer, elsewhere 0.  Every sample is one row: `LearnerCore` refuses others.
         """
         trunk = self.trunk or self.policy
         values = torch.zeros(int(packed.offsets[-1]))
-        bootstrap = torch.zeros(len(packed.responses))
+        bootstrap = torch.zeros(packed.count)
         cut = packed.loss.truncated.tolist()
         for part in parts:
             # one token more makes the state after the last one appear; which token it is plays no
@@ -138,10 +136,10 @@ class Critic:
     ) -> torch.Tensor:
         """The state [n, H] that predicts each token of `answers`."""
         out = model.logprobs(
-            [packed.prompts[i] for i in samples],
+            packed.of_rows(samples)[0],
             answers,
-            packed.temperature[list(samples)],
-            groups=[packed.groups[i] for i in samples],
+            packed.row_temperature(samples),
+            groups=[packed.shared[row] for row in packed.rows(samples)],
             want_hidden=True,
         )
         assert out.hidden is not None

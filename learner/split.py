@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 
 from asyncrl.algorithms import kl, ratios, split
@@ -76,8 +77,9 @@ class Measure:
         rank has seen.
         """
         seen = prep.known & prep.passed
-        count = ratios.seq_sum(seen.long(), packed.loss.seq, len(packed.responses))
-        whole = [i for i, n in enumerate(count.tolist()) if n == len(packed.responses[i]) > 0]
+        count = ratios.seq_sum(seen.long(), packed.loss.seq, packed.count)
+        places = np.diff(packed.offsets).tolist()
+        whole = [i for i, n in enumerate(count.tolist()) if n == places[i] > 0]
         source = torch.Generator().manual_seed((self.config.seed * 1_000_003 + number) % 2**63)
         order = torch.randperm(len(whole), generator=source).tolist()
         return sorted(whole[i] for i in order[: self.config.record.split_samples])
@@ -98,7 +100,7 @@ class Measure:
         version = torch.where(loss.token_lag == 0, prep.start, torch.nan)
         spans: dict[Label, list[tuple[int, int, int]]] = {}
         for answer in answers:
-            for span in samples[answer].spans:
+            for span in samples[answer].all_spans():
                 first, last = (int(packed.offsets[answer]) + at for at in (span.start, span.end))
                 if last > first and bool((loss.token_lag[first:last] > 0).any()):
                     spans.setdefault(Label(*span.label), []).append((answer, first, last))

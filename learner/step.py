@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 
-from asyncrl.algorithms import advantages, kl, ratios
+from asyncrl.algorithms import advantages, kl, ratios, settings
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.algorithms.settings import KLLoss, KLReward
 from asyncrl.config.tree import Config
@@ -112,7 +112,7 @@ class LearnerCore:
         self.backend.tell("train", batch)
         config = self.config
         packed = self._packed(batch)
-        everyone = range(len(packed.responses))
+        everyone = range(packed.count)
         self.critic_norms: list[float] = []
         prep = step_loss.prepare(
             packed.loss,
@@ -160,7 +160,12 @@ class LearnerCore:
         """
         config = self.config
         packed = pack(batch, greedy=config.advantage.name == "remax").to(self.where)
-        everyone = range(len(packed.responses))
+        everyone = range(packed.count)
+        if len(packed.responses) > packed.count and (keys := settings.ordered(config)):
+            raise ConfigError(
+                f"{keys[0]} needs the order of a session's tokens, and a session of batch "
+                f'{batch.number} has forked: its rows have none; set agent.fork = "end"'
+            )
         if (
             packed.loss.token_rewards is not None
             and config.advantage.name not in advantages.BY_TOKEN
@@ -197,7 +202,7 @@ class LearnerCore:
             for samples in self._minibatches(packed, epoch):
                 first = self.backend.stops_first and bool(self.config.stop.kl_max) and bool(norms)
                 current = (
-                    self._forward(self.model, packed, range(len(packed.responses)))
+                    self._forward(self.model, packed, range(packed.count))
                     if first or step_loss.needs_current(prep)
                     else None
                 )
@@ -247,15 +252,14 @@ class LearnerCore:
         used = self.backend.total(prep.used.float()) if self.backend.ranks > 1 else prep.used
         lost = (prep.valid & (used == 0)).double()
         counts = (
-            torch.zeros(len(packed.responses), dtype=torch.double, device=lost.device)
+            torch.zeros(packed.count, dtype=torch.double, device=lost.device)
             .index_add_(0, prep.batch.seq, lost)
             .tolist()
         )
         out = [(0, 0)] * samples
-        for answer, (place, response) in enumerate(
-            zip(packed.places, packed.responses, strict=True)
-        ):
-            out[place] = (0, int(counts[answer])) if answer in self.made else (len(response), 0)
+        drawn = ratios.seq_sum(prep.batch.mask.long(), prep.batch.seq, packed.count).tolist()
+        for answer, place in enumerate(packed.places):
+            out[place] = (0, int(counts[answer])) if answer in self.made else (drawn[answer], 0)
         return out if any(map(any, out)) else []
 
     def _untrained(
@@ -335,7 +339,7 @@ class LearnerCore:
 
     def _mine(self, packed: Packed, samples: Sequence[int]) -> tuple[list[list[int]], int]:
         """This rank's micro-batches of `samples`, and how many the busiest rank has."""
-        lengths = [len(p) + len(r) for p, r in zip(packed.prompts, packed.responses, strict=True)]
+        lengths = [packed.size(sample) for sample in range(packed.count)]
         each = [
             micro_batches(packed, s, self.config.learner.micro_batch_tokens) if s else []
             for s in self.backend.share(samples, lengths)
@@ -388,8 +392,15 @@ class LearnerCore:
         if self.run_dir is None:
             return ""
         path = self.run_dir / "bad_batch.msgpack"
-        each = zip(packed.prompts, packed.responses, packed.loss.rewards.tolist(), strict=True)
-        rows = [{"prompt": p.tolist(), "tokens": r.tolist(), "reward": x} for p, r, x in each]
+        rows = [
+            {
+                "prompt": packed.prompts[row].tolist(),
+                "tokens": packed.responses[row].tolist(),
+                "reward": reward,
+            }
+            for sample, reward in enumerate(packed.loss.rewards.tolist())
+            for row in packed.rows([sample])
+        ]
         path.write_bytes(msgspec.msgpack.encode(rows))
         return f"; the batch is saved in {path}"
 
@@ -406,10 +417,9 @@ class LearnerCore:
     ) -> Any:
         with self.backend.guard():
             return model.logprobs(
-                [packed.prompts[i] for i in samples],
-                [packed.responses[i] for i in samples],
-                packed.temperature[list(samples)],
-                groups=[packed.groups[i] for i in samples],
+                *packed.of_rows(samples),
+                packed.row_temperature(samples),
+                groups=[packed.shared[row] for row in packed.rows(samples)],
                 want_entropy=entropy,
                 want_hidden=hidden,
             )

@@ -168,7 +168,7 @@ GOOD = {
     "prompt_tokens": b"\3\0\0\0",
     "tokens": b"\0\0\0\0\4\0\0\0",
     "behavior_logprobs": F4["half"] * 2,
-    "mask": b"\1\0",
+    "mask": b"\1\1",
     "spans": [
         m.Span(Label(1, 0), "", 0, 1, Label(1, 0)),
         m.Span(Label(1, 0), "", 1, 2, Label(1, 0)),

@@ -121,7 +121,7 @@ def test_the_first_of_a_group_is_left_out_where_it_is_the_baseline() -> None:
     )
     assert (
         loss.greedy.tolist() == [1, 1]
-        and loss.greedy_lengths.tolist() == [3, 3]
+        and loss.greedy_lengths.tolist() == [2, 2]
         and loss.greedy_truncated.tolist() == [False, False]
     )
 

@@ -16,7 +16,8 @@ from asyncrl.contract.errors import ConfigError
 @dataclass
 class LossBatch:
     """seq, token_lag int64 [N]; behavior fp32 [N]; mask bool [N]; rewards fp32 [B]; groups int64
-    [B]; truncated bool [B].
+    [B]; truncated bool [B].  seq numbers samples: the rows of a session have its number, one row
+    after another, so that lengths, ratios of a sequence and weights run over all of them.
 
     Optional: start, anchor, reference, token_rewards, values [N]; bootstrap [B]: V after the last
     token of a truncated answer; greedy [B]: reward of a greedy answer to the same prompt,
@@ -134,7 +135,8 @@ def shaped(batch: LossBatch, valid: torch.Tensor, config: Settings) -> Shaped:
     n = len(batch.rewards)
     given = batch.token_rewards if a.name in advantages.BY_TOKEN else None
     earned = batch.rewards if given is None else ratios.seq_sum(given, batch.seq, n)
-    rewards = _cut(earned, batch.truncated, torch.bincount(batch.seq, minlength=n), config)
+    lengths = ratios.seq_sum(batch.mask.long(), batch.seq, n)
+    rewards = _cut(earned, batch.truncated, lengths, config)
     greedy = None
     if batch.greedy is not None:
         assert batch.greedy_truncated is not None and batch.greedy_lengths is not None

@@ -522,3 +522,19 @@ class Settings(Protocol):
     def kl(self) -> KL: ...
     @property
     def stop(self) -> Stop: ...
+
+
+def ordered(config: Settings) -> list[str]:
+    """What of a config needs the order of all tokens of a sample, which the rows of a session that
+    forked have not: `key = value` of each.
+    """
+    out = []
+    if config.advantage.name == "gae":
+        out.append("advantage.name = gae")
+    if config.advantage.name == "reinforce_pp" and config.advantage.gamma < 1:
+        out.append(f"advantage.gamma = {config.advantage.gamma:g}")
+    if config.advantage.name == "reinforce_pp" and config.kl.reward.coefficient > 0:
+        out.append(f"kl.reward.coefficient = {config.kl.reward.coefficient:g} with reinforce_pp")
+    if config.kl.loss.coefficient > 0 and config.kl.loss.off_policy in ("prefix", "prefix_full"):
+        out.append(f"kl.loss.off_policy = {config.kl.loss.off_policy}")
+    return out

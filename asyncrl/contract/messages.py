@@ -14,7 +14,7 @@ import msgspec
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import Wait
 
-PROTOCOL = 2
+PROTOCOL = 3
 # ticket numbers from here on are of evaluations: the same prompt has the same random stream at
 # every version
 EVAL_BASE = 1 << 40
@@ -34,12 +34,16 @@ LedgerLine = Literal[
     "lost_with_process",
     "left_over",
     "failed",
+    "set_aside",
 ]
 DISPOSITIONS: tuple[LedgerLine, ...] = get_args(LedgerLine)
 # of these, the lines of tokens that were written for nothing: they reached no batch, or counted for
-# nothing in it by their age; what the loss left out is no loss of the buffer's
+# nothing in it by their age; what the loss left out is no loss of the buffer's, and what an agent
+# asked not to be trained (set_aside) was written for the agent
 LOST = tuple(
-    line for line in DISPOSITIONS if line not in ("trained", "skipped", "rejected", "left_over")
+    line
+    for line in DISPOSITIONS
+    if line not in ("trained", "skipped", "rejected", "left_over", "set_aside")
 )
 # what has become of a sample so far: "accepted" until its batch is trained; an answer to an
 # evaluation ticket has no line
@@ -103,11 +107,12 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.kind}: {self.why}"
 
 
-class Row(msgspec.Struct, array_like=True):
-    """One path through a sample of several calls, as the learner runs it forward: made by the
-    gateway (actors/gateway/forest.py), read by the learner.  P tokens before the row's first own
-    token, T from it on.
-    """
+class Row(msgspec.Struct, frozen=True, array_like=True):
+    """A root-to-leaf path of a session's calls, as the learner runs it forward: made by a gateway
+    (actors/gateway/forest.py).  P tokens before the row's first own token, T from it on.
+
+    A token that several rows share was drawn once: it has mask 1 and a span in the first of them,
+    mask 0 and none in the others; so have tokens that no call drew (tools, other turns)."""
 
     prompt_tokens: bytes  # int32 [P]
     tokens: bytes  # int32 [T]: drawn ones exactly as sampled, and what stood between the calls
@@ -121,9 +126,11 @@ class Row(msgspec.Struct, array_like=True):
 
 
 class Trajectory(msgspec.Struct, array_like=True):
-    """One sample.  Made by a generator; stored by the buffer; read by the learner.  P prompt, T
-    response tokens.
-    """
+    """One sample.  Made by a generator or a gateway; stored by the buffer; read by the learner.  P
+    prompt, T response tokens.
+
+    A single answer is one row, the fields here.  A session's further rows are in `rows`: `all_rows`
+    has every one, and a place "in the sample" counts their T in that order."""
 
     ticket: int
     sample: int
@@ -146,10 +153,47 @@ class Trajectory(msgspec.Struct, array_like=True):
     generated_at: float = 0.0  # CLOCK_MONOTONIC seconds, when the last token was drawn
     # a failed sample is never trained on; "" is no failure (and what recordings hold)
     failed: Failure | Literal[""] = ""
+    rows: list[Row] = []  # of a session: those after the first
+    aside: int = 0  # tokens that were drawn and are never trained (ledger: set_aside)
+    calls: int = 0  # of a session: generations it asked for; 0: a single answer
 
     @property
     def length(self) -> int:
-        return len(self.tokens) // 4
+        """Tokens drawn to be trained: of mask 1, over all rows; without a mask (simulated) all."""
+        own = self.mask.count(1) if self.mask else len(self.tokens) // 4
+        return own + sum(row.mask.count(1) for row in self.rows)
+
+    @property
+    def places(self) -> int:
+        """Tokens T of all rows, whoever wrote them."""
+        return (len(self.tokens) + sum(len(row.tokens) for row in self.rows)) // 4
+
+    def all_rows(self) -> list[Row]:
+        """Every row, the first from the fields here."""
+        first = Row(
+            self.prompt_tokens,
+            self.tokens,
+            self.behavior_logprobs,
+            self.mask,
+            self.spans,
+            self.segments,
+            self.token_rewards,
+        )
+        return [first, *self.rows]
+
+    def all_spans(self) -> list[Span]:
+        """The spans of every row, by places in the sample."""
+        if not self.rows:
+            return self.spans
+        out = list(self.spans)
+        begin = len(self.mask)
+        for row in self.rows:
+            out += [
+                Span(span.label, span.digest, begin + span.start, begin + span.end, span.kv)
+                for span in row.spans
+            ]
+            begin += len(row.mask)
+        return out
 
 
 # ---- generator to buffer -------------------------------------------------------------------------
@@ -290,6 +334,67 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
 
     reason: str
     exit_code: int = 4
+
+
+# ---- gateway and generators ----------------------------------------------------------------------
+
+
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """One generation that a session asks for.  Made by a gateway; drawn by one generator, by
+    another one if that dies: with the same random stream.
+    """
+
+    id: int  # unique in the gateway's life
+    ticket: int
+    sample: int
+    kind: Literal["train", "eval"]
+    prompt: bytes  # int32 [P], P >= 1
+    max_new_tokens: int
+    sampling: Sampling
+    # every call of a session is admitted at or above the ticket's, however late it comes
+    min_version: Label
+    exact_version: Label | None
+    seed: int
+    # 0: the stream of a plain answer to the ticket, (seed, ticket, sample); else beside it
+    stream: int = 0
+
+
+class Calls(msgspec.Struct, frozen=True, tag="calls"):
+    """To one generator: calls to draw, calls to end, and the weights to follow."""
+
+    session: int  # of the generator
+    sequence: int
+    calls: list[Call]
+    cut: list[int]
+    announcement: Announcement | None
+
+
+class Serving(msgspec.Struct, frozen=True, tag="serving"):
+    """A generator draws calls; said again now and then.  held: those that it has; heard: the
+    highest `Calls.sequence` it has seen.  A call that was sent up to there, and is neither held
+    nor answered, is sent again.
+    """
+
+    protocol: int
+    run: str
+    producer: str
+    session: int
+    slots: int
+    held: list[int]
+    heard: int
+
+
+class Called(msgspec.Struct, frozen=True, tag="called"):
+    """A call's answer.  lost: tokens that were drawn of a call that was cut, of which nothing
+    remains.
+    """
+
+    id: int
+    tokens: bytes  # int32 [T], the stop token included
+    logprobs: bytes  # float32 [T]
+    spans: list[Span]
+    finish: Literal["stop", "length"]
+    lost: int = 0
 
 
 # ---- learner and buffer --------------------------------------------------------------------------
@@ -447,3 +552,5 @@ FromPeer = (
 FromBuffer = (
     Tickets | Acks | Refused | Welcome | FencedOff | Batch | Committed | Finished | Heard | Status
 )
+FromGenerator = Serving | Called
+FromGateway = Calls | Refused

@@ -116,6 +116,11 @@ def buffer_address(config: Config, run_dir: Path) -> str:
     return config.wires.address or f"ipc://{socket_dir(run_dir) / 'buffer'}"
 
 
+def gateway_address(run_dir: Path, index: int) -> str:
+    """Where generators take the calls of gateway `index`: on its own machine."""
+    return f"ipc://{socket_dir(run_dir) / f'gateway-{index}'}"
+
+
 def shm_dir(run_dir: Path) -> Path:
     """The run's directory on the shared-memory file system."""
     base = SHM if SHM.is_dir() and os.access(SHM, os.W_OK) else Path(tempfile.gettempdir())

@@ -7,13 +7,21 @@ key) make up for every loss a killed process can cause."""
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
 import zmq
 
 from asyncrl.contract.errors import ConfigError, PeerUnreachable
-from asyncrl.contract.messages import MAX_FRAME_BYTES, FromBuffer, FromPeer, Refused
+from asyncrl.contract.messages import (
+    MAX_FRAME_BYTES,
+    FromBuffer,
+    FromGateway,
+    FromGenerator,
+    FromPeer,
+    Refused,
+)
 from asyncrl.transport import keys
 
 IPC_LIMIT = 107  # bytes of a unix socket's path
@@ -60,10 +68,19 @@ class BufferSocket:
 
     A slow peer: its messages queue at its side up to its credit; ours to it up to HIGH_WATER, then
     they are dropped and the peer's repeated request brings them again.  A dead peer: the same,
-    nothing blocks.  A peer that connects late finds us."""
+    nothing blocks.  A peer that connects late finds us.
 
-    def __init__(self, address: str, curve_dir: str = "") -> None:
-        check_address(address, curve_dir, "wires.address")
+    reads: what peers say; key: the config's, that named the address.  A gateway's is one too."""
+
+    def __init__(
+        self,
+        address: str,
+        curve_dir: str = "",
+        *,
+        reads: Any = FromPeer,
+        key: str = "wires.address",
+    ) -> None:
+        check_address(address, curve_dir, key)
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 200)
@@ -77,14 +94,14 @@ class BufferSocket:
                 self.socket.bind(address)
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"wires.address: cannot listen on {address}: {error}; is another run using it?"
+                f"{key}: cannot listen on {address}: {error}; is another run using it?"
             ) from error
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-        self._decoder = msgspec.msgpack.Decoder(FromPeer)
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reads)
         self.undecodable = 0  # messages refused so far that are not of this protocol
         self.forbidden = 0  # and those that their sender's key may not say
 
-    def recv(self, timeout: float) -> tuple[bytes, FromPeer] | None:
+    def recv(self, timeout: float) -> tuple[bytes, Any] | None:
         """The next message within `timeout` seconds, with its peer; one that does not decode, or
         that its sender's key may not say, is answered by Refused, and counted.
         """
@@ -121,7 +138,7 @@ class BufferSocket:
             )
             return None
 
-    def send(self, peer: bytes, message: FromBuffer) -> None:
+    def send(self, peer: bytes, message: FromBuffer | FromGateway) -> None:
         """Send without blocking; what cannot be queued is dropped (the peer repeats its
         request).
         """
@@ -142,10 +159,19 @@ class PeerSocket:
 
     It connects when the buffer comes and again after it was away; what was sent meanwhile queues
     here.  A dead buffer shows as silence: the caller holds the deadline.  name: whose key it
-    shows, where there are keys."""
+    shows, where there are keys; reads: what the other side says; key: the config's, that named the
+    address."""
 
-    def __init__(self, address: str, curve_dir: str = "", name: str = keys.VIEWER) -> None:
-        check_address(address, curve_dir, "wires.address")
+    def __init__(
+        self,
+        address: str,
+        curve_dir: str = "",
+        name: str = keys.VIEWER,
+        *,
+        reads: Any = FromBuffer,
+        key: str = "wires.address",
+    ) -> None:
+        check_address(address, curve_dir, key)
         self.address = address
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
@@ -155,9 +181,9 @@ class PeerSocket:
         self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
         keys.lock(self.socket, curve_dir, name)
         self.socket.connect(address)
-        self._decoder = msgspec.msgpack.Decoder(FromBuffer)
+        self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reads)
 
-    def send(self, message: FromPeer) -> None:
+    def send(self, message: FromPeer | FromGenerator) -> None:
         """Queue a message; with HIGH_WATER messages unsent (the buffer is away) it is dropped and
         repeated by its sender.
         """
@@ -166,14 +192,14 @@ class PeerSocket:
         except zmq.Again:
             pass
 
-    def recv(self, timeout: float) -> FromBuffer | None:
+    def recv(self, timeout: float) -> Any:
         """The next message within `timeout` seconds, or None.  Raises PeerUnreachable for a frame
         that does not decode.
         """
         if not self.socket.poll(int(timeout * 1000)):
             return None
         try:
-            return self._decoder.decode(self.socket.recv())  # type: ignore[no-any-return]
+            return self._decoder.decode(self.socket.recv())
         except UNDECODABLE as error:
             raise PeerUnreachable(
                 f"{self.address} does not speak this protocol: {error}"
@@ -182,3 +208,17 @@ class PeerSocket:
     def close(self) -> None:
         self.socket.close()
         self.context.term()
+
+
+def wait(
+    sockets: Iterable[BufferSocket | PeerSocket], descriptors: Iterable[int], timeout: float
+) -> None:
+    """Until one of the sockets has a message, one of the file descriptors something to read, or
+    `timeout` seconds are over.
+    """
+    poller = zmq.Poller()
+    for each in sockets:
+        poller.register(each.socket, zmq.POLLIN)
+    for descriptor in descriptors:
+        poller.register(descriptor, zmq.POLLIN)
+    poller.poll(max(0, int(timeout * 1000)))
