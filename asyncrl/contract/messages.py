@@ -171,13 +171,13 @@ class Trajectory(msgspec.Struct, array_like=True):
     def all_rows(self) -> list[Row]:
         """Every row, the first from the fields here."""
         first = Row(
-            self.prompt_tokens,
-            self.tokens,
-            self.behavior_logprobs,
-            self.mask,
-            self.spans,
-            self.segments,
-            self.token_rewards,
+            prompt_tokens=self.prompt_tokens,
+            tokens=self.tokens,
+            behavior_logprobs=self.behavior_logprobs,
+            mask=self.mask,
+            spans=self.spans,
+            segments=self.segments,
+            token_rewards=self.token_rewards,
         )
         return [first, *self.rows]
 
