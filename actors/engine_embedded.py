@@ -21,7 +21,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Span
 from asyncrl.contract.versions import Label
-from asyncrl.models import exact_operators
+from asyncrl.models import exact_operators, memory
 from asyncrl.models.policy import PolicyModel, load_policy
 
 CHUNK = 64  # rows refilled at a time: an admission costs about as much as a few decode steps
@@ -499,6 +499,7 @@ def make_engine(config: Config) -> Engine:
     settings = config.generator
     dtype = config.model.dtype if settings.dtype == "same" else settings.dtype
     torch.set_num_threads(settings.threads)
+    memory.keep_freed()
     model = load_policy(Path(config.model.path), dtype, config.model.device)
     from actors.engine_generic import GenericEngine
 

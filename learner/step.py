@@ -18,7 +18,7 @@ from asyncrl.algorithms.settings import KLLoss, KLReward
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFinite
 from asyncrl.contract.messages import Batch
-from asyncrl.models import packed_forward
+from asyncrl.models import memory, packed_forward
 from asyncrl.models.policy import PolicyModel, load_policy, manifest
 from learner import schedule
 from learner.backend import TorchBackend
@@ -47,6 +47,7 @@ class LearnerCore:
 
     def __init__(self, config: Config, model_dir: str | Path, run_dir: Path | None = None) -> None:
         torch.set_num_threads(config.learner.threads)
+        memory.keep_freed()
         self.config = config
         self.run_dir = run_dir
         # they fetch their parameters by hooks

@@ -1,13 +1,15 @@
 """The learner stays flat over many small batches, in a process of its own whose resident memory is
-read (the engine: test_speed.py).
+read (the engine: test_speed.py); what is freed there is not faulted in again.
 """
 
 from __future__ import annotations
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from conftest import ENV
 
 MOST_MB = 6.0  # a leak of one row a batch is many times this
@@ -43,3 +45,56 @@ def test_the_learners_memory_stays_flat_over_many_small_batches(tmp_path: Path) 
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert float(done.stdout.split()[0]) < MOST_MB, done.stdout
+
+
+CONFIG = """
+import msgspec, sys
+from asyncrl.config.tree import Config
+model = {"path": sys.argv[1], "device": "cpu"}
+config = msgspec.convert({"model": model, "task": {"name": "sort"}}, Config)
+"""
+KEEPERS = {
+    "learner": """
+from learner.step import LearnerCore
+LearnerCore(config, sys.argv[1])
+""",
+    "engine": """
+from actors.engine_embedded import make_engine
+make_engine(config)
+""",
+}
+TENSOR = 1 << 26  # bytes: more than malloc ever keeps by itself
+FAULTS = f"""
+import resource, torch
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.ones({TENSOR // 4})
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+PAGES = TENSOR // 4096
+
+
+def faulted(who: str, model: Path, **more: str) -> int:
+    """Pages faulted in by twenty tensors, one after the other, in a process that has a `who`."""
+    done = subprocess.run(
+        [sys.executable, "-c", CONFIG + KEEPERS[who] + FAULTS, str(model)],
+        env=ENV | more,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return int(done.stdout.split()[-1])
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc is what is set")
+@pytest.mark.parametrize("who", KEEPERS)
+def test_memory_that_is_freed_is_not_faulted_in_again(who: str, small_model: Path) -> None:
+    assert faulted(who, small_model) < PAGES
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc is what is set")
+def test_what_the_user_has_set_of_malloc_stays(small_model: Path) -> None:
+    # everything from 1 MiB on by a mapping of its own
+    assert faulted("learner", small_model, MALLOC_MMAP_THRESHOLD_=str(1 << 20)) > 15 * PAGES
