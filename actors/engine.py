@@ -5,7 +5,7 @@ steps.  Which there are stands in asyncrl/config/engines.py.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -87,25 +87,30 @@ def engine_for(config: Config) -> Engine:
 
 
 def uniforms(seed: int, ticket: int, sample: int, count: int) -> np.ndarray:
-    """float32 [count] in (0, 1): a counter-based stream on (seed, ticket, sample, position).
+    """float32 [count] in (0, 1): a counter-based stream on (seed, ticket, sample, position)."""
+    row: np.ndarray = uniform_rows([(seed, ticket, sample)], count)[0]
+    return row
+
+
+def uniform_rows(keys: Sequence[tuple[int, int, int]], count: int) -> np.ndarray:
+    """float32 [len(keys), count]: `uniforms` of every (seed, ticket, sample), all at once.
 
     The finaliser is SplitMix64 (Steele, Lea, Flood 2014), applied to a key that is itself mixed per
     component."""
-    with np.errstate(over="ignore"):
-        key = np.uint64(0x9E3779B97F4A7C15)
-        for part in (seed, ticket, sample):
-            key = _mix(
-                key ^ _mix(np.uint64(part & 0xFFFFFFFFFFFFFFFF) + np.uint64(0x632BE59BD9B4E019))
-            )
-        bits = _mix(key + np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    key = np.full(len(keys), 0x9E3779B97F4A7C15, np.uint64)
+    for parts in zip(*keys, strict=True):
+        part = np.array([number & 0xFFFFFFFFFFFFFFFF for number in parts], np.uint64)
+        key = _mix(key ^ _mix(part + np.uint64(0x632BE59BD9B4E019)))
+    counter = np.arange(1, count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    bits = _mix(key[:, None] + counter)
     out: np.ndarray = ((bits >> np.uint64(40)).astype(np.float64) + 0.5).astype(
         np.float32
     ) * np.float32(2.0**-24)
     return out
 
 
-def _mix(bits: Any) -> Any:
-    with np.errstate(over="ignore"):
-        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return bits ^ (bits >> np.uint64(31))
+def _mix(bits: np.ndarray) -> np.ndarray:
+    """Arrays only: they wrap around without a warning, as is meant."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from actors import decoder
-from actors.engine import Answer, Engine, Key, Request, uniforms
+from actors.engine import Answer, Engine, Key, Request, uniform_rows
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Span
@@ -236,11 +236,10 @@ class EmbeddedEngine:
             [list(request.stop) + [-1] * (width - len(request.stop)) for request in requests],
             torch.long,
         )
-        stream = np.zeros((len(requests), self.uniform.shape[1]), np.float32)
-        for slot, request in enumerate(requests):
-            stream[slot, : request.max_new_tokens] = uniforms(
-                request.seed, request.key[0], request.key[1], request.max_new_tokens
-            )
+        stream = uniform_rows(
+            [(request.seed, request.key[0], request.key[1]) for request in requests],
+            self.uniform.shape[1],
+        )
         self.uniform[index] = torch.from_numpy(stream).to(self.device)
 
     def _reserve(self, requests: list[Request]) -> None:
@@ -431,8 +430,7 @@ class EmbeddedEngine:
         self.token[:count], self.clock = token, self.clock + 1
         self.count[:count].add_(1).clamp_(max=self.uniform.shape[1] - 1)
         self.position[:count].add_(1).clamp_(max=self.context)
-        done = ended.nonzero()[:, 0].tolist()
-        return [self._answer(slot) for slot in done]
+        return self._answers(ended.nonzero()[:, 0])
 
     def _written(self, index: int, row: Row) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and logprobs of row i so far, read out of the ring."""
@@ -441,22 +439,35 @@ class EmbeddedEngine:
             index, columns
         ].cpu().numpy()
 
-    def _answer(self, index: int) -> Answer:
-        row = self.rows[index]
-        assert row is not None
-        tokens, logprobs = self._written(index, row)
-        finish: Literal["stop", "length"] = (
-            "stop" if int(tokens[-1]) in row.request.stop else "length"
-        )
-        self._free(index)
-        return Answer(
-            row.request.key,
-            row.request.prompt,
-            tokens,
-            logprobs,
-            spans(row, len(tokens), self.in_flight),
-            finish,
-        )
+    def _answers(self, ended: torch.Tensor) -> list[Answer]:
+        """Those of the rows `ended` [n], read out of the ring together; the rows are free."""
+        if not len(ended):
+            return []
+        written = self.out_token[ended].cpu().numpy().astype(np.int32)
+        logprobs = self.out_logprob[ended].cpu().numpy()
+        self.left[ended] = 0
+        answers = []
+        for at, slot in enumerate(ended.tolist()):
+            row = self.rows[slot]
+            assert row is not None
+            columns = np.arange(row.born, self.clock) % self.ring_needed
+            tokens = written[at, columns]
+            finish: Literal["stop", "length"] = (
+                "stop" if int(tokens[-1]) in row.request.stop else "length"
+            )
+            self.rows[slot] = None
+            answers.append(
+                Answer(
+                    row.request.key,
+                    row.request.prompt,
+                    tokens,
+                    logprobs[at, columns],
+                    spans(row, len(tokens), self.in_flight),
+                    finish,
+                )
+            )
+        self.live -= len(answers)
+        return answers
 
 
 def spans(row: Row, length: int, in_flight: str) -> list[Span]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from actors import decoder
-from actors.engine import Answer, Request, uniforms
+from actors.engine import Answer, Request, uniform_rows, uniforms
 from actors.engine_embedded import EmbeddedEngine, rounded
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
@@ -193,3 +193,11 @@ def test_uniforms_are_a_counter_stream() -> None:
     a = uniforms(1, 2, 3, 1000)
     assert (uniforms(1, 2, 3, 10) == a[:10]).all() and ((a > 0) & (a < 1)).all()
     assert abs(a.mean() - 0.5) < 0.05 and (uniforms(1, 3, 2, 1000) != a).mean() > 0.99
+    # any number is a key, and a row does not know what is drawn beside it
+    keys = [(1, 2, 3), (-3, 2**62, 7), (2**70 + 1, 0, 0)]
+    rows = uniform_rows(keys, 100)
+    assert all((row == uniforms(*key, 100)).all() for row, key in zip(rows, keys, strict=True))
+    assert len({row.tobytes() for row in rows}) == 3
+    assert (
+        rows[0, :3] == np.float32([0.5003024339675903, 0.540410041809082, 0.3515719473361969])
+    ).all()  # runs of earlier versions repeat
