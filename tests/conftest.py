@@ -264,4 +264,4 @@ def forked(small_model: Path) -> Iterator[Callable[..., dict[str, Any]]]:
 
     yield order
     forge.stdin.close()
-    assert forge.wait(timeout=30) == 0
+    assert forge.wait(timeout=600) == 0

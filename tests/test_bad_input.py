@@ -146,7 +146,7 @@ def with_rewards(tmp_path: Path, model: Path, *words: str) -> Ended:
     env = ENV | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     argv = demo_command("run", tmp_path, model, *SMALL, *words, "name='r'")
     return Ended(
-        subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240)
+        subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     )
 
 
@@ -232,7 +232,7 @@ def test_a_run_directory_in_use_or_taken(asyncrl: Call, tmp_path: Path, sort_mod
     )
     refused(asyncrl("run", "name='taken'"), 2, str(run_dir), "holds a run already")
     os.kill(process.pid, signal.SIGINT)
-    assert process.wait(timeout=60) == 130
+    assert process.wait(timeout=600) == 130
 
 
 def stopped(tmp_path: Path, model: Path, *words: str) -> Path:
@@ -243,7 +243,7 @@ def stopped(tmp_path: Path, model: Path, *words: str) -> Path:
     run_dir = tmp_path / "runs" / "ck"
     wait_until(lambda: steps_done(run_dir) >= 6, process)
     os.kill(process.pid, signal.SIGINT)
-    assert process.wait(timeout=60) == 130
+    assert process.wait(timeout=600) == 130
     return run_dir
 
 
@@ -310,7 +310,7 @@ def test_commands_typed_wrong(argv: list[str], code: int, said: str) -> None:
         env=ENV,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
     assert done.returncode == code and said in done.stderr and "Traceback" not in done.stderr, (
         done.stderr
@@ -357,7 +357,7 @@ def test_a_full_disk_at_checkpoint_ends_the_run_with_the_one_before_whole(
             run_dir = small / "runs" / "full"
         done = Ended(
             subprocess.run(
-                [*words, *argv], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=240
+                [*words, *argv], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600
             )
         )
         assert (

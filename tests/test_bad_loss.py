@@ -40,7 +40,7 @@ def test_a_step_without_a_number_is_skipped_and_three_in_a_row_end_the_run(
             env=env,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
         )
     )
     run_dir = tmp_path / "runs" / "n"

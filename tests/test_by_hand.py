@@ -57,7 +57,7 @@ class Hand:
 
     def type_(self, *argv: str) -> Ended:
         return Ended(
-            subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=120)
+            subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
         )
 
     def said(self, name: str) -> str:
@@ -67,7 +67,7 @@ class Hand:
         return self.type_(sys.executable, "-m", "asyncrl.cli", "doctor", str(self.dir), "--json")
 
     def codes(self) -> dict[str, int]:
-        return {name: p.wait(timeout=180) for name, p in self.all.items()}
+        return {name: p.wait(timeout=600) for name, p in self.all.items()}
 
     def end(self) -> None:
         for p in self.all.values():
@@ -158,14 +158,14 @@ def test_a_generator_may_leave_and_all_may_be_stopped(hand: Hand) -> None:
     )
     leaver = hand.all.pop("generator-1")
     leaver.send_signal(signal.SIGINT)
-    assert leaver.wait(timeout=60) == 130
+    assert leaver.wait(timeout=600) == 130
     at = steps_done(hand.dir)
     # past all that it can have held
     wait_until(lambda: steps_done(hand.dir) >= at + 20, hand.all["learner"], 120)
     assert "generator-1" not in {w["on"] for w in hand.doctor().json["waits"]}
     for name in ("learner", "generator-0", "buffer"):
         hand.all[name].send_signal(signal.SIGINT)
-        assert hand.all[name].wait(timeout=60) == 130, hand.said(name)[-2000:]
+        assert hand.all[name].wait(timeout=600) == 130, hand.said(name)[-2000:]
     summary = json.loads((hand.dir / "summary.json").read_text())
     assert at + 20 <= summary["steps"] < 4000 and not (hand.dir / "model").exists()
     assert f"go on with: asyncrl run --resume {hand.dir}" in hand.said("buffer")

@@ -65,7 +65,7 @@ def on_a_terminal(model: Path, out: Path, *words: str) -> tuple[int, str]:
     except OSError as e:  # Linux says EIO when the other side has gone
         assert e.errno == errno.EIO
     os.close(ours)
-    return process.wait(60), seen.decode()
+    return process.wait(600), seen.decode()
 
 
 def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) -> None:

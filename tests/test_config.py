@@ -85,7 +85,7 @@ def test_mistakes_on_the_command_line(item: str, said: str, tmp_path: Path) -> N
         "--set",
         item,
     ]
-    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
     assert done.returncode == 2, done.stderr
     assert (
         said in done.stderr
@@ -191,7 +191,7 @@ def test_the_layers_hold() -> None:
         env=ENV,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "0 broken" in done.stdout

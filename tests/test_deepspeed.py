@@ -59,7 +59,7 @@ def trained(
         },
         launcher,
     )
-    out, err = p.communicate(timeout=240)
+    out, err = p.communicate(timeout=600)
     assert p.returncode == 0, err[-4000:]
     rows = [json.loads(x) for x in err.splitlines() if x.startswith('{"rank"')]
     return json.loads(out.strip().splitlines()[-1]), {r["rank"]: r for r in rows}
@@ -140,7 +140,7 @@ def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(
             "config": {"learner": LEARNER | two | {"zero_stage": 1}},
         }
     )
-    _, err = p.communicate(timeout=240)
+    _, err = p.communicate(timeout=600)
     assert p.returncode != 0 and f"is of 2 ranks at ZeRO stage {stage}" in err
 
 
@@ -236,13 +236,13 @@ def test_a_rank_that_stands_still_ends_the_step_with_a_clear_error(
         }
     )
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while not (tmp_path / "number_3" / "manifest").exists():
             assert time.monotonic() < deadline and p.poll() is None
             time.sleep(0.05)
         (other,) = ranks_of(p.pid)
         os.kill(other, signal.SIGSTOP)
-        _, err = p.communicate(timeout=90)
+        _, err = p.communicate(timeout=600)
     finally:
         if p.poll() is None:
             p.kill()
@@ -250,7 +250,7 @@ def test_a_rank_that_stands_still_ends_the_step_with_a_clear_error(
         -3000:
     ]
     # it is killed with the first rank's end, and takes a moment to be gone
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while alive(other):
         assert time.monotonic() < deadline, "the other rank lives on"
         time.sleep(0.05)

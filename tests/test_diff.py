@@ -21,7 +21,7 @@ def diff(*words: str) -> subprocess.CompletedProcess[str]:
         env=ENV,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 

@@ -116,7 +116,7 @@ def test_every_key_that_a_page_names_exists() -> None:
 
 def git(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        ["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=600, check=False
     )
 
 
@@ -186,7 +186,7 @@ def test_the_site_builds_strictly(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "s")]
     env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     done = subprocess.run(
-        argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False
+        argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     made = {p.parent.name for p in (tmp_path / "s").rglob("index.html")}

@@ -37,7 +37,7 @@ NO_GPU = ENV | {"CUDA_VISIBLE_DEVICES": ""}
 def test_dry_run(name: str, said: list[str]) -> None:
     argv = [sys.executable, "-m", "asyncrl.cli", "run", f"configs/{name}.toml"]
     done = subprocess.run(
-        [*argv, "--dry-run"], cwd=ROOT, env=NO_GPU, capture_output=True, text=True, timeout=120
+        [*argv, "--dry-run"], cwd=ROOT, env=NO_GPU, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0 and ", ".join(said) in done.stderr, done.stderr
 
@@ -52,7 +52,7 @@ def test_without_cuda_the_run_says_so_before_anything_starts(tmp_path: Path) -> 
         "--set",
         f"runs={str(tmp_path)!r}",
     ]
-    done = subprocess.run(argv, cwd=ROOT, env=NO_GPU, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(argv, cwd=ROOT, env=NO_GPU, capture_output=True, text=True, timeout=600)
     assert (
         done.returncode == 2
         and "model.device: asks for CUDA, and torch" in done.stderr

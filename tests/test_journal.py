@@ -103,7 +103,7 @@ def test_group_commit_makes_nothing_durable_before_the_disk_has_it(
 
     def slow(fd: int) -> None:
         began.release()
-        assert go.acquire(timeout=20)
+        assert go.acquire(timeout=600)
         syncs.append(fd)
         real(fd)
 
@@ -112,16 +112,16 @@ def test_group_commit_makes_nothing_durable_before_the_disk_has_it(
     monkeypatch.setattr(os, "fdatasync", slow)
     log.append(b"a")
     log.write()
-    assert began.acquire(timeout=20) and log.durable == 0
+    assert began.acquire(timeout=600) and log.durable == 0
     for p in (b"b", b"c", b"d"):  # while the disk works, more is written
         log.append(p)
         log.write()
     go.release()
-    assert began.acquire(timeout=20)
+    assert began.acquire(timeout=600)
     assert log.durable == 1  # the sync that was under way covers what was written before it began
     go.release()
     with log._wake:
-        assert log._wake.wait_for(lambda: log.durable == 4, timeout=20)
+        assert log._wake.wait_for(lambda: log.durable == 4, timeout=600)
     assert len(syncs) == 2
     monkeypatch.setattr(os, "fdatasync", real)
     log.close()

@@ -57,7 +57,7 @@ def run(s: Supervisor, until: Callable[[], bool] = lambda: False) -> bool:
     """poll, as the live view does, until it says the end or `until` holds; whatever poll raises
     comes out.
     """
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         if s.poll():
             return True

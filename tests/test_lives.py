@@ -101,7 +101,7 @@ def test_only_the_last_one_of_a_directory_is_the_last_and_those_who_come_wait_fo
     thread.start()
     assert not came.wait(0.2)  # the end of those before is being written
     second.free()
-    assert came.wait(20)
+    assert came.wait(600)
     thread.join()
 
 

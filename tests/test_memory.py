@@ -41,7 +41,7 @@ def test_the_learners_memory_stays_flat_over_many_small_batches(tmp_path: Path) 
         env=ENV,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert float(done.stdout.split()[0]) < MOST_MB, done.stdout

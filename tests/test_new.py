@@ -28,7 +28,7 @@ from asyncrl.tasks.warm_start import warm_start
 
 def asyncrl(folder: Path, *words: str) -> Ended:
     argv = [sys.executable, "-m", "asyncrl.cli", *words]
-    done = subprocess.run(argv, cwd=folder, env=ENV, capture_output=True, text=True, timeout=540)
+    done = subprocess.run(argv, cwd=folder, env=ENV, capture_output=True, text=True, timeout=600)
     return Ended(done)
 
 
@@ -152,7 +152,7 @@ def test_every_command_of_the_pages_runs(tmp_path: Path) -> None:
         env=ENV,
         capture_output=True,
         text=True,
-        timeout=540,
+        timeout=600,
     )
     assert done.stdout.startswith("[0 2] [0."), done.stderr
 

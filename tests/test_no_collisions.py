@@ -70,7 +70,7 @@ def small_run(folder: Path, model: Path, argv: list[str], **env: str) -> Ended:
     words = [*argv, "run", "demo.toml", "--json", *[x for s in sets for x in ("--set", s)]]
     return Ended(
         subprocess.run(
-            words, cwd=folder, env=PLAIN_ENV | env, capture_output=True, text=True, timeout=240
+            words, cwd=folder, env=PLAIN_ENV | env, capture_output=True, text=True, timeout=600
         )
     )
 
@@ -156,7 +156,7 @@ def ended(code: str, **env: str) -> subprocess.CompletedProcess[str]:
         env=PLAIN_ENV | env,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=600,
     )
 
 

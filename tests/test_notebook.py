@@ -137,7 +137,7 @@ def going(folder: Path, model: Path) -> tuple[subprocess.Popen[str], Path]:
         [sys.executable, "-c", code], cwd=folder, env=ENV, stderr=subprocess.PIPE, text=True
     )
     run_dir = folder / "runs" / "long"
-    until = time.monotonic() + 240
+    until = time.monotonic() + 600
     while not any("reward/mean" in r for r in jsonl.read(run_dir / "metrics.jsonl")):
         assert process.poll() is None and time.monotonic() < until, process.communicate()[1]
         time.sleep(0.05)
@@ -149,7 +149,7 @@ def test_an_interrupt_writes_a_checkpoint_and_is_passed_on(
 ) -> None:
     process, run_dir = going(tmp_path, small_model)
     process.send_signal(signal.SIGINT)
-    err = process.communicate(timeout=240)[1]
+    err = process.communicate(timeout=600)[1]
     assert "KeyboardInterrupt: the run was stopped; asyncrl.load_run('runs/long')" in err
     found = asyncrl.load_run(run_dir)
     assert 0 < found.summary["steps"] < 100000 and list(run_dir.glob("checkpoints/*/*"))
@@ -159,7 +159,7 @@ def test_a_run_does_not_outlive_the_notebook(tmp_path: Path, small_model: Path) 
     process, run_dir = going(tmp_path, small_model)
     process.kill()
     process.wait()
-    until = time.monotonic() + 240
+    until = time.monotonic() + 600
     names = ("supervisor", "buffer", "learner", "generator-0")
     while any(lives.alive(run_dir, name) for name in names):
         assert time.monotonic() < until

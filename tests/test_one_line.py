@@ -40,7 +40,7 @@ def cli(*argv: str, cwd: Path = ROOT) -> Ended:
             env=ENV,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
     )
 
@@ -186,7 +186,7 @@ def test_a_place_where_no_run_directory_can_be_made(tmp_path: Path, small_model:
             env=ENV,
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
     )
     refused(
@@ -224,7 +224,7 @@ def test_a_run_directory_that_is_removed_ends_the_run(tmp_path: Path, small_mode
     outside = rundir.outside(run_dir)
     assert all(p.exists() for p in outside)
     run_dir.rename(tmp_path / "elsewhere")
-    code = process.wait(timeout=120)
+    code = process.wait(timeout=600)
     err = (tmp_path / "stderr").read_text()
     assert (
         code == 1
@@ -296,7 +296,7 @@ def test_a_learning_rate_that_explodes_is_said_by_the_learner(
             env=env,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
         )
     )
     assert done.code == 1, done.err[-3000:]
@@ -325,7 +325,7 @@ def test_a_resume_at_a_smaller_limit_reports_the_limit_that_held(
     )
     argv = demo_command("run", tmp_path, small_model, *words)
     first = Ended(
-        subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=240)
+        subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
     )
     assert first.code == 0 and first.json["lag"]["max"] == 3, first.err[-3000:]
     again = demo_command(
@@ -339,7 +339,7 @@ def test_a_resume_at_a_smaller_limit_reports_the_limit_that_held(
         "learner.steps=8",
     )
     second = Ended(
-        subprocess.run(again, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=240)
+        subprocess.run(again, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
     )
     assert second.code == 0, second.err[-3000:]
     assert (

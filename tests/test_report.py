@@ -29,7 +29,7 @@ def dom(page: Path, profile: Path) -> str:
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     assert browser, "Chromium is missing: `make browser` installs it or says how"
     argv = [browser, *FLAGS, f"--user-data-dir={profile}", "--dump-dom", page.resolve().as_uri()]
-    return subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True).stdout
+    return subprocess.run(argv, capture_output=True, text=True, timeout=600, check=True).stdout
 
 
 def text_of(html: str, id_: str) -> str:

@@ -66,7 +66,7 @@ class Run:
         if self.service.stop:
             return
         self.service.stop = True
-        self.thread.join(20)
+        self.thread.join(600)
         self.service.close()
         for p in self.peers:
             p.close()
@@ -195,7 +195,7 @@ def test_a_run_from_hello_to_its_end(begin: Any) -> None:
     generator.send(want(9))
     while not wait(generator, m.Tickets).finished:
         pass
-    run.thread.join(20)
+    run.thread.join(600)
     summary = run.service.summary()
     assert (summary["steps"], summary["trajectories"], summary["tokens"], summary["finished"]) == (
         2,
@@ -361,14 +361,14 @@ def test_under_disk_no_reply_leaves_before_the_disk_has_it(
 
     def slow(fd: int) -> None:
         held.set()
-        assert go.wait(20)
+        assert go.wait(600)
         real(fd)
 
     monkeypatch.setattr(os, "fdatasync", slow)
     learner = run.peer()
     learner.send(run.hello(1))
     # the hello is taken, and on its way to the disk
-    assert held.wait(20) and run.service.store.epoch == 1
+    assert held.wait(600) and run.service.store.epoch == 1
     assert (
         run.service.store.journal.durable < run.service.store.journal.appended
         and run.service.outgoing
@@ -753,7 +753,7 @@ def test_a_buffer_folded_after_the_end_waits_for_the_learner_only_if_its_model_i
         assert ask(learner, m.Goodbye(2, 1), m.Finished).epoch == 2
     while not wait(generator, m.Tickets).finished:
         pass
-    again.thread.join(20)
+    again.thread.join(600)
     assert (
         again.service.summary()["finished"] and again.service.summary()["heldout_end"] is not None
     )

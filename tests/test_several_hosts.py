@@ -44,7 +44,7 @@ def asyncrl(*words: str) -> Ended:
             env=ENV,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
         )
     )
 
@@ -98,7 +98,7 @@ def test_a_generator_with_a_directory_of_its_own_joins_over_tcp_with_keys(
         part: start(part, "here", tmp_path / "keys") for part in ("buffer", "learner")
     }
     try:
-        codes = {name: p.wait(timeout=120) for name, p in parts.items()}
+        codes = {name: p.wait(timeout=600) for name, p in parts.items()}
     finally:
         for p in parts.values():
             p.kill()

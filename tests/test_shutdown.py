@@ -43,7 +43,7 @@ def left(run_dir: Path) -> list[str]:
     ] + [str(p) for p in Path("/tmp").glob(f"asyncrl-*/{name}*")]
 
 
-def gone(run_dir: Path, seconds: float = 30) -> None:
+def gone(run_dir: Path, seconds: float = 600) -> None:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline and (of_run(run_dir) or left(run_dir)):
         time.sleep(0.05)
@@ -68,7 +68,7 @@ def test_nothing_survives_the_end(how: str, code: int, tmp_path: Path, sort_mode
     if twice:
         time.sleep(0.05)
         os.kill(process.pid, signal.Signals[name])
-    assert process.wait(timeout=60) == code, (tmp_path / "stderr").read_text()[-2000:]
+    assert process.wait(timeout=600) == code, (tmp_path / "stderr").read_text()[-2000:]
     gone(run_dir)
     if how == "SIGKILL":  # and the run goes on from its checkpoint
         process = start(tmp_path, sort_model, "--resume", str(run_dir), "learner.steps=8")
@@ -90,7 +90,7 @@ def test_doctor_says_who_waits_for_whom_and_until_when(tmp_path: Path, sort_mode
         def doctor(*flags: str) -> str:
             argv = [sys.executable, "-m", "asyncrl.cli", "doctor", str(run_dir), *flags]
             return subprocess.run(
-                argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=60, check=True
+                argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600, check=True
             ).stdout
 
         def held_up() -> dict[str, Any] | None:
@@ -114,7 +114,7 @@ def test_doctor_says_who_waits_for_whom_and_until_when(tmp_path: Path, sort_mode
     finally:
         os.kill(generator, signal.SIGCONT)
     os.kill(process.pid, signal.SIGINT)
-    assert process.wait(timeout=60) == 130
+    assert process.wait(timeout=600) == 130
     gone(run_dir)
 
 
@@ -162,7 +162,7 @@ def test_a_run_that_cannot_go_on_ends_and_says_who_was_waited_for(
     run_dir = tmp_path / "runs" / "still"
     wait_until(lambda: steps_done(run_dir) >= 8, process)
     os.kill(children(process.pid)["generator"], signal.SIGSTOP)
-    assert process.wait(timeout=60) == 3
+    assert process.wait(timeout=600) == 3
     said = (tmp_path / "stderr").read_text()
     assert (
         "medians of" in said

@@ -218,7 +218,7 @@ def test_a_run_with_nothing_to_learn_says_so_on_the_terminal_and_in_its_report(
             env=ENV,
             capture_output=True,
             text=True,
-            timeout=240,
+            timeout=600,
         )
     )
     assert done.code == 0, done.err[-3000:]

@@ -46,7 +46,7 @@ def call(model: Path, out: Path, *words: str) -> Ended:
     argv = [sys.executable, "-m", "asyncrl.cli", "sweep", "configs/demo.toml", "--out", str(out)]
     argv += [x for s in (*SMALL, f"model.path={str(model)!r}") for x in ("--set", s)] + list(words)
     return Ended(
-        subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=300)
+        subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
     )
 
 

@@ -246,7 +246,7 @@ def test_a_full_disk_ends_a_run_in_one_line_and_the_next_life_goes_on(
     ask(learner, m.Ask(1, 0), m.Batch)
     disk.room = 10
     learner.send(m.Commit(1, 0, Label(1, 1), "d1", {"reward/mean": 0.5}))
-    run.thread.join(20)
+    run.thread.join(600)
     assert isinstance(
         run.error, AsyncrlError
     ) and "cannot be written: No space left on device; free some space" in str(run.error)

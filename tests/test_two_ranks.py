@@ -27,9 +27,9 @@ class Meeting:
 
     def exchange(self, rank: int, x: Any) -> list[Any]:
         self.left[rank] = x
-        self.barrier.wait(timeout=120)
+        self.barrier.wait(timeout=600)
         both = list(self.left)
-        self.barrier.wait(timeout=120)
+        self.barrier.wait(timeout=600)
         return both
 
 

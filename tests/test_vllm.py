@@ -417,7 +417,7 @@ def test_the_learner_agrees_and_swaps_come_in_mid_answer(tmp_path: Path) -> None
         "--json",
         *[x for s in sets for x in ("--set", s)],
     ]
-    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads(done.stdout.strip().splitlines()[-1])
     assert summary["steps"] == 6 and summary["mismatch_k3_max"] < 1e-8
@@ -455,7 +455,7 @@ def test_engines_command() -> None:
         env=ENV,
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = {r["name"]: r for r in json.loads(done.stdout.strip().splitlines()[-1])["engines"]}

@@ -157,7 +157,7 @@ def test_a_stopped_reader_never_sees_a_torn_copy_nor_blocks_the_writer(
 
 def stopped(pid: int) -> None:
     """Wait until the process has stopped itself."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while psutil.Process(pid).status() != psutil.STATUS_STOPPED:
         assert time.monotonic() < deadline
         time.sleep(0.002)

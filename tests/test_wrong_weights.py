@@ -37,7 +37,7 @@ def plant(run_dir: Path, label: Label) -> str:
             0, 0, 1, b"", b"\0" * 12, b"\0" * 12, b"\1" * 3, [span], 1.0, {}, "stop", 1.0
         )
         socket.send(Deliver("generator-7", 1, 1, [planted]))
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 600
         while time.monotonic() < deadline:
             reply = socket.recv(1.0)
             if isinstance(reply, Refused):
