@@ -19,6 +19,7 @@ import torch
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
 from asyncrl.models.policy import PolicyModel, probe_logprobs, write_flat
+from learner.gradients import Alignment
 
 
 class AdamW(torch.optim.AdamW):
@@ -57,11 +58,19 @@ class TorchBackend:
     # early stopping may look at the gradient's own forward pass: an unused gradient is simply
     # dropped
     stops_first = False
+    # of the last step's gradient with that of the step before, where it is measured
+    cosine: float | None = None
 
     def __init__(self, config: Config, model: PolicyModel) -> None:
         self.config = config
         self.model = model
         self.optimizer = optimizer_for(config, list(model.hf.parameters()))
+        how = config.learner.gradient_cosine
+        self.alignment = (
+            None
+            if how == "off"
+            else Alignment(config.learner.cosine_max if how == "project" else None)
+        )
 
     # ---- ranks -----------------------------------------------------------------------------------
 
@@ -110,12 +119,16 @@ class TorchBackend:
 
         Reads the device once.
         """
+        seen = []
+        if self.alignment is not None:
+            given = [p.grad for p in self.model.hf.parameters() if p.grad is not None]
+            seen = [self.alignment.look(given)]
         found = torch.nn.utils.clip_grad_norm_(
             self.model.hf.parameters(), self.config.learner.clip_norm or math.inf
         )
         norm: float
-        norm, value = torch.stack(
-            [found.double(), loss.detach().to(found.device).double()]
+        norm, value, *cosines = torch.stack(
+            [found.double(), loss.detach().to(found.device).double(), *seen]
         ).tolist()
         if not (math.isfinite(norm) and math.isfinite(value)):
             self.zero_grad()
@@ -123,6 +136,9 @@ class TorchBackend:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()
+        if self.alignment is not None:
+            self.alignment.keep()
+            self.cosine = cosines[0]
         return norm
 
     # ---- weights and state -----------------------------------------------------------------------
@@ -149,9 +165,15 @@ class TorchBackend:
 
     def state(self, directory: Path) -> dict[str, Any]:
         """The optimizer's state: returned, or written below `directory` by every rank."""
-        return self.optimizer.state_dict()
+        state = self.optimizer.state_dict()
+        if self.alignment is not None:
+            state |= {"previous_gradient": self.alignment.previous}
+        return state
 
     def load_state(self, state: dict[str, Any], directory: Path) -> None:
+        previous = state.pop("previous_gradient", [])
+        if self.alignment is not None:
+            self.alignment.previous = [each.to(self.model.device) for each in previous]
         self.optimizer.load_state_dict(state)
 
     def close(self) -> None:

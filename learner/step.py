@@ -4,6 +4,7 @@ replay and tests share.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,7 +21,7 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFinite
 from asyncrl.contract.messages import Batch
 from asyncrl.models import memory, packed_forward
 from asyncrl.models.policy import PolicyModel, load_policy, manifest
-from learner import schedule
+from learner import gradients, schedule
 from learner.backend import TorchBackend
 from learner.batch import Packed, micro_batches, pack
 from learner.critic import Critic
@@ -64,6 +65,15 @@ class LearnerCore:
             raise ConfigError(
                 "kl.loss.off_policy: prefix_full needs a model of the packed forward (Llama, "
                 "Qwen2, Qwen3, Mistral), also as its reference; use prefix"
+            )
+        if (
+            config.advantage.name == "opob"
+            and config.advantage.squared_norm == "logits"
+            and self.model.fast is None
+        ):
+            raise ConfigError(
+                "advantage.squared_norm: logits needs a model of the packed forward (Llama, Qwen2, "
+                "Qwen3, Mistral); use gradient or length"
             )
         self.layout = manifest(self.model)  # before a backend partitions the parameters
         self.backend = make_backend(config, self.model)
@@ -115,6 +125,7 @@ class LearnerCore:
         packed = self._packed(batch)
         everyone = range(packed.count)
         self.critic_norms: list[float] = []
+        self.cosines: list[float] = []
         prep = step_loss.prepare(
             packed.loss,
             config,
@@ -137,6 +148,9 @@ class LearnerCore:
             )
         if self.critic_norms:
             metrics["value/grad_norm"] = sum(self.critic_norms) / len(self.critic_norms)
+        if self.cosines:
+            metrics["optim/gradient_cosine"] = sum(self.cosines) / len(self.cosines)
+            metrics["optim/gradient_cosine_max"] = max(self.cosines)
         if before is not None:
             metrics["kl/moved"] = self._moved(
                 prep, before, self._forward(self.model, packed, everyone)
@@ -177,6 +191,8 @@ class LearnerCore:
                 f"{', '.join(advantages.BY_TOKEN)} take them"
             )
         self._anchor(packed, everyone)
+        if config.advantage.name == "opob":
+            packed.loss.squared_norms = self._squared_norms(packed)
         if self.reference is not None:
             packed.loss.reference = self._forward(self.reference, packed, everyone)
         if self.reward_reference is not None and self.reward_reference is not self.reference:
@@ -186,6 +202,20 @@ class LearnerCore:
                 x.to(self.where) for x in self.critic.start(packed, self._mine(packed, everyone)[0])
             )
         return packed
+
+    def _squared_norms(self, packed: Packed) -> torch.Tensor | None:
+        """Of each answer's gradient [B], by `advantage.squared_norm`; None where its length will
+        do."""
+
+        def run(answers: Sequence[int], hidden: bool) -> Any:
+            return self._run(self.model, packed, answers, entropy=False, hidden=hidden)
+
+        if self.config.advantage.squared_norm == "gradient":
+            return gradients.squared_norms(packed, self.model, run)
+        if self.config.advantage.squared_norm == "logits":
+            mine, _ = self._mine(packed, range(len(packed.responses)))
+            return gradients.squared_by_logits(packed, self.model, run, mine)
+        return None
 
     def _tell(self, what: str) -> None:
         """Say something of the data on stderr, once, by rank 0."""
@@ -236,7 +266,7 @@ class LearnerCore:
                     self._zero_grad()
                     return Made(total, norms, stop_kl)
                 step_loss.add_sums(total, sums)
-                norm = self._apply(packed, sums, step.lr_scale)
+                norm = self._apply(packed, sums, step_loss.rate_share(prep, step, sums))
                 if norm is not None:
                     step_loss.step_made(prep)
                     self.made.update(samples)
@@ -378,6 +408,8 @@ class LearnerCore:
                 self.critic_norms.append(
                     self.critic.step(self._rate() * lr_scale, self._schedule() * lr_scale)
                 )
+            if self.backend.cosine is not None and not math.isnan(self.backend.cosine):
+                self.cosines.append(self.backend.cosine)
             self.state.bad_in_a_row = 0
             return norm
         self.state.skipped += 1

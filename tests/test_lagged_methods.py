@@ -12,7 +12,7 @@ import pytest
 import torch
 from test_algorithms import D, batch, config, gradient, theta
 
-from asyncrl.algorithms import advantages, correction, ratios, surrogates
+from asyncrl.algorithms import advantages, correction, ratios, stopping, surrogates
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.batch import LossBatch
 from asyncrl.algorithms.trust import answers, tokens, view
@@ -462,3 +462,98 @@ def test_rejections_that_cannot_work_are_refused(keys: dict[str, Any], said: str
     raw = {"model": {"path": "m"}, "task": {"name": "sort"}, "correction": keys}
     with pytest.raises(ConfigError, match=said):
         load.convert(raw, "c.toml")
+
+
+# ---- VCPO ----------------------------------------------------------------------------------------
+
+
+def vcpo(**more: Any) -> dict[str, Any]:
+    return {
+        "loss": {"surrogate": "reinforce", "reduction": ANSWER},
+        "correction": {"level": "sequence", "bound": "truncate", "hi": 8.0},
+        **more,
+    }
+
+
+def test_an_optimal_baseline_by_hand() -> None:
+    r, w = vec(1, 0), vec(0.9, 0.4)
+    for squared, b, expected in (
+        (vec(2, 1), 0.910112, [0.080899, -0.364045]),
+        (vec(1.36, 2.42), 0.739925, [0.234068, -0.295970]),  # by the logits
+        (vec(3, 3), 0.835052, None),  # by the length
+        (vec(5, 5) / vec(0.81, 0.16), 0.5, [0.45, -0.2]),  # equal W g: the group's mean
+    ):
+        found = advantages.optimal_baseline(r, GROUP, w, squared)
+        assert found.tolist() == pytest.approx([b] * 2, abs=1e-6)
+        if expected:
+            assert (w * (r - found)).tolist() == pytest.approx(expected, abs=1e-6)
+    half = advantages.opob(r, GROUP, w, vec(2, 1))  # the deviation is 1/2
+    assert (half * w).tolist() == pytest.approx([0.080899 * 2, -0.364045 * 2], abs=1e-6)
+    assert advantages.opob(vec(1, 1), GROUP, w, vec(2, 1)).tolist() == [0, 0]
+    assert advantages.optimal_baseline(r, GROUP, w, vec(0, 0)).tolist() == [0.5, 0.5]
+
+
+def test_the_baseline_in_the_loss_takes_whole_ratios_of_the_start() -> None:
+    b = example()
+    b.start = LP.clone()
+    lp = LP.clone().requires_grad_(True)
+    keys = {"name": "opob", "squared_norm": "length"}
+    got = gradient(b, config(**vcpo(advantage=keys)), lp)[1]
+    expected = [0.9 * (1 - 0.835052) * 2] * 3 + [-0.4 * 0.835052 * 2] * 3
+    assert (-6 * got).tolist() == pytest.approx(expected, abs=1e-5)
+    b.squared_norms = vec(2, 1)
+    got = gradient(b, config(**vcpo(advantage={"name": "opob"})), lp)[1]
+    assert (-6 * got).tolist() == pytest.approx([0.161798] * 3 + [-0.72809] * 3, abs=1e-5)
+    b.squared_norms = None
+    with pytest.raises(ConfigError, match="needs the learner's start and"):
+        gradient(b, config(**vcpo(advantage={"name": "opob"})), lp)
+    assert sl.needs_start_first(config(advantage={"name": "opob"}))
+
+
+def test_the_rate_follows_the_ess_of_whole_answers() -> None:
+    """Any split of the batch, whatever the weights are bounded to; masked tokens do not count."""
+    b = example()
+    for how, scale in (("sqrt", 0.933346), ("linear", 0.871134), ("off", 1.0)):
+        c = config(**vcpo(stop={"lr_by_ess": how}))
+        for parts in (None, [[0], [1]]):
+            prep = sl.prepare(b, c)
+            step = sl.begin_step(prep, torch.arange(2))
+            sums: dict[str, torch.Tensor] = {}
+            for p in parts or [[0, 1]]:
+                at = torch.nonzero(torch.isin(SEQ, torch.tensor(p)))[:, 0]
+                sl.add_sums(sums, sl.micro_loss(prep, step, at, LP[at])[1])
+            assert sl.rate_share(prep, step, sums) == pytest.approx(scale, abs=1e-6)
+            if how != "off":
+                assert prep.metrics["optim/answer_ess"] == pytest.approx(0.871134, abs=1e-6)
+                assert prep.metrics["optim/lr_scale"] == pytest.approx(scale, abs=1e-6)
+    assert stopping.rate_by_ess(0.5, 0.8, "linear") == 0.625
+    assert stopping.rate_by_ess(0.9, 0.8, "sqrt") == 1
+    # an answer without a token in the loss is none
+    mask = torch.tensor([True] * 3 + [False] * 3)
+    assert stopping.answer_weights(X, mask, SEQ, 2).tolist() == pytest.approx([1, 0.9, 0.81])
+    # on policy the rate is whole
+    on = stopping.answer_weights(X * 0, EVERY, SEQ, 2).tolist()
+    assert on == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"stop": {"ess_on_policy": 0.5}}, "stop.ess_on_policy: belongs to stop.lr_by_ess"),
+        ({"learner": {"cosine_max": 0.5}}, "learner.cosine_max: belongs to"),
+        (
+            {"learner": {"gradient_cosine": "log", "backend": "deepspeed"}},
+            "learner.gradient_cosine: reads whole gradients",
+        ),
+        (
+            {"advantage": {"name": "opob"}, "learner": {"backend": "deepspeed"}},
+            "advantage.squared_norm: gradient reads whole gradients",
+        ),
+        ({"advantage": {"squared_norm": "length"}}, "belongs to advantage.name = opob"),
+    ],
+)
+def test_what_needs_whole_gradients_is_refused_elsewhere(
+    sections: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, "c.toml")

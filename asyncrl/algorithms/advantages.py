@@ -19,7 +19,7 @@ from asyncrl.algorithms.settings import Advantage
 from asyncrl.contract.errors import ConfigError
 
 # those that compare the samples of one prompt, and need two of them
-BY_GROUP = ("rloo", "grpo", "dr_grpo", "opo", "gpg", "oapl", "asymre")
+BY_GROUP = ("rloo", "grpo", "dr_grpo", "opo", "gpg", "oapl", "asymre", "opob")
 # numbers that differ by less than this share of the larger one are equal: what rounding to float32
 # leaves of equal rewards
 EQUAL = 1e-6
@@ -113,6 +113,36 @@ def opo(rewards: torch.Tensor, groups: torch.Tensor, lengths: torch.Tensor) -> t
     t = lengths.to(rewards.dtype)
     apart = rewards - _sum(t * rewards, groups) / _sum(t, groups).clamp(min=1)
     return torch.where(no_spread(rewards, groups), 0.0, apart)
+
+
+def optimal_baseline(
+    rewards: torch.Tensor,
+    groups: torch.Tensor,
+    weights: torch.Tensor,
+    squared_norms: torch.Tensor,
+) -> torch.Tensor:
+    """Of each sample's group [B]: the constant b that makes the variance of sum W (R - b) grad log
+    pi(y) smallest, sum W^2 g^2 R / sum W^2 g^2 (OPOB of VCPO, arXiv 2602.17616).
+
+    weights [B]: W = pi_theta / mu of the whole answer, not truncated; squared_norms [B]: g^2 =
+    |grad log pi_theta(y)|^2.  The answer's own reward is in it: a bias of the order of 1/G."""
+    share = weights.double().square() * squared_norms.double()
+    whole = _sum(share, groups)
+    b = _sum(share * rewards, groups) / whole.clamp(min=1e-300)
+    return torch.where(whole > 0, b, group_mean(rewards.double(), groups)).to(rewards.dtype)
+
+
+def opob(
+    rewards: torch.Tensor,
+    groups: torch.Tensor,
+    weights: torch.Tensor,
+    squared_norms: torch.Tensor,
+) -> torch.Tensor:
+    """(r - `optimal_baseline`) over the group's standard deviation (ddof 0); 0 where its rewards
+    are equal."""
+    apart = rewards - optimal_baseline(rewards, groups, weights, squared_norms)
+    std = group_mean(centred(rewards, groups).square(), groups).sqrt()
+    return torch.where(no_spread(rewards, groups), 0.0, apart / std.clamp(min=1e-8))
 
 
 def remax(rewards: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
@@ -391,13 +421,16 @@ class Answers:
     """What an advantage of whole answers may look at, [B]: rewards as they are left after
     truncation, scaling and KL; groups int64; lengths in tokens of the loss; greedy: the reward of a
     greedy answer to the same prompt, shaped as the rewards are.  ema: their mean over past batches,
-    a number."""
+    a number.  weights: start / mu of the whole answers; squared_norms: of their gradients; both
+    where the advantage asks for them."""
 
     rewards: torch.Tensor
     groups: torch.Tensor
     lengths: torch.Tensor
     greedy: torch.Tensor | None
     ema: float
+    weights: torch.Tensor | None = None
+    squared_norms: torch.Tensor | None = None
 
 
 @dataclass
@@ -494,6 +527,16 @@ def _asymre(a: Answers, c: Advantage) -> torch.Tensor:
     return asymre(a.rewards, a.groups, shift=c.shift)
 
 
+def _opob(a: Answers, c: Advantage) -> torch.Tensor:
+    squared = a.lengths if c.squared_norm == "length" else a.squared_norms
+    if a.weights is None or squared is None:
+        raise ConfigError(
+            "advantage.name = opob needs the learner's start and, unless advantage.squared_norm = "
+            "length, the norms of the answers' gradients (LossBatch.start, squared_norms)"
+        )
+    return opob(a.rewards, a.groups, a.weights, squared)
+
+
 def _remax(a: Answers, c: Advantage) -> torch.Tensor:
     if a.greedy is None:
         raise ConfigError(
@@ -536,6 +579,7 @@ BY_ANSWER: dict[str, Callable[[Answers, Advantage], torch.Tensor]] = {
     "remax": _remax,
     "oapl": _oapl,
     "asymre": _asymre,
+    "opob": _opob,
 }
 # advantage.name -> (advantage [N], returns [N] or None); KL in the reward is charged by token.  A
 # name of both dicts is here where the reward function gives rewards of tokens, else there.

@@ -30,6 +30,8 @@ class LossBatch:
     age int64 [N]: versions between the weights that drew a token and the oldest that computed any
     of the keys and values it attended to.
 
+    squared_norms [B]: of each answer's gradient, for advantage.name = opob.
+
     start: the learner's policy as the batch begins, which is what is measured against.  anchor:
     pi_prox, what the loss divides by; it is the start (correction.proximal = recompute), mu
     (behavior) or between the two (interpolate)."""
@@ -53,6 +55,7 @@ class LossBatch:
     steps: torch.Tensor | None = None
     reward_reference: torch.Tensor | None = None
     age: torch.Tensor | None = None
+    squared_norms: torch.Tensor | None = None
 
 
 def kept(batch: LossBatch, config: Settings) -> torch.Tensor:
@@ -247,8 +250,20 @@ def _charged(
     if charge is not None:
         left = left - ratios.seq_sum(charge, batch.seq, len(left))
     lengths = ratios.seq_sum(batch.mask.to(left.dtype), batch.seq, len(left))
-    adv = by_name(advantages.Answers(left, batch.groups, lengths, rewards.greedy, baseline), a)
+    answers = advantages.Answers(left, batch.groups, lengths, rewards.greedy, baseline)
+    if a.name == "opob" and batch.start is not None:
+        answers.weights = _whole_ratios(batch)
+        answers.squared_norms = batch.squared_norms
+    adv = by_name(answers, a)
     return (advantages.whiten(adv) if a.whiten else adv)[batch.seq], None
+
+
+def _whole_ratios(batch: LossBatch) -> torch.Tensor:
+    """start / mu of each whole answer [B], not truncated."""
+    assert batch.start is not None
+    log_w = torch.where(batch.mask, ratios.difference(batch.start, batch.behavior), 0.0)
+    whole = ratios.seq_sum(log_w, batch.seq, len(batch.rewards))
+    return whole.clamp(-ratios.CLAMP, ratios.CLAMP).exp()
 
 
 def _tokens(

@@ -6,6 +6,8 @@
     step = begin_step(prep, samples, current)
     # per micro-batch: backward `loss`; losses and sums add up to the step's
     loss, sums = micro_loss(prep, step, part, lp)
+    # share of the learning rate, from the step's sums
+    share = rate_share(prep, step, sums)
     # early stop: KL = sum a / sum b over the step's micro-batches
     a, b = stop_statistic(prep, part, lp)
     # once a batch: one synchronisation with the device
@@ -51,6 +53,7 @@ __all__ = [
     "needs_current",
     "needs_start_first",
     "prepare",
+    "rate_share",
     "stop_statistic",
 ]
 
@@ -117,9 +120,10 @@ def needs_start_first(config: Settings) -> bool:
 
     KL in the reward is measured there.  Early stopping measures from it: with minibatches the first
     step shows only some of it, and of several ranks each sees its own samples."""
+    in_advantage = config.advantage.name == "opob"
     in_reward = config.kl.reward.coefficient > 0 and config.kl.reward.at == "start"
     in_parts = config.learner.minibatches > 1 or config.learner.backend != "torch"
-    return bool(in_reward or (config.stop.kl_max > 0 and in_parts))
+    return bool(in_advantage or in_reward or (config.stop.kl_max > 0 and in_parts))
 
 
 def needs_current(prep: Prepared) -> bool:
@@ -202,6 +206,19 @@ def prepare(
 def step_made(prep: Prepared) -> None:
     """The optimizer has made the step: what was in its loss is used."""
     prep.used |= prep.live
+
+
+def rate_share(prep: Prepared, step: Step, sums: dict[str, torch.Tensor]) -> float:
+    """Share of the learning rate that this optimizer step is made with, from its sums over all
+    micro-batches and ranks.  Reads the device where stop.lr_by_ess asks for it."""
+    if "ess/answers" not in sums:
+        return step.lr_scale
+    count, total, square = sums["ess/answers"].tolist()
+    ess = total * total / max(count * square, 1e-300) if count else 1.0
+    stop = prep.config.stop
+    share = step.lr_scale * stopping.rate_by_ess(ess, stop.ess_on_policy, stop.lr_by_ess)
+    prep.metrics |= {"optim/lr_scale": share, "optim/answer_ess": ess}
+    return share
 
 
 def _correct(
@@ -424,6 +441,9 @@ def micro_loss(
     safe = torch.where(live, lp, 0.0)
     loss = -(coefficient * safe).sum()
     sums = tokens.sums | {"loss/policy": -torch.where(live, trust.objective * scale, 0.0).sum()}
+    if c.stop.lr_by_ess != "off":
+        log_w = ratios.difference(now, tokens.behavior)
+        sums["ess/answers"] = stopping.answer_weights(log_w, valid, b.seq[part], len(b.rewards))
     extra, terms = _terms(
         prep,
         part,

@@ -141,7 +141,12 @@ METRIC_NAMES: dict[str, tuple[str, str]] = {
     "reshape/objective_var": ("-", "variance of w^gamma A"),
     "optim/lr_scale": (
         "share",
-        "learning-rate scale of the last optimizer step (stop.action = slow)",
+        "learning-rate scale of the last optimizer step (stop.action = slow, stop.lr_by_ess)",
+    ),
+    "optim/answer_ess": (
+        "share",
+        "effective sample size of the last optimizer step's answers, by their whole ratios "
+        "pi_theta / mu (stop.lr_by_ess)",
     ),
     "optim/stop_ess": ("share", "ESS of pi_theta / mu before the last optimizer step"),
 }

@@ -128,6 +128,13 @@ class Advantage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
         float,
         Meta(description="asymre: added to the group's mean, the baseline; below 0: A rises"),
     ] = -0.1
+    squared_norm: Annotated[
+        Literal["gradient", "length", "logits"],
+        Meta(
+            description="opob: of an answer's gradient; length and logits are cheap proxies: its "
+            "tokens, or the gradient with respect to the logits"
+        ),
+    ] = "gradient"
     group_baseline: Annotated[
         bool, Meta(description="reinforce_pp: subtract the group's mean reward first")
     ] = False
@@ -466,6 +473,16 @@ class Stop(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
             "where it arrives so; 0: off"
         ),
     ] = 0.0
+    lr_by_ess: Annotated[
+        Literal["off", "sqrt", "linear"],
+        Meta(
+            description="each step's learning rate times the root of the ESS of its answers' whole "
+            "ratios pi_theta / mu, or times that ESS itself (VCPO)"
+        ),
+    ] = "off"
+    ess_on_policy: Annotated[
+        float, Meta(gt=0, le=1, description="lr_by_ess: the ESS from which on the rate is whole")
+    ] = 1.0
 
 
 class StalenessKeys(Protocol):

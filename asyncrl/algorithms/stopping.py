@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from asyncrl.algorithms.ratios import CLAMP, seq_sum
+
 
 def kl_statistic(
     log_r: torch.Tensor, weight: torch.Tensor, mask: torch.Tensor
@@ -67,3 +69,21 @@ def scale(kl: float, ess: float, *, kl_max: float, ess_min: float, budget: Budge
     if kl_max <= 0:
         return 1.0
     return budget.next(kl) if budget is not None else (1.0 if kl <= kl_max else 0.0)
+
+
+def answer_weights(
+    log_w: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int
+) -> torch.Tensor:
+    """(answers, sum W, sum W^2) of answers with a token in the mask: W = exp(sum log w) of each,
+    not truncated; sums of micro-batches and ranks add up.  float64 [3]."""
+    inside = seq_sum(mask.double(), seq, n) > 0
+    whole = seq_sum(torch.where(mask, log_w, 0.0).double(), seq, n).clamp(-CLAMP, CLAMP).exp()
+    w = torch.where(inside, whole, 0.0)
+    return torch.stack([inside.double().sum(), w.sum(), w.square().sum()])
+
+
+def rate_by_ess(ess: float, on_policy: float, how: str) -> float:
+    """Share of the learning rate: min(1, ess / on_policy), its root with `sqrt` (VCPO, arXiv
+    2602.17616).  It is a rate and no factor of the loss, which Adam would undo."""
+    share = min(1.0, ess / on_policy)
+    return share**0.5 if how == "sqrt" else share

@@ -319,6 +319,7 @@ OWN_KEYS = (
     ("loss", "surrogate", "bapo_", "bapo"),
     ("advantage", "name", "beta", "oapl"),
     ("advantage", "name", "shift", "asymre"),
+    ("advantage", "name", "squared_norm", "opob"),
 )
 # surrogates without a clip range
 UNCLIPPED = ("vespo", "oapl", "band", "gepo", "bapo")
@@ -455,6 +456,18 @@ def _stop(config: Config) -> list[str]:
             "stop.ess_min: with one optimizer step a batch there is nothing to stop; raise "
             "learner.epochs or learner.minibatches"
         )
+    if config.stop.lr_by_ess == "off" and config.stop.ess_on_policy != 1.0:
+        out.append("stop.ess_on_policy: belongs to stop.lr_by_ess, which is off")
+    if config.learner.gradient_cosine != "off" and config.learner.backend != "torch":
+        out.append(
+            "learner.gradient_cosine: reads whole gradients, which needs learner.backend = torch, "
+            f"not {config.learner.backend}"
+        )
+    if config.learner.gradient_cosine != "project" and config.learner.cosine_max:
+        out.append(
+            "learner.cosine_max: belongs to learner.gradient_cosine = project, not to "
+            f"{config.learner.gradient_cosine}"
+        )
     return out
 
 
@@ -514,6 +527,12 @@ def _advantage(config: Config) -> list[str]:
         out.append(
             "advantage.name: remax draws its baseline greedily, among whose logprobs exact mode "
             "does not hold; use rloo"
+        )
+    whole = advantage.name == "opob" and advantage.squared_norm != "length"
+    if whole and config.learner.backend != "torch":
+        out.append(
+            f"advantage.squared_norm: {advantage.squared_norm} reads whole gradients and states, "
+            f"which needs learner.backend = torch, not {config.learner.backend}; use length"
         )
     if advantage.group_baseline and advantage.name != "reinforce_pp":
         out.append(f"advantage.group_baseline: belongs to reinforce_pp, not to {advantage.name}")

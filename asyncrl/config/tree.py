@@ -175,6 +175,14 @@ class Learner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     weight_decay: NonNegative = 0.0
     optimizer: Literal["adamw", "sgd"] = "adamw"
     clip_norm: Annotated[float, Meta(ge=0, description="gradient norm; 0: no clipping")] = 1.0
+    gradient_cosine: Annotated[
+        Literal["off", "log", "project"],
+        Meta(
+            description="of each step's gradient with that of the step before; project: not above "
+            "cosine_max"
+        ),
+    ] = "off"
+    cosine_max: Annotated[float, Meta(ge=0, lt=1, description="project: 0 leaves nothing")] = 0.0
     prefetch: Annotated[Count, Meta(le=1, description="batches leased ahead")] = 1
     checkpoint_every: Annotated[Positive, Meta(description="batches")] = 20
     keep_checkpoints: Positive = 2

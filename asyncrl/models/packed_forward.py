@@ -271,6 +271,22 @@ def step_kl(
     )
 
 
+@torch.no_grad()
+def squared_probabilities(
+    lay: Layout, hidden: torch.Tensor, temperature: torch.Tensor
+) -> torch.Tensor:
+    """sum_v p_v^2 of the next token at each state [N]; hidden [N, H], temperature [N]."""
+    weight = lay.hf.get_output_embeddings().weight
+    scale = 1.0 / temperature.to(hidden.device, torch.float32)
+    out = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+    rows = max(1, LOGIT_CHUNK // weight.shape[0])
+    for start in range(0, len(hidden), rows):
+        at = slice(start, start + rows)
+        logits = (hidden[at] @ weight.T).float() * scale[at, None]
+        out[at] = logits.softmax(-1).square().sum(-1)
+    return out
+
+
 @dataclass
 class Plan:
     """How samples are packed.  Tokens: unique prompts first, then each response without its last

@@ -112,6 +112,12 @@ METRICS: dict[str, Metric] = {
     "optim/grad_norm": Metric(
         "-", "gradient norm before clipping, mean over the batch's optimizer steps"
     ),
+    "optim/gradient_cosine": Metric(
+        "-",
+        "cosine of a gradient with that of the optimizer step before, mean over the batch's steps "
+        "(learner.gradient_cosine)",
+    ),
+    "optim/gradient_cosine_max": Metric("-", "the largest of them"),
     "optim/lr": Metric("-", "learning rate"),
     "optim/steps": Metric("steps", "optimizer steps made on the batch"),
     "optim/early_stops": Metric(

@@ -23,7 +23,34 @@ _ANSWERS = "loss.reduction=seq-mean-token-mean"
 # of what the policy is at each optimizer step, whatever the anchor
 _AT_TARGET = [*BEHAVIOR, "correction.reject_at=target"]
 
+_VCPO = [
+    *RECOMPUTE,
+    "loss.surrogate=reinforce",
+    "correction.level=sequence",
+    "correction.bound=truncate",
+    "correction.hi=8.0",
+    "stop.lr_by_ess=sqrt",
+    "advantage.name=opob",
+    _ANSWERS,
+]
+
 METHODS: dict[str, tuple[str, list[str]]] = {
+    "vcpo": (
+        "VCPO: whole answers' weights, a learning rate by their ESS, a baseline by their gradients",
+        _VCPO,
+    ),
+    "vcpo-length": (
+        "VCPO with answers' lengths for the norms of their gradients: a proxy, not VCPO's",
+        [*_VCPO, "advantage.squared_norm=length"],
+    ),
+    "vcpo-logits": (
+        "VCPO with gradients of the logits alone: a proxy, not VCPO's",
+        [*_VCPO, "advantage.squared_norm=logits"],
+    ),
+    "gac": (
+        "PPO on mu; a gradient's part along the one before it is taken off (GAC, reconstructed)",
+        [*BEHAVIOR, "loss.surrogate=ppo", "learner.gradient_cosine=project"],
+    ),
     "vespo": (
         "VESPO: answers by a soft bound on their whole ratio",
         [*BEHAVIOR, "loss.surrogate=vespo", "advantage.name=dr_grpo", "loss.reduction=token-mean"],

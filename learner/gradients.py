@@ -1,0 +1,104 @@
+"""What is measured of gradients: how one lies to the one before it; how long each answer's is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from asyncrl.models import packed_forward
+from asyncrl.models.policy import PolicyModel
+from learner.batch import Packed
+
+
+class Alignment:
+    """Keeps the last gradient, in bfloat16: one more copy of the weights at half their size.
+
+    Gradients of stale batches stay aligned from step to step where those of fresh ones are near
+    orthogonal (GAC, arXiv 2603.01501).  How it projects was not read: `project` is a
+    reconstruction from its summary."""
+
+    def __init__(self, most: float | None) -> None:
+        self.most = most  # of the cosine; None: it is measured alone
+        self.previous: list[torch.Tensor] = []
+
+    @torch.no_grad()
+    def look(self, gradients: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The cosine with the previous gradient, nan without one; with `most`, the gradients are
+        changed in place so that it is at most that.
+
+        Call with what all ranks have summed, before clipping; then `keep`, unless the step is
+        dropped."""
+        raw = [gradient.to(torch.bfloat16, copy=True) for gradient in gradients]
+        cosine = torch.full((), torch.nan, dtype=torch.float64, device=raw[0].device)
+        if len(self.previous) == len(raw):
+            along = _dot(gradients, self.previous)
+            size, before = _dot(gradients, gradients), _dot(self.previous, self.previous)
+            cosine = along / (size * before).sqrt().clamp(min=1e-300)
+            if self.most is not None:
+                length = before.sqrt().clamp(min=1e-300)
+                away = excess(along / length, size, self.most) / length
+                for gradient, last in zip(gradients, self.previous, strict=True):
+                    gradient.sub_(last.to(gradient.dtype) * away.to(gradient.dtype))
+        self._next = raw
+        return cosine
+
+    def keep(self) -> None:
+        """The gradient that was looked at is the previous one of the next step: as it was, before
+        any projection."""
+        self.previous = self._next
+
+
+def excess(along: torch.Tensor, size: torch.Tensor, most: float) -> torch.Tensor:
+    """By how much a gradient's part along the previous one is too long for a cosine of `most`:
+    along less |across| m / sqrt(1 - m^2), at least 0.  along: the signed length of that part, size:
+    the gradient's squared norm.  Scalars."""
+    across = (size - along.square()).clamp(min=0).sqrt()
+    slope: float = most / (1 - most**2) ** 0.5
+    return (along - across * slope).clamp(min=0)
+
+
+def _dot(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sum of products over all tensors, float64; each in float32."""
+    parts = [
+        (a.float() * b.float()).sum(dtype=torch.float64) for a, b in zip(left, right, strict=True)
+    ]
+    return torch.stack(parts).sum()
+
+
+# (model's output of the answers): see `LearnerCore._run`
+Run = Callable[[Sequence[int], bool], packed_forward.ForwardOut]
+
+
+def squared_norms(packed: Packed, model: PolicyModel, run: Run) -> torch.Tensor:
+    """|grad log pi_theta(y)|^2 of each answer over all parameters, of the sum over its tokens in
+    the mask: [B].  A forward and a backward pass an answer; leaves no gradient behind."""
+    parameters = [p for p in model.hf.parameters() if p.requires_grad]
+    each = []
+    for answer in range(len(packed.responses)):
+        part = packed.part([answer])
+        lp = run([answer], False).logprobs.to(packed.loss.mask.device)
+        total = torch.where(packed.loss.mask[part], lp, 0.0).sum()
+        found = torch.autograd.grad(total, parameters, allow_unused=True)
+        each.append(torch.stack([x.double().square().sum() for x in found if x is not None]).sum())
+    return torch.stack(each).to(packed.loss.behavior)
+
+
+@torch.no_grad()
+def squared_by_logits(
+    packed: Packed, model: PolicyModel, run: Run, micros: Sequence[Sequence[int]]
+) -> torch.Tensor:
+    """|grad log pi_theta|^2 with respect to the logits alone, 1 - 2 p + sum_v p_v^2 of each token,
+    summed over an answer's tokens in the mask: [B] (the proxy of arXiv 2602.07078)."""
+    loss = packed.loss
+    out = torch.zeros(len(packed.responses), dtype=torch.float64, device=loss.seq.device)
+    assert model.fast is not None
+    for micro in micros:
+        part = packed.part(micro)
+        made = run(micro, True)
+        assert made.hidden is not None
+        scale = packed.temperature.to(made.hidden.device)[loss.seq[part].to(made.hidden.device)]
+        squares = packed_forward.squared_probabilities(model.fast, made.hidden, scale)
+        each = (1 - 2 * made.logprobs.exp() + squares).to(loss.seq.device).double()
+        out.index_add_(0, loss.seq[part], torch.where(loss.mask[part], each, 0.0))
+    return out.to(loss.behavior)

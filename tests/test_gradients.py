@@ -1,0 +1,210 @@
+"""What the learner measures of gradients: their cosine from step to step, their norms by answer,
+and a learning rate by the effective sample size."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_learner_step import GROUPS, SIZE, batch, core, model_dir, weights
+
+from asyncrl.config import load
+from asyncrl.experiments.compare import methods
+from learner import checkpoint
+from learner.batch import pack
+from learner.gradients import Alignment
+from learner.step import LearnerCore
+
+__all__ = ["model_dir"]
+
+
+def vec(*x: float) -> torch.Tensor:
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def looked(most: float | None, *gradients: torch.Tensor) -> tuple[float, torch.Tensor]:
+    """(cosine, gradient) of the last of `gradients`, each cut into tensors of one number."""
+    alignment = Alignment(most)
+    for gradient in gradients:
+        parts = list(gradient.clone().split(1))
+        cosine = float(alignment.look(parts))
+        alignment.keep()
+    return cosine, torch.cat(parts)
+
+
+def test_a_cosine_and_its_projection_by_hand() -> None:
+    first, second = vec(1, 0), vec(0.9, 0.3)
+    cosine, same = looked(None, first, second)
+    assert cosine == pytest.approx(0.948683, abs=1e-6) and same.tolist() == [0.9, 0.3]
+    assert looked(0.0, first, second)[1].tolist() == pytest.approx([0, 0.3], abs=1e-6)
+    # a bound of 0.3: along the first no more than 0.3 of the whole length
+    assert looked(0.3, first, second)[1].tolist() == pytest.approx([0.094346, 0.3], abs=1e-6)
+    # what is within the bound, or goes back, stays
+    for bound, gradient in ((0.99, second), (0.0, vec(-0.9, 0.3))):
+        assert looked(bound, first, gradient)[1].tolist() == gradient.tolist()
+    # the length of the one before is nothing to it
+    assert looked(0.0, vec(64, 0), second)[1].tolist() == pytest.approx([0, 0.3], abs=1e-6)
+    assert math.isnan(looked(0.0, first)[0])
+    # the one before is what it was before its own projection
+    assert looked(0.0, first, vec(1, 1), vec(0, 1))[0] == pytest.approx(math.sqrt(0.5))
+
+
+def test_a_gradient_of_no_step_is_not_the_one_before() -> None:
+    alignment = Alignment(None)
+    alignment.look([vec(1, 0)])
+    assert math.isnan(float(alignment.look([vec(1, 1)])))
+    alignment.keep()
+    assert float(alignment.look([vec(1, 1)])) == pytest.approx(1)
+
+
+def plain_gradients(learner: LearnerCore, count: int) -> list[torch.Tensor]:
+    """Of SGD at rate 1 without clipping: what a batch takes from the weights."""
+    out = []
+    for number in range(count):
+        before = weights(learner)
+        learner.train(batch(number, seed=number))
+        out.append(before - weights(learner))
+    return out
+
+
+def test_the_learner_measures_the_cosine_and_changes_nothing(model_dir: Path) -> None:
+    keys = {"lr": 0.01}
+    plain, measured = (
+        core(model_dir, learner=keys | more) for more in ({}, {"gradient_cosine": "log"})
+    )
+    rows = [measured.train(batch(n, seed=n)) for n in range(3)]
+    before = plain_gradients(plain, 3)
+    assert torch.equal(weights(plain), weights(measured))
+    assert "optim/gradient_cosine" not in rows[0]
+    for n in (1, 2):
+        cosine = torch.cosine_similarity(before[n], before[n - 1], dim=0)
+        assert rows[n]["optim/gradient_cosine"] == pytest.approx(float(cosine), abs=0.01)
+        assert rows[n]["optim/gradient_cosine_max"] == rows[n]["optim/gradient_cosine"]
+    several = core(model_dir, learner=keys | {"gradient_cosine": "log", "epochs": 3})
+    row = several.train(batch())
+    assert row["optim/gradient_cosine"] < row["optim/gradient_cosine_max"] <= 1
+
+
+def test_the_learner_projects_along_the_gradient_before(model_dir: Path) -> None:
+    keys = {"lr": 0.01, "gradient_cosine": "project", "cosine_max": 0.05, "epochs": 2}
+    learner = core(model_dir, learner=keys)
+    taken: list[torch.Tensor] = []
+    step = learner.backend.optimizer.step
+
+    def spy() -> None:
+        taken.append(torch.cat([p.grad.flatten().clone() for p in learner.model.hf.parameters()]))
+        step()
+
+    learner.backend.optimizer.step = spy  # type: ignore[method-assign, assignment]
+    row = learner.train(batch())
+    assert row["optim/gradient_cosine"] > 0.5  # two epochs on the same answers
+    cosine = torch.cosine_similarity(taken[0].double(), taken[1].double(), dim=0)
+    assert float(cosine) == pytest.approx(0.05, abs=0.005)
+
+
+def test_a_restored_learner_knows_the_gradient_before(model_dir: Path, tmp_path: Path) -> None:
+    keys = {"gradient_cosine": "project", "lr": 0.01}
+    whole, first, second = (core(model_dir, learner=keys) for _ in range(3))
+    for learner in (whole, first):
+        learner.train(batch(0, seed=0))
+    checkpoint.save(tmp_path, first, {}, 2)
+    path = checkpoint.newest(tmp_path)
+    assert path is not None
+    checkpoint.restore(second, path)
+    rows = [learner.train(batch(1, seed=1)) for learner in (whole, second)]
+    assert rows[0]["optim/gradient_cosine"] == rows[1]["optim/gradient_cosine"]
+    assert torch.equal(weights(whole), weights(second))
+
+
+def test_norms_of_answers_are_those_of_their_gradients(model_dir: Path) -> None:
+    """Against one backward pass by hand of three answers; tokens outside the mask do not count."""
+    learner = core(
+        model_dir,
+        advantage={"name": "opob"},
+        loss={"surrogate": "reinforce"},
+        correction={"level": "sequence"},
+    )
+    packed = pack(batch())
+    packed.loss.mask[:2] = False
+    found = learner._squared_norms(packed)
+    parameters = list(learner.model.hf.parameters())
+    assert all(p.grad is None for p in parameters)
+    for answer in (0, 4, 17):
+        for p in parameters:
+            p.grad = None
+        out = learner._run(learner.model, packed, [answer], entropy=False)
+        out.logprobs[packed.loss.mask[packed.part([answer])]].sum().backward()
+        exact = sum(float(p.grad.double().square().sum()) for p in parameters)
+        assert float(found[answer]) == pytest.approx(exact, rel=1e-4)
+
+
+def test_norms_by_the_logits_are_those_of_the_softmax(model_dir: Path) -> None:
+    learner = core(
+        model_dir,
+        advantage={"name": "opob", "squared_norm": "logits"},
+        loss={"surrogate": "reinforce"},
+        correction={"level": "sequence"},
+    )
+    packed = pack(batch())
+    packed.temperature[:] = 0.7
+    packed.loss.mask[3] = False
+    found = learner._squared_norms(packed)
+    for answer in (0, 5):
+        prompt, response = packed.prompts[answer], packed.responses[answer]
+        ids = torch.tensor([*prompt.tolist(), *response.tolist()])[None]
+        with torch.no_grad():
+            logits = learner.model.hf(ids).logits[0, len(prompt) - 1 : -1]
+        logits = logits.double().requires_grad_(True)
+        lp = (logits / 0.7).log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0]
+        lp[packed.loss.mask[packed.part([answer])]].sum().backward()
+        # with respect to what the softmax is taken of: at temperature T, T times as much
+        exact = float((logits.grad * 0.7).square().sum())
+        assert float(found[answer]) == pytest.approx(exact, rel=1e-4)
+
+
+@pytest.mark.parametrize("norm", ["gradient", "logits", "length"])
+def test_a_learner_trains_with_the_optimal_baseline(model_dir: Path, norm: str) -> None:
+    made: Any = {
+        "advantage": {"name": "opob", "squared_norm": norm},
+        "loss": {"surrogate": "reinforce", "reduction": "seq-mean-token-mean"},
+        "correction": {"level": "sequence", "bound": "truncate", "hi": 8.0},
+        "stop": {"lr_by_ess": "sqrt"},
+    }
+    learner = core(model_dir, learner={"lr": 0.1}, **made)
+    before = weights(learner)
+    row = learner.train(batch())
+    assert 0 < row["optim/answer_ess"] < 1
+    assert row["optim/lr_scale"] == pytest.approx(math.sqrt(row["optim/answer_ess"]))
+    assert row["optim/lr"] == 0.1  # the batch's, as scheduled
+    whole = core(model_dir, learner={"lr": 0.1}, **made | {"stop": {}})
+    whole.train(batch())
+    step = (before - weights(learner)).norm() / (before - weights(whole)).norm()
+    assert float(step) == pytest.approx(row["optim/lr_scale"], rel=1e-3)
+    again = learner.train(batch(1, seed=1))
+    assert again["optim/lr"] == 0.1  # nothing of the first batch's scale is left
+    rate = learner.backend.optimizer.param_groups[0]["lr"]
+    assert rate == pytest.approx(0.1 * again["optim/lr_scale"])
+
+
+@pytest.mark.parametrize("name", methods.METHODS)
+def test_every_method_trains(model_dir: Path, name: str) -> None:
+    """As `sweep` and `compare` set it: two steps on a batch, finite, and not nothing."""
+    sets = [
+        *methods.METHODS[name][1],
+        f"model.path={str(model_dir)!r}",
+        "model.warm_start=false",
+        "model.device=cpu",
+        f"learner.groups={GROUPS}",
+        f"learner.group_size={SIZE}",
+        "learner.epochs=2",
+        "learner.micro_batch_tokens=40",
+    ]
+    learner = LearnerCore(load.load("configs/rle.toml", sets), model_dir)
+    before = weights(learner)
+    row = learner.train(batch())
+    assert row["optim/steps"] == 2 and row["optim/skipped"] == 0
+    assert all(math.isfinite(value) for value in row.values())
+    assert not torch.equal(before, weights(learner))
