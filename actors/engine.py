@@ -113,4 +113,5 @@ def _mix(bits: np.ndarray) -> np.ndarray:
     """Arrays only: they wrap around without a warning, as is meant."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))
+    mixed: np.ndarray = bits ^ (bits >> np.uint64(31))
+    return mixed
