@@ -91,10 +91,11 @@ def drop_stale(store: Store, line: list[Group], number: int) -> None:
         group.samples = [None] * store.settings.group
 
 
-def judge(store: Store, groups: list[Group], number: int) -> None:
+def judge(store: Store, groups: list[Group], number: int) -> list[list[tuple[int, int, int]]]:
     """Lag is judged at the lease: orphans of an earlier epoch are written again; in this epoch it
-    is a bug of ours.
+    is a bug of ours.  Returns the runs (start, end, lag) of each sample that stays.
     """
+    out = []
     hard = store.settings.on_exceed in ("pace", "drop")
     for group in groups:
         for index, stored in enumerate(group.samples):
@@ -115,6 +116,7 @@ def judge(store: Store, groups: list[Group], number: int) -> None:
                     for b, e, lag in runs
                 )
             if not hard or admission.sample_lag(runs) <= store.max_lag:
+                out.append(runs)
                 continue
             if min(x.label.epoch for x in stored.trajectory.all_spans()) >= store.epoch:
                 raise ProtocolError(
@@ -128,6 +130,7 @@ def judge(store: Store, groups: list[Group], number: int) -> None:
             group.samples[index] = None
             store.stored_bytes -= size(stored.trajectory)
             store.changes += 1
+    return out
 
 
 def message(store: Store, groups: list[Group], epoch: int, number: int) -> Batch:

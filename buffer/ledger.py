@@ -39,6 +39,16 @@ class Line:
         self.length_sum += length
         self.reward_sum += reward
 
+    def add_whole(self, tokens: int, reward: float) -> None:
+        """`add` for a sample that ends here with all its tokens: hundreds are folded a batch."""
+        if tokens:
+            upto = 1 << (tokens - 1).bit_length()
+            self.by_length[upto] = self.by_length.get(upto, 0) + tokens
+        self.tokens += tokens
+        self.samples += 1
+        self.length_sum += tokens
+        self.reward_sum += reward
+
     def copy(self) -> Line:
         return Line(
             self.tokens,

@@ -302,12 +302,12 @@ class Service:
             checks.versions(self.store, sample)
         checks.answers(message.samples, self.vocabulary, self.store.settings)
         entry = self.heard(message.producer, peer, message.session)
-        now = time.monotonic()
         if entry is not None or self.sessions.over(message.producer, message.session):
             self.store.told(message.producer, message.session, message.drawn)
+        became = self.store.take_all(message.samples)
         acks = [
-            (sample.ticket, sample.sample, sample.attempt, self.store.deliver(sample, now))
-            for sample in message.samples
+            (sample.ticket, sample.sample, sample.attempt, what)
+            for sample, what in zip(message.samples, became, strict=True)
         ]
         self.progress += sum(
             sample.ticket >= m.EVAL_BASE for sample in message.samples

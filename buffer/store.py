@@ -227,10 +227,8 @@ class Store:
             )
             out.append(ticket)
             samples -= 1
-        while samples > 0:
-            granted = self._grant_one(producer, session, now)
-            if granted is None:
-                break
+        tickets = self._grants(producer, session, now)
+        while samples > 0 and (granted := next(tickets, None)) is not None:
             out.append(granted)
             samples -= len(granted.samples)
         return out
@@ -252,7 +250,10 @@ class Store:
             )
         )
 
-    def _grant_one(self, producer: str, session: int, now: float) -> Ticket | None:
+    def _grants(self, producer: str, session: int, now: float) -> Iterator[Ticket]:
+        """Tickets in the order in which they are due: what is missing of groups alive, then new
+        ones, as long as there is room.  It ends where lag injection wants a version to come.
+        """
         room = admission.room(
             self.max_lag, self.settings.batch, self.stored_bytes, self.settings.byte_limit
         )
@@ -260,17 +261,22 @@ class Store:
             if not self.in_room(place, room):
                 break
             if group.lease is None and not group.complete:
-                return self._lease(group, place, producer, session, now)
-        enough = self.committed + self.to_train() // self.settings.batch >= self.settings.steps
-        if self.places_taken() >= room or enough:
-            return None
-        self._skip_trained()
-        new = Group(self.cursor, [None] * self.settings.group)
-        ticket = self._lease(new, len(self.alive), producer, session, now)
-        if ticket is not None:
+                ticket = self._lease(group, place, producer, session, now)
+                if ticket is None:
+                    return
+                yield ticket
+        while True:
+            enough = self.committed + self.to_train() // self.settings.batch >= self.settings.steps
+            if self.places_taken() >= room or enough:
+                return
+            self._skip_trained()
+            new = Group(self.cursor, [None] * self.settings.group)
+            ticket = self._lease(new, len(self.alive), producer, session, now)
+            if ticket is None:
+                return
             self.alive[self.cursor] = new
             self.cursor += 1
-        return ticket
+            yield ticket
 
     def _lease(
         self, group: Group, place: int, producer: str, session: int, now: float
@@ -415,6 +421,14 @@ class Store:
         for, or of weights that no learner registered.
         """
         checks.sample(self, sample)
+        return self.take(sample)
+
+    def take_all(self, samples: Sequence[Trajectory]) -> list[Disposition]:
+        """`take` of a frame's samples, in their order."""
+        return [self.take(sample) for sample in samples]
+
+    def take(self, sample: Trajectory) -> Disposition:
+        """`deliver` of a sample that `checks.sample` has passed."""
         if sample.ticket >= EVAL_BASE:
             return self.evaluations.deliver(sample)
         key = (sample.ticket, sample.sample, sample.attempt)
@@ -662,15 +676,15 @@ class Store:
         # the learner may be training on it already: judged once, it comes again the same
         if number in self.leased:
             return groups, None
-        batches.judge(self, groups, number)
+        runs = batches.judge(self, groups, number)
         late = next((group for group in groups if not group.complete), None)
         if late is not None:
             return [], batches.why(late)
         self.leased.add(number)
         self.changes += 1
-        for group in groups:
-            for stored in group.stored():
-                stored.runs = batches.runs_of(self, stored, number)
+        each = (stored for group in groups for stored in group.stored())
+        for stored, of_it in zip(each, runs, strict=True):
+            stored.runs = of_it
         return groups, None
 
     def batch(self, groups: list[Group], epoch: int, number: int) -> Batch:

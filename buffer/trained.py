@@ -4,7 +4,6 @@ a resumed run goes on with it.
 
 from __future__ import annotations
 
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -15,7 +14,7 @@ from typing import Any
 import xxhash
 
 from asyncrl.contract.messages import Batch, Trajectory
-from asyncrl.records import atomic_write, jsonl
+from asyncrl.records import jsonl
 
 
 @dataclass
@@ -80,29 +79,31 @@ class Trained:
     """The batches of the surviving history, kept in `trained.jsonl`: the last row of a batch
     counts.
 
-    `leased.json` beside it holds those that were handed out and whose commit was not heard yet: a
-    learner whose checkpoint lies behind one of them has trained it, and its row is made up for at
-    the hello.  Rows that no learner can take back any more are summed."""
+    `leased.jsonl` beside it has a row of each that this learner was handed: one whose checkpoint
+    lies behind a batch has trained it, also where the commit was not heard, and its row is made up
+    for at the hello.  Rows that no learner can take back any more are summed."""
 
     def __init__(self, path: Path) -> None:
         self.file = jsonl.Appender(path)
         self.rows = read(path)
-        self.lent_path = path.with_name("leased.json")
-        self.lent = self._lent()
         self.summed = 0  # rows below this number are in the sums
         self.summed_samples = 0
         self.summed_lags = Counter[int]()
         self.summed_ids = xxhash.xxh3_64()
+        self.lent_file = jsonl.Appender(path.with_name("leased.jsonl"))
+        # handed out, and not in `rows` yet
+        self.lent = {number: row for number, row in self._lent().items() if not self.knows(number)}
 
     def _lent(self) -> dict[int, dict[str, Any]]:
-        try:
-            return {
-                int(number): dict(row)
-                for number, row in json.loads(self.lent_path.read_bytes()).items()
-            }
-        except (OSError, ValueError, TypeError, AttributeError):
-            # none, or not whole: then as if nothing had been handed out
-            return {}
+        """A row that is not whole is as if the batch had not been handed out."""
+        found: dict[int, dict[str, Any]] = {}
+        for row in jsonl.read(self.lent_file.path):
+            try:
+                _take({}, row)
+            except (KeyError, TypeError, ValueError, AttributeError):
+                continue
+            found[int(row["batch"])] = row
+        return found
 
     def _write(self, row: dict[str, Any]) -> None:
         _take(self.rows, row)
@@ -113,13 +114,8 @@ class Trained:
 
     def lend(self, batch: Batch, limit: float) -> None:
         """A batch is handed out; tokens past `limit` are masked."""
-        self.lent = {number: x for number, x in self.lent.items() if not self.knows(number)} | {
-            batch.number: _row(batch, limit)
-        }
-        try:
-            atomic_write.write(self.lent_path, json.dumps(self.lent))
-        except OSError as error:
-            raise jsonl.full(self.lent_path, error) from error
+        row = self.lent[batch.number] = _row(batch, limit)
+        self.lent_file.write(row)
 
     def begin(self, number: int) -> None:
         """A learner begins at `number`: batches from there on are trained again, those before it
@@ -131,10 +127,12 @@ class Trained:
             if which < number and not self.knows(which):
                 self._write(self.lent[which])
         self.lent = {}
+        self.lent_file.clear()
 
     def add(self, batch: Batch, limit: float) -> dict[int, int]:
         """A trained batch; tokens past `limit` were masked.  Returns its trained tokens by lag."""
-        self._write(_row(batch, limit))
+        lent = batch.number in self.lent
+        self._write(self.lent.pop(batch.number) if lent else _row(batch, limit))
         return self.rows[batch.number].lags
 
     def settle(self, below: int) -> None:
@@ -165,6 +163,7 @@ class Trained:
 
     def close(self) -> None:
         self.file.close()
+        self.lent_file.close()
 
 
 def _row(batch: Batch, limit: float) -> dict[str, Any]:

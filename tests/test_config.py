@@ -150,17 +150,22 @@ def test_an_unknown_metric_is_refused(tmp_path: Path) -> None:
     writer = metrics.MetricsWriter(tmp_path)
     with pytest.raises(Exception, match="no/such"):
         writer.write(0, {"reward/mean": 1.0, "no/such": 2.0})
-    writer.write(1, {"reward/mean": 0.5}, histograms={"lag/samples": [0, 0, 2]})
+    writer.write(1, {"reward/mean": 0.5, "lag/mean": 1.0}, histograms={"lag/samples": [0, 0, 2]})
     writer.close()
     (row,) = metrics.read(tmp_path)
     assert row["reward/mean"] == 0.5 and row["lag/samples"] == {"0": 2, "2": 1}
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
     board = EventAccumulator(str(tmp_path / "tensorboard"))
     board.Reload()
     assert [e.value for e in board.Scalars("reward/mean")] == [0.5] and board.Histograms(
         "lag/samples"
     )
+    assert [e.value for e in board.Scalars("lag/mean")] == [1.0]
+    # a step's numbers travel together: one event each was most of what they cost the buffer
+    (path,) = (tmp_path / "tensorboard").glob("events.*")
+    assert sum(len(e.summary.value) == 2 for e in EventFileLoader(str(path)).Load()) == 1
 
 
 def test_what_is_not_finite_is_in_no_row(

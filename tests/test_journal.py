@@ -189,11 +189,11 @@ def test_a_killed_buffer_folds_to_the_same_state_and_the_run_goes_on(
     assert kills > 100
 
 
-# what a snapshot leaves out: the task's prompts, a cache, and what this process alone looks at
+# what a snapshot leaves out: the task's prompts, caches, and what this process alone looks at
 OF_THE_PROCESS: dict[type, set[str]] = {
     Store: {"prompt", "_kept", "changes"},
     Evaluations: {"prompt", "fresh"},
-    PolicyTree: set(),
+    PolicyTree: {"_known"},
 }
 
 
@@ -326,6 +326,20 @@ def test_leases_renewed_while_judging_survive(tmp_path: Path) -> None:
         again.alive[granted[0].ticket].lease is not None
         and again.alive[granted[1].ticket].lease is None
     )
+
+
+def test_a_frame_is_one_record_and_folds_to_what_its_samples_were(tmp_path: Path) -> None:
+    store = recorded(tmp_path)
+    assert hello(store, 1, 0, k=3)
+    train = [ticket for ticket in store.grant("g", 1, 9, 0.0) if ticket.kind == "train"]
+    written = store.journal.appended
+    frame = [sample(train[0]), sample(train[1], length=7), sample(train[0], length=5)]
+    assert store.take_all(frame) == ["accepted", "accepted", "accepted"]
+    assert store.journal.appended == written + 1
+    store.settle()
+    before = state(store)
+    store.journal.close()
+    assert state(recorded(tmp_path)) == before
 
 
 def test_a_finished_buffer_says_so_again_unless_more_steps_are_wanted(tmp_path: Path) -> None:

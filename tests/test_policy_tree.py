@@ -9,6 +9,7 @@ import random
 import pytest
 import test_store as ts
 
+from asyncrl.contract import versions
 from asyncrl.contract.versions import Label, PolicyTree
 from buffer import store as module
 
@@ -54,6 +55,33 @@ def test_pruning_changes_no_lag() -> None:
         new = Label(99, line[-1].number + 1)
         tree.register(new, line[-1], "new")
         assert all(tree.lag(x, new, new.number) == before[x, line[-1]] for x in stays)
+
+
+def test_what_is_remembered_of_lags_follows_the_labels_and_stays_small(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(versions, "KNOWN", 8)
+    tree = PolicyTree()
+    for number in range(6):
+        tree.register(Label(1, number), Label(1, number - 1) if number else None, f"d{number}")
+    newest = Label(1, 5)
+    for _ in range(2):
+        assert [tree.lag(Label(1, n), newest, 6) for n in range(6)] == [6, 5, 4, 3, 2, 1]
+        assert [tree.lag(Label(1, n), Label(1, 4), 4) for n in range(5)] == [4, 3, 2, 1, 0]
+        assert len(tree._known) <= 8
+    tree.alias(Label(2, 0), Label(1, 0))
+    assert tree.lag(Label(2, 0), newest, 5) == 5
+    tree.alias(Label(2, 0), Label(1, 3))
+    assert tree.lag(Label(2, 0), newest, 5) == 2
+    tree.prune(3, [])
+    with pytest.raises(KeyError):
+        tree.lag(Label(1, 0), newest, 5)
+    other = PolicyTree()
+    other.register(Label(1, 5), None, "x")
+    other.register(Label(1, 4), Label(1, 5), "y")
+    tree.lag(Label(1, 4), newest, 5)
+    tree.restore(other.snapshot())
+    assert tree.lag(Label(1, 4), newest, 5) == other.lag(Label(1, 4), newest, 5) != 1
 
 
 def test_equal_weights_without_a_known_parent_are_told_apart_by_their_number() -> None:

@@ -550,7 +550,7 @@ def test_a_batch_whose_commit_was_lost_is_trained_when_a_checkpoint_lies_behind_
     if killed == "both":
         run.end()
         if "lost" in mode:  # a power cut: what is not in the journal is gone
-            (run.dir / "leased.json").unlink()
+            (run.dir / "leased.jsonl").unlink()
         run = begin(*words)
         learner = run.peer()
     hello = msgspec.structs.replace(

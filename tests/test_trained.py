@@ -67,6 +67,27 @@ def test_sums_of_old_batches_say_what_their_rows_said(tmp_path: Path) -> None:
     )
 
 
+def test_what_was_handed_out_is_settled_at_the_hello_and_never_twice(tmp_path: Path) -> None:
+    path, lent = tmp_path / "trained.jsonl", tmp_path / "leased.jsonl"
+    r = random.Random(0)
+    first = Trained(path)
+    first.begin(0)
+    for number in range(3):
+        first.lend(batch(number, r), 1.0)
+    first.add(batch(0, r), 1.0)
+    assert list(first.lent) == [1, 2] and len(lent.read_text().splitlines()) == 3
+    first.close()
+    with lent.open("a") as file:
+        file.write('{"batch": 3, "samples": 2}\n{"batch": 4, "sam')  # torn
+    again = Trained(path)
+    assert list(again.lent) == [1, 2]
+    again.begin(2)
+    assert sorted(again.rows) == [0, 1] and not again.lent and not lent.read_text()
+    again.close()
+    # the branch was left, and what was lent on it is nobody's
+    assert not Trained(path).lent
+
+
 def test_a_copy_of_a_run_directory_has_a_socket_and_weights_of_its_own(tmp_path: Path) -> None:
     config = load.load(ROOT / "configs" / "demo.toml", [])
     rundir.ensure(config, "", tmp_path / "run")

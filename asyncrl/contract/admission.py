@@ -72,4 +72,8 @@ def span_lags(
 
 def sample_lag(runs: Iterable[tuple[int, int, int]]) -> int:
     """max over a sample's tokens."""
-    return max((lag for _, _, lag in runs), default=0)
+    most = 0
+    for _, _, lag in runs:
+        if lag > most:
+            most = lag
+    return most

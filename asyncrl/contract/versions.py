@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 from asyncrl.contract.errors import ProtocolError
 
+KNOWN = 4096  # pairs of policies whose distance is remembered
+
 
 class Label(NamedTuple):
     """A policy version.  Labels compare as pairs: a newer epoch wins, also with a lower number."""
@@ -56,6 +58,8 @@ class PolicyTree:
         self._parent: list[int] = []
         self._depth: list[int] = []
         self._digest: list[str] = []
+        # (token, train) -> `lag` less the number: asked for at every answer, of few pairs
+        self._known: dict[tuple[Label, Label], int] = {}
 
     def snapshot(self) -> TreeState:
         return TreeState(list(self._node.items()), self._parent, self._depth, self._digest)
@@ -129,6 +133,7 @@ class PolicyTree:
         """Find policies by parent and digest again: a root by its number too, as equal weights may
         come at several.
         """
+        self._known = {}
         rows = enumerate(zip(self._parent, self._depth, self._digest, strict=True))
         self._intern = {
             (p if p >= 0 else -1 - number, d): i
@@ -166,6 +171,7 @@ class PolicyTree:
         the life before.
         """
         self._node[Label(*label)] = self._node[Label(*known)]
+        self._known = {}
 
     def lag(self, token: Label, train: Label, number: int) -> int:
         """Updates between the policy `token` and the one that batch `number` starts from, a
@@ -174,16 +180,25 @@ class PolicyTree:
         `(n_token - c) + (number - c)` with c the depth of the last common ancestor; updates not yet
         made count as different, so a lag reckoned early can only shrink.  Never negative.  KeyError
         for a label nobody registered."""
+        beyond = self._known.get((token, train))
+        if beyond is None:
+            if len(self._known) >= KNOWN:
+                self._known = {}
+            beyond = self._known[token, train] = self._beyond(token, train)
+        return beyond + number
+
+    def _beyond(self, token: Label, train: Label) -> int:
+        """`lag` less the number."""
         ours = self._node[Label(*token)]
         theirs = self._node[Label(*train)]
         start = ours
         while ours != theirs:
             # no common root is stored: the distance to both is known only from the depths
             if ours < 0 or theirs < 0:
-                return self._depth[start] + number
+                return self._depth[start]
             if self._depth[ours] >= self._depth[theirs]:
                 ours = self._parent[ours]
             else:
                 theirs = self._parent[theirs]
         common = self._depth[ours]
-        return (self._depth[start] - common) + (number - common)
+        return self._depth[start] - 2 * common

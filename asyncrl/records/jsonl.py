@@ -74,6 +74,13 @@ class Appender:
     def write(self, row: dict[str, Any]) -> None:
         self._append((json.dumps(row) + "\n").encode())
 
+    def clear(self) -> None:
+        """The rows so far count no more."""
+        try:
+            os.ftruncate(self.fd, 0)
+        except OSError as error:
+            raise full(self.path, error) from error
+
     def _append(self, data: bytes) -> None:
         size = os.fstat(self.fd).st_size
         view = memoryview(data)
