@@ -140,6 +140,7 @@ class Buffer:
         self.socket = PeerSocket(rundir.buffer_address(config, self.dir))
         self.wall: list[float] = []
         self.cpu: list[float] = []
+        self.out: list[m.Ticket] = []  # being written
 
     def wait(self, kind: Any) -> Any:
         while (reply := self.socket.recv(30)) is not None:
@@ -172,31 +173,32 @@ class Buffer:
         self.number = self.sequence = self.drawn = 0
         self.label = Label(1, 0)
         for _ in range(AHEAD):  # and the evaluation of version 0
-            self.serve()
+            self.take()
+            self.hand_over()
+        self.take()
 
-    def serve(self) -> None:
-        """Tickets for a batch, and their answers in frames; the acknowledgements come behind."""
-        left = GROUPS * SIZE if self.number + AHEAD <= self.steps else 0
-        before = Label(1, max(0, self.number - 1))
-        frames = 0
+    def take(self) -> None:
+        """Tickets for a batch: they are written while the learner makes another version."""
+        left = GROUPS * SIZE if self.number + AHEAD < self.steps else 0
         while left > 0:
             self.sequence += 1
             self.socket.send(m.Want("generator-0", 1, self.sequence, 64, self.label))
-            while not isinstance(reply := self.wait((m.Tickets, m.Acks)), m.Tickets):
-                frames -= 1
-            made = []
-            for ticket in reply.tickets:
-                first, last = (ticket.exact_version,) * 2
-                if first is None or last is None:
-                    first, last = before, self.label
-                made += [trajectory(ticket, sample, first, last) for sample in ticket.samples]
-            train = [ticket for ticket in reply.tickets if ticket.kind == "train"]
-            left -= sum(len(ticket.samples) for ticket in train)
-            self.drawn += TOKENS * sum(len(ticket.samples) for ticket in train)
-            for at in range(0, len(made), FRAME):
-                frames += 1
-                self.socket.send(m.Deliver("generator-0", 1, at, made[at : at + FRAME], self.drawn))
-        for _ in range(frames):
+            tickets = self.wait(m.Tickets).tickets
+            self.out += tickets
+            left -= sum(len(ticket.samples) for ticket in tickets if ticket.kind == "train")
+
+    def hand_over(self) -> None:
+        """Their answers in frames; the acknowledgements come behind."""
+        made = []
+        for ticket in self.out:
+            first = ticket.exact_version or ticket.min_version
+            last = ticket.exact_version or self.label
+            made += [trajectory(ticket, sample, first, last) for sample in ticket.samples]
+            self.drawn += TOKENS * len(ticket.samples) * (ticket.kind == "train")
+        self.out = []
+        for at in range(0, len(made), FRAME):
+            self.socket.send(m.Deliver("generator-0", 1, at, made[at : at + FRAME], self.drawn))
+        for _ in range(0, len(made), FRAME):
             self.wait(m.Acks)
 
     def batches(self, count: int) -> None:
@@ -213,7 +215,8 @@ class Buffer:
             self.label = Label(1, self.number)
             self.socket.send(m.Commit(1, batch.number, self.label, f"d{self.number}", self.values))
             self.wait(m.Committed)
-            self.serve()
+            self.hand_over()
+            self.take()
             if self.number % EVERY == 0:
                 self.socket.send(m.Checkpointed(1, max(0, self.number - EVERY * (KEPT - 1))))
             if self.number % LOOKS == 0:
