@@ -364,7 +364,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"staleness": {"max_lag": 2, "on_exceed": "downweight"}, "advantage": {"name": "grpo"}},
     *(
         {"loss": {"surrogate": name}, "correction": {"proximal": "behavior"}}
-        for name in ("vespo", "oapl", "band", "gepo", "bapo", "minpro", "gmpo")
+        for name in ("vespo", "oapl", "band", "gepo", "bapo", "minpro", "gmpo", "ipo")
     ),
     {
         "correction": {

@@ -5,6 +5,7 @@ The example: one group of two answers of three tokens, rewards 1 and 0, A = +1 a
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -64,7 +65,7 @@ BY_HAND: list[tuple[str, dict[str, Any], list[float]]] = [
     ("band", {}, [1.2, 0, 1.5, -0.8, -2, 0]),
     (
         "band",
-        {"band_lo": math.exp(-0.5), "band_hi": math.exp(0.5), "band_pull": 0.1},
+        {"band_lo": math.exp(-0.5), "band_hi": math.exp(0.5), "pull": 0.1},
         [1.163536, 0.138629, 1.418907, -0.755371, -0.138629, 0.277259],
     ),
     ("gepo", {}, [1.062479] * 3 + [-0.643551] * 3),
@@ -140,7 +141,7 @@ def test_asymre_by_hand() -> None:
 
 ON_POLICY = [
     *((name, {}) for name in ("vespo", "band", "bapo", "minpro", "gmpo", "topr")),
-    ("band", {"band_pull": 0.3}),
+    ("band", {"pull": 0.3}),
 ]
 
 
@@ -309,12 +310,12 @@ def test_binary_kl_by_hand() -> None:
     mean = correction.statistic("kb_mu", "mean", X, EVERY, SEQ, 2, log_mu=MU.log())
     assert mean.tolist() == pytest.approx([0.145433] * 3 + [0.237853] * 3, abs=1e-6)
     # a rare token may move by orders of magnitude, a probable one may not
-    rare = correction.binary_kl(vec(1e-3).log(), vec(1e-6).log())
-    probable = correction.binary_kl(vec(0.999).log(), vec(0.9).log())
+    rare = ratios.binary_kl(vec(1e-3).log(), vec(1e-6).log())
+    probable = ratios.binary_kl(vec(0.999).log(), vec(0.9).log())
     assert float(rare) < 0.01 < 0.09 < float(probable)
     for dtype in (torch.float32, D):
         edge = torch.tensor([0.0, -1e4], dtype=dtype)
-        assert bool(correction.binary_kl(edge, edge.flip(0)).isfinite().all())
+        assert bool(ratios.binary_kl(edge, edge.flip(0)).isfinite().all())
 
 
 def test_total_variation_and_chi_square_by_hand() -> None:
@@ -555,5 +556,133 @@ def test_the_rate_follows_the_ess_of_whole_answers() -> None:
 def test_what_needs_whole_gradients_is_refused_elsewhere(
     sections: dict[str, Any], said: str
 ) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, "c.toml")
+
+
+# ---- what peers have -----------------------------------------------------------------------------
+
+
+def test_ipo_drops_what_moved_far_on_either_side_and_pulls_the_rest() -> None:
+    """pi - mu is .1 -.4 .2 | -.1 .4 -.3."""
+    assert coefficient("ipo", dppo_threshold=0.25) == pytest.approx([1.2, 0, 1.5, -0.8, 0, 0])
+    high = coefficient("ipo", dppo_threshold=0.25, dppo_high=0.15)
+    assert high == pytest.approx([1.2, 0, 0, -0.8, 0, 0])
+    pulled = coefficient("ipo", dppo_threshold=0.25, pull=0.1)
+    assert pulled == pytest.approx(
+        [a - 0.2 * math.log(w) for a, w in zip([1.2, 0, 1.5, -0.8, 0, 0], W.tolist(), strict=True)]
+    )
+
+
+def test_dppo_with_two_thresholds_and_by_binary_kl() -> None:
+    """KL(mu || pi): .0204 .3347 .0811 | .0201 .3819 .2380, as it moved."""
+
+    def kept(**keys: Any) -> list[float]:
+        return coefficient("dppo", **keys)
+
+    # against A: never cut
+    assert kept(dppo_threshold=0.05) == pytest.approx([0, 0.5, 0, 0, -2, 0])
+    assert kept(dppo_threshold=0.05, dppo_high=0.15) == pytest.approx([1.2, 0.5, 0, 0, -2, 0])
+    assert kept(dppo_threshold=0.2, dppo_high=0.05) == pytest.approx([0, 0.5, 0, -0.8, -2, 0])
+    kl = correction.statistic("kb_mu", "token", X, EVERY, SEQ, 2, log_mu=MU.log()).tolist()
+    for threshold in (0.05, 0.15, 0.3):
+        gone = [
+            value > threshold and sign * x > 0 for value, sign, x in zip(kl, SIGN, X, strict=True)
+        ]
+        expected = [0 if cut else a for cut, a in zip(gone, PLAIN_RATIO, strict=True)]
+        assert kept(dppo_divergence="kl", dppo_threshold=threshold) == pytest.approx(expected)
+    assert kl[2] == pytest.approx(0.4 * math.log(0.4 / 0.6) + 0.6 * math.log(0.6 / 0.4))
+
+
+def test_ppo_and_sapo_on_whole_answers() -> None:
+    wide = {"eps_low": 0.05, "eps_high": 0.05}
+    assert coefficient("ppo", ratio="sequence", **wide) == pytest.approx([0.9] * 3 + [0] * 3)
+    geometric = [0.965489] * 3 + [-0.736806] * 3
+    free = {"eps_low": 9.0, "eps_high": 9.0}
+    assert coefficient("ppo", ratio="geometric", **free) == pytest.approx(geometric, abs=1e-6)
+    narrow = {"eps_low": 0.3, "eps_high": 0.01}
+    assert coefficient("ppo", ratio="geometric", **narrow) == coefficient("gspo", **narrow)
+    for level, r in (("sequence", 0.9), ("geometric", 0.965489)):
+        gate = 1 / (1 + math.exp(1 - r))
+        got = coefficient("sapo", ratio=level)[0]
+        assert got == pytest.approx(4 * gate * (1 - gate) * r, abs=1e-6)
+    one = [coefficient("ppo", ratio=level) for level in ("token", "sequence")]
+    assert one[0] != one[1]
+
+
+def test_maxrl_by_hand() -> None:
+    """Of n successes in G answers, each gets G / n - 1, the others -1."""
+    r, g = vec(1, 0, 0, 0, 0, 0, 1, 1), torch.tensor([0, 0, 0, 0, 1, 1, 2, 2])
+    assert advantages.maxrl(r, g).tolist() == pytest.approx([3, -1, -1, -1, 0, 0, 0, 0])
+    # below 0 there is no pass rate
+    assert advantages.maxrl(vec(-1, -3), GROUP).tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("k", [2, 3, 4, 5, 0])
+def test_what_an_answer_adds_to_the_best_of_k(k: int) -> None:
+    rewards = vec(0.3, 1, 0.3, 0, 0.7)
+    many = k or 5
+    expected = []
+    for i, own in enumerate(rewards.tolist()):
+        others = [x for j, x in enumerate(rewards.tolist()) if j != i]
+        best = [max(drawn) for drawn in itertools.combinations(others, many - 1)]
+        expected.append(sum(max(own, x) - x for x in best) / len(best))
+    both, groups = torch.cat([rewards, vec(2, 0)]), torch.tensor([0] * 5 + [1] * 2)
+    got = advantages.pass_at_k(both[:5], groups[:5], k=k)
+    assert got.tolist() == pytest.approx(expected)
+    if k in (0, 2):  # each group by itself
+        got = advantages.pass_at_k(both, groups, k=k)
+        assert got.tolist() == pytest.approx([*expected, 2, 0])
+    else:
+        with pytest.raises(ConfigError, match="needs 2 or more, and groups of as many"):
+            advantages.pass_at_k(both, groups, k=k)
+
+
+def test_a_deviation_of_the_batch_spares_groups_of_little_spread() -> None:
+    r, g = vec(1, 0, 0.5, 0.49), torch.tensor([0, 0, 1, 1])
+    deviation = float(r.std())
+    got = advantages.batch_grpo(r, g, eps=0.0)
+    assert got.tolist() == pytest.approx([x / deviation for x in (0.5, -0.5, 0.005, -0.005)])
+    b = batch(9)
+    got = gradient(b, config(advantage={"name": "grpo", "std": "batch"}), theta(b))[1]
+    assert not torch.allclose(got, gradient(b, config(advantage={"name": "grpo"}), theta(b))[1])
+    with pytest.raises(ConfigError, match="more than 1 samples in a batch"):
+        advantages.batch_grpo(vec(1), torch.tensor([0]))
+
+
+def test_flash_reinforce_by_hand() -> None:
+    """Single answers: the baseline is the batch's, taken before anything is dropped."""
+    b = example()
+    b.groups = torch.tensor([0, 1])
+    c = config(
+        learner={"group_size": 1},
+        advantage={"name": "reinforce", "baseline": "batch"},
+        loss={"surrogate": "vanilla", "reduction": ANSWER},
+        correction={
+            "proximal": "behavior",
+            "reject": "kb_mu",
+            "reject_over": "mean",
+            "reject_at": "target",
+            "reject_hi": 0.2,
+        },
+    )
+    got = gradient(b, c, LP.clone().requires_grad_(True))[1]
+    assert (-6 * got).tolist() == pytest.approx([0.6, 0.25, 0.75, 0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"loss": {"surrogate": "gspo", "ratio": "sequence"}}, "loss.ratio: belongs to"),
+        ({"loss": {"dppo_divergence": "kl"}}, "loss.dppo_divergence: belongs to"),
+        ({"loss": {"dppo_high": 0.1}}, "loss.dppo_high: belongs to loss.surrogate = dppo or ipo"),
+        ({"loss": {"pull": 0.1}}, "loss.pull: belongs to loss.surrogate = band or ipo"),
+        ({"advantage": {"std": "batch"}}, "advantage.std: belongs to advantage.name = grpo"),
+        ({"advantage": {"k": 2}}, "advantage.k: belongs to advantage.name = pass_at_k"),
+        ({"advantage": {"name": "pass_at_k", "k": 99}}, "advantage.k: the best of 99 answers"),
+        ({"advantage": {"name": "pass_at_k", "k": 1}}, "advantage.k: the best of 1 answers"),
+    ],
+)
+def test_keys_of_another_choice_are_refused(sections: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, "c.toml")

@@ -19,7 +19,7 @@ from asyncrl.algorithms.settings import Advantage
 from asyncrl.contract.errors import ConfigError
 
 # those that compare the samples of one prompt, and need two of them
-BY_GROUP = ("rloo", "grpo", "dr_grpo", "opo", "gpg", "oapl", "asymre", "opob")
+BY_GROUP = ("rloo", "grpo", "dr_grpo", "opo", "gpg", "oapl", "asymre", "opob", "maxrl", "pass_at_k")
 # numbers that differ by less than this share of the larger one are equal: what rounding to float32
 # leaves of equal rewards
 EQUAL = 1e-6
@@ -94,6 +94,65 @@ def grpo(
     apart = centred(rewards, groups)
     var = group_mean(apart.square(), groups) * n / (n - ddof)
     return torch.where(apart == 0, 0.0, apart / (var.sqrt() + eps))
+
+
+def batch_grpo(
+    rewards: torch.Tensor, groups: torch.Tensor, *, ddof: int = 1, eps: float = 1e-4
+) -> torch.Tensor:
+    """(r_i - group's mean) / (std of the whole batch's rewards + eps): groups of little spread are
+    not blown up (Liu et al. 2025, "Tricks or traps", arXiv 2508.08221)."""
+    if len(rewards) <= ddof:
+        raise ConfigError(
+            f"advantage.name = grpo with ddof = {ddof} needs more than {ddof} samples in a batch"
+        )
+    return centred(rewards, groups) / (rewards.std(correction=ddof) + eps)
+
+
+def maxrl(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """(r_i - mean) / mean, 0 where the group's mean is not above 0: for rewards of 0 and 1 the
+    gradient of the log of the pass rate, to the order that the group allows (MaxRL, arXiv
+    2602.02710)."""
+    mean = group_mean(rewards, groups)
+    return torch.where(mean > 0, centred(rewards, groups) / mean.clamp(min=1e-30), 0.0)
+
+
+def pass_at_k(rewards: torch.Tensor, groups: torch.Tensor, *, k: int = 0) -> torch.Tensor:
+    """What each answer adds to the best of k: the mean, over all k - 1 others of its group, of
+    max(r_i, theirs) - max(theirs), so never below 0 (the `loo - 1` estimator of PKPO, arXiv
+    2505.15201, times the group's size over k).  k = 0: the whole group, where only a single best
+    answer gets anything: its distance to the second.
+
+    Raises ConfigError for a group of fewer than k."""
+    out = torch.zeros_like(rewards)
+    for group in sorted(set(groups.tolist())):
+        inside = groups == group
+        out[inside] = _added(rewards[inside], k)
+    return out
+
+
+def _added(rewards: torch.Tensor, k: int) -> torch.Tensor:
+    """`pass_at_k` of one group [G].  Sorted upwards, the best of k - 1 drawn from the answers below
+    place i is at place j with C(j, k - 2) / C(G - 1, k - 1); nothing is added from above."""
+    count = len(rewards)
+    many = k or count
+    if many > count or many < 2:
+        raise ConfigError(
+            f"advantage.k: pass_at_k of {many} needs 2 or more, and groups of as many answers, not "
+            f"{count}: raise learner.group_size"
+        )
+    order = rewards.argsort()
+    ranked = rewards[order].double()
+    share = torch.tensor(
+        [math.comb(j, many - 2) / math.comb(count - 1, many - 1) for j in range(count)],
+        dtype=torch.float64,
+        device=rewards.device,
+    )
+    # sum over j < i of share_j (r_i - r_j)
+    before = share.cumsum(0) - share
+    lower = (share * ranked).cumsum(0) - share * ranked
+    out = torch.empty_like(rewards)
+    out[order] = (before * ranked - lower).to(rewards.dtype)
+    return out
 
 
 def dr_grpo(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
@@ -504,7 +563,16 @@ def _rloo(a: Answers, c: Advantage) -> torch.Tensor:
 
 
 def _grpo(a: Answers, c: Advantage) -> torch.Tensor:
-    return grpo(a.rewards, a.groups, ddof=c.ddof, eps=c.eps)
+    form = grpo if c.std == "group" else batch_grpo
+    return form(a.rewards, a.groups, ddof=c.ddof, eps=c.eps)
+
+
+def _maxrl(a: Answers, c: Advantage) -> torch.Tensor:
+    return maxrl(a.rewards, a.groups)
+
+
+def _pass_at_k(a: Answers, c: Advantage) -> torch.Tensor:
+    return pass_at_k(a.rewards, a.groups, k=c.k)
 
 
 def _dr_grpo(a: Answers, c: Advantage) -> torch.Tensor:
@@ -580,6 +648,8 @@ BY_ANSWER: dict[str, Callable[[Answers, Advantage], torch.Tensor]] = {
     "oapl": _oapl,
     "asymre": _asymre,
     "opob": _opob,
+    "maxrl": _maxrl,
+    "pass_at_k": _pass_at_k,
 }
 # advantage.name -> (advantage [N], returns [N] or None); KL in the reward is charged by token.  A
 # name of both dicts is here where the reward function gives rewards of tokens, else there.

@@ -21,14 +21,21 @@ from typing import Any
 
 import torch
 
-from asyncrl.algorithms.ratios import CLAMP, chosen, masked_mean, seq_max, seq_mean, seq_sum
+from asyncrl.algorithms.ratios import (
+    CLAMP,
+    binary_kl,
+    chosen,
+    masked_mean,
+    seq_max,
+    seq_mean,
+    seq_sum,
+)
 from asyncrl.algorithms.settings import Correction
 from asyncrl.contract.errors import ConfigError
 
 DEFAULT_BOUNDS = {"token": (0.5, 2.0), "sequence": (0.5, 2.0), "geometric": (0.99, 1.01)}
 # a level that has none is not bounded until lo and hi are given; of the ratio; k's have none
 REJECT_BAND = {"token": (0.5, 2.0), "sum": (0.5, 2.0), "mean": (0.99, 1.01), "max": (0.0, 2.0)}
-EDGE = 1e-8  # of a probability, where its logarithm is taken
 VETO = {"none": 0.0, "probability": 1e-6, "ratio": 1e-4}
 
 
@@ -142,14 +149,6 @@ def _chi2(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
 def _tv(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:
     """|pi - mu| of the sampled token: total variation, all other tokens as one."""
     return ((log_mu + raw).exp() - log_mu.exp()).abs()
-
-
-def binary_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
-    """KL of (p, 1 - p) from (q, 1 - q) [N], all other tokens as one; p and q within [1e-8, 1 -
-    1e-8]."""
-    p, q = (x.double().exp().clamp(EDGE, 1 - EDGE) for x in (log_p, log_q))
-    kl = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
-    return kl.to(log_p.dtype)
 
 
 def _kb(raw: torch.Tensor, log_mu: torch.Tensor) -> torch.Tensor:

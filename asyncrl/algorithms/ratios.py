@@ -18,6 +18,7 @@ Function = TypeVar("Function")
 CLAMP = 20.0
 # what an infinite log-ratio counts as: beyond every clamp, and sums of them are numbers still
 FAR = 1000.0
+EDGE = 1e-8  # of a probability, where its logarithm is taken
 
 
 def unknown(key: str, name: object, valid: Iterable[str]) -> ConfigError:
@@ -48,6 +49,14 @@ def log_ratio(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     0.
     """
     return difference(a, b).clamp(-CLAMP, CLAMP)
+
+
+def binary_kl(log_p: torch.Tensor, log_q: torch.Tensor) -> torch.Tensor:
+    """KL of (p, 1 - p) from (q, 1 - q) [N], all other tokens as one; p and q within [1e-8, 1 -
+    1e-8]."""
+    p, q = (x.double().exp().clamp(EDGE, 1 - EDGE) for x in (log_p, log_q))
+    kl = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    return kl.to(log_p.dtype)
 
 
 def seq_sum(x: torch.Tensor, seq: torch.Tensor, n: int) -> torch.Tensor:

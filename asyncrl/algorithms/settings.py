@@ -105,6 +105,12 @@ class Advantage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     ] = "batch"
     ema_decay: Share = 0.9
     ddof: Annotated[Literal[0, 1], Meta(description="grpo")] = 1
+    std: Annotated[
+        Literal["group", "batch"], Meta(description="grpo: of which rewards, whole answers")
+    ] = "group"
+    k: Annotated[
+        Count, Meta(description="pass_at_k: answers of which the best counts; 0: the whole group")
+    ] = 0
     eps: Annotated[
         NonNegative,
         Meta(
@@ -304,7 +310,21 @@ class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         Count, Meta(description="seq-mean-token-sum-norm: the constant; 0: max_new_tokens")
     ] = 0
     entropy: Annotated[float, Meta(description="c_h")] = 0.0
-    dppo_threshold: NonNegative = 0.2
+    ratio: Annotated[
+        Literal["token", "sequence", "geometric"],
+        Meta(description="ppo, decoupled_ppo, sapo: of a token, or of its whole answer"),
+    ] = "token"
+    dppo_threshold: Annotated[
+        NonNegative, Meta(description="dppo, ipo: how far a token may move; kl: 0.05 in use")
+    ] = 0.2
+    dppo_high: Annotated[
+        NonNegative | None,
+        Meta(description="dppo, ipo: how far up; absent: dppo_threshold, which is then for down"),
+    ] = None
+    dppo_divergence: Annotated[
+        Literal["tv", "kl"],
+        Meta(description="dppo: |pi - anchor| of the token, or the binary KL(anchor || pi)"),
+    ] = "tv"
     sapo_tau_pos: float = 1.0
     sapo_tau_neg: float = 1.05
     cispo_absolute: Annotated[
@@ -341,8 +361,8 @@ class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         NonNegative, Meta(description="band: ratios to mu between these two count, others are 0")
     ] = 0.7
     band_hi: Annotated[float, Meta(gt=0)] = 6.0
-    band_pull: Annotated[
-        NonNegative, Meta(description="band: tau of -tau (log ratio)^2, towards mu; 0: none")
+    pull: Annotated[
+        NonNegative, Meta(description="band, ipo: tau of -tau (log ratio)^2, to mu; 0: none")
     ] = 0.0
     bapo_share: Annotated[
         Share, Meta(description="bapo: share of tokens of A > 0 that its bounds are moved for")

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 import torch
 
-from asyncrl.algorithms.ratios import CLAMP, chosen, log_ratio, seq_mean, seq_sum
+from asyncrl.algorithms.ratios import CLAMP, binary_kl, chosen, log_ratio, seq_mean, seq_sum
 from asyncrl.algorithms.reshape import gamma
 from asyncrl.algorithms.settings import Loss, Reshape, Settings
 from asyncrl.algorithms.trust import answers, tokens
@@ -32,6 +32,7 @@ ON_BEHAVIOR = (
     "gepo",
     "bapo",
     "minpro",
+    "ipo",
 )
 # what they do to a token depends on the whole batch under the policy as it is now
 NEED_CURRENT = ("reshape", "kl_cov", "clip_cov", "bapo")
@@ -120,16 +121,26 @@ def sapo(
 
 
 def dppo(
-    log_r: torch.Tensor, adv: torch.Tensor, prob: torch.Tensor, *, threshold: float = 0.2
+    log_r: torch.Tensor,
+    adv: torch.Tensor,
+    prob: torch.Tensor,
+    *,
+    threshold: float = 0.2,
+    high: float | None = None,
+    divergence: str = "tv",
 ) -> Trust:
-    """r A, 0 where pi_theta - anchor moved more than `threshold` in the direction of A; prob =
-    exp(lp) [N].
+    """r A, 0 where pi_theta - anchor moved more than `threshold` in the direction of A (`high`: of
+    A > 0, where it is another); prob = exp(lp) [N].
 
-    Divergence PPO, total-variation form (Qi et al. 2026, arXiv 2602.04879); as published the anchor
-    is mu."""
+    Divergence PPO, total-variation form (Qi et al. 2026, arXiv 2602.04879); with divergence = kl
+    its binary KL(anchor || pi_theta).  As published the anchor is mu."""
     r = log_r.exp()
-    moved = prob - prob / r
-    clipped = sides((adv < 0) & (moved < -threshold), (adv > 0) & (moved > threshold))
+    up = threshold if high is None else high
+    if divergence == "kl":
+        moved = binary_kl(prob.log() - log_r, prob.log()) * log_r.sign()
+    else:
+        moved = prob - prob / r
+    clipped = sides((adv < 0) & (moved < -threshold), (adv > 0) & (moved > up))
     left = torch.where(clipped == OPEN, r * adv, 0.0)
     return Trust(left, left.clone(), clipped)
 
@@ -271,9 +282,18 @@ def _or(given: float | None, default: float) -> float:
     return default if given is None else given
 
 
+def _ratio(t: Tokens, c: Settings) -> torch.Tensor:
+    """log r [N] by `loss.ratio`: of a token, or its answer's sum or mean."""
+    if c.loss.ratio == "token":
+        return t.log_r
+    if c.loss.ratio == "geometric":
+        return seq_mean(t.raw, t.mask, t.seq, t.n).clamp(-CLAMP, CLAMP)[t.seq]
+    return seq_sum(torch.where(t.mask, t.raw, 0.0), t.seq, t.n).clamp(-CLAMP, CLAMP)[t.seq]
+
+
 def _ppo(t: Tokens, c: Settings) -> Trust:
     low, high = _or(c.loss.eps_low, 0.2), _or(c.loss.eps_high, 0.2)
-    return ppo(t.log_r, t.adv, low=low, high=high, dual=c.loss.dual_clip)
+    return ppo(_ratio(t, c), t.adv, low=low, high=high, dual=c.loss.dual_clip)
 
 
 def _vanilla(t: Tokens, c: Settings) -> Trust:
@@ -296,11 +316,18 @@ def _cispo(t: Tokens, c: Settings) -> Trust:
 
 
 def _dppo(t: Tokens, c: Settings) -> Trust:
-    return dppo(t.log_r, t.adv, t.lp.exp(), threshold=c.loss.dppo_threshold)
+    return dppo(
+        t.log_r,
+        t.adv,
+        t.lp.exp(),
+        threshold=c.loss.dppo_threshold,
+        high=c.loss.dppo_high,
+        divergence=c.loss.dppo_divergence,
+    )
 
 
 def _sapo(t: Tokens, c: Settings) -> Trust:
-    return sapo(t.log_r, t.adv, tau_pos=c.loss.sapo_tau_pos, tau_neg=c.loss.sapo_tau_neg)
+    return sapo(_ratio(t, c), t.adv, tau_pos=c.loss.sapo_tau_pos, tau_neg=c.loss.sapo_tau_neg)
 
 
 def _topr(t: Tokens, c: Settings) -> Trust:
@@ -377,6 +404,7 @@ SURROGATES: dict[str, Callable[[Tokens, Settings], Trust]] = {
     "bapo": tokens.of_bapo,
     "minpro": tokens.of_minpro,
     "gmpo": answers.of_gmpo,
+    "ipo": tokens.of_ipo,
 }
 # loss.surrogate -> the batch's tokens, bool [N], that are picked by their covariance before a step
 BEFORE: dict[str, Callable[[torch.Tensor, torch.Tensor, Loss, int], torch.Tensor]] = {

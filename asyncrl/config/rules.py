@@ -313,29 +313,36 @@ def _rejection(config: Config) -> list[str]:
 
 # keys that one choice alone reads: section, its choosing key, the key's beginning, who reads it
 OWN_KEYS = (
-    ("loss", "surrogate", "vespo_", "vespo"),
-    ("loss", "surrogate", "oapl_", "oapl"),
-    ("loss", "surrogate", "band_", "band"),
-    ("loss", "surrogate", "bapo_", "bapo"),
-    ("advantage", "name", "beta", "oapl"),
-    ("advantage", "name", "shift", "asymre"),
-    ("advantage", "name", "squared_norm", "opob"),
+    ("loss", "surrogate", "vespo_", ("vespo",)),
+    ("loss", "surrogate", "oapl_", ("oapl",)),
+    ("loss", "surrogate", "band_", ("band",)),
+    ("loss", "surrogate", "pull", ("band", "ipo")),
+    ("loss", "surrogate", "bapo_", ("bapo",)),
+    ("loss", "surrogate", "ratio", ("ppo", "decoupled_ppo", "sapo")),
+    ("loss", "surrogate", "dppo_high", ("dppo", "ipo")),
+    ("loss", "surrogate", "dppo_divergence", ("dppo",)),
+    ("advantage", "name", "beta", ("oapl",)),
+    ("advantage", "name", "shift", ("asymre",)),
+    ("advantage", "name", "squared_norm", ("opob",)),
+    ("advantage", "name", "std", ("grpo",)),
+    ("advantage", "name", "k", ("pass_at_k",)),
 )
 # surrogates without a clip range
-UNCLIPPED = ("vespo", "oapl", "band", "gepo", "bapo")
+UNCLIPPED = ("vespo", "oapl", "band", "gepo", "bapo", "ipo")
 
 
 def _own_keys(config: Config) -> list[str]:
     """A key that is given and that nothing reads."""
     out = []
-    for section, by, start, owner in OWN_KEYS:
+    for section, by, start, owners in OWN_KEYS:
         table = getattr(config, section)
         chosen = getattr(table, by)
         out += [
-            f"{section}.{field.name}: belongs to {section}.{by} = {owner}, not to {chosen}"
+            f"{section}.{field.name}: belongs to {section}.{by} = {' or '.join(owners)}, not to "
+            f"{chosen}"
             for field in msgspec.structs.fields(type(table))
-            if field.name.startswith(start)
-            and chosen != owner
+            if (field.name == start or (start.endswith("_") and field.name.startswith(start)))
+            and chosen not in owners
             and getattr(table, field.name) != field.default
         ]
     if config.loss.surrogate in UNCLIPPED:
@@ -474,6 +481,7 @@ def _stop(config: Config) -> list[str]:
 def _advantage(config: Config) -> list[str]:
     advantage = config.advantage
     out = []
+    size = config.learner.group_size
     by_group = advantage.name in settings.BY_GROUP or (
         advantage.name == "reinforce_pp" and advantage.group_baseline
     )
@@ -527,6 +535,11 @@ def _advantage(config: Config) -> list[str]:
         out.append(
             "advantage.name: remax draws its baseline greedily, among whose logprobs exact mode "
             "does not hold; use rloo"
+        )
+    if advantage.name == "pass_at_k" and not 2 <= (advantage.k or size) <= size:
+        out.append(
+            f"advantage.k: the best of {advantage.k or size} answers needs 2 or more, and not more "
+            f"than learner.group_size = {size}"
         )
     whole = advantage.name == "opob" and advantage.squared_norm != "length"
     if whole and config.learner.backend != "torch":

@@ -29,7 +29,38 @@ def band(
 
 
 def of_band(t: Tokens, c: Settings) -> Trust:
-    return band(t.log_r, t.adv, t.lp, lo=c.loss.band_lo, hi=c.loss.band_hi, pull=c.loss.band_pull)
+    return band(t.log_r, t.adv, t.lp, lo=c.loss.band_lo, hi=c.loss.band_hi, pull=c.loss.pull)
+
+
+def ipo(
+    log_w: torch.Tensor,
+    adv: torch.Tensor,
+    prob: torch.Tensor,
+    *,
+    low: float = 0.2,
+    high: float = 0.2,
+    pull: float = 0.0,
+) -> Trust:
+    """w A where pi_theta - mu lies within [-low, high], whatever A's sign, else 0; less 2 pull log
+    w everywhere; prob [N]: pi_theta (prime-rl's IPO: the total variation of `dppo` on both sides
+    and the pull of Kimi K2.5; read in a port)."""
+    w = log_w.exp()
+    moved = prob - prob / w
+    under, over = moved < -low, moved > high
+    weighed = torch.where(under | over, 0.0, w * adv)
+    return Trust(weighed - 2 * pull * log_w, weighed - pull * log_w.square(), sides(under, over))
+
+
+def of_ipo(t: Tokens, c: Settings) -> Trust:
+    low, high = c.loss.dppo_threshold, c.loss.dppo_high
+    return ipo(
+        t.log_r,
+        t.adv,
+        t.lp.exp(),
+        low=low,
+        high=low if high is None else high,
+        pull=c.loss.pull,
+    )
 
 
 def prefix_minimum(log_w: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor) -> torch.Tensor:

@@ -72,6 +72,23 @@ METHODS: dict[str, tuple[str, list[str]]] = {
         "double-sided importance sampling (GLM-5, SAO): ratios of tokens, none outside a band",
         [*BEHAVIOR, "loss.surrogate=band", "loss.band_lo=0.7", "loss.band_hi=6.0"],
     ),
+    "k25": (
+        "Kimi K2.5: ratios of tokens within a band, all of them drawn to mu; both chosen by us",
+        [*BEHAVIOR, "loss.surrogate=band", "loss.band_lo=0.5", "loss.band_hi=2.0", "loss.pull=0.1"],
+    ),
+    "ipo": (
+        "IPO (prime-rl): tokens whose probability has moved little, all of them drawn to mu",
+        [*BEHAVIOR, "loss.surrogate=ipo", "loss.pull=1e-3", "loss.reduction=token-mean"],
+    ),
+    "dppo-kl": (
+        "DPPO by its binary KL from mu",
+        [
+            *BEHAVIOR,
+            "loss.surrogate=dppo",
+            "loss.dppo_divergence=kl",
+            "loss.dppo_threshold=0.05",
+        ],
+    ),
     "gepo": (
         "GEPO: answers' probabilities over their group's",
         [*BEHAVIOR, "loss.surrogate=gepo", "advantage.name=grpo", _ANSWERS],
