@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tokenizers
-import transformers
+from gateway_kit import CHATML, tokenizer
 
 from actors.gateway.chat import Chat, call_id, hermes, normalised, parser_for, whole_text
 from actors.gateway.sessions import CallRefused, Limits, Session
@@ -22,29 +21,8 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt, Sampling, Span, Ticket
 from asyncrl.contract.versions import Label
 
-SPECIAL = [
-    "</s>",
-    "<|im_start|>",
-    "<|im_end|>",
-    "<|begin_of_text|>",
-    "<|start_header_id|>",
-    "<|end_header_id|>",
-    "<|eot_id|>",
-]
-CHARACTERS = sorted(set("".join(map(chr, range(32, 127))) + "\n"))
-MERGES = [("l", "o"), ("lo", "w"), ("\n", "\n"), ("e", "r"), (" ", "a")]
 WHEN = datetime(2026, 2, 3)
 
-CHATML = """{%- for m in messages -%}
-<|im_start|>{{ m.role }}
-{{ m.content }}
-{%- for c in m.tool_calls or [] %}
-<tool_call>
-{{ c.function | tojson }}
-</tool_call>
-{%- endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
 # as CHATML; thinking goes from every answer before the last user's turn
 STRIPS = """{%- set ns = namespace(last=-1) -%}
 {%- for m in messages if m.role == 'user' %}{% set ns.last = messages.index(m) %}{% endfor -%}
@@ -68,18 +46,6 @@ PLAIN = """{%- for m in messages -%}
 APPEND = """{%- for m in messages -%}
 {{ '#' if m.role == 'user' else '' }}{{ m.content }}{{ '' if m.role == 'user' else '</s>' }}
 {%- endfor %}"""
-
-
-def tokenizer(template: str) -> Any:
-    names = CHARACTERS + [a + b for a, b in MERGES]
-    made = tokenizers.Tokenizer(
-        tokenizers.models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=MERGES)
-    )
-    made.add_special_tokens(SPECIAL)
-    made.decoder = tokenizers.decoders.Fuse()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, eos_token="</s>", chat_template=template
-    )
 
 
 @dataclass
@@ -446,6 +412,6 @@ def test_parsers() -> None:
         '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "g", "arguments": 3}</tool_call>'
     )
     assert len(two["tool_calls"]) == 1 and '"g"' in two["content"]
-    for name in ("nothing", "no.such.module:f", f"{__file__}:absent", f"{__file__}:SPECIAL"):
+    for name in ("nothing", "no.such.module:f", f"{__file__}:absent", f"{__file__}:CHATML"):
         with pytest.raises(ConfigError, match=r"agent\.parser"):
             parser_for(name)

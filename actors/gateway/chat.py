@@ -50,7 +50,7 @@ class Chat:
         self.tokenizer = tokenizer
         self.parser = parser or whole_text
         self.keeps = history == "keep"
-        self.ends = {int(token): self._text([int(token)]) for token in stop}
+        self.ends = {int(token): self.text([int(token)]) for token in stop}
         self.when = when
 
     def at(self, when: datetime) -> Chat:
@@ -213,8 +213,9 @@ class Chat:
         assert node.ids is not None
         return self.shown(node.ids, node.stop)
 
-    def _text(self, ids: list[int]) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=False))
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of ids, special tokens included."""
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
 def common(one: str, other: str) -> int:

@@ -222,8 +222,6 @@ class Forest:
         node.
         """
         node.answer = answer
-        if not node.chain:  # placed by text alone
-            return
         chain = chained(node.chain, answer)
         self.answers.setdefault(chain, []).append(node)
         self.seen.add(chain)

@@ -80,6 +80,9 @@ class Composer(Protocol):
     def read(self, ids: np.ndarray, stop: Sequence[str], name: str) -> Message:
         """The assistant's message that drawn ids are; name: unique, for its tool calls' ids."""
 
+    def shown(self, ids: np.ndarray, stop: Sequence[str] = ()) -> str:
+        """The text of drawn ids, up to an end token or a stop string."""
+
 
 @dataclass(eq=False)
 class Call:
@@ -352,9 +355,12 @@ class Session:
         node.finish = finish
         if not call.aside:
             self.shortened = finish == "length" and (call.run_bound or call.cut)
-        if self.composer is not None and node.text_digest:
+        if self.composer is not None and node.chain:
             name = f"{self.name}-{call.number}"
             self.forest.answered(node, self.composer.read(node.ids, call.stop, name))
+        elif self.composer is not None:  # placed by text or ids: nothing is parsed
+            text = self.composer.shown(node.ids, call.stop)
+            node.answer = {"role": "assistant", "content": text}
         return node
 
     # ---- requests and their retries --------------------------------------------------------------

@@ -1,0 +1,193 @@
+"""What the endpoint says: answers, chunks of a stream and errors, as OpenAI's clients read them.
+Pure.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from actors.gateway.forest import Message, Node
+from actors.gateway.requests import Wanted
+from actors.gateway.sessions import CallRefused
+
+# what a client would repeat in vain: its own retries are for 408, 409, 429 and 5xx
+TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}
+AGAIN = (408, 429)
+DONE = b"data: [DONE]\n\n"
+KEEP_ALIVE = b": keep-alive\n\n"
+
+Text = Callable[[Sequence[int]], str]  # of token ids
+
+
+def error(refused: CallRefused) -> tuple[dict[str, Any], dict[str, str]]:
+    """Body and headers of a refusal."""
+    status = refused.status
+    kind = TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    said = {
+        "message": str(refused),
+        "type": kind,
+        "param": refused.param,
+        "code": refused.code,
+    }
+    if status not in AGAIN and status < 500:
+        return {"error": said}, {"x-should-retry": "false"}
+    return {"error": said}, {"retry-after": "1"} if status in (429, 503) else {}
+
+
+def answer(wanted: Wanted, node: Node, name: str, text: Text, when: int) -> bytes:
+    """The whole body for a drawn call.  name: of the call; when: seconds of the epoch."""
+    if wanted.kind == "ids":
+        return _encode(_tokens(wanted, node, name))
+    body = _chat(wanted, node, name, text) if wanted.kind == "chat" else _text(wanted, node, text)
+    head = _head(wanted, name, when, chunk=wanted.stream)
+    usage = _usage(node)
+    if not wanted.stream:
+        return _encode({**head, "choices": [body], "usage": usage})
+    parts = [{**head, "choices": [choice]} for choice in _chunked(wanted, body)]
+    if wanted.usage:
+        parts.append({**head, "choices": [], "usage": usage})
+    return b"".join(b"data: " + _encode(part) + b"\n\n" for part in parts) + DONE
+
+
+def _encode(body: Any) -> bytes:
+    return msgspec.json.encode(body)
+
+
+def _head(wanted: Wanted, name: str, when: int, *, chunk: bool) -> dict[str, Any]:
+    chat = wanted.kind == "chat"
+    kind = "chat.completion" + ".chunk" * chunk if chat else "text_completion"
+    return {"id": name, "object": kind, "created": when, "model": wanted.model}
+
+
+def _usage(node: Node) -> dict[str, int]:
+    assert node.ids is not None
+    prompt, drawn = len(node.prompt()), len(node.ids)
+    return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+
+
+def message_for_client(answer: Message) -> Message:
+    """Our answer as a client gets it: arguments as text."""
+    made = {"role": "assistant", "content": answer["content"], "refusal": None}
+    if "reasoning_content" in answer:
+        made["reasoning_content"] = answer["reasoning_content"]
+    if calls := answer.get("tool_calls"):
+        made["content"] = answer["content"] or None
+        made["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": _arguments(call)}}
+            for call in calls
+        ]
+    return made
+
+
+def _arguments(call: Message) -> str:
+    given = call["function"]["arguments"]
+    return given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+
+
+def _chat(wanted: Wanted, node: Node, name: str, text: Text) -> dict[str, Any]:
+    assert node.answer is not None and node.ids is not None and node.logprobs is not None
+    message = message_for_client(node.answer)
+    finish: str = node.finish
+    if finish == "stop" and message.get("tool_calls"):
+        finish = "tool_calls"
+    choice: dict[str, Any] = {
+        "index": 0,
+        "message": message,
+        "logprobs": None,
+        "finish_reason": finish,
+    }
+    if wanted.logprobs:
+        tokens = [text([int(token)]) for token in node.ids]
+        choice["logprobs"] = {
+            "content": [
+                {
+                    "token": token,
+                    "logprob": float(logprob),
+                    "bytes": list(token.encode("utf-8", "replace")),
+                    "top_logprobs": [],
+                }
+                for token, logprob in zip(tokens, node.logprobs, strict=True)
+            ],
+            "refusal": None,
+        }
+    return {**choice, **_ids(wanted, node)}
+
+
+def _text(wanted: Wanted, node: Node, text: Text) -> dict[str, Any]:
+    assert node.ids is not None and node.logprobs is not None
+    assert node.answer is not None
+    choice: dict[str, Any] = {
+        "index": 0,
+        "text": node.answer["content"],
+        "logprobs": None,
+        "finish_reason": node.finish,
+    }
+    if wanted.logprobs:
+        tokens = [text([int(token)]) for token in node.ids]
+        choice["logprobs"] = {
+            "tokens": tokens,
+            "token_logprobs": [float(logprob) for logprob in node.logprobs],
+            "top_logprobs": None,
+            "text_offset": [sum(map(len, tokens[:place])) for place in range(len(tokens))],
+        }
+    return {**choice, **_ids(wanted, node)}
+
+
+def _ids(wanted: Wanted, node: Node) -> dict[str, Any]:
+    if not wanted.token_ids:
+        return {}
+    assert node.ids is not None
+    return {"token_ids": node.ids.tolist(), "prompt_token_ids": node.prompt().tolist()}
+
+
+def _tokens(wanted: Wanted, node: Node, name: str) -> dict[str, Any]:
+    assert node.ids is not None and node.logprobs is not None
+    choice: dict[str, Any] = {
+        "index": 0,
+        "finish_reason": node.finish,
+        "token_ids": node.ids.tolist(),
+        "logprobs": None,
+        "weight_versions": [
+            {"version": str(span.label), "start": span.start, "end": span.end}
+            for span in node.spans
+        ],
+    }
+    if wanted.logprobs:
+        choice["logprobs"] = {
+            "content": [
+                {"token_id": int(token), "logprob": float(logprob), "top_logprobs": []}
+                for token, logprob in zip(node.ids, node.logprobs, strict=True)
+            ]
+        }
+    return {"request_id": name, "choices": [choice], "usage": _usage(node)}
+
+
+def _chunked(wanted: Wanted, choice: dict[str, Any]) -> list[dict[str, Any]]:
+    """The finished answer as choices of a stream."""
+    extra: dict[str, Any] = {
+        key: choice[key] for key in ("token_ids", "prompt_token_ids") if key in choice
+    }
+    last: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": choice["finish_reason"]}
+    if wanted.kind == "text":
+        whole: dict[str, Any] = {"index": 0, "text": choice["text"], "logprobs": choice["logprobs"]}
+        return [{**whole, "finish_reason": None, **extra}, {**last, "text": ""}]
+    message = choice["message"]
+    delta: dict[str, Any] = {"content": message["content"]}
+    if "reasoning_content" in message:
+        delta["reasoning_content"] = message["reasoning_content"]
+    if calls := message.get("tool_calls"):
+        delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
+    begun: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": None}
+    return [
+        {**begun, "delta": {"role": "assistant", "content": "", "refusal": None}},
+        {**begun, "delta": delta, "logprobs": choice["logprobs"], **extra},
+        {**last, "delta": {}},
+    ]

@@ -1,0 +1,572 @@
+"""The endpoint: OpenAI's routes for each session, and the routes by which a harness leases, scores
+and ends sessions.  The only importer of starlette and uvicorn.
+
+One event loop: every session is touched from it alone.  A request that draws is a task of its own,
+which a closed connection does not end: its answer is kept, and a client's retry is given it.
+
+    POST /asyncrl/v1/sessions                 leases a sample (the run's key)
+    POST /s/ID/reward, /end, /beat; GET /s/ID (the session's key, as all below)
+    POST /s/ID/v1/chat/completions, /v1/completions, /inference/v1/generate; GET /s/ID/v1/models"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import ipaddress
+import json
+import math
+import socket
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import uvicorn
+import xxhash
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as HttpRequest
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from actors.gateway import replies
+from actors.gateway.chat import Chat
+from actors.gateway.forest import Node
+from actors.gateway.requests import Kind, Manners, Wanted, decoded, wanted
+from actors.gateway.sessions import Call, CallRefused, Request, Session
+from asyncrl.contract.errors import ConfigError
+
+LARGEST_BODY = 8 * 1024 * 1024
+BODY_S = 60.0  # for a body to arrive
+KEEP_ALIVE_S = 10.0  # between two signs of life in a stream
+LONGEST_WAIT_S = 60.0  # for a lease
+LEASE_CHARACTERS = 256
+
+
+@dataclass(eq=False)
+class Opened:
+    """A session as the endpoint serves it.  task: what the harness is told of the sample, never its
+    answer.
+    """
+
+    session: Session
+    chat: Chat
+    key: str  # 256 bits, of this session alone
+    task: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    first: bool = True  # no earlier attempt at this sample may have acted
+
+
+class Service(Protocol):
+    """What stands behind the endpoint: it has the tickets and asks the generators."""
+
+    manners: Manners
+    run_key: str
+    over: bool  # the run has ended: nothing is leased or drawn any more
+    ending: bool  # this process ends: come again
+
+    def now(self) -> float:
+        """The clock of the sessions, in seconds."""
+
+    def find(self, name: str) -> Opened | None:
+        """A session by its name, those that ended a while ago too."""
+
+    async def lease(self, lease: str, wait_s: float) -> Opened | None:
+        """A sample for a harness; the same lease: the same session.  None: none within wait_s."""
+
+    async def draw(self, session: Session, call: Call) -> Node | None:
+        """Have the call drawn and `session.drawn` told; None when it drew nothing.  Raises
+        CallRefused.
+        """
+
+    def changed(self, session: Session) -> None:
+        """Look at it: it has calls to cut, has ended, or wants the run's reward."""
+
+
+@dataclass(frozen=True)
+class Bind:
+    """Where to listen.  TLS by its two files, or a proxy in front that does it."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    certificate: str = ""
+    private_key: str = ""
+    behind_proxy: bool = False
+
+    def check(self) -> None:
+        """Raises ConfigError for an address that would send keys over a network in the clear."""
+        if bool(self.certificate) != bool(self.private_key):
+            raise ConfigError("agent.certificate and agent.private_key: give both or none")
+        try:
+            local = self.host == "localhost" or ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            local = False
+        if not local and not self.certificate and not self.behind_proxy:
+            raise ConfigError(
+                f"agent.host: {self.host} is open to the network; give agent.certificate and "
+                "agent.private_key, or agent.behind_proxy = true, or use 127.0.0.1"
+            )
+
+
+class Web:
+    """The routes, over a service."""
+
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.drawing: dict[Request, asyncio.Task[None]] = {}
+        self.errors: dict[Request, CallRefused] = {}
+        post, get = ["POST"], ["GET"]
+        at = "/s/{session}"
+        self.app = Starlette(
+            routes=[
+                Route("/asyncrl/v1/sessions", self._lease, methods=post),
+                Route(f"{at}/reward", self._served(self._reward), methods=post),
+                Route(f"{at}/end", self._served(self._end), methods=post),
+                Route(f"{at}/beat", self._served(self._beat), methods=post),
+                Route(at, self._served(self._view), methods=get),
+                Route(f"{at}/v1/chat/completions", self._calls("chat"), methods=post),
+                Route(f"{at}/v1/completions", self._calls("text"), methods=post),
+                Route(f"{at}/inference/v1/generate", self._calls("ids"), methods=post),
+                Route(f"{at}/v1/models", self._served(self._models), methods=get),
+                Route(f"{at}/v1/models/{{model:path}}", self._served(self._models), methods=get),
+            ],
+            exception_handlers={
+                404: _unknown,
+                405: _unknown,
+                CallRefused: _refused,
+                ClientDisconnect: _nobody,
+                Exception: _broken,
+            },
+        )
+
+    # ---- who may ---------------------------------------------------------------------------------
+
+    def _opened(self, request: HttpRequest) -> Opened:
+        """The session of the path, if the key is its own.  Raises CallRefused."""
+        opened = self.service.find(request.path_params["session"])
+        if opened is None or not _same_key(request, opened.key):
+            raise CallRefused(
+                401,
+                "invalid_api_key",
+                "this session's URL and key do not belong together: use OPENAI_BASE_URL and "
+                "OPENAI_API_KEY as they were given",
+            )
+        return opened
+
+    def _served(
+        self, serve: Callable[[HttpRequest, Opened, bytes], Awaitable[Response]]
+    ) -> Callable[[HttpRequest], Awaitable[Response]]:
+        """A route of a session, for whoever has its key."""
+
+        async def route(request: HttpRequest) -> Response:
+            opened = self._opened(request)
+            return await serve(request, opened, await _body(request))
+
+        return route
+
+    # ---- sessions --------------------------------------------------------------------------------
+
+    async def _lease(self, request: HttpRequest) -> Response:
+        if not _same_key(request, self.service.run_key):
+            raise CallRefused(401, "invalid_api_key", "the key is not the one in RUN/agent.key")
+        said = _json(await _body(request))
+        lease = said.get("lease")
+        if not isinstance(lease, str) or not 0 < len(lease) <= LEASE_CHARACTERS:
+            raise CallRefused(
+                400,
+                "invalid_value",
+                "lease: give a text of your own, another for each session: repeated, it gets the "
+                "same session",
+                "lease",
+            )
+        wait_s = _number(said.get("wait_s", 0.0), "wait_s")
+        self._running()
+        opened = await self.service.lease(lease, min(max(wait_s, 0.0), LONGEST_WAIT_S))
+        if opened is None:
+            self._running()
+            return Response(status_code=204)
+        session = opened.session
+        return JSONResponse(
+            {
+                "session": session.name,
+                "base_url": f"{request.base_url}s/{session.name}/v1",
+                "api_key": opened.key,
+                "task": dict(opened.task),
+                "seed": opened.seed,
+                "attempt": session.attempt,
+                "first": opened.first,
+                "deadline_s": session.limits.deadline_s,
+                "model": self.service.manners.model,
+            }
+        )
+
+    def _running(self) -> None:
+        """Raises CallRefused where nothing new begins."""
+        if self.service.over:
+            raise CallRefused(410, "run_over", "the run is over")
+        if self.service.ending:
+            raise CallRefused(503, "ending", "the gateway is ending: come again")
+
+    async def _reward(self, request: HttpRequest, opened: Opened, body: bytes) -> Response:
+        said = _json(body)
+        session = opened.session
+        value = _number(said.get("reward"), "reward", finite=False)
+        parts = _numbers(said.get("parts"), "parts")
+        calls: dict[int, float] = {}
+        for name, share in _numbers(said.get("calls"), "calls").items():
+            number = name.rpartition("-")[2]
+            if not number.isdecimal() or name not in (number, *_names(session, int(number))):
+                raise CallRefused(
+                    422, "no_such_call", f"calls: {name!r:.80} is no call's id", "calls"
+                )
+            calls[int(number)] = share
+        try:
+            session.reward(value, parts, calls, now=self.service.now())
+        finally:
+            self.service.changed(session)
+        return self._state(session)
+
+    async def _end(self, request: HttpRequest, opened: Opened, body: bytes) -> Response:
+        said = _json(body)
+        session = opened.session
+        failed = said.get("failed")
+        if failed is not None:
+            if not isinstance(failed, str) or not failed:
+                raise CallRefused(400, "invalid_value", "failed: say why, in a text", "failed")
+            if session.outcome is not None and not session.outcome.failed:
+                raise CallRefused(422, "session_scored", f"session {session.name} has a reward")
+            session.fail(failed, self.service.now())
+        elif said.get("score") is True:
+            session.judge(self.service.now())
+        else:
+            raise CallRefused(400, "invalid_value", 'give {"score": true} or {"failed": "why"}')
+        self.service.changed(session)
+        return self._state(session)
+
+    async def _beat(self, request: HttpRequest, opened: Opened, body: bytes) -> Response:
+        opened.session.beat(self.service.now())
+        return self._state(opened.session)
+
+    async def _view(self, request: HttpRequest, opened: Opened, body: bytes) -> Response:
+        return self._state(opened.session)
+
+    def _state(self, session: Session) -> Response:
+        return JSONResponse(session.view(self.service.now()))
+
+    # ---- calls -----------------------------------------------------------------------------------
+
+    async def _models(self, request: HttpRequest, opened: Opened, body: bytes) -> Response:
+        name = self.service.manners.model
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "asyncrl"}
+        if asked := request.path_params.get("model"):
+            if asked != name:
+                raise CallRefused(404, "model_not_found", f"there is no model {asked!r}", "model")
+            return JSONResponse(model)
+        return JSONResponse({"object": "list", "data": [model]})
+
+    def _calls(self, kind: Kind) -> Callable[[HttpRequest], Awaitable[Response]]:
+        async def route(request: HttpRequest) -> Response:
+            opened = self._opened(request)
+            body = await _body(request)
+            said = decoded(body)
+            asked = wanted(kind, said, self.service.manners, opened.session.ticket.sampling)
+            made = self._request(request, opened, asked, body)
+            return Reply(self, opened.session, made, asked)
+
+        return route
+
+    def _request(self, request: HttpRequest, opened: Opened, asked: Wanted, body: bytes) -> Request:
+        """The request, new or joined; a new one draws from here on.  Raises CallRefused."""
+        session = opened.session
+        digest = xxhash.xxh3_128_digest(request.url.path.encode() + b"\n" + body)
+        repeats = request.headers.get("x-stainless-retry-count", "0")
+        key = request.headers.get("idempotency-key", "")
+        made = session.request(digest, retry=repeats.isdecimal() and int(repeats) > 0, key=key)
+        if made.call is not None:
+            return made
+        try:
+            self._running()
+            made.call = _placed(session, asked, self.service.now())
+        except BaseException:
+            session.forget(made)
+            self.service.changed(session)
+            raise
+        self.drawing[made] = asyncio.create_task(self._draw(opened, made, asked))
+        return made
+
+    async def _draw(self, opened: Opened, made: Request, asked: Wanted) -> None:
+        """Let the call be drawn and keep its answer, whoever waits for it."""
+        session, call = opened.session, made.call
+        assert call is not None
+        try:
+            node = await self.service.draw(session, call)
+            if node is None:
+                raise CallRefused(
+                    410, "session_ended", f"session {session.name} ended before a token was drawn"
+                )
+            name = _names(session, call.number)[asked.kind != "chat"]
+            made.answer = replies.answer(asked, node, name, opened.chat.text, int(time.time()))
+        except CallRefused as refused:
+            self._failed(session, made, refused)
+        except Exception as error:
+            why = f"the gateway failed: {type(error).__name__}: {error}"
+            self._failed(session, made, CallRefused(500, "gateway", why))
+            raise
+        finally:
+            self.drawing.pop(made, None)
+
+    def _failed(self, session: Session, made: Request, why: CallRefused) -> None:
+        """No answer came of it: the same request again is a new one."""
+        session.forget(made)
+        if made.connections > 0:
+            self.errors[made] = why
+
+
+class Reply(Response):
+    """The answer to a call, whole or as a stream, for one connection that may close before it."""
+
+    def __init__(self, web: Web, session: Session, made: Request, asked: Wanted) -> None:
+        self.web = web
+        self.session = session
+        self.made = made
+        self.asked = asked
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        gone = asyncio.create_task(_disconnected(receive))
+        written = False
+        try:
+            written = await self._write(gone, send)
+        finally:
+            gone.cancel()
+            now = self.web.service.now()
+            if written:
+                self.session.written(self.made)
+            else:
+                self.session.closed(self.made, now)
+                self.web.service.changed(self.session)
+            if self.made.connections <= 0:
+                self.web.errors.pop(self.made, None)
+
+    async def _write(self, gone: asyncio.Task[None], send: Send) -> bool:
+        """True when all of it went out."""
+        if self.asked.stream:
+            await self._begin(send, 200, b"text/event-stream", {"cache-control": "no-cache"})
+            await send(_part(replies.KEEP_ALIVE))
+        while (task := self.web.drawing.get(self.made)) is not None:
+            beat = KEEP_ALIVE_S if self.asked.stream else None
+            await asyncio.wait({task, gone}, timeout=beat, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done():
+                return False
+            if self.asked.stream and not task.done():
+                await send(_part(replies.KEEP_ALIVE))
+        return await self._finish(gone, send)
+
+    async def _finish(self, gone: asyncio.Task[None], send: Send) -> bool:
+        answer = self.made.answer
+        if answer is not None:
+            if not self.asked.stream:
+                length = {"content-length": str(len(answer))}
+                await self._begin(send, 200, b"application/json", length)
+        else:
+            refused = self.web.errors[self.made]
+            body, headers = replies.error(refused)
+            answer = json.dumps(body).encode()
+            if self.asked.stream:
+                answer = b"data: " + answer + b"\n\n"
+            else:
+                headers["content-length"] = str(len(answer))
+                await self._begin(send, refused.status, b"application/json", headers)
+        await send(_part(answer))
+        if gone.done():
+            return False
+        await send(_part(b"", more=False))
+        return True
+
+    async def _begin(self, send: Send, status: int, media: bytes, more: Mapping[str, str]) -> None:
+        headers = [(b"content-type", media)]
+        if self.asked.ignored:
+            headers.append((b"x-asyncrl-ignored", _ascii(", ".join(self.asked.ignored))))
+        headers += [(name.encode(), _ascii(value)) for name, value in more.items()]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+
+
+def _part(body: bytes, *, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.response.body", "body": body, "more_body": more}
+
+
+def _ascii(text: str) -> bytes:
+    """A header's value of what may be a client's own text."""
+    return "".join(c if " " <= c <= "~" else "?" for c in text)[:1000].encode()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _names(session: Session, number: int) -> tuple[str, str]:
+    """What a call is called: as a chat completion, as a completion."""
+    return f"chatcmpl-{session.name}-{number}", f"cmpl-{session.name}-{number}"
+
+
+def _placed(session: Session, asked: Wanted, now: float) -> Call:
+    """The call in its session.  Raises CallRefused."""
+    common: dict[str, Any] = {
+        "now": now,
+        "max_new_tokens": asked.max_new_tokens,
+        "stop": asked.stop,
+        "aside": asked.aside,
+    }
+    if asked.ids is not None:
+        return session.place_ids(asked.ids, **common)
+    if asked.kind == "text":
+        return session.place_text(asked.text, **common)
+    return session.place(messages=asked.messages, tools=asked.tools, **common)
+
+
+def _same_key(request: HttpRequest, key: str) -> bool:
+    """Whether the request carries the key; in constant time."""
+    scheme, _, given = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "bearer":
+        given = request.headers.get("x-api-key", "")
+    return hmac.compare_digest(given.strip().encode("utf-8", "replace"), key.encode())
+
+
+async def _body(request: HttpRequest) -> bytes:
+    """The body, bounded in size and time.  Raises CallRefused."""
+    large = CallRefused(413, "body_too_large", f"the body has more than {LARGEST_BODY} bytes")
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length) > LARGEST_BODY:
+        raise large
+    parts = bytearray()
+    try:
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                parts += part
+                if len(parts) > LARGEST_BODY:
+                    raise large
+    except TimeoutError as error:
+        raise CallRefused(408, "body_late", f"the body took over {BODY_S:g} s") from error
+    return bytes(parts)
+
+
+def _json(body: bytes) -> dict[str, Any]:
+    """A small body, in which NaN may stand: it is refused where it counts.  Raises CallRefused."""
+    try:
+        found = json.loads(body or b"{}")
+    except (ValueError, RecursionError) as error:
+        raise CallRefused(400, "invalid_json", f"the body is no JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise CallRefused(400, "invalid_json", "the body is no JSON object")
+    return found
+
+
+def _number(value: Any, name: str, *, finite: bool = True) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise CallRefused(422, "invalid_value", f"{name}: give a number", name)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if finite and not math.isfinite(number):
+        raise CallRefused(422, "invalid_value", f"{name}: give a finite number", name)
+    return number
+
+
+def _numbers(given: Any, name: str) -> dict[str, float]:
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise CallRefused(422, "invalid_value", f"{name}: give an object of numbers", name)
+    return {key: _number(value, name, finite=False) for key, value in given.items()}
+
+
+async def _refused(request: HttpRequest, error: Exception) -> Response:
+    assert isinstance(error, CallRefused)
+    body, headers = replies.error(error)
+    return JSONResponse(body, error.status, headers)
+
+
+async def _nobody(request: HttpRequest, error: Exception) -> Response:
+    """Closed before its body was read: nothing was begun, and nobody reads this."""
+    return Response(status_code=400)
+
+
+async def _broken(request: HttpRequest, error: Exception) -> Response:
+    why = f"the gateway failed: {type(error).__name__}: {error}"
+    return await _refused(request, CallRefused(500, "gateway", why))
+
+
+async def _unknown(request: HttpRequest, error: Exception) -> Response:
+    why = f"there is no {request.method} {request.url.path:.200}: see docs/agents.md for the routes"
+    return await _refused(request, CallRefused(404, "no_such_route", why))
+
+
+# ---- the server ----------------------------------------------------------------------------------
+
+
+class Quiet(uvicorn.Server):
+    """A server that leaves the process's signals alone."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class Endpoint:
+    """The server in the running event loop."""
+
+    def __init__(self, service: Service, bind: Bind) -> None:
+        bind.check()
+        self.bind = bind
+        self.web = Web(service)
+        family = socket.AF_INET6 if ":" in bind.host else socket.AF_INET
+        self.socket = socket.socket(family, socket.SOCK_STREAM)
+        self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self.socket.bind((bind.host, bind.port))
+        except OSError as error:
+            self.socket.close()
+            raise ConfigError(f"agent.port: {bind.host}:{bind.port}: {error.strerror}") from error
+        self.task: asyncio.Task[None] | None = None
+        self.server = Quiet(
+            uvicorn.Config(
+                self.web.app,
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                proxy_headers=bind.behind_proxy,
+                ssl_certfile=bind.certificate or None,
+                ssl_keyfile=bind.private_key or None,
+                timeout_graceful_shutdown=1,
+            )
+        )
+
+    @property
+    def url(self) -> str:
+        """Where a harness on this machine finds it."""
+        host, port = self.socket.getsockname()[:2]
+        host = f"[{host}]" if ":" in host else host
+        return f"http{'s' if self.bind.certificate else ''}://{host}:{port}"
+
+    async def start(self) -> None:
+        self.task = asyncio.create_task(self.server.serve([self.socket]))
+        while not self.server.started and not self.task.done():
+            await asyncio.sleep(0.01)
+        if self.task.done():
+            self.task.result()
+
+    async def stop(self) -> None:
+        """Close what is open; calls that draw are ended."""
+        self.server.should_exit = True
+        if self.task is not None:
+            await self.task
+        for task in list(self.web.drawing.values()):
+            task.cancel()
+        self.socket.close()

@@ -1,0 +1,180 @@
+"""What the gateway's tests share: a small tokenizer, and the endpoint over an engine that answers
+as it is told.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import tokenizers
+import transformers
+
+from actors.gateway.chat import Chat, Parser
+from actors.gateway.forest import Node
+from actors.gateway.requests import Manners
+from actors.gateway.sessions import Call, Limits, Session
+from actors.gateway.web import Bind, Endpoint, Opened
+from asyncrl.contract.messages import Prompt, Sampling, Span, Ticket
+from asyncrl.contract.versions import Label
+
+SPECIAL = [
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+]
+CHARACTERS = sorted(set("".join(map(chr, range(32, 127))) + "\n"))
+MERGES = [("l", "o"), ("lo", "w"), ("\n", "\n"), ("e", "r"), (" ", "a")]
+
+CHATML = """{%- for m in messages -%}
+<|im_start|>{{ m.role }}
+{{ m.content }}
+{%- for c in m.tool_calls or [] %}
+<tool_call>
+{{ c.function | tojson }}
+</tool_call>
+{%- endfor %}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+def tokenizer(template: str) -> Any:
+    names = CHARACTERS + [a + b for a, b in MERGES]
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=MERGES)
+    )
+    made.add_special_tokens(SPECIAL)
+    made.decoder = tokenizers.decoders.Fuse()
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="</s>", chat_template=template
+    )
+
+
+class Scripted:
+    """A service whose engine draws what `say` returns for a call, one token a character, when the
+    gate is open.
+    """
+
+    def __init__(self, *, limits: Limits, parser: Parser | None = None, **manners: Any) -> None:
+        self.manners = Manners(**manners)
+        self.run_key = "the-runs-key"
+        self.over = self.ending = False
+        self.tokenizer = tokenizer(CHATML)
+        stop = self.tokenizer.convert_tokens_to_ids(["</s>", "<|im_end|>"])
+        self.chat = Chat(self.tokenizer, stop, parser=parser)
+        self.limits = limits
+        self.sessions: dict[str, Opened] = {}
+        self.leases: dict[str, Opened] = {}
+        self.free = 0  # samples that may be leased
+        self.say: Callable[[Call], str] = lambda call: f"answer {call.number}"
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.drawn: list[int] = []
+        self.skew = 0.0  # seconds by which the clock was put on
+        self.looked_at: list[str] = []
+
+    def now(self) -> float:
+        return time.monotonic() + self.skew
+
+    def open(self) -> Opened:
+        """A session."""
+        number = len(self.sessions)
+        prompt = Prompt(number, "2+2=", answer="4")
+        sampling = Sampling(max_new_tokens=200)
+        ticket = Ticket(number, 1, "train", prompt, [0], sampling, Label(1, 0), None, 0)
+        session = Session(ticket, 0, 1, self.limits, self.chat, opened=self.now())
+        task = {"id": number, "text": prompt.text}
+        made = Opened(session, self.chat, f"key-{number}", task, seed=number)
+        self.sessions[session.name] = made
+        return made
+
+    def find(self, name: str) -> Opened | None:
+        return self.sessions.get(name)
+
+    async def lease(self, lease: str, wait_s: float) -> Opened | None:
+        if lease not in self.leases:
+            if not self.free:
+                await asyncio.sleep(min(wait_s, 0.01))
+                return None
+            self.free -= 1
+            self.leases[lease] = self.open()
+        return self.leases[lease]
+
+    async def draw(self, session: Session, call: Call) -> Node | None:
+        while not self.gate.is_set() and not call.cut:
+            await asyncio.sleep(0.002)
+        text = self.say(call)
+        ids = self.tokenizer.convert_tokens_to_ids(list(text))
+        finish = "stop"
+        if len(ids) >= call.max_new_tokens:
+            ids, finish = ids[: call.max_new_tokens], "length"
+        elif any(stop in text for stop in call.stop):
+            end = min(text.index(stop) + len(stop) for stop in call.stop if stop in text)
+            ids = ids[:end]
+        elif call.cut:
+            finish = "length"
+        else:
+            ids.append(self.tokenizer.convert_tokens_to_ids("<|im_end|>"))
+        self.drawn.append(call.number)
+        logprobs = np.linspace(-1, 0, len(ids), dtype=np.float32)
+        spans = [Span(Label(1, 2), "d", 0, len(ids), Label(1, 2))]
+        return session.drawn(call, np.array(ids), logprobs, spans, finish, now=self.now())  # type: ignore[arg-type]
+
+    def changed(self, session: Session) -> None:
+        session.tick(self.now())
+        self.looked_at.append(session.name)
+
+
+class Served:
+    """The endpoint in a thread of its own."""
+
+    def __init__(self, **more: Any) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
+        self.thread.start()
+        bind = more.pop("bind", Bind())
+        limits = more.pop("limits", Limits(max_calls=0, rows=0))
+
+        async def make() -> tuple[Scripted, Endpoint]:
+            service = Scripted(limits=limits, **more)
+            endpoint = Endpoint(service, bind)
+            await endpoint.start()
+            return service, endpoint
+
+        self.service, self.endpoint = self.wait(asyncio.run_coroutine_threadsafe(make(), self.loop))
+        self.url = self.endpoint.url
+
+    @staticmethod
+    def wait(future: Future[Any]) -> Any:
+        return future.result(60)
+
+    def do(self, function: Callable[[], Any]) -> Any:
+        """In the endpoint's thread."""
+
+        async def run() -> Any:
+            return function()
+
+        return self.wait(asyncio.run_coroutine_threadsafe(run(), self.loop))
+
+    def until(self, function: Callable[[], Any]) -> Any:
+        """Wait for it to be true."""
+        deadline = time.monotonic() + 60
+        while not (found := self.do(function)):
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        return found
+
+    def close(self) -> None:
+        self.wait(asyncio.run_coroutine_threadsafe(self.endpoint.stop(), self.loop))
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(60)
+        self.loop.close()
