@@ -216,7 +216,7 @@ class RecordedStore(Store):
         full.
         """
         if self.journal.full:
-            self.journal.rotate(_encode(self.snapshot()))
+            self.journal.rotate(_encode(self.snapshot()), wait=False)
         self.journal.write()
 
     # ---- the store's changes, recorded -----------------------------------------------------------

@@ -1,17 +1,28 @@
-"""The segmented log: records with checksums, group commit, a torn tail cut, damage in the middle
-reported.
+"""The segmented log: records with checksums, group commit, a torn tail cut, damage reported.
 
 ```
 journal/00000007.log   [mark 4 | length 4 | sure 8 | xxh3-64 8 | payload] ...
                        the first payload is a snapshot
+journal/sure           [segment 8 | sure 8 | xxh3-64 8]
 ```
 
 `sure` is the offset up to which the file was as durable as the mode promises when the frame was
-written (`process`: written, `disk`: synced).  An unreadable place is a torn tail, hence cut, unless
-a readable frame behind it says that it was sure."""
+written (`process`: written, `disk`: synced).  An unreadable place, or an end, is a torn tail, hence
+cut, unless a readable frame behind it, or the file `sure`, says that it was sure.  That file is
+written after the segment and never waited for: behind a power cut it may be older, never newer.
+
+A segment that has grown too large is replaced by a snapshot while it goes on to count:
+
+```
+records ---> old segment (acknowledged from here)
+        +--> tail -----------------+
+snapshot --> N+1.part --> + tail --> rename --> N+1.log; the old segment goes
+```
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import threading
@@ -26,7 +37,9 @@ from asyncrl.records.jsonl import full
 
 MARK = b"aRJ1"
 HEAD = struct.Struct("<4sIQQ")
+SURE = struct.Struct("<QQQ")
 SEGMENT_BYTES = 64 * 1024 * 1024
+TAIL_BYTES = 256 * 1024  # written in the end by the caller, who waits for it
 
 
 def _sum(length: int, sure: int, payload: bytes | memoryview) -> int:
@@ -57,7 +70,7 @@ def segments(directory: Path) -> list[Path]:
 
 def read(path: Path) -> Iterator[bytes]:
     """The payloads of a segment.  Cuts a torn tail off the file.  Raises Damaged for anything else
-    that is unreadable.
+    that is unreadable or missing.
     """
     data = path.read_bytes()
     offset = 0
@@ -68,25 +81,111 @@ def read(path: Path) -> Iterator[bytes]:
             return
         offset += HEAD.size + len(found[1])
         yield found[1]
+    if _sure(path) > offset:
+        raise _damaged(path, offset, len(data))
+
+
+def _sure(path: Path) -> int:
+    """What `sure` says of this segment; 0: nothing.  Raises Damaged when it knows a newer one."""
+    try:
+        number, sure, checksum = SURE.unpack(path.with_name("sure").read_bytes())
+    except (OSError, struct.error):
+        return 0
+    if xxhash.xxh3_64_intdigest(struct.pack("<QQ", number, sure)) != checksum:
+        return 0
+    if number > int(path.stem):
+        raise Damaged(f"{path.with_name(f'{number:08d}.log')} is missing: restore it")
+    return int(sure) if number == int(path.stem) else 0
+
+
+def _damaged(path: Path, bad: int, size: int) -> Damaged:
+    return Damaged(
+        f"{path} is damaged at byte {bad} of {size}, where it had been whole: restore it, or start "
+        "a new run (a power cut does this under durability.mode = process; disk survives one)"
+    )
 
 
 def _judge_tail(path: Path, data: bytes, bad: int) -> None:
     """Cut `path` at `bad`, or raise Damaged when a later frame proves that the place had been
     durable.
     """
-    at = data.find(MARK, bad + 1) if bad else 0
+    if not bad or _sure(path) > bad:
+        raise _damaged(path, bad, len(data))
+    at = data.find(MARK, bad + 1)
     while at >= 0:
         found = _at(data, at)
-        if not bad or (found is not None and found[0] > bad):
-            raise Damaged(
-                f"{path} is damaged at byte {bad} of {len(data)}, where it had been whole: restore "
-                "it, or start a new run "
-                "(a power cut does this under durability.mode = process; disk survives one)"
-            )
+        if found is not None and found[0] > bad:
+            raise _damaged(path, bad, len(data))
         at = data.find(MARK, at + 1)
     with path.open("r+b") as file:
         file.truncate(bad)
         os.fsync(file.fileno())
+
+
+class Next:
+    """The segment to come: a thread writes the snapshot, then most of what was appended since."""
+
+    def __init__(self, path: Path, snapshot: bytes, *, sync: bool) -> None:
+        self.path = path
+        self.part = path.with_suffix(".part")
+        self.sync = sync
+        self.snapshot = snapshot
+        self.fd = -1
+        self.size = 0
+        self.tail: list[bytes] = []
+        self.ready = False  # what is left of the tail is short
+        self.error: OSError | None = None
+        self._lock = threading.Lock()
+        self.thread = threading.Thread(target=self._write, name="journal-next", daemon=True)
+        self.thread.start()
+
+    def append(self, payloads: list[bytes]) -> None:
+        """These stand behind the snapshot."""
+        with self._lock:
+            self.tail += payloads
+
+    def _write(self) -> None:
+        try:
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+            self.fd = os.open(self.part, flags, 0o600)
+            self.put([self.snapshot])
+            self.snapshot = b""
+            while not self.ready:
+                with self._lock:
+                    self.ready = sum(map(len, self.tail)) <= TAIL_BYTES
+                    some, self.tail = ([], self.tail) if self.ready else (self.tail, [])
+                self.put(some)
+        except OSError as error:
+            self.error = error
+            self.ready = True
+
+    def put(self, payloads: list[bytes]) -> None:
+        """Write records, as durable as the mode promises.  Raises OSError."""
+        for payload in payloads:
+            data = frame(payload, self.size)
+            _write(self.fd, data)
+            self.size += len(data)
+        if self.sync and payloads:
+            os.fdatasync(self.fd)
+
+    def name(self) -> None:
+        """Write what is left, and take the place: from here on this is the journal.  Raises
+        OSError.
+        """
+        if self.error is not None:
+            raise self.error
+        self.put(self.tail)
+        self.tail = []
+        os.replace(self.part, self.path)
+        if self.sync:
+            atomic_write.sync_path(self.path.parent)
+
+    def abandon(self) -> None:
+        """It is not needed; the older segment goes on to count."""
+        self.thread.join()
+        if self.fd >= 0:
+            os.close(self.fd)
+        atomic_write.remove(self.part)
 
 
 class Journal:
@@ -100,7 +199,12 @@ class Journal:
         self.directory = directory
         self.sync = sync
         self.segment_bytes = segment_bytes
-        directory.mkdir(parents=True, exist_ok=True)
+        atomic_write.directory(directory)
+        for left in directory.glob("*.part"):
+            atomic_write.remove(left)
+        self.next: Next | None = None
+        self._remover: threading.Thread | None = None
+        self._sure_fd = os.open(directory / "sure", os.O_WRONLY | os.O_CREAT, 0o600)
         self.number = int(found[-1].stem) if (found := segments(directory)) else 0
         self.fd = -1
         self.appended = self.durable = self.size = self.sure = self.first = 0
@@ -125,9 +229,13 @@ class Journal:
         """Hand everything appended to the kernel; under `disk` the syncer takes it from there."""
         if self.failure is not None:
             raise full(self.directory, self.failure) from self.failure
+        if self.next is not None and self.next.ready:
+            self._switch()
         if not self.waiting:
             return
         data = b"".join(frame(p, self.sure) for p in self.waiting)
+        if self.next is not None:
+            self.next.append(self.waiting)
         self.waiting = []
         try:
             _write(self.fd, data)
@@ -140,6 +248,7 @@ class Journal:
         if not self.sync:
             self.durable = self.appended
             self.sure = self.size
+            self._note()
             return
         with self._wake:
             self._goal = (self.appended, self.size)
@@ -166,56 +275,89 @@ class Journal:
             with self._wake:
                 self.durable = goal[0]
                 self.sure = goal[1]
+                self._note()
                 self._busy = False
                 self._wake.notify_all()
+
+    def _note(self) -> None:
+        """Write `sure` down.  It proves more where it can be written; nothing rests on it."""
+        head = struct.pack("<QQ", self.number, self.sure)
+        with contextlib.suppress(OSError):
+            os.pwrite(self._sure_fd, head + struct.pack("<Q", xxhash.xxh3_64_intdigest(head)), 0)
 
     @property
     def full(self) -> bool:
         """Time for a new segment: it would be smaller than what this one has become."""
-        return self.size > max(self.segment_bytes, 2 * self.first)
+        return self.next is None and self.size > max(self.segment_bytes, 2 * self.first)
 
-    def rotate(self, snapshot: bytes) -> None:
+    def _next_path(self) -> Path:
+        return self.directory / f"{self.number + 1:08d}.log"
+
+    def rotate(self, snapshot: bytes, *, wait: bool = True) -> None:
         """Start a new segment with a snapshot that contains everything appended so far; older
-        segments go.
+        segments go.  wait=False: a thread writes it, and a later `write` goes over to it.
 
         Raises AsyncrlError when the disk is full: the older segment is then as it was, and goes on
         to count."""
         if self.failure is not None:
             raise full(self.directory, self.failure) from self.failure
-        path = self.directory / f"{self.number + 1:08d}.log"
-        part = path.with_suffix(".part")
-        data = frame(snapshot, 0)
-        fd = -1
-        try:
-            with atomic_write.replacing(path, part=part, sync=self.sync):
-                fd = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o600)
-                _write(fd, data)
-        except OSError as error:
-            if fd >= 0:
-                os.close(fd)
-            raise full(part, error) from error
+        if self.next is not None:
+            self.next.abandon()
+            self.next = None
+        if not wait:
+            self.write()  # the snapshot has it: it is no part of the tail
+            self.next = Next(self._next_path(), snapshot, sync=self.sync)
+            return
+        self.waiting = []
+        self.next = Next(self._next_path(), snapshot, sync=self.sync)
+        self._switch()
+
+    def _switch(self) -> None:
+        """From the segment that was to the next one."""
+        new = self.next
+        assert new is not None
+        self.next = None
+        new.thread.join()
+        first = new.size
         with self._wake:
             self._wake.wait_for(lambda: not self._busy)
+            try:
+                new.name()
+            except OSError as error:
+                new.abandon()
+                raise full(new.part, error) from error
             old = self.fd
-            self.fd = fd
+            self.fd = new.fd
             self.number = self.number + 1
-            self.size = len(data)
-            self.sure = len(data)
-            self.first = len(data)
-            self.durable = self.appended
-            self.waiting = []
-            self._goal = (self.appended, self.size)
+            self.size = self.sure = new.size
+            self.first = first
+            self.durable = self.appended - len(self.waiting)
+            self._goal = (self.durable, self.size)
+            self._note()
+        # in a thread, as the system takes its time to free what was large
+        self._remover = threading.Thread(target=self._remove, args=(old, new.path), daemon=True)
+        self._remover.start()
+
+    def _remove(self, old: int, keep: Path) -> None:
+        for other in segments(self.directory):
+            if other < keep:
+                other.unlink(missing_ok=True)
         if old >= 0:
             os.close(old)
-        for other in segments(self.directory):
-            if other != path:
-                other.unlink()
 
     def close(self) -> None:
+        if self.next is not None:
+            self.next.abandon()
+            self.next = None
+        if self._remover is not None:
+            self._remover.join()
         if self.fd >= 0 and self.failure is None:
             self.write()
             if self.sync:
                 os.fdatasync(self.fd)
+                self.sure = self.size
+                self._note()
+                os.fsync(self._sure_fd)
         with self._wake:
             self._end = True
             self._wake.notify_all()
@@ -223,6 +365,7 @@ class Journal:
             self.thread.join()
         if self.fd >= 0:
             os.close(self.fd)
+            os.close(self._sure_fd)
             self.fd = -1
 
 

@@ -14,6 +14,7 @@ checkpoints/epoch_E/       the same, claimed by a rename when the buffer welcome
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -27,7 +28,7 @@ from typing import Any
 import torch
 import xxhash
 
-from asyncrl.contract.errors import AsyncrlError, Damaged
+from asyncrl.contract.errors import AsyncrlError, Damaged, Fenced
 from asyncrl.models.policy import export, load_policy, load_weights, manifest, named_weights
 from asyncrl.records import atomic_write
 from learner.state import State
@@ -53,42 +54,67 @@ def numbers(directory: Path) -> list[int]:
 
 
 def begin(root: Path) -> tuple[int, int, Path]:
-    """A new life: (epoch, origin, its directory), with links to the origin's checkpoints."""
-    root.mkdir(parents=True, exist_ok=True)
-    origin = max(epochs(root, claimed=True), default=0)
+    """A new life: (epoch, origin, its directory), with links to the origin's checkpoints; they
+    survive a power cut.  Others may begin and claim at the same time.
+    """
+    atomic_write.directory(root)
     while True:
+        origin = max(epochs(root, claimed=True), default=0)
         epoch = max(epochs(root, claimed=False), default=0) + 1
+        mine = root / f"epoch_{epoch}.new"
         try:
-            (root / f"epoch_{epoch}.new").mkdir()
-            break
+            mine.mkdir()
         except FileExistsError:
             continue
-    mine = root / f"epoch_{epoch}.new"
-    if origin:
-        for number in numbers(root / f"epoch_{origin}"):
-            shutil.copytree(
-                root / f"epoch_{origin}" / f"number_{number}",
-                mine / f"number_{number}",
-                copy_function=os.link,
-            )
-    return epoch, origin, mine
+        # somebody may have claimed this number, or a greater one, since it was chosen
+        if max(epochs(root, claimed=True), default=0) >= epoch:
+            shutil.rmtree(mine, ignore_errors=True)
+            continue
+        try:
+            for number in numbers(root / f"epoch_{origin}") if origin else ():
+                shutil.copytree(
+                    root / f"epoch_{origin}" / f"number_{number}",
+                    mine / f"number_{number}",
+                    copy_function=os.link,
+                )
+            for made in (mine, *(path for path in mine.rglob("*") if path.is_dir()), root):
+                atomic_write.sync_path(made)
+        except OSError:
+            if max(epochs(root, claimed=True), default=0) == origin and mine.exists():
+                raise
+            shutil.rmtree(mine, ignore_errors=True)  # the origin was overtaken, and is gone
+            continue
+        return epoch, origin, mine
+
+
+def overtaken(directory: Path) -> Fenced:
+    """The error for a directory that the claim of a greater epoch has removed."""
+    return Fenced(f"{directory} is gone: a newer life of the learner has claimed its place")
 
 
 def claim(mine: Path, checkpointed: int) -> Path:
-    """Welcomed: the directory takes its name; what lies below `checkpointed` is gone from the
-    buffer, so it goes here too.
+    """Welcomed: the directory takes its name, which survives a power cut; what lies below
+    `checkpointed` is gone from the buffer, so it goes here too.  Raises Fenced.
     """
-    for number in numbers(mine):
-        if number < checkpointed:
-            shutil.rmtree(mine / f"number_{number}")
     final = mine.with_suffix("")
-    os.rename(mine, final)
+    try:
+        for number in numbers(mine):
+            if number < checkpointed:
+                shutil.rmtree(mine / f"number_{number}")
+        os.rename(mine, final)
+    except FileNotFoundError as error:
+        raise overtaken(mine) from error
+    atomic_write.sync_path(final.parent)
     epoch = int(final.name.removeprefix("epoch_"))
     for lower in final.parent.glob("epoch_*"):
         if (found := re.fullmatch(r"epoch_(\d+)(\.new)?", lower.name)) and int(
             found.group(1)
         ) < epoch:
-            shutil.rmtree(lower, ignore_errors=True)  # what counts of it is linked here
+            # what counts of it is linked here; gone at once, so that nobody takes it for damaged
+            with contextlib.suppress(OSError):
+                os.rename(lower, lower.with_name(f".{lower.name}.gone"))
+    for gone in final.parent.glob(".epoch_*.gone"):
+        shutil.rmtree(gone, ignore_errors=True)
     return final
 
 
@@ -171,13 +197,17 @@ def verify(path: Path) -> str:
 
 def newest(directory: Path) -> Path | None:
     """The newest whole checkpoint; a damaged one is passed over, and said.  Raises Damaged when
-    none is whole.
+    none is whole, Fenced.
     """
     found = numbers(directory)
+    if not found and not directory.exists():
+        raise overtaken(directory)
     for number in reversed(found):
         path = directory / f"number_{number}"
         if not (wrong := verify(path)):
             return path
+        if not directory.exists():
+            raise overtaken(directory)
         print(
             f"checkpoint {path} is damaged ({wrong}); falling back to the one before it",
             file=sys.stderr,

@@ -355,13 +355,14 @@ def main(config: Config, run_dir: Path) -> bool:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN if os.environ.get("ASYNCRL_SUPERVISED") else stop)
     for tries_left in reversed(range(TRIES)):
-        learner = Learner(config, run_dir)
-        learner.stopping = bool(asked)
+        learner = None
         try:
+            learner = Learner(config, run_dir)
+            learner.stopping = bool(asked)
             learner.loop()
             return learner.finished
         except Fenced as error:
-            if learner.welcomed or not tries_left:
+            if (learner is not None and learner.welcomed) or not tries_left:
                 print(f"learner: {error}; this one ends", file=sys.stderr)
                 return True
             print(
@@ -370,5 +371,6 @@ def main(config: Config, run_dir: Path) -> bool:
                 file=sys.stderr,
             )
         finally:
-            learner.close()
+            if learner is not None:
+                learner.close()
     return True

@@ -4,7 +4,10 @@ refused, epochs claimed once.
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import random
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ import torch
 from test_learner_step import batch, weights
 
 from asyncrl.config.tree import Config
-from asyncrl.contract.errors import AsyncrlError, Damaged
+from asyncrl.contract.errors import AsyncrlError, Damaged, Fenced
 from asyncrl.models.policy import build_model
 from learner import checkpoint
 from learner.step import LearnerCore
@@ -161,3 +164,48 @@ def test_a_new_life_links_its_origins_checkpoints_and_claims_once(
     assert checkpoint.numbers(final) == [4], "what the buffer has let go of cannot be resumed from"
     assert [p.name for p in tmp_path.iterdir()] == ["epoch_3"] and not abandoned.exists()
     assert checkpoint.verify(final / "number_4") == ""
+
+
+def lives(root: Path, seed: int, out: Any) -> None:
+    """Lives that begin and claim as fast as they can, among others."""
+    choice = random.Random(seed)
+    for _ in range(40):
+        try:
+            epoch, _, mine = checkpoint.begin(root)
+            out.put(("began", epoch))
+            if not checkpoint.numbers(mine):
+                made = mine / "number_0" / "model"
+                made.mkdir(parents=True)
+                for number in range(20):
+                    (made / f"f{number}").write_text("x")
+            if choice.random() < 0.6:
+                final = checkpoint.claim(mine, 0)
+                out.put(("claimed", int(final.name.removeprefix("epoch_"))))
+        except (Fenced, FileNotFoundError) as error:
+            # FileNotFoundError: this program's own writing into a directory that is overtaken
+            at = traceback.extract_tb(error.__traceback__)[-1]
+            ours = isinstance(error, Fenced) or "checkpoint.py" not in at.filename
+            out.put(("fenced" if ours else f"{error} at line {at.lineno}", 0))
+        except Exception as error:
+            out.put((f"{type(error).__name__}: {error}", 0))
+    out.put(("over", 0))
+
+
+def test_lives_that_begin_at_once_have_epochs_of_their_own_or_are_fenced(tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    out = fork.Queue()
+    processes = [fork.Process(target=lives, args=(tmp_path / "c", seed, out)) for seed in range(4)]
+    for process in processes:
+        process.start()
+    told: list[tuple[str, int]] = []
+    while sum(what == "over" for what, _ in told) < len(processes):
+        told.append(out.get(timeout=120))
+    for process in processes:
+        process.join()
+    assert {what for what, _ in told} <= {"began", "claimed", "fenced", "over"}
+    for kind in ("began", "claimed"):
+        epochs = [epoch for what, epoch in told if what == kind]
+        assert len(epochs) == len(set(epochs)) > 10, kind
+    (left,) = checkpoint.epochs(tmp_path / "c", claimed=True)[-1:]
+    assert left == max(epoch for what, epoch in told if what == "claimed")
+    assert not list((tmp_path / "c").glob(".*.gone"))

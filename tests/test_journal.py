@@ -15,7 +15,7 @@ import pytest
 from schedules import PROMPTS, World
 from test_store import hello, judged, sample
 
-from asyncrl.contract.errors import Damaged
+from asyncrl.contract.errors import AsyncrlError, Damaged
 from asyncrl.contract.messages import Failure, LearnerHello, Prompt, Sampling, WeightsSource
 from asyncrl.contract.versions import Label, PolicyTree
 from buffer import journal as j
@@ -29,7 +29,9 @@ PAYLOADS = [bytes([n + 1]) * (7 * n + 1) for n in range(6)]
 
 
 def written(directory: Path, *, together: bool = False) -> Path:
-    """A segment: a snapshot, then PAYLOADS, each written alone or all in one go."""
+    """A segment: a snapshot, then PAYLOADS, each written alone or all in one go; without `sure`, as
+    a power cut may leave it.
+    """
     log = j.Journal(directory, sync=False)
     log.rotate(b"snapshot")
     for p in PAYLOADS:
@@ -37,6 +39,7 @@ def written(directory: Path, *, together: bool = False) -> Path:
         if not together:
             log.write()
     log.close()
+    (directory / "sure").unlink()
     return j.segments(directory)[-1]
 
 
@@ -78,6 +81,108 @@ def test_a_write_that_was_never_sure_may_lose_its_first_record(tmp_path: Path) -
     data, start = path.read_bytes(), j.HEAD.size + len(b"snapshot")
     path.write_bytes(data[:start] + b"\0" * 12 + data[start + 12 :])
     assert list(j.read(path)) == [b"snapshot"]
+
+
+def test_what_was_acknowledged_and_is_damaged_or_missing_is_reported_at_any_byte(
+    tmp_path: Path,
+) -> None:
+    """Also in the last group, behind which nothing was written, and after a kill."""
+    log = j.Journal(tmp_path, sync=False)
+    log.rotate(b"snapshot")
+    for p in PAYLOADS:
+        log.append(p)
+    log.write()
+    path = j.segments(tmp_path)[-1]
+    data = path.read_bytes()
+    # bytes of a write that was under way are no damage
+    path.write_bytes(data + j.frame(b"more", 0)[:-1])
+    assert list(j.read(path)) == [b"snapshot", *PAYLOADS] and path.read_bytes() == data
+    for at in range(len(data)):
+        flipped = data[:at] + bytes([data[at] ^ 0x40]) + data[at + 1 :]
+        for wrong in (flipped, data[:at]):
+            path.write_bytes(wrong)
+            with pytest.raises(Damaged, match=rf"{path.name} is damaged at byte|is missing"):
+                list(j.read(path))
+            assert path.read_bytes() == wrong, "nothing was cut"
+    path.write_bytes(data)
+    path.rename(tmp_path / "00000000.log")
+    with pytest.raises(Damaged, match=r"00000001\.log is missing"):
+        list(j.read(tmp_path / "00000000.log"))
+
+
+def test_a_note_that_cannot_be_read_proves_nothing(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    data = path.read_bytes()
+    log = j.Journal(tmp_path, sync=False)
+    log.number, log.sure = 1, len(data)
+    log._note()
+    note = (tmp_path / "sure").read_bytes()
+    for at in range(len(note)):
+        for wrong in (note[:at], note[:at] + bytes([note[at] ^ 1]) + note[at + 1 :]):
+            (tmp_path / "sure").write_bytes(wrong)
+            path.write_bytes(data[:-1])
+            assert list(j.read(path)) == [b"snapshot", *PAYLOADS[:-1]]
+
+
+def test_a_segment_is_replaced_while_it_goes_on_to_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The snapshot takes as long as it likes: what is appended meanwhile is safe, and stands behind
+    it once.
+    """
+    go = threading.Event()
+    put = j.Next.put
+
+    def slow(self: j.Next, payloads: list[bytes]) -> None:
+        assert go.wait(timeout=20)
+        put(self, payloads)
+
+    log = j.Journal(tmp_path, sync=False, segment_bytes=100)
+    log.rotate(b"one")
+    monkeypatch.setattr(j.Next, "put", slow)
+    log.append(b"x" * 100)
+    log.write()
+    assert log.full
+    log.append(b"before the snapshot")
+    log.rotate(b"two", wait=False)
+    assert not log.full and log.next is not None
+    for payload in (b"a", b"b"):
+        log.append(payload)
+        log.write()
+        assert log.durable == log.appended, "nobody waits for the snapshot"
+    was = tmp_path / "00000001.log"
+    assert list(j.read(was)) == [b"one", b"x" * 100, b"before the snapshot", b"a", b"b"]
+    assert j.segments(tmp_path) == [was]
+    go.set()
+    log.next.thread.join()
+    log.append(b"c")
+    log.write()
+    log.append(b"d")
+    log.close()
+    assert j.segments(tmp_path) == [tmp_path / "00000002.log"]
+    assert list(j.read(tmp_path / "00000002.log")) == [b"two", b"a", b"b", b"c", b"d"]
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_new_segment_that_cannot_be_written_leaves_the_old_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = j.Journal(tmp_path, sync=False)
+    log.rotate(b"one")
+
+    def no_room(self: j.Next, payloads: list[bytes]) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(j.Next, "put", no_room)
+    log.rotate(b"two", wait=False)
+    assert log.next is not None
+    log.next.thread.join()
+    log.append(b"a")
+    with pytest.raises(AsyncrlError, match=r"00000002\.part cannot be written: No space"):
+        log.write()
+    log.close()
+    assert list(j.read(tmp_path / "00000001.log")) == [b"one", b"a"]
+    assert [p.name for p in tmp_path.glob("0*")] == ["00000001.log"]
 
 
 def test_a_new_segment_replaces_the_old_ones(tmp_path: Path) -> None:
@@ -185,6 +290,8 @@ def test_a_killed_buffer_folds_to_the_same_state_and_the_run_goes_on(
         world.more_faults = [kill, kill]
         world.faults += 2
         world.run()
+        assert isinstance(world.store, RecordedStore)
+        world.store.journal.close()
         shutil.rmtree(directory)
     assert kills > 100
 
