@@ -15,6 +15,7 @@ from asyncrl.contract.errors import ConfigError, PeerUnreachable
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.transport import keys
+from asyncrl.transport.crowd import Crowd
 from asyncrl.transport.ring import Ring
 from asyncrl.transport.sockets import UNDECODABLE, check_address
 from asyncrl.transport.ways import Server
@@ -80,6 +81,7 @@ class ChunkServer(Server):
                 "it?"
             ) from error
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.crowd = Crowd(self.socket)
         self.manifest = manifest
         self.read = read
         self.bytes_sent = 0
@@ -91,7 +93,7 @@ class ChunkServer(Server):
 
     def _serve(self) -> None:
         while not self._end:
-            if not self.socket.poll(100):
+            if self.crowd.relieve(self.address) or not self.socket.poll(100):
                 continue
             peer, *frames = self.socket.recv_multipart(copy=False)
             answer = self._answer(frames)

@@ -23,6 +23,7 @@ from asyncrl.contract.messages import (
     Refused,
 )
 from asyncrl.transport import keys
+from asyncrl.transport.crowd import Crowd
 
 IPC_LIMIT = 107  # bytes of a unix socket's path
 # messages; what may be outstanding is bounded by credit and pacing, far below this
@@ -97,6 +98,7 @@ class BufferSocket:
                 f"{key}: cannot listen on {address}: {error}; is another run using it?"
             ) from error
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.crowd = Crowd(self.socket)
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reads)
         self.undecodable = 0  # messages refused so far that are not of this protocol
         self.forbidden = 0  # and those that their sender's key may not say
@@ -105,6 +107,8 @@ class BufferSocket:
         """The next message within `timeout` seconds, with its peer; one that does not decode, or
         that its sender's key may not say, is answered by Refused, and counted.
         """
+        if timeout and self.crowd.relieve(self.address):
+            return None
         if not self.socket.poll(int(timeout * 1000)):
             return None
         if self._guard is None:

@@ -1,0 +1,83 @@
+"""So many connections that the process runs out of descriptors: an ipc listener would abort it, a
+tcp one spin.  Before that all are closed, and who has something to say connects again."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from asyncrl.contract.errors import AsyncrlError
+
+DESCRIPTORS = 65536  # what is asked of the system
+CONNECTIONS = 6000  # more are a flood
+LEAST = 64
+PAUSE_S = 5.0
+
+
+def newest() -> int:
+    """The number that the next descriptor gets, the lowest free one: about how many are open."""
+    try:
+        descriptor = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return sys.maxsize
+    os.close(descriptor)
+    return descriptor
+
+
+class Crowd:
+    """Watches over a listening socket; to be asked by the thread that reads it.
+
+    Raises AsyncrlError where the process may hardly open anything."""
+
+    def __init__(self, socket: Any) -> None:
+        self.socket = socket
+        self.closed = 0  # times that all connections were closed
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+        if soft != resource.RLIM_INFINITY and soft < most:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+        open_now = newest()
+        allowed = DESCRIPTORS if soft == resource.RLIM_INFINITY else soft
+        if allowed - open_now < LEAST:
+            raise AsyncrlError(
+                f"this process may open {allowed} files and has {open_now}: raise the limit "
+                "(`ulimit -n`)"
+            )
+        # half of what is left stays free for those that come before the next look
+        self.most = open_now + min(CONNECTIONS, (allowed - open_now) // 2)
+
+    def relieve(self, address: str) -> bool:
+        """Close all connections when there are too many; True when it had to be.  Raises
+        AsyncrlError when the address cannot be had again.
+        """
+        if newest() < self.most:
+            return False
+        self.closed += 1
+        if self.closed < 4:
+            print(
+                f"too many connections at {address}: all are closed, and honest peers come again",
+                file=sys.stderr,
+                flush=True,
+            )
+        self.socket.unbind(address)
+        path = Path(address.removeprefix("ipc://"))
+        until = time.monotonic() + PAUSE_S
+        while time.monotonic() < until:
+            time.sleep(0.01)  # the old listener ends in a thread of its own, and removes its file
+            if newest() >= self.most or (address.startswith("ipc://") and path.exists()):
+                continue
+            try:
+                self.socket.bind(address)
+                return True
+            except zmq.ZMQError:
+                continue
+        raise AsyncrlError(
+            f"{address} was closed for too many connections and cannot be opened again"
+        )
