@@ -94,7 +94,7 @@ class Generator:
         self.outbox = Outbox(config.wires, self.producer, self.session)
         self.weights = WeightsReceiver(config, self.producer)
         self.socket = PeerSocket(
-            buffer_address(config, run_dir), config.wires.curve_dir, self.producer
+            buffer_address(config, run_dir), config.wires.curve_dir, self.producer, run=self.run
         )
         self.loaded: Loaded | None = None
         self.decoded = 0  # decode steps made
@@ -173,6 +173,8 @@ class Generator:
                 self.schedule.announce(reply.announcement)
             elif isinstance(reply, m.Heard):
                 self.schedule.announce(reply.announcement)
+            elif isinstance(reply, m.Unknown) and reply.session == self.session:
+                self.greet()
             elif isinstance(reply, m.Refused):
                 error = AsyncrlError(reply.reason)
                 error.exit_code = reply.exit_code

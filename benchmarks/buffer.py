@@ -137,7 +137,7 @@ class Buffer:
         self.run = rundir.run_id(self.dir)
         self.steps = steps
         self.values = values
-        self.socket = PeerSocket(rundir.buffer_address(config, self.dir))
+        self.socket = PeerSocket(rundir.buffer_address(config, self.dir), run=self.run)
         self.wall: list[float] = []
         self.cpu: list[float] = []
         self.out: list[m.Ticket] = []  # being written

@@ -23,6 +23,7 @@ from asyncrl.contract.messages import (
     Row,
     Span,
     Trajectory,
+    Want,
 )
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BUFFER
@@ -41,6 +42,7 @@ NAMES = 256  # parts of a reward, numbers of a generator
 ROWS = 1 << 16  # of a list in one message
 TICKET_END = 1 << 48
 MOST_ROWS = 4096  # of a session
+WANTED = 1 << 30  # samples, which is how a generator in lockstep asks for all there are
 LOGPROB_ABOVE_0 = 1e-3  # what rounding may leave of a probability of 1
 LEAST_LOGPROB = -1e4  # nothing drawn is less likely
 REWARD = 1e18  # its square is a float32
@@ -382,6 +384,13 @@ def progress(store: Store, rows: list[tuple[int, int, int]]) -> None:
             raise BadMessage(
                 f"ticket {ticket}, attempt {attempt}: {tokens} tokens so far, of at most {most}"
             )
+
+
+def want(message: Want) -> None:
+    need(
+        0 <= message.samples <= WANTED,
+        f"{message.producer[:40]!r} asks for {message.samples} samples",
+    )
 
 
 def renew(message: Renew) -> None:

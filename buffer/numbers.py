@@ -45,9 +45,14 @@ def shown(batch: Batch, record: Record) -> Iterator[dict[str, Any]]:
     many = record.samples or len(batch.samples)
     if not record.samples_every or batch.number % record.samples_every:
         return
-    pairs = list(zip(batch.samples, batch.lags, strict=True))
-    for sample, lag in pairs[:: max(1, len(pairs) // many)][:many]:
-        yield {
+    every = rows(batch)
+    yield from every[:: max(1, len(every) // many)][:many]
+
+
+def rows(batch: Batch) -> list[dict[str, Any]]:
+    """Each sample of a batch, for people who look."""
+    return [
+        {
             "batch": batch.number,
             "ticket": sample.ticket,
             "sample": sample.sample,
@@ -64,6 +69,8 @@ def shown(batch: Batch, record: Record) -> Iterator[dict[str, Any]]:
             "tokens": memoryview(sample.tokens).cast("i").tolist(),
             "logprobs": memoryview(sample.behavior_logprobs).cast("f").tolist(),
         }
+        for sample, lag in zip(batch.samples, batch.lags, strict=True)
+    ]
 
 
 def news(generators: Iterable[dict[str, Any]]) -> dict[str, float]:

@@ -34,7 +34,7 @@ from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
 from buffer.groups import settings
 from buffer.sessions import Sessions
-from buffer.store import Store
+from buffer.store import ENOUGH, Store
 from buffer.trained import Trained
 
 POLL_S = 0.25
@@ -42,6 +42,8 @@ TICK_S = 0.25
 SYNC_POLL_S = 0.001  # while replies wait for the disk
 NOBODY = -1  # no session: all of a producer's leases end
 LINGER_S = 5.0  # how long the end of the run is told to generators that have not asked yet
+ANSWER_BYTES = 1024  # of a token of an answer: ids, logprobs, texts, a version each
+MORE_BYTES = 16 * 1024 * 1024  # of a message that is no answer: ledgers, lists of tickets
 REFUSALS_SAID = 20  # lines in the log; further ones are only counted
 
 
@@ -82,6 +84,14 @@ def open_store(config: Config, run_dir: Path, task: Task) -> Store:
     )
 
 
+def largest(config: Config) -> int:
+    """Bytes of the largest message that a peer of this run has reason to send: some frames of
+    answers, each as long as its context allows, with texts.
+    """
+    frame = 2 * config.wires.frame_bytes + ANSWER_BYTES * config.generator.context
+    return min(m.MAX_FRAME_BYTES, MORE_BYTES + frame)
+
+
 def say(line: str) -> None:
     """To the log; on a full disk there is none."""
     with contextlib.suppress(OSError):
@@ -97,10 +107,17 @@ class Service:
         self.store = open_store(config, run_dir, task)
         # replies that wait for the journal, with the record they rest on
         self.outgoing: deque[tuple[int, bytes, m.FromBuffer]] = deque()
-        self.socket = BufferSocket(buffer_address(config, run_dir), config.wires.curve_dir)
+        self.socket = BufferSocket(
+            buffer_address(config, run_dir),
+            config.wires.curve_dir,
+            run=self.run,
+            most=largest(config),
+        )
+        self.socket.refused = self.refuse
         self.metrics = MetricsWriter(run_dir)
         self.samples = jsonl.Appender(run_dir / "samples.jsonl")
         self.wants: dict[str, tuple[bytes, m.Want]] = {}
+        self.early: dict[str, tuple[bytes, m.Want]] = {}  # of those who have not said hello
         self.asks: deque[tuple[bytes, m.Ask]] = deque()
         self.goodbyes: dict[bytes, m.Goodbye] = {}
         self.generators: dict[str, dict[str, Any]] = {}
@@ -200,7 +217,7 @@ class Service:
             self.store.end_sessions(name, session)
             # what a dead session asked for would be granted to nobody, and held until its lease
             # ends
-            self.wants.pop(name, None)
+            self.forget_wants(name)
             self.generators[name] = {"stats": {}, "waiting": None, "pid": 0, "host": ""}
         elif said == "refused":
             self.send(
@@ -260,7 +277,7 @@ class Service:
         """Names that nobody has carried for very long."""
         for name in self.sessions.forget(now):
             self.generators.pop(name, None)
-            self.wants.pop(name, None)
+            self.forget_wants(name)
 
     def stranger(self, peer: bytes, protocol: int, run: str) -> bool:
         if protocol != m.PROTOCOL:
@@ -288,11 +305,25 @@ class Service:
         if self.stranger(peer, hello.protocol, hello.run):
             return
         if (entry := self.heard(hello.producer, peer, hello.session)) is not None:
-            entry |= {"pid": hello.pid, "host": hello.host}
+            entry |= {"pid": hello.pid, "host": hello.host, "greeted": True}
+            if (early := self.early.pop(hello.producer, None)) is not None:
+                self.wants[hello.producer] = early
 
     def on_Want(self, peer: bytes, want: m.Want) -> None:
-        if self.heard(want.producer, peer, want.session) is not None:
+        """Tickets go to those who have said hello to this life of the buffer."""
+        checks.want(want)
+        entry = self.heard(want.producer, peer, want.session)
+        if entry is None:
+            return
+        if "greeted" in entry:
             self.wants[want.producer] = (peer, want)
+        else:
+            self.early[want.producer] = (peer, want)
+            self.send(peer, m.Unknown(want.producer, want.session))
+
+    def forget_wants(self, name: str) -> None:
+        self.wants.pop(name, None)
+        self.early.pop(name, None)
 
     def on_Deliver(self, peer: bytes, message: m.Deliver) -> None:
         """Finished samples are taken whoever brings them: also from a session that is over."""
@@ -346,7 +377,7 @@ class Service:
         if not self.sessions.leave(message.producer, message.session):
             return  # another session holds its name, and the leases with it
         self.store.end_sessions(message.producer, NOBODY)
-        self.wants.pop(message.producer, None)
+        self.forget_wants(message.producer)
         self.generators.pop(message.producer, None)
 
     def announcement(self) -> m.Announcement | None:
@@ -364,9 +395,14 @@ class Service:
         self.vocabulary = hello.vocabulary
         new = hello.epoch != self.store.epoch
         unheard = self.unheard(hello.label.number) if new else []
+        aside = self.keep_suspect(hello) if new else ""
+        before = self.store.aside
         if not self.store.hello(hello):
             self.send(peer, m.FencedOff(hello.epoch, self.store.epoch))
             return
+        if self.store.aside > before:
+            say(aside)
+            self.latest["buffer/set_aside"] = float(self.store.aside)
         if new:
             self.leased = {}
             self.trained.begin(hello.label.number)
@@ -383,6 +419,31 @@ class Service:
             "peer": peer,
         }
         self.send(peer, m.Welcome(hello.epoch, self.store.base))
+
+    def keep_suspect(self, hello: m.LearnerHello) -> str:
+        """The batch that this hello sets aside, written for a look before it leaves the store; what
+        to say then.  "": none.
+        """
+        store = self.store
+        tickets, count = store.suspected(hello)
+        if count < ENOUGH or store.policy is None or not all(t in store.alive for t in tickets):
+            return ""
+        number = store.committed
+        groups = [store.alive[ticket] for ticket in tickets]
+        batch = store.batch(groups, store.epoch, number)
+        path = self.run_dir / "set_aside" / f"batch_{number}_epoch_{store.epoch}.jsonl"
+        try:
+            path.parent.mkdir(exist_ok=True)
+            lines = (json.dumps(row) + "\n" for row in numbers.rows(batch))
+            atomic_write.write(path, "".join(lines))
+        except OSError as error:
+            raise jsonl.full(path, error) from error
+        tokens = sum(sample.length for sample in batch.samples)
+        return (
+            f"batch {number} is set aside: the learner's last lives ended on it; its "
+            f"{len(batch.samples)} samples ({tokens} tokens, `fatal` in the ledger) are kept "
+            f"in {path}, the run goes on without them"
+        )
 
     def unheard(self, number: int) -> list[m.Batch]:
         """Batches before `number` whose rows are missing and whose samples are here: their commits
@@ -568,6 +629,7 @@ class Service:
             "buffer/groups": len(self.store.alive),
             "buffer/bytes": self.store.stored_bytes,
             "buffer/leases": sum(g.lease is not None for g in self.store.alive.values()),
+            **({"buffer/set_aside": self.store.aside} if self.store.aside else {}),
             **{f"refused/{reason}": count for reason, count in self.refused.items()},
         }
         self.latest |= values

@@ -54,3 +54,6 @@ class Snapshot(msgspec.Struct, tag="snapshot", kw_only=True):
     drawn: list[tuple[tuple[str, int], int]]
     tree: TreeState
     evaluations: EvaluationsState
+    # which older snapshots lack
+    suspect: tuple[list[int], int] = ([], 0)
+    aside: int = 0

@@ -46,6 +46,10 @@ REMEMBERED = 200_000  # final dispositions of gone groups kept for late copies
 SESSIONS = 1000  # of generators, whose counts may still grow
 STRAYS = 20_000  # attempts of gone groups that may still report or deliver
 VERSIONS = 10_000  # behind the oldest checkpoint kept: an answer that spans more is refused
+# what the end of a learner's life counts against the batch that it was given last: two that ended
+# by themselves are enough to set it aside, or four that may have been killed by anybody
+ENDS = {"ended": 0, "killed": 1, "": 1, "crashed": 2}
+ENOUGH = 4
 Key = tuple[int, int, int]
 
 
@@ -90,6 +94,9 @@ class Store:
         # (producer, session) -> tokens that it says it has drawn
         self.drawn: OrderedDict[tuple[str, int], int] = OrderedDict()
         self.drawn_before = 0  # of sessions long gone
+        # tickets of the batch that the learner's last lives ended on, and what that counts (ENDS)
+        self.suspect: tuple[list[int], int] = ([], 0)
+        self.aside = 0  # batches set aside
         self.finished = False
 
     # ---- kept over a restart ---------------------------------------------------------------------
@@ -126,6 +133,8 @@ class Store:
             drawn=list(self.drawn.items()),
             tree=self.tree.snapshot(),
             evaluations=self.evaluations.snapshot(),
+            suspect=self.suspect,
+            aside=self.aside,
         )
 
     def restore(self, state: Snapshot) -> None:
@@ -161,6 +170,8 @@ class Store:
         self.drawn = OrderedDict(state.drawn)
         self.tree.restore(state.tree)
         self.evaluations.restore(state.evaluations)
+        self.suspect = state.suspect
+        self.aside = state.aside
 
     def leases_anew(self, now: float) -> None:
         """The clock of the life before says nothing: every lease runs its full time from now."""
@@ -525,7 +536,7 @@ class Store:
 
     def leave(self, group: Group, what: LedgerLine) -> None:
         """A group leaves the stream: filtered, abandoned, or of a branch that is not followed."""
-        if self.settings.inject is not None and what == "abandoned":
+        if self.settings.inject is not None and what in ("abandoned", "fatal"):
             self._succeed(group)
         self.alive.pop(group.ticket, None)
         self._end_lease(group)
@@ -582,6 +593,9 @@ class Store:
             return True
         if hello.epoch < self.epoch or hello.label.number < self.base or hello.origin < self.active:
             return False
+        last = self.committed
+        self.suspect = self.suspected(hello)
+        set_aside = self.suspect[1] >= ENOUGH
         for label, digest in sorted(hello.ring):
             was = Label(hello.origin, label.number)
             if was in self.tree and self.tree.digest(was) == digest:
@@ -602,9 +616,33 @@ class Store:
         for group in self.alive.values():
             self._end_lease(group)
         self._follow(hello)
+        if set_aside:
+            self._set_aside(last)
         self.policy = hello.label
         self.evaluations.restart(hello.label, self.settings.steps)
         return True
+
+    def suspected(self, hello: LearnerHello) -> tuple[list[int], int]:
+        """`suspect` with what the hello of a new life tells of the one before: it ended on the
+        batch after its last commit, if that had been handed out.
+
+        A life that ended elsewhere, before its first batch, or behind a checkpoint past that batch,
+        says nothing of it."""
+        if self.committed not in self.leased or hello.label.number > self.committed:
+            return self.suspect
+        tickets, count = self.suspect
+        batch = self.comps[self.committed - self.base]
+        return list(batch), (count if tickets == batch else 0) + ENDS[hello.before]
+
+    def _set_aside(self, number: int) -> None:
+        """Batch `number` leaves, with all its groups; the later ones move up, which makes no token
+        of theirs older.
+        """
+        for ticket in self.comps.pop(number - self.base):
+            self.composed.discard(ticket)
+            self.leave(self.alive[ticket], "fatal")
+        self.suspect = ([], 0)
+        self.aside += 1
 
     def _follow(self, hello: LearnerHello) -> None:
         """Move `committed` to the learner's number, down or up; a new (`memory`) buffer takes its
@@ -705,6 +743,8 @@ class Store:
         self.tree.register(label, self.policy, digest)
         kept = self._lines_kept()
         self.leased.discard(number)
+        if self.comps[number - self.base] == self.suspect[0]:
+            self.suspect = ([], 0)  # it can be trained
         of_batch = [
             stored
             for ticket in self.comps[number - self.base]

@@ -23,7 +23,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BUFFER, Wait, WaitLog
 from asyncrl.models.devices import bind_learner
 from asyncrl.models.policy import export, weights_digest
-from asyncrl.records import atomic_write
+from asyncrl.records import atomic_write, lives
 from asyncrl.records.rundir import buffer_address, ended, run_id
 from asyncrl.records.trace import Tracer
 from asyncrl.transport import keys
@@ -64,7 +64,7 @@ class Learner:
         self.ring = self.publisher.held(older)
         self.core.measure.weights_of = self.publisher.weights_of
         self.socket = PeerSocket(
-            buffer_address(config, run_dir), config.wires.curve_dir, keys.LEARNER
+            buffer_address(config, run_dir), config.wires.curve_dir, keys.LEARNER, run=self.run
         )
         self.tracer = Tracer(run_dir, "learner")
         self.welcomed = self.finished = self.stopping = False
@@ -205,6 +205,7 @@ class Learner:
             trained_above=self.cursor.trained_above,
             pid=os.getpid(),
             vocabulary=int(self.core.model.hf.config.get_text_config().vocab_size),
+            before=lives.before(self.run_dir, "learner", os.getpid()),
         )
         self.wait("the buffer's welcome")
         while not self.welcomed and not self.stopping:

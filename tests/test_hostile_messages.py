@@ -114,6 +114,18 @@ def honest_hello(run: str, **more: Any) -> m.LearnerHello:
     )
 
 
+def greeting(service: Service) -> m.GeneratorHello:
+    return m.GeneratorHello(
+        protocol=m.PROTOCOL,
+        run=service.run,
+        producer="generator-0",
+        session=7,
+        slots=8,
+        host="",
+        pid=0,
+    )
+
+
 def honest(service: Service, r: random.Random) -> m.FromPeer | None:
     """What a peer of the run would say next."""
     s = service.store
@@ -129,6 +141,8 @@ def honest(service: Service, r: random.Random) -> m.FromPeer | None:
         (job.ticket, attempt, 0, job.label) for attempt, (job, *_) in s.evaluations.out.items()
     ]
     what = r.random()
+    if "greeted" not in service.generators.get("generator-0", {}) and what < 0.5:
+        return greeting(service)
     if what < 0.5 and leases:
         ticket, attempt, k, label = r.choice(leases)
         t = m.Trajectory(
@@ -325,6 +339,7 @@ def test_a_refused_answer_leaves_its_lease_and_an_honest_one_ends_it(tmp_path: P
     try:
         hello = honest(service, random.Random(0))
         service.handle(b"l", msgspec.structs.replace(hello, vocabulary=5))
+        service.handle(b"g", greeting(service))
         service.handle(b"g", m.Want("generator-0", 7, 1, 8, None))
         service.answer()
         group = next(g for g in service.store.alive.values() if g.lease)

@@ -63,16 +63,19 @@ def key_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def said(key_dir: Path) -> Iterator[Callable[[str, Any], Any]]:
     """said(NAME, MESSAGE): what a buffer with these keys reads, or what it answers."""
     buffer = BufferSocket("tcp://127.0.0.1:*", str(key_dir))
+    refused: list[str] = []
+    buffer.refused = lambda reason, line: refused.append(reason)
     peers: dict[str, PeerSocket] = {}
 
     def say(name: str, message: Any) -> Any:
         peer = peers.setdefault(name, PeerSocket(buffer.address, str(key_dir), name))
-        before = buffer.forbidden
+        refused.clear()
         peer.send(message)
         for _ in range(int(WAIT_S / 0.05)):
             if (got := buffer.recv(0.05)) is not None:
                 return got[1]
-            if buffer.forbidden > before:
+            if refused:
+                assert refused == ["role"]
                 return peer.recv(WAIT_S)
         raise AssertionError("nothing came")
 

@@ -24,9 +24,10 @@ from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import Wait
 from asyncrl.records import rundir
 from asyncrl.tasks import get_task
+from asyncrl.transport import sockets
 from asyncrl.transport.sockets import PeerSocket
 from buffer import sessions, trained
-from buffer.service import Service, open_store
+from buffer.service import Service, largest, open_store
 
 SMALL = (
     "learner.steps=2",
@@ -59,7 +60,7 @@ class Run:
             self.error = e
 
     def peer(self) -> PeerSocket:
-        self.peers.append(PeerSocket(rundir.buffer_address(self.config, self.dir)))
+        self.peers.append(PeerSocket(rundir.buffer_address(self.config, self.dir), run=self.id))
         return self.peers[-1]
 
     def end(self) -> None:
@@ -119,7 +120,21 @@ def wait(peer: PeerSocket, kind: type[Any]) -> Any:
     while (reply := peer.recv(20)) is not None:
         if isinstance(reply, kind):
             return reply
+        if isinstance(reply, m.Unknown):  # as a generator does
+            peer.send(greet(peer.run, reply.producer, reply.session))
     raise AssertionError(f"no {kind.__name__} came")
+
+
+def greet(run: str, producer: str, session: int) -> m.GeneratorHello:
+    return m.GeneratorHello(
+        protocol=m.PROTOCOL,
+        run=run,
+        producer=producer,
+        session=session,
+        slots=8,
+        host="here",
+        pid=0,
+    )
 
 
 def want(n: int, samples: int = 4) -> m.Want:
@@ -518,6 +533,7 @@ def handed_out(
 ) -> list[m.Batch]:
     """Batches `numbers`, written and handed to the learner of epoch 1."""
     batches, sequence = [], 0
+    generator.send(greet(run.id, "generator-0", 1))
     for n in numbers:
         learner.send(m.Ask(1, n))
         while len(batches) == n:
@@ -603,11 +619,70 @@ BAD_FRAMES = {
 def test_a_frame_that_does_not_decode_costs_its_sender(begin: Any) -> None:
     run = begin()
     stranger, learner = run.peer(), run.peer()
+    good = msgspec.msgpack.encode(m.Watch())
     for frame in BAD_FRAMES.values():
-        stranger.socket.send(frame)
+        stranger.socket.send_multipart([stranger.head, frame])
         assert wait(stranger, m.Refused).exit_code == 4
-    assert run.service.socket.undecodable == len(BAD_FRAMES)
+    for frames in ([stranger.head], [stranger.head, good, b""], [stranger.head] + [good] * 50):
+        stranger.socket.send_multipart(frames)
+        assert wait(stranger, m.Refused).exit_code == 4
+    assert run.service.refused == {"frame": len(BAD_FRAMES) + 3}
     assert ask(learner, run.hello(1), m.Welcome) == m.Welcome(1, 0)
+
+
+def test_messages_of_another_run_or_protocol_are_refused_unread(begin: Any) -> None:
+    """Each kind, also those that carry no run of their own: a generator that is left over from an
+    earlier run at the same address changes nothing.
+    """
+    run = begin()
+    generator, learner = run.peer(), run.peer()
+    ask(learner, run.hello(1), m.Welcome)
+    tickets = ask(generator, want(1, 9), m.Tickets).tickets
+    before = state(run.service.store)
+    address = rundir.buffer_address(run.config, run.dir)
+    kinds = [*map(answers, tickets), want(2, 9), m.Renew("generator-0", 1, [], {}, None)]
+    kinds += [m.Leaving("generator-0", 1), m.Ask(1, 0), m.Checkpointed(1, 9), run.hello(2)]
+    for head, said in (
+        (sockets.head("another"), f"belongs to run {run.id}, this process to run another"),
+        (sockets.head(run.id, m.PROTOCOL - 1), f"speaks protocol {m.PROTOCOL}, this process 2"),
+        (sockets.head(""), f"belongs to run {run.id}, this process to run (none)"),
+        (b"\xff" * 300, "its first frame names no run"),
+        (b"", "its first frame names no run"),
+    ):
+        stray = PeerSocket(address)
+        run.peers.append(stray)
+        for message in kinds:
+            stray.socket.send_multipart([head, msgspec.msgpack.encode(message)])
+            assert said in wait(stray, m.Refused).reason
+    assert run.service.refused == {"stranger": 5 * len(kinds)}
+    assert state(run.service.store) == before
+    watcher = PeerSocket(address)  # who watches need not know the run, and is told it
+    run.peers.append(watcher)
+    assert ask(watcher, m.Watch(), m.Status).run == run.id
+    assert ask(watcher, m.Watch(), m.Status).metrics["refused/stranger"] == 5 * len(kinds)
+
+
+def test_frames_of_a_message_are_bounded_together(begin: Any) -> None:
+    """Also where each of them is small enough."""
+    run = begin("wires.frame_bytes=65536", "generator.context=128")
+    most = largest(run.config)
+    assert most < 20 * 2**20 and run.service.socket.most == most
+    stranger, learner = run.peer(), run.peer()
+    stranger.socket.send_multipart([stranger.head, *[bytes(most // 2)] * 3])
+    assert f"more than {most} bytes" in wait(stranger, m.Refused).reason
+    assert run.service.refused == {"frame": 1}
+    assert ask(learner, run.hello(1), m.Welcome) == m.Welcome(1, 0)
+
+
+def test_who_has_not_said_hello_gets_no_tickets(begin: Any) -> None:
+    run = begin("durability.mode='process'", "staleness.max_lag=1")
+    generator, learner = run.peer(), run.peer()
+    ask(learner, run.hello(1), m.Welcome)
+    generator.send(want(1, 9))
+    assert generator.recv(20) == m.Unknown("generator-0", 1)
+    assert run.service.store.attempts == 0
+    # what was asked for is given as soon as it is known who asks
+    assert ask(generator, greet(run.id, "generator-0", 1), m.Tickets).sequence == 1
 
 
 def bad(run: Run, train: m.Ticket, test: m.Ticket) -> dict[str, m.FromPeer]:

@@ -25,7 +25,8 @@ def plant(run_dir: Path, label: Label) -> str:
     """Speak to the run's buffer as a generator that runs other weights; returns the reason it is
     refused for.
     """
-    socket = PeerSocket(rundir.buffer_address(load(run_dir / "config.toml"), run_dir), "")
+    address = rundir.buffer_address(load(run_dir / "config.toml"), run_dir)
+    socket = PeerSocket(address, run=rundir.run_id(run_dir))
     try:
         socket.send(
             GeneratorHello(

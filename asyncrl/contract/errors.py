@@ -70,6 +70,7 @@ class NotFiniteLogprob(NotFinite, ProtocolError):
 REFUSALS = {
     "frame": "frames that do not decode, or are too large",
     "stranger": "messages of another run or another protocol",
+    "role": "messages that their sender's key may not say",
     "message": "names, counts, commits and hellos that cannot be",
     "ticket": "answers to tickets, attempts or samples that were not granted",
     "version": "answers by weights that no learner has announced",

@@ -2,8 +2,8 @@
 
 Arrays travel as raw little-endian bytes: token ids int32, logprobs float32, masks uint8.  Every
 message on the control socket is one frame of msgpack, a tagged union (`FromPeer` towards the
-buffer, `FromBuffer` back); decoding is typed. Requests are repeated until they are answered and are
-idempotent."""
+buffer, behind a frame that names protocol and run, `FromBuffer` back); decoding is typed. Requests
+are repeated until they are answered and are idempotent."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ LedgerLine = Literal[
     "filtered",
     "duplicate",
     "orphaned",
+    "fatal",
     "lost_with_process",
     "left_over",
     "failed",
@@ -327,6 +328,15 @@ class Acks(msgspec.Struct, frozen=True, tag="acks"):
     announcement: Announcement | None
 
 
+class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
+    """A session wants tickets that has not said hello to this life of the buffer: it says hello,
+    and is given them.
+    """
+
+    producer: str
+    session: int
+
+
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """The peer must stop: it speaks another protocol, belongs to another run, or said what cannot
     be.  The run goes on without it.
@@ -416,6 +426,9 @@ class LearnerHello(msgspec.Struct, frozen=True, tag="learner_hello"):
     trained_above: list[int] = []  # completion order: tickets trained above next_ticket
     pid: int = 0
     vocabulary: int = 0  # tokens of the model; 0: not said
+    # how the learner's life before this one ended: well or told to, by a signal that nothing
+    # explains, by itself; "": nobody knows
+    before: Literal["", "ended", "killed", "crashed"] = ""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -550,7 +563,17 @@ FromPeer = (
     | Watch
 )
 FromBuffer = (
-    Tickets | Acks | Refused | Welcome | FencedOff | Batch | Committed | Finished | Heard | Status
+    Tickets
+    | Acks
+    | Unknown
+    | Refused
+    | Welcome
+    | FencedOff
+    | Batch
+    | Committed
+    | Finished
+    | Heard
+    | Status
 )
 FromGenerator = Serving | Called
 FromGateway = Calls | Refused

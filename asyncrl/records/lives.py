@@ -20,13 +20,15 @@ import signal
 import socket
 import time
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 from asyncrl.contract.errors import ConfigError
 
 # exit codes: told to end; nothing left to do
 INTERRUPTED = 130
 NOTHING = 6
+# exit codes of signals that come from outside, as far as one can tell; 137: a rank was lost
+KILLED = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, 137)
 AGAIN_S = 5.0  # a process that is started again waits this long for what is left of the one before
 _POLL_S = 0.05
 
@@ -84,6 +86,19 @@ def ends(run_dir: Path) -> list[dict[str, Any]]:
         )
     ]
     return sorted(bad, key=lambda r: float(r["at"]))
+
+
+def before(run_dir: Path, name: str, pid: int) -> Literal["", "ended", "killed", "crashed"]:
+    """How the life of `name` before that of process `pid` ended: well or told to; by a signal, or
+    without a word; by itself.  "": there was none.
+    """
+    past = [row for row in rows(run_dir) if row["name"] == name and row["pid"] != pid]
+    if not past:
+        return ""
+    code = past[-1].get("code")
+    if code in (0, NOTHING, INTERRUPTED) or past[-1].get("asked"):
+        return "ended"
+    return "killed" if past[-1]["event"] == "began" or code in KILLED else "crashed"
 
 
 def end_of(row: dict[str, Any]) -> str:

@@ -156,6 +156,9 @@ METRICS: dict[str, Metric] = {
     "time/swap": Metric("s", "time the generators spent on swapping weights since the last step"),
     "buffer/groups": Metric("groups", "groups alive: outstanding, stored or leased"),
     "buffer/leases": Metric("groups", "groups that a generator holds"),
+    "buffer/set_aside": Metric(
+        "batches", "set aside so far, as the learner's lives ended on them (set_aside/)"
+    ),
     "buffer/bytes": Metric("bytes", "trajectories stored"),
     **{
         f"refused/{reason}": Metric("count", f"refused so far: {what}")

@@ -45,6 +45,7 @@ MOVED = 0.02  # nats a token to the reference: a policy that has moved so little
 DRIFT = 0.1
 RISING = 1.25  # late third over middle third: 1 for a level, 5/3 for a line
 MISMATCH = "mismatch/k3_at_lag_0"
+ASIDE = "buffer/set_aside"
 SILENT = 0.01  # share of the gradient below which a KL term decides nothing
 
 
@@ -356,6 +357,19 @@ def refused_messages(rows: Rows) -> Sign | None:
     )
 
 
+def batches_set_aside(rows: Rows) -> Sign | None:
+    """A batch on which the learner died again and again is left out."""
+    many = int(next((row[ASIDE] for row in reversed(rows) if ASIDE in row), 0))
+    if not many:
+        return None
+    return Sign(
+        "batches_set_aside",
+        f"{many} batch{'es were' if many > 1 else ' was'} set aside: the learner's lives ended on "
+        f"{'them' if many > 1 else 'it'}",
+        "look into RUN/set_aside and the ends of logs/attempt_*/learner.log",
+    )
+
+
 def engine_mismatch(rows: Rows, about: About) -> Sign | None:
     """Engine and learner differ at equal weights by more than rounding explains, in half of the
     measurements or more.
@@ -491,6 +505,7 @@ RULES: tuple[Callable[[Rows], Sign | None], ...] = (
     out_of_distribution,
     growing_mismatch,
     refused_messages,
+    batches_set_aside,
 )
 END_RULES: tuple[Callable[[Rows], Sign | None], ...] = (unmoved_accuracy,)
 

@@ -119,6 +119,7 @@ def look(config: Config, run_dir: Path, status: Status | None) -> dict[str, Any]
         "refused": signs.refusals(
             status.metrics if status is not None else rows[-1] if rows else {}
         ),
+        "set_aside": sorted(str(path) for path in (run_dir / "set_aside").glob("*.jsonl")),
         "checkpoint": checkpoint(run_dir),
         "last_metrics": {n: rows[-1][n] for n in SHOWN if n in rows[-1]} if rows else {},
         "silent_s": time.time() - path.stat().st_mtime if rows else None,
@@ -170,13 +171,18 @@ def advice(config: Config, run_dir: Path, seen: dict[str, Any]) -> str:
 
 
 def refused(seen: dict[str, Any]) -> list[str]:
-    """Messages that the buffer refused, a line a reason.
+    """What the buffer would not have: messages that it refused, a line a reason, and batches that
+    it set aside.
 
-    >>> print(*refused({"refused": {"number": 2, "token": 1}}), sep="\\n")
+    >>> seen = {"refused": {"number": 2, "token": 1}, "set_aside": ["R/set_aside/batch_3.jsonl"]}
+    >>> print(*refused(seen), sep="\\n")
     refused: 2 answers with a reward, part, log-probability or temperature that cannot be
     refused: 1 answers with tokens that the model does not have
+    set aside, as the learner's lives ended on it: R/set_aside/batch_3.jsonl
     """
-    return [f"refused: {count} {REFUSALS[reason]}" for reason, count in seen["refused"].items()]
+    return [f"refused: {count} {REFUSALS[reason]}" for reason, count in seen["refused"].items()] + [
+        f"set aside, as the learner's lives ended on it: {path}" for path in seen["set_aside"]
+    ]
 
 
 def lines(config: Config, run_dir: Path, seen: dict[str, Any]) -> list[str]:

@@ -290,6 +290,7 @@ class Supervisor:
                         "died",
                         code=child.code,
                         why="by its supervisor, which ends the run",
+                        asked=True,
                     )
         for child in self.children:
             child.hang_up()

@@ -70,8 +70,9 @@ class Watcher:
 
         latest: the newest value of each metric, of whatever batch; it tells of an engine that
         differs in the first batch already."""
-        if found := signs.refused_messages([latest]):
-            self.tell([found])
+        for rule in (signs.refused_messages, signs.batches_set_aside):
+            if found := rule([latest]):
+                self.tell([found])
         before = self.measured[-1] if self.measured else {}
         if self.about is not None and latest.get(signs.MISMATCH) != before.get(signs.MISMATCH):
             self.measured = [*self.measured[-signs.WINDOW :], latest]

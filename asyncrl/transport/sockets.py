@@ -2,12 +2,16 @@
 
 DEALER towards one ROUTER: no message is dropped silently for lack of a peer, and the peers' own
 rules (requests repeated until answered, samples sent until acknowledged, duplicates suppressed by
-key) make up for every loss a killed process can cause."""
+key) make up for every loss a killed process can cause.
+
+A peer's message is two frames: a head, which names protocol and run, and the message itself.  The
+head is compared before anything is decoded, so what another run sends is never looked at.  `Watch`
+alone may come from somebody who does not know the run: the answer names it."""
 
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
@@ -16,11 +20,13 @@ import zmq
 from asyncrl.contract.errors import ConfigError, PeerUnreachable
 from asyncrl.contract.messages import (
     MAX_FRAME_BYTES,
+    PROTOCOL,
     FromBuffer,
     FromGateway,
     FromGenerator,
     FromPeer,
     Refused,
+    Watch,
 )
 from asyncrl.transport import keys
 from asyncrl.transport.crowd import Crowd
@@ -34,6 +40,33 @@ HIGH_WATER = 10_000
 UNDECODABLE = (msgspec.MsgspecError, ValueError, RecursionError, MemoryError, OverflowError)
 
 _encoder = msgspec.msgpack.Encoder()
+
+
+def head(run: str, protocol: int = PROTOCOL) -> bytes:
+    """The first frame of every message of a peer; run: "" when it is not known."""
+    return f"asyncrl {protocol} {run}".encode()
+
+
+def undecodable(what: str) -> Refused:
+    return Refused(f"a message that is not of this protocol: {what}", 4)
+
+
+def stranger(theirs: bytes, run: str) -> Refused:
+    """What somebody hears whose messages are not of this run or this protocol."""
+    name, _, rest = theirs[:200].decode(errors="replace").partition(" ")
+    protocol, _, other = rest.partition(" ")
+    if name != "asyncrl" or not protocol.isdecimal():
+        return Refused("a message that is not of this protocol: its first frame names no run", 4)
+    if int(protocol) != PROTOCOL:
+        return Refused(
+            f"the buffer speaks protocol {PROTOCOL}, this process {protocol}: install the same "
+            "version on all hosts"
+        )
+    return Refused(
+        f"the buffer belongs to run {run}, this process to run {other or '(none)'}: give it the "
+        "same run directory",
+        2,
+    )
 
 
 def check_address(address: str, curve_dir: str, key: str) -> None:
@@ -71,23 +104,30 @@ class BufferSocket:
     they are dropped and the peer's repeated request brings them again.  A dead peer: the same,
     nothing blocks.  A peer that connects late finds us.
 
-    reads: what peers say; key: the config's, that named the address.  A gateway's is one too."""
+    reads: what peers say; key: the config's, that named the address.  A gateway's is one too.  run:
+    whose messages are taken; most: bytes of one, over all its frames."""
 
     def __init__(
         self,
         address: str,
         curve_dir: str = "",
         *,
+        run: str = "",
+        most: int = MAX_FRAME_BYTES,
         reads: Any = FromPeer,
         key: str = "wires.address",
     ) -> None:
         check_address(address, curve_dir, key)
+        self.run = run
+        self.head = head(run)
+        self.most = most
+        self.refused: Callable[[str, str], None] = lambda reason, line: None
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 200)
         self.socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
         self.socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        self.socket.setsockopt(zmq.MAXMSGSIZE, most)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._guard = keys.guard(self.socket, curve_dir)
         try:
@@ -100,47 +140,64 @@ class BufferSocket:
         self.address = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
         self.crowd = Crowd(self.socket)
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reads)
-        self.undecodable = 0  # messages refused so far that are not of this protocol
-        self.forbidden = 0  # and those that their sender's key may not say
 
     def recv(self, timeout: float) -> tuple[bytes, Any] | None:
-        """The next message within `timeout` seconds, with its peer; one that does not decode, or
-        that its sender's key may not say, is answered by Refused, and counted.
+        """The next message within `timeout` seconds, with its peer.  What is of another run, too
+        large, does not decode, or may not be said with its sender's key is answered by Refused,
+        told to `refused`, and None.
         """
         if timeout and self.crowd.relieve(self.address):
             return None
         if not self.socket.poll(int(timeout * 1000)):
             return None
-        if self._guard is None:
-            frames = self.socket.recv_multipart()
-            return self._decoded(frames[0], frames[1:])
-        peer, *rest = self.socket.recv_multipart(copy=False)
-        got = self._decoded(peer.bytes, [frame.buffer for frame in rest])
-        name = self._guard.name(rest[-1])
-        if got is None or keys.allowed(name, got[1]):
-            return got
-        self.forbidden += 1
-        what = f"a {type(got[1]).__name__} of {getattr(got[1], 'producer', 'a learner')[:200]!r}"
-        reason = f"the key of {name or 'nobody'} may not send {what}: use the key of that role"
-        self.send(got[0], Refused(f"wires.curve_dir: {reason}", 2))
-        return None
-
-    def _decoded(self, peer: bytes, frames: list[Any]) -> tuple[bytes, FromPeer] | None:
-        try:
-            if len(frames) != 1:
-                raise ValueError(f"{len(frames)} frames")
-            return peer, self._decoder.decode(frames[0])
-        except UNDECODABLE as error:
-            self.undecodable += 1
-            self.send(
-                peer,
-                Refused(
-                    f"a message that is not of this protocol: {type(error).__name__}: "
-                    f"{str(error)[:200]!r}",
-                    4,
-                ),
+        peer, *frames = self._frames()
+        if len(frames) != 2:
+            self._refuse(
+                peer, "frame", undecodable(f"no head and message, or more than {self.most} bytes")
             )
             return None
+        theirs, payload = frames
+        name = None if self._guard is None else self._guard.name(payload)
+        if self._guard is not None:
+            theirs, payload = theirs.bytes, payload.buffer
+        if theirs != self.head and theirs != head(""):
+            self._refuse(peer, "stranger", stranger(theirs, self.run))
+            return None
+        try:
+            message = self._decoder.decode(payload)
+        except UNDECODABLE as error:
+            why = f"{type(error).__name__}: {str(error)[:200]!r}"
+            self._refuse(peer, "frame", undecodable(why))
+            return None
+        if theirs != self.head and not isinstance(message, Watch):
+            self._refuse(peer, "stranger", stranger(theirs, self.run))
+            return None
+        if name is None or keys.allowed(name, message):
+            return peer, message
+        what = f"a {type(message).__name__} of {getattr(message, 'producer', 'a learner')[:200]!r}"
+        reason = f"the key of {name or 'nobody'} may not send {what}: use the key of that role"
+        self._refuse(peer, "role", Refused(f"wires.curve_dir: {reason}", 2))
+        return None
+
+    def _frames(self) -> list[Any]:
+        """The frames of the next message, its peer first; where there are keys, as zmq's own, which
+        know the sender's.
+
+        Of a message with too many, or more bytes than `most`, the rest is taken off the socket and
+        not kept."""
+        keep = self._guard is not None
+        frames: list[Any] = [self.socket.recv()]
+        size = 0
+        while self.socket.getsockopt(zmq.RCVMORE):
+            frame = self.socket.recv(copy=not keep)
+            size += len(frame)
+            if len(frames) < 4 and size <= self.most:
+                frames.append(frame)
+        return frames if size <= self.most else frames[:1]
+
+    def _refuse(self, peer: bytes, reason: str, why: Refused) -> None:
+        self.refused(reason, f"refused a message: {why.reason}")
+        self.send(peer, why)
 
     def send(self, peer: bytes, message: FromBuffer | FromGateway) -> None:
         """Send without blocking; what cannot be queued is dropped (the peer repeats its
@@ -163,8 +220,8 @@ class PeerSocket:
 
     It connects when the buffer comes and again after it was away; what was sent meanwhile queues
     here.  A dead buffer shows as silence: the caller holds the deadline.  name: whose key it
-    shows, where there are keys; reads: what the other side says; key: the config's, that named the
-    address."""
+    shows, where there are keys; reads: what the other side says; run: "" for those who only watch;
+    key: the config's, that named the address."""
 
     def __init__(
         self,
@@ -173,10 +230,13 @@ class PeerSocket:
         name: str = keys.VIEWER,
         *,
         reads: Any = FromBuffer,
+        run: str = "",
         key: str = "wires.address",
     ) -> None:
         check_address(address, curve_dir, key)
         self.address = address
+        self.run = run
+        self.head = head(run)
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.DEALER)
         self.socket.setsockopt(zmq.LINGER, 500)
@@ -192,7 +252,7 @@ class PeerSocket:
         repeated by its sender.
         """
         try:
-            self.socket.send(_encoder.encode(message), zmq.NOBLOCK)
+            self.socket.send_multipart([self.head, _encoder.encode(message)], zmq.NOBLOCK)
         except zmq.Again:
             pass
 
