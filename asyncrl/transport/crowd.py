@@ -7,12 +7,12 @@ import os
 import resource
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import zmq
 
 from asyncrl.contract.errors import AsyncrlError
+from asyncrl.transport import keys
 
 DESCRIPTORS = 65536  # what is asked of the system
 CONNECTIONS = 6000  # more are a flood
@@ -67,14 +67,14 @@ class Crowd:
                 flush=True,
             )
         self.socket.unbind(address)
-        path = Path(address.removeprefix("ipc://"))
         until = time.monotonic() + PAUSE_S
         while time.monotonic() < until:
-            time.sleep(0.01)  # the old listener ends in a thread of its own, and removes its file
-            if newest() >= self.most or (address.startswith("ipc://") and path.exists()):
+            time.sleep(0.01)  # the old listener and its connections end in a thread of their own
+            if newest() >= self.most:
                 continue
             try:
-                self.socket.bind(address)
+                with keys.for_this_user_alone():
+                    self.socket.bind(address)
                 return True
             except zmq.ZMQError:
                 continue
