@@ -10,6 +10,8 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import PeerUnreachable
 from asyncrl.contract.messages import WeightsSource
@@ -44,7 +46,8 @@ class WeightsReceiver:
         self.epoch = -1
         self.reader: RingReader | None = None
         self.manifest: Any = None
-        self.into = bytearray()
+        self.into = np.empty(0, np.uint8)
+        self.tensors: dict[str, Any] = {}  # views of `into`
         self.client: ways.Client | None = None
         self.pair: PairClient | None = None
         self.bytes_over_socket = 0
@@ -62,19 +65,19 @@ class WeightsReceiver:
             return self._receive(self.pair, label, digest)
         if self.reader is not None:
             digest = digest or self.reader.labels().get(label)
-            if digest is None or not self.reader.read(label, digest, memoryview(self.into)):
+            if digest is None or not self.reader.read(label, digest, self.into.data):
                 if self.reader.replaced():
                     self.close()  # the next pull opens what is there then
                 return None
             probe = self.reader.probe
         else:
             assert self.client is not None
-            digest = self.client.fetch(label, digest or "", memoryview(self.into))
+            digest = self.client.fetch(label, digest or "", self.into.data)
             self.bytes_over_socket = self.client.bytes_received
             if not digest:
                 return None
             probe = self.client.probe
-        return Pulled(read_flat(memoryview(self.into), self.manifest), digest, probe)
+        return Pulled(self.tensors, digest, probe)
 
     def _receive(self, pair: PairClient, label: Label, digest: str | None) -> Pulled | None:
         try:
@@ -98,8 +101,9 @@ class WeightsReceiver:
         else:
             self.client = ways.maker(self.transport).connect(self.config, source, self.reader_id)
             self.manifest = self.client.manifest()
-        # written in full by every pull, so its pages are touched once
-        self.into = bytearray(flat_bytes(self.manifest))
+        # written in full by every pull, so its pages are touched once; numpy asks for large ones
+        self.into = np.empty(flat_bytes(self.manifest), np.uint8)
+        self.tensors = read_flat(self.into.data, self.manifest)
         self.epoch = source.epoch
 
     def close(self) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
-from asyncrl.models.policy import PolicyModel, probe_logprobs, write_flat
+from asyncrl.models.policy import PolicyModel, copy_flat, manifest, probe_logprobs
 from learner.gradients import Alignment
 
 
@@ -64,6 +64,9 @@ class TorchBackend:
     def __init__(self, config: Config, model: PolicyModel) -> None:
         self.config = config
         self.model = model
+        self.layout = manifest(model)
+        # looking through the modules would take half the time of a small model's publication
+        self.weights = list(model.hf.named_parameters(remove_duplicate=True))
         self.optimizer = optimizer_for(config, list(model.hf.parameters()))
         how = config.learner.gradient_cosine
         self.alignment = (
@@ -148,10 +151,12 @@ class TorchBackend:
         """Inside, rank 0's model holds every parameter in full."""
         yield
 
-    def write_flat(self, buffer: memoryview | None) -> None:
-        """The weights into `buffer`, on rank 0; the other ranks give their parts."""
+    def write_flat(self, buffer: memoryview | None) -> torch.Tensor | None:
+        """The weights into `buffer`, on rank 0; the other ranks give their parts.  Returns a bound
+        as `asyncrl.models.policy.copy_flat` does, None where nothing was looked at.
+        """
         assert buffer is not None
-        write_flat(self.model, buffer)
+        return copy_flat(self.weights, buffer, self.layout)
 
     def probe(self) -> bytes:
         """The weights' log-probabilities of the probe's tokens (float32), for engines that check a

@@ -4,6 +4,7 @@ with transformers.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import numpy as np
@@ -89,6 +90,30 @@ def test_flat_weights_come_back_and_have_a_digest(tmp_path: Path) -> None:
     assert policy.weights_digest(other) == policy.digest(buffer)
     policy.export(other, tmp_path / "c")
     assert policy.weights_digest(policy.load_policy(tmp_path / "c")) == policy.digest(buffer)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_flat_weights_come_with_a_bound_of_the_largest(tmp_path: Path, dtype: torch.dtype) -> None:
+    """What a publication looks at before anything else is asked of the weights."""
+    model = policy.build_model(tmp_path, "abc")
+    model.hf.to(dtype)
+    layout = policy.manifest(model)
+    buffer = bytearray(policy.flat_bytes(layout))
+
+    def bound() -> float:
+        return float(policy.copy_flat(policy.named_weights(model), memoryview(buffer), layout))
+
+    weights = model.hf.model.embed_tokens.weight
+    for last in (0.0, -300.0, 3e5):
+        with torch.no_grad():
+            weights[1, 2] = last
+        largest = max(float(p.detach().abs().amax()) for p in model.hf.parameters())
+        assert largest**2 <= bound() * (1 + 1e-5) <= 2e4 * max(largest, 1.0) ** 2
+        assert policy.digest(buffer) == policy.weights_digest(model)
+    for last in (math.inf, -math.inf, math.nan):
+        with torch.no_grad():
+            weights[1, 2] = last
+        assert not bound() < 1e6
 
 
 def test_tokenizer_round_trip(tmp_path: Path) -> None:
