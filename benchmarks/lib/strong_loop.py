@@ -259,6 +259,19 @@ def update(policy: Policy, optimizer: torch.optim.Optimizer, tokens: int) -> Non
     optimizer.zero_grad(set_to_none=False)
 
 
+def scores(words: Any, task: Any, prompts: list[Any], answers: Answers) -> torch.Tensor:
+    """Rewards [B] of the answers to the prompts, in their order."""
+    size = len(answers.length) // len(prompts)
+    lists = zip(answers.tokens.tolist(), answers.length.tolist(), strict=True)
+    texts = words.decode_batch([t[:n] for t, n in lists], skip_special_tokens=True)
+    found = [task.reward(prompts[i // size], text) for i, text in enumerate(texts)]
+    return torch.tensor([float(x["reward"] if isinstance(x, dict) else x) for x in found])
+
+
+def codes(words: Any, prompts: list[Any]) -> list[list[int]]:
+    return [words.encode(p.text, add_special_tokens=False).ids for p in prompts]
+
+
 def train(
     path: str,
     task: Any,
@@ -269,9 +282,10 @@ def train(
     size: int = 8,
     seed: int = 0,
     rows: int = 64,
+    heldout: int = 0,
 ) -> dict[str, Any]:
     """Train the model in `path` (with torchrun: the groups shared out among the ranks); seconds,
-    tokens and mean reward of each step.
+    tokens and mean reward of each step, and the accuracy on `heldout` prompts before and after.
     """
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     policy, tokenizer = Policy(path), AutoTokenizer.from_pretrained(path)
@@ -282,24 +296,29 @@ def train(
     )
     sampler = Sampler(policy, tokenizer.eos_token_id, most)
     r = torch.Generator().manual_seed(seed * ranks + rank)
+
+    def accuracy() -> float:
+        prompts = [task.prompt("heldout", i, 0) for i in range(heldout)]
+        answers = Sampler(policy, sampler.eos, most).write(codes(words, prompts), 1, r)
+        return float(scores(words, task, prompts, answers).mean())
+
+    accuracies = [accuracy()] if heldout else []
     ends, rewards, tokens = [time.monotonic()], [], []
     for step in range(steps):
         mine = range(step * groups + rank, (step + 1) * groups, ranks)
         prompts = [task.prompt("train", index, seed) for index in mine]
-        coded = [words.encode(p.text, add_special_tokens=False).ids for p in prompts]
-        answers = sampler.write(coded, size, r)
-        lists = zip(answers.tokens.tolist(), answers.length.tolist(), strict=True)
-        texts = words.decode_batch([t[:n] for t, n in lists], skip_special_tokens=True)
-        found = [task.reward(prompts[i // size], text) for i, text in enumerate(texts)]
-        reward = torch.tensor([x["reward"] if isinstance(x, dict) else x for x in found])
-        grouped = reward.float().view(-1, size)
+        answers = sampler.write(codes(words, prompts), size, r)
+        reward = scores(words, task, prompts, answers)
+        grouped = reward.view(-1, size)
         advantage = (grouped - grouped.mean(1, keepdim=True)) * size / (size - 1)
         gradient(policy, answers, advantage.flatten(), rows)
         tokens.append(int(answers.length.sum()))
         update(policy, optimizer, tokens[-1])
-        rewards.append(float(reward.float().mean()))
+        rewards.append(float(reward.mean()))
         ends.append(time.monotonic())
+    accuracies += [accuracy()] if heldout else []
     return {
+        "heldout": accuracies,
         "reward": rewards,
         "tokens": [n * ranks for n in tokens],  # of this rank's share, times the ranks
         "step_seconds": [b - a for a, b in pairwise(ends)],
@@ -318,12 +337,14 @@ def main() -> None:
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--rows", type=int, default=64, help="answers a micro-batch")
     p.add_argument("--threads", type=int, default=1)
+    p.add_argument("--heldout", type=int, default=0, help="prompts of each accuracy; 0: none")
     args = p.parse_args()
     torch.set_num_threads(args.threads)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group("gloo")
     task = get_task(Task(name=args.task))
-    out = train(args.model, task, args.steps, args.lr, seed=args.seed, rows=args.rows)
+    how = {"seed": args.seed, "rows": args.rows, "heldout": args.heldout}
+    out = train(args.model, task, args.steps, args.lr, **how)
     if not dist.is_initialized() or dist.get_rank() == 0:
         step = statistics.median(out["step_seconds"])
         print(json.dumps(out | {"median_step_ms": round(1e3 * step, 1)}), flush=True)

@@ -1,0 +1,185 @@
+"""Who takes part in benchmarks/loop.py: each trains in processes of its own and says what a step
+took.  All get the same cores, the same OMP_WAIT_POLICY, the same settings of malloc and the same
+rate.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+from asyncrl.models import memory
+from lib import rounds  # first: it puts the repository before benchmarks/
+
+ROOT = rounds.results_file.ROOT
+HERE = ROOT / "benchmarks" / "lib"
+GROUPS = 32
+SIZE = 8
+BATCH = GROUPS * SIZE
+SKIP = 8  # steps until the pipeline is full
+MOST = 56  # configs/demo.toml's generator.max_new_tokens
+SMALL = [
+    "evaluation.every=0",
+    "evaluation.prompts=1",
+    "evaluation.final_prompts=1",
+    "evaluation.ood_prompts=0",
+    "learner.checkpoint_every=1000",
+    "record.samples_every=0",
+]
+STILL = "learner.lr=0.0"
+
+
+def env(threads: int, policy: str = "PASSIVE") -> dict[str, str]:
+    """policy: how OpenMP's threads wait, of every contender alike.  What a process of a run asks of
+    malloc for itself (asyncrl/models/memory.py) is given to all.
+    """
+    return os.environ | {
+        "OMP_NUM_THREADS": str(threads),
+        "OMP_WAIT_POLICY": policy,
+        "MALLOC_TRIM_THRESHOLD_": str(memory.KEPT),
+        "MALLOC_MMAP_THRESHOLD_": str(memory.MAPPED),
+        "PYTHONPATH": str(ROOT),
+    }
+
+
+def output(argv: list[str], cores: list[int], threads: int, policy: str) -> str:
+    """What a program bound to `cores` printed.  Ends with its errors where it failed."""
+    argv = ["taskset", "-c", ",".join(map(str, cores)), *argv]
+    done = subprocess.run(
+        argv, cwd=ROOT, capture_output=True, text=True, check=False, env=env(threads, policy)
+    )
+    if done.returncode:
+        sys.exit(f"{' '.join(argv)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    return done.stdout
+
+
+def asyncrl(
+    work: Path,
+    name: str,
+    model: Path,
+    cores: list[int],
+    steps: int,
+    *sets: str,
+    policy: str = "PASSIVE",
+) -> dict[str, float]:
+    """One run; seconds a step after the first few, and what its metrics say of publishing, swapping
+    and idleness (medians).
+    """
+    every = [
+        f"runs={str(work)!r}",
+        f"name={name!r}",
+        f"model.path={str(model)!r}",
+        f"learner.steps={steps}",
+        *SMALL,
+        *sets,
+    ]
+    argv = [sys.executable, "-m", "asyncrl.cli", "run", "configs/demo.toml", "--json"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    said = output([*argv, *[x for s in every for x in ("--set", s)]], cores, 1, policy)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    rows = [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
+    rows = [r for r in rows if "reward/mean" in r]
+    seconds = rows[-1]["t"] - rows[SKIP]["t"]
+    ended = json.loads(said.splitlines()[-1])
+    out = {
+        "step": seconds / (len(rows) - 1 - SKIP),
+        "token": seconds / sum(r["answer/length"] * BATCH for r in rows[SKIP + 1 :]),
+    }
+    out |= {k: ended[k] for k in ("heldout_start", "heldout_end")}
+    # of all its processes, starts included
+    out["cpu"] = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    for key in (
+        "time/train",
+        "time/publish",
+        "time/swap",
+        "time/learner_idle_share",
+        "time/generator_idle_share",
+        "lag/mean",
+        "answer/length",
+    ):
+        found = [r[key] for r in rows[SKIP:] if key in r]
+        if found:
+            out[key] = statistics.median(found)
+    return out
+
+
+def summary(out: dict[str, list[float]]) -> dict[str, float]:
+    """Of a loop that says seconds and tokens of each step, those after the first few."""
+    seconds, tokens = out["step_seconds"][SKIP + 1 :], out["tokens"][SKIP + 1 :]
+    return {
+        "step": statistics.fmean(seconds),
+        "token": sum(seconds) / sum(tokens),
+        "answer/length": sum(tokens) / len(tokens) / BATCH,
+    }
+
+
+# name -> threads of a rank, ranks
+STRONG = {"one thread": (1, 1), "two threads": (2, 1), "two ranks": (1, 2)}
+
+
+def strong(
+    name: str,
+    model: Path,
+    cores: list[int],
+    steps: int,
+    seed: int,
+    lr: float = 0.0,
+    policy: str = "PASSIVE",
+    rows: int = 64,
+    heldout: int = 0,
+) -> dict[str, float]:
+    """benchmarks/lib/strong_loop.py, as STRONG has `name`: on one core, or on two."""
+    threads, ranks = STRONG[name]
+    start = [sys.executable]
+    if ranks > 1:
+        start += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    argv = [*start, str(HERE / "strong_loop.py"), str(model), "sort"]
+    argv += [f"--steps={steps}", f"--seed={seed}", f"--lr={lr}", f"--rows={rows}"]
+    argv += [f"--threads={threads}", f"--heldout={heldout}"]
+    said = output(argv, cores[: threads * ranks], threads, policy)
+    out = json.loads(next(x for x in said.splitlines() if x.startswith("{")))
+    return summary(out) | dict(zip(("heldout_start", "heldout_end"), out["heldout"], strict=False))
+
+
+# name -> settings of TRL's GRPO; which is the fastest is found before the rounds
+TRL = {
+    f"{rows} rows, {attention}, {threads} thread{'s' * (threads > 1)}": (
+        rows,
+        attention,
+        threads,
+    )
+    for rows, attention, threads in (
+        (256, "sdpa", 2),
+        (256, "sdpa", 1),
+        (64, "sdpa", 2),
+        (256, "eager", 2),
+        (64, "eager", 2),
+    )
+}
+
+
+def trl(
+    name: str,
+    python: str,
+    model: Path,
+    cores: list[int],
+    steps: int,
+    seed: int,
+    policy: str = "PASSIVE",
+) -> dict[str, float]:
+    """benchmarks/lib/trl_loop.py, as TRL has `name`; python: one that has the extra `bench`."""
+    rows, attention, threads = TRL[name]
+    argv = [python, str(HERE / "trl_loop.py"), str(model), f"--steps={steps}", f"--seed={seed}"]
+    argv += [f"--rows={rows}", f"--attention={attention}", f"--threads={threads}"]
+    said = output(argv, cores[:threads], threads, policy)
+    return summary(json.loads(next(x for x in said.splitlines() if x.startswith('{"step_seconds'))))
+
+
+def has_trl(python: str) -> bool:
+    code = "import sys, importlib.util as u; sys.exit(u.find_spec('trl') is None)"
+    return subprocess.run([python, "-c", code], check=False).returncode == 0
