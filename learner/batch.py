@@ -118,6 +118,10 @@ def pack(batch: Batch, *, greedy: bool = False) -> Packed:
         loss.greedy_lengths = torch.tensor([sample.length for sample in beside])
     if any(row.token_rewards for row in every):
         loss.token_rewards, loss.steps = _per_token(samples)
+    names = sorted(samples[0].reward_parts)
+    if names and all(sorted(sample.reward_parts) == names for sample in samples):
+        loss.part_names = tuple(names)
+        loss.parts = torch.tensor([[s.reward_parts[name] for name in names] for s in samples])
     return Packed(
         prompts=[np.frombuffer(row.prompt_tokens, "<i4") for row in every],
         responses=[np.frombuffer(row.tokens, "<i4") for row in every],

@@ -66,18 +66,18 @@ def _dot(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> torch.T
     return torch.stack(parts).sum()
 
 
-# (model's output of the answers): see `LearnerCore._run`
+# output of the model for these samples, with its states or without: see `LearnerCore._run`
 Run = Callable[[Sequence[int], bool], packed_forward.ForwardOut]
 
 
 def squared_norms(packed: Packed, model: PolicyModel, run: Run) -> torch.Tensor:
-    """|grad log pi_theta(y)|^2 of each answer over all parameters, of the sum over its tokens in
-    the mask: [B].  A forward and a backward pass an answer; leaves no gradient behind."""
+    """|grad log pi_theta(y)|^2 of each sample over all parameters, of the sum over its tokens in
+    the mask: [B].  A forward and a backward pass a sample; leaves no gradient behind."""
     parameters = [p for p in model.hf.parameters() if p.requires_grad]
     each = []
-    for answer in range(len(packed.responses)):
-        part = packed.part([answer])
-        lp = run([answer], False).logprobs.to(packed.loss.mask.device)
+    for sample in range(packed.count):
+        part = packed.part([sample])
+        lp = run([sample], False).logprobs.to(packed.loss.mask.device)
         total = torch.where(packed.loss.mask[part], lp, 0.0).sum()
         found = torch.autograd.grad(total, parameters, allow_unused=True)
         each.append(torch.stack([x.double().square().sum() for x in found if x is not None]).sum())
@@ -85,20 +85,19 @@ def squared_norms(packed: Packed, model: PolicyModel, run: Run) -> torch.Tensor:
 
 
 @torch.no_grad()
-def squared_by_logits(
+def energies(
     packed: Packed, model: PolicyModel, run: Run, micros: Sequence[Sequence[int]]
 ) -> torch.Tensor:
-    """|grad log pi_theta|^2 with respect to the logits alone, 1 - 2 p + sum_v p_v^2 of each token,
-    summed over an answer's tokens in the mask: [B] (the proxy of arXiv 2602.07078)."""
+    """1 - 2 p + sum_v p_v^2 of each token [N]: |grad log pi_theta|^2 with respect to the logits
+    alone (the proxy of arXiv 2602.07078).  A forward pass without gradient."""
     loss = packed.loss
-    out = torch.zeros(len(packed.responses), dtype=torch.float64, device=loss.seq.device)
+    out = torch.zeros_like(loss.behavior)
     assert model.fast is not None
     for micro in micros:
         part = packed.part(micro)
         made = run(micro, True)
         assert made.hidden is not None
-        scale = packed.temperature.to(made.hidden.device)[loss.seq[part].to(made.hidden.device)]
-        squares = packed_forward.squared_probabilities(model.fast, made.hidden, scale)
-        each = (1 - 2 * made.logprobs.exp() + squares).to(loss.seq.device).double()
-        out.index_add_(0, loss.seq[part], torch.where(loss.mask[part], each, 0.0))
-    return out.to(loss.behavior)
+        temperature = packed.temperature.to(loss.seq.device)[loss.seq[part]]
+        squares = packed_forward.squared_probabilities(model.fast, made.hidden, temperature)
+        out[part] = (1 - 2 * made.logprobs.exp() + squares).to(out)
+    return out

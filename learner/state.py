@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -11,7 +11,8 @@ import msgspec
 @dataclass
 class State:
     """Every rank has the same one; a checkpoint keeps it.  number: of the next batch; baseline:
-    running mean of the rewards; beta: of the KL term.
+    running mean of the rewards; beta: of the KL term; prompts: the running mean of each prompt's
+    rewards, by the prompt's digest, with advantage.baseline = prompt.
     """
 
     number: int = 0
@@ -20,6 +21,7 @@ class State:
     early_stops: int = 0
     skipped: int = 0
     bad_in_a_row: int = 0
+    prompts: dict[str, float] = field(default_factory=dict)
 
 
 class Cursor(msgspec.Struct, frozen=True):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import torch
+import xxhash
 
 from asyncrl.algorithms import advantages, kl, ratios, settings
 from asyncrl.algorithms import loss as step_loss
@@ -66,14 +67,10 @@ class LearnerCore:
                 "kl.loss.off_policy: prefix_full needs a model of the packed forward (Llama, "
                 "Qwen2, Qwen3, Mistral), also as its reference; use prefix"
             )
-        if (
-            config.advantage.name == "opob"
-            and config.advantage.squared_norm == "logits"
-            and self.model.fast is None
-        ):
+        if advantages.by_logits(config.advantage) and self.model.fast is None:
             raise ConfigError(
-                "advantage.squared_norm: logits needs a model of the packed forward (Llama, Qwen2, "
-                "Qwen3, Mistral); use gradient or length"
+                f"advantage.name: {config.advantage.name} by the logits needs a model of the "
+                "packed forward (Llama, Qwen2, Qwen3, Mistral); use another"
             )
         self.layout = manifest(self.model)  # before a backend partitions the parameters
         self.backend = make_backend(config, self.model)
@@ -126,6 +123,8 @@ class LearnerCore:
         everyone = range(packed.count)
         self.critic_norms: list[float] = []
         self.cosines: list[float] = []
+        by_prompt = config.advantage.baseline == "prompt"
+        digests = self._known_prompts(batch, packed) if by_prompt else []
         prep = step_loss.prepare(
             packed.loss,
             config,
@@ -157,6 +156,8 @@ class LearnerCore:
             )
         used_beta = self.state.beta
         self._carry(packed, metrics)
+        if by_prompt:
+            self._remember_prompts(digests, packed.loss.rewards.tolist())
         self.state.number = batch.number + 1
         return metrics | {
             "optim/lr": rate,
@@ -191,8 +192,7 @@ class LearnerCore:
                 f"{', '.join(advantages.BY_TOKEN)} take them"
             )
         self._anchor(packed, everyone)
-        if config.advantage.name == "opob":
-            packed.loss.squared_norms = self._squared_norms(packed)
+        self._measured(packed)
         if self.reference is not None:
             packed.loss.reference = self._forward(self.reference, packed, everyone)
         if self.reward_reference is not None and self.reward_reference is not self.reference:
@@ -203,19 +203,39 @@ class LearnerCore:
             )
         return packed
 
-    def _squared_norms(self, packed: Packed) -> torch.Tensor | None:
-        """Of each answer's gradient [B], by `advantage.squared_norm`; None where its length will
-        do."""
+    def _measured(self, packed: Packed) -> None:
+        """Norms of gradients, where the advantage asks for them."""
+        advantage = self.config.advantage
 
-        def run(answers: Sequence[int], hidden: bool) -> Any:
-            return self._run(self.model, packed, answers, entropy=False, hidden=hidden)
+        def run(samples: Sequence[int], hidden: bool) -> Any:
+            return self._run(self.model, packed, samples, entropy=False, hidden=hidden)
 
-        if self.config.advantage.squared_norm == "gradient":
-            return gradients.squared_norms(packed, self.model, run)
-        if self.config.advantage.squared_norm == "logits":
-            mine, _ = self._mine(packed, range(len(packed.responses)))
-            return gradients.squared_by_logits(packed, self.model, run, mine)
-        return None
+        if advantage.name == "opob" and advantage.squared_norm == "gradient":
+            packed.loss.squared_norms = gradients.squared_norms(packed, self.model, run)
+        if advantages.by_logits(advantage):
+            mine, _ = self._mine(packed, range(packed.count))
+            packed.loss.energy = gradients.energies(packed, self.model, run, mine)
+
+    def _known_prompts(self, batch: Batch, packed: Packed) -> list[str]:
+        """Of each sample: its prompt's name in `State.prompts`; their running means go to the
+        loss."""
+        digests = [
+            xxhash.xxh3_64_hexdigest(batch.samples[place].prompt_tokens) for place in packed.places
+        ]
+        means = [self.state.prompts.get(digest, math.nan) for digest in digests]
+        packed.loss.baselines = torch.tensor(means).to(packed.loss.rewards)
+        return digests
+
+    def _remember_prompts(self, digests: Sequence[str], rewards: Sequence[float]) -> None:
+        """The batch's mean reward of each prompt goes into its running mean."""
+        given: dict[str, list[float]] = {}
+        for digest, reward in zip(digests, rewards, strict=True):
+            given.setdefault(digest, []).append(reward)
+        kept = self.config.advantage.ema_decay
+        for digest, values in given.items():
+            mean = sum(values) / len(values)
+            before = self.state.prompts.get(digest, mean)
+            self.state.prompts[digest] = kept * before + (1 - kept) * mean
 
     def _tell(self, what: str) -> None:
         """Say something of the data on stderr, once, by rank 0."""

@@ -11,6 +11,7 @@ import pytest
 import torch
 from test_learner_step import GROUPS, SIZE, batch, core, model_dir, weights
 
+from asyncrl.algorithms.ratios import seq_sum
 from asyncrl.config import load
 from asyncrl.experiments.compare import methods
 from learner import checkpoint
@@ -129,7 +130,8 @@ def test_norms_of_answers_are_those_of_their_gradients(model_dir: Path) -> None:
     )
     packed = pack(batch())
     packed.loss.mask[:2] = False
-    found = learner._squared_norms(packed)
+    learner._measured(packed)
+    found = packed.loss.squared_norms
     parameters = list(learner.model.hf.parameters())
     assert all(p.grad is None for p in parameters)
     for answer in (0, 4, 17):
@@ -151,7 +153,10 @@ def test_norms_by_the_logits_are_those_of_the_softmax(model_dir: Path) -> None:
     packed = pack(batch())
     packed.temperature[:] = 0.7
     packed.loss.mask[3] = False
-    found = learner._squared_norms(packed)
+    learner._measured(packed)
+    found = seq_sum(
+        torch.where(packed.loss.mask, packed.loss.energy, 0.0), packed.loss.seq, packed.count
+    )
     for answer in (0, 5):
         prompt, response = packed.prompts[answer], packed.responses[answer]
         ids = torch.tensor([*prompt.tolist(), *response.tolist()])[None]
@@ -208,3 +213,62 @@ def test_every_method_trains(model_dir: Path, name: str) -> None:
     assert row["optim/steps"] == 2 and row["optim/skipped"] == 0
     assert all(math.isfinite(value) for value in row.values())
     assert not torch.equal(before, weights(learner))
+
+
+def test_a_learner_remembers_each_prompts_rewards(model_dir: Path, tmp_path: Path) -> None:
+    """The first batch has no means, so that its own is the baseline; the second the first's; a
+    checkpoint keeps them."""
+    advantage = {"name": "reinforce", "baseline": "prompt", "ema_decay": 0.75}
+    learner = core(model_dir, learner={"lr": 0.0}, advantage=advantage)
+    given = batch()
+    learner.train(given)
+    rewards = [sample.reward for sample in given.samples]
+    means = [sum(rewards[i : i + SIZE]) / SIZE for i in range(0, len(rewards), SIZE)]
+    assert list(learner.state.prompts.values()) == pytest.approx(means)
+    packed = pack(given)
+    digests = learner._known_prompts(given, packed)
+    assert packed.loss.baselines.tolist() == pytest.approx([x for x in means for _ in range(SIZE)])
+    assert len(set(digests)) == GROUPS
+    checkpoint.save(tmp_path, learner, {}, 2)
+    again = core(model_dir, learner={"lr": 0.0}, advantage=advantage)
+    path = checkpoint.newest(tmp_path)
+    assert path is not None
+    checkpoint.restore(again, path)
+    other = batch(1)  # the same prompts
+    for sample in other.samples:
+        sample.reward = 1.0
+    for one in (learner, again):
+        row = one.train(other)
+        assert row["adv/mean"] == pytest.approx(
+            sum(
+                (1 - mean) * sample.length
+                for mean, group in zip(means, range(GROUPS), strict=True)
+                for sample in other.samples[group * SIZE : (group + 1) * SIZE]
+            )
+            / sum(sample.length for sample in other.samples)
+        )
+        assert list(one.state.prompts.values()) == pytest.approx([0.75 * x + 0.25 for x in means])
+    assert not core(model_dir).state.prompts
+
+
+def test_named_parts_come_with_a_batch_where_every_answer_has_them(model_dir: Path) -> None:
+    given = batch()
+    assert pack(given).loss.parts is None
+    for at, sample in enumerate(given.samples):
+        sample.reward_parts = {"truth": float(at % 2), "form": 0.5 * at}
+    packed = pack(given)
+    assert packed.loss.part_names == ("form", "truth")
+    assert packed.loss.parts.tolist() == [[0.5 * at, at % 2] for at in range(GROUPS * SIZE)]
+    learner = core(model_dir, advantage={"name": "gdpo"})
+    before = weights(learner)
+    learner.train(given)
+    assert not torch.equal(before, weights(learner))
+    del given.samples[3].reward_parts["form"]
+    assert pack(given).loss.parts is None
+
+
+def test_a_learner_trains_with_a_baseline_of_tokens(model_dir: Path) -> None:
+    learner = core(model_dir, advantage={"name": "otb"})
+    before = weights(learner)
+    row = learner.train(batch())
+    assert row["optim/steps"] == 1 and not torch.equal(before, weights(learner))

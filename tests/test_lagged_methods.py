@@ -686,3 +686,118 @@ def test_flash_reinforce_by_hand() -> None:
 def test_keys_of_another_choice_are_refused(sections: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, "c.toml")
+
+
+def test_gdpo_by_hand() -> None:
+    """Two parts of very different size count the same; each part by its own group."""
+    parts = torch.stack([vec(1, 0, 0, 0), vec(100, 300, 500, 100)], 1)
+    groups = torch.tensor([0, 0, 1, 1])
+    half = math.sqrt(0.5)
+    first = [half - half, -half + half, 0 + half, 0 - half]
+    got = advantages.gdpo(parts, groups, vec(1, 1), eps=0.0)
+    assert got.tolist() == pytest.approx(advantages.whiten(vec(*first)).tolist())
+    got = advantages.gdpo(parts, groups, vec(1, 0), eps=0.0)
+    assert got.tolist() == pytest.approx(advantages.whiten(vec(half, -half, 0, 0)).tolist())
+
+
+def test_gdpo_in_the_loss_takes_the_rewards_parts_by_name() -> None:
+    b = batch(11)
+    g = torch.Generator().manual_seed(2)
+    b.parts = torch.rand(12, 2, generator=g, dtype=D)
+    b.part_names = ("form", "truth")
+    lp = theta(b)
+    advantage = {"name": "gdpo", "part_weights": {"form": 0.0}}
+    got = gradient(b, config(advantage=advantage), lp)[1]
+    adv = advantages.whiten(advantages.grpo(b.parts[:, 1], b.groups))
+    c = config(advantage={"name": "reinforce", "baseline": "none"})
+    b.rewards = adv
+    assert torch.allclose(got, gradient(b, c, lp)[1])
+    with pytest.raises(ConfigError, match="no part frm; the reward has form, truth"):
+        gradient(b, config(advantage={"name": "gdpo", "part_weights": {"frm": 1.0}}), lp)
+    b.parts = None
+    with pytest.raises(ConfigError, match="needs the same named parts"):
+        gradient(b, config(advantage={"name": "gdpo"}), lp)
+
+
+def test_otb_by_hand() -> None:
+    """Answers of 3 and 2 tokens in the mask; at the third place one goes on alone."""
+    seq, groups = torch.tensor([0, 0, 0, 0, 1, 1]), torch.tensor([0, 0])
+    mask = torch.tensor([True, False, True, True, True, True])
+    energy, returns = vec(1, 99, 2, 1, 3, 1), vec(1, 99, 1, 1, 0, 0)
+    got = advantages.otb(returns, energy, mask, seq, groups)
+    first, second = 1 / (1 + 3), 3 / (3 + 4)
+    assert got.tolist() == pytest.approx([1 - first, 0, 1 - second, 0, -first, -second])
+    equal = advantages.otb(returns, energy * 0 + 1, mask, seq, groups)
+    assert equal[mask].tolist() == pytest.approx([0.5, 0.5, 0, -0.5, -0.5])
+    apart = advantages.otb(returns, energy, mask, seq, torch.tensor([0, 1]))
+    assert apart.tolist() == [0] * 6
+    b = batch(12)
+    b.energy = torch.rand(len(b.seq), generator=torch.Generator().manual_seed(3), dtype=D)
+    lp = theta(b)
+    c = config(
+        advantage={"name": "otb"}, loss={"surrogate": "gpg"}, correction={"proximal": "behavior"}
+    )
+    b.anchor = b.behavior.clone()
+    adv = advantages.otb(b.rewards[b.seq], b.energy, b.mask, b.seq, b.groups)
+    whole = gradient(b, c, lp)[1]
+    assert torch.allclose(whole, torch.where(b.mask, -adv, 0.0) / b.mask.sum())
+    assert torch.allclose(whole, gradient(b, c, lp, [[i] for i in range(12)])[1])
+    b.energy = None
+    with pytest.raises(ConfigError, match="otb needs each token's energy"):
+        gradient(b, c, lp)
+
+
+def test_a_baseline_of_each_prompt() -> None:
+    b = batch(13)
+    lp = theta(b)
+    known = torch.full((12,), 0.4, dtype=D)
+    known[4:8] = math.nan
+    b.baselines = known
+    got = gradient(b, config(advantage={"name": "reinforce", "baseline": "prompt"}), lp)[1]
+    shaped = b.rewards - torch.where(known.isnan(), b.rewards.mean(), known)
+    b.rewards = shaped
+    plain = config(advantage={"name": "reinforce", "baseline": "none"})
+    assert torch.allclose(got, gradient(b, plain, lp)[1])
+    b.baselines = None
+    with pytest.raises(ConfigError, match="needs the prompts' running means"):
+        gradient(b, config(advantage={"name": "reinforce", "baseline": "prompt"}), lp)
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"advantage": {"part_weights": {"a": 1.0}}}, "part_weights: belongs to advantage.name"),
+        (
+            {"advantage": {"name": "gdpo", "rewards": "unit"}},
+            "advantage.rewards: shapes rewards, and advantage.name = gdpo",
+        ),
+        (
+            {
+                "advantage": {
+                    "name": "reinforce",
+                    "baseline": "prompt",
+                    "truncated": "zero",
+                }
+            },
+            "advantage.truncated: shapes rewards, and advantage.baseline = prompt",
+        ),
+        (
+            {
+                "advantage": {"name": "reinforce", "baseline": "prompt"},
+                "kl": {"reward": {"coefficient": 0.1}},
+            },
+            "kl.reward.coefficient: shapes rewards",
+        ),
+        (
+            {"advantage": {"name": "otb"}, "learner": {"backend": "deepspeed"}},
+            "advantage.name: otb reads the model's states",
+        ),
+        (
+            {"advantage": {"name": "gdpo"}, "learner": {"group_size": 1}},
+            "leaves gdpo nothing to compare with",
+        ),
+    ],
+)
+def test_advantages_that_look_at_rewards_as_they_came(sections: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, "c.toml")

@@ -196,6 +196,8 @@ def test_a_forked_session_has_its_reward_on_its_last_token_of_all() -> None:
         {"advantage": {"name": "reinforce_pp", "gamma": 0.9}},
         {"advantage": {"name": "reinforce_pp"}, "kl": {"reward": {"coefficient": 0.1}}},
         {"advantage": {"name": "gae"}},
+        {"advantage": {"name": "otb"}},
+        {"loss": {"surrogate": "minpro"}, "correction": {"proximal": "behavior"}},
         {"kl": {"loss": {"coefficient": 0.1, "off_policy": "prefix"}}},
     ],
     ids=str,

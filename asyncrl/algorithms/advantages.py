@@ -14,12 +14,32 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.algorithms.ratios import Rows, chosen, discounted_suffix, seq_max, seq_sum
+from asyncrl.algorithms.ratios import (
+    Rows,
+    chosen,
+    discounted_suffix,
+    running_sum,
+    seq_max,
+    seq_sum,
+)
 from asyncrl.algorithms.settings import Advantage
 from asyncrl.contract.errors import ConfigError
 
 # those that compare the samples of one prompt, and need two of them
-BY_GROUP = ("rloo", "grpo", "dr_grpo", "opo", "gpg", "oapl", "asymre", "opob", "maxrl", "pass_at_k")
+BY_GROUP = (
+    "rloo",
+    "grpo",
+    "dr_grpo",
+    "opo",
+    "gpg",
+    "oapl",
+    "asymre",
+    "opob",
+    "maxrl",
+    "pass_at_k",
+    "gdpo",
+    "otb",
+)
 # numbers that differ by less than this share of the larger one are equal: what rounding to float32
 # leaves of equal rewards
 EQUAL = 1e-6
@@ -202,6 +222,47 @@ def opob(
     apart = rewards - optimal_baseline(rewards, groups, weights, squared_norms)
     std = group_mean(centred(rewards, groups).square(), groups).sqrt()
     return torch.where(no_spread(rewards, groups), 0.0, apart / std.clamp(min=1e-8))
+
+
+def gdpo(
+    parts: torch.Tensor,
+    groups: torch.Tensor,
+    weights: torch.Tensor,
+    *,
+    ddof: int = 1,
+    eps: float = 1e-4,
+) -> torch.Tensor:
+    """Each named part of the reward, parts [B, P], as `grpo` by itself, summed with weights [P],
+    then whitened over the batch: no part drowns in the spread of another (GDPO, arXiv 2601.05242).
+    """
+    each = [grpo(part, groups, ddof=ddof, eps=eps) for part in parts.unbind(1)]
+    return whiten((torch.stack(each, 1) * weights).sum(1))
+
+
+def otb(
+    returns: torch.Tensor,
+    energy: torch.Tensor,
+    mask: torch.Tensor,
+    seq: torch.Tensor,
+    groups: torch.Tensor,
+) -> torch.Tensor:
+    """G_t - B_t [N], a baseline of its own at each place t of a group: B_t = sum G_t E_t / sum E_t
+    over the answers that have reached t, E_t the energy of an answer's tokens up to and with t
+    (OTB, arXiv 2602.07078).  returns, energy [N]; places are counted in tokens of the mask.
+
+    Where one answer of a group alone goes on, its baseline is its own return and nothing is
+    left."""
+    if not bool(mask.any()):
+        return torch.zeros_like(returns)
+    spent = running_sum(torch.where(mask, energy, 0.0), seq)
+    place = running_sum(mask.long(), seq) - 1
+    at = groups[seq] * (int(place.max()) + 1) + place
+    n = int(at.max()) + 1
+    own = torch.where(mask, returns, 0.0)
+    total, share = (seq_sum(torch.where(mask, x, 0.0), at, n)[at] for x in (own * spent, spent))
+    baseline = total / share.clamp(min=1e-8)
+    apart = own - baseline
+    return torch.where(mask & (apart.abs() > EQUAL * own.abs()), apart, 0.0)
 
 
 def remax(rewards: torch.Tensor, greedy: torch.Tensor) -> torch.Tensor:
@@ -481,7 +542,8 @@ class Answers:
     truncation, scaling and KL; groups int64; lengths in tokens of the loss; greedy: the reward of a
     greedy answer to the same prompt, shaped as the rewards are.  ema: their mean over past batches,
     a number.  weights: start / mu of the whole answers; squared_norms: of their gradients; both
-    where the advantage asks for them."""
+    where the advantage asks for them.  baselines: running means of the prompts' rewards, nan where
+    there is none; parts [B, P], part_names: named parts of the rewards, as they came."""
 
     rewards: torch.Tensor
     groups: torch.Tensor
@@ -490,6 +552,9 @@ class Answers:
     ema: float
     weights: torch.Tensor | None = None
     squared_norms: torch.Tensor | None = None
+    baselines: torch.Tensor | None = None
+    parts: torch.Tensor | None = None
+    part_names: tuple[str, ...] = ()
 
 
 @dataclass
@@ -513,6 +578,7 @@ class Tokens:
     steps: torch.Tensor | None = None
     values: torch.Tensor | None = None
     after: torch.Tensor | None = None
+    energy: torch.Tensor | None = None
 
     def rewards(self, answers: torch.Tensor) -> torch.Tensor:
         """[N]: what each token earns, less its KL charge; answers [B]: in all."""
@@ -546,11 +612,20 @@ def _ema_baseline(a: Answers) -> torch.Tensor:
     return reinforce(a.rewards, a.ema)
 
 
+def _prompt_baseline(a: Answers) -> torch.Tensor:
+    if a.baselines is None:
+        raise ConfigError(
+            "advantage.baseline = prompt needs the prompts' running means (LossBatch.baselines)"
+        )
+    return _less(a.rewards, torch.where(a.baselines.isnan(), a.rewards.mean(), a.baselines))
+
+
 # advantage.baseline, of reinforce -> [B]
 BASELINES: dict[str, Callable[[Answers], torch.Tensor]] = {
     "none": _no_baseline,
     "batch": _batch_baseline,
     "ema": _ema_baseline,
+    "prompt": _prompt_baseline,
 }
 
 
@@ -605,6 +680,21 @@ def _opob(a: Answers, c: Advantage) -> torch.Tensor:
     return opob(a.rewards, a.groups, a.weights, squared)
 
 
+def _gdpo(a: Answers, c: Advantage) -> torch.Tensor:
+    if a.parts is None:
+        raise ConfigError(
+            "advantage.name = gdpo needs the same named parts of the reward in every answer: the "
+            "reward function returns them (docs/rewards.md)"
+        )
+    if unknown_part := next((name for name in c.part_weights if name not in a.part_names), ""):
+        raise ConfigError(
+            f"advantage.part_weights: no part {unknown_part}; the reward has "
+            f"{', '.join(a.part_names)}"
+        )
+    weights = torch.tensor([c.part_weights.get(name, 1.0) for name in a.part_names])
+    return gdpo(a.parts, a.groups, weights.to(a.parts), ddof=c.ddof, eps=c.eps)
+
+
 def _remax(a: Answers, c: Advantage) -> torch.Tensor:
     if a.greedy is None:
         raise ConfigError(
@@ -623,6 +713,18 @@ def _process_grpo(t: Tokens, c: Advantage) -> tuple[torch.Tensor, None]:
     ends = t.ends()
     earned = by_step(t.rewards(t.answers), ends, t.seq)
     return process_grpo(earned, ends, t.mask, t.seq, t.groups, ddof=c.ddof, eps=c.eps), None
+
+
+def by_logits(c: Advantage) -> bool:
+    """Does this `advantage` need the energy of each token?"""
+    return c.name == "otb" or (c.name == "opob" and c.squared_norm == "logits")
+
+
+def _otb(t: Tokens, c: Advantage) -> tuple[torch.Tensor, None]:
+    if t.energy is None:
+        raise ConfigError("advantage.name = otb needs each token's energy (LossBatch.energy)")
+    returns = _skipping(t.rewards(t.answers), t.mask, t.seq, 1.0)
+    return otb(returns, t.energy, t.mask, t.seq, t.groups), None
 
 
 def _gae(t: Tokens, c: Advantage) -> tuple[torch.Tensor, torch.Tensor]:
@@ -650,6 +752,7 @@ BY_ANSWER: dict[str, Callable[[Answers, Advantage], torch.Tensor]] = {
     "opob": _opob,
     "maxrl": _maxrl,
     "pass_at_k": _pass_at_k,
+    "gdpo": _gdpo,
 }
 # advantage.name -> (advantage [N], returns [N] or None); KL in the reward is charged by token.  A
 # name of both dicts is here where the reward function gives rewards of tokens, else there.
@@ -657,4 +760,5 @@ BY_TOKEN: dict[str, Callable[[Tokens, Advantage], tuple[torch.Tensor, torch.Tens
     "reinforce_pp": _reinforce_pp,
     "gae": _gae,
     "grpo": _process_grpo,
+    "otb": _otb,
 }

@@ -30,7 +30,9 @@ class LossBatch:
     age int64 [N]: versions between the weights that drew a token and the oldest that computed any
     of the keys and values it attended to.
 
-    squared_norms [B]: of each answer's gradient, for advantage.name = opob.
+    squared_norms [B]: of each answer's gradient; energy [N]: of each token's with respect to the
+    logits; baselines [B]: running mean of the prompt's rewards, nan: its first; parts [B, P]: the
+    reward's named parts, where all answers have the same ones.
 
     start: the learner's policy as the batch begins, which is what is measured against.  anchor:
     pi_prox, what the loss divides by; it is the start (correction.proximal = recompute), mu
@@ -56,6 +58,10 @@ class LossBatch:
     reward_reference: torch.Tensor | None = None
     age: torch.Tensor | None = None
     squared_norms: torch.Tensor | None = None
+    energy: torch.Tensor | None = None
+    baselines: torch.Tensor | None = None
+    parts: torch.Tensor | None = None
+    part_names: tuple[str, ...] = ()
 
 
 def kept(batch: LossBatch, config: Settings) -> torch.Tensor:
@@ -251,9 +257,14 @@ def _charged(
         left = left - ratios.seq_sum(charge, batch.seq, len(left))
     lengths = ratios.seq_sum(batch.mask.to(left.dtype), batch.seq, len(left))
     answers = advantages.Answers(left, batch.groups, lengths, rewards.greedy, baseline)
+    answers.baselines = batch.baselines
+    answers.parts, answers.part_names = batch.parts, batch.part_names
     if a.name == "opob" and batch.start is not None:
         answers.weights = _whole_ratios(batch)
         answers.squared_norms = batch.squared_norms
+        if batch.energy is not None:
+            inside = torch.where(batch.mask, batch.energy, 0.0)
+            answers.squared_norms = ratios.seq_sum(inside, batch.seq, len(left))
     adv = by_name(answers, a)
     return (advantages.whiten(adv) if a.whiten else adv)[batch.seq], None
 
@@ -282,6 +293,7 @@ def _tokens(
         steps=batch.steps,
         values=batch.values,
         after=None if after is None else torch.where(batch.truncated, after, 0.0),
+        energy=batch.energy,
     )
 
 

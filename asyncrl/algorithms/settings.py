@@ -101,7 +101,10 @@ class Advantage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     ] = "rloo"
     baseline: Annotated[
         Baseline,
-        Meta(description="reinforce; of the rewards after truncation, scaling and KL"),
+        Meta(
+            description="reinforce; of the rewards after truncation, scaling and KL; prompt: the "
+            "running mean of each prompt's own rewards, ema_decay of it kept each time"
+        ),
     ] = "batch"
     ema_decay: Share = 0.9
     ddof: Annotated[Literal[0, 1], Meta(description="grpo")] = 1
@@ -141,6 +144,10 @@ class Advantage(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             "tokens, or the gradient with respect to the logits"
         ),
     ] = "gradient"
+    part_weights: Annotated[
+        dict[str, float],
+        Meta(description="gdpo: of the reward's named parts; a part that is not named counts 1"),
+    ] = {}
     group_baseline: Annotated[
         bool, Meta(description="reinforce_pp: subtract the group's mean reward first")
     ] = False
@@ -572,6 +579,10 @@ def ordered(config: Settings) -> list[str]:
         out.append(f"advantage.gamma = {config.advantage.gamma:g}")
     if config.advantage.name == "reinforce_pp" and config.kl.reward.coefficient > 0:
         out.append(f"kl.reward.coefficient = {config.kl.reward.coefficient:g} with reinforce_pp")
+    if config.advantage.name == "otb":
+        out.append("advantage.name = otb")
+    if config.loss.surrogate == "minpro":
+        out.append("loss.surrogate = minpro")
     if config.kl.loss.coefficient > 0 and config.kl.loss.off_policy in ("prefix", "prefix_full"):
         out.append(f"kl.loss.off_policy = {config.kl.loss.off_policy}")
     return out

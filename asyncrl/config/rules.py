@@ -326,6 +326,7 @@ OWN_KEYS = (
     ("advantage", "name", "squared_norm", ("opob",)),
     ("advantage", "name", "std", ("grpo",)),
     ("advantage", "name", "k", ("pass_at_k",)),
+    ("advantage", "name", "part_weights", ("gdpo",)),
 )
 # surrogates without a clip range
 UNCLIPPED = ("vespo", "oapl", "band", "gepo", "bapo", "ipo")
@@ -337,13 +338,14 @@ def _own_keys(config: Config) -> list[str]:
     for section, by, start, owners in OWN_KEYS:
         table = getattr(config, section)
         chosen = getattr(table, by)
+        plain = type(table)()
         out += [
             f"{section}.{field.name}: belongs to {section}.{by} = {' or '.join(owners)}, not to "
             f"{chosen}"
             for field in msgspec.structs.fields(type(table))
             if (field.name == start or (start.endswith("_") and field.name.startswith(start)))
             and chosen not in owners
-            and getattr(table, field.name) != field.default
+            and getattr(table, field.name) != getattr(plain, field.name)
         ]
     if config.loss.surrogate in UNCLIPPED:
         out += [
@@ -547,9 +549,34 @@ def _advantage(config: Config) -> list[str]:
             f"advantage.squared_norm: {advantage.squared_norm} reads whole gradients and states, "
             f"which needs learner.backend = torch, not {config.learner.backend}; use length"
         )
+    if advantage.name == "otb" and config.learner.backend != "torch":
+        out.append(
+            "advantage.name: otb reads the model's states, which needs learner.backend = torch, "
+            f"not {config.learner.backend}"
+        )
+    out += _as_they_came(config)
     if advantage.group_baseline and advantage.name != "reinforce_pp":
         out.append(f"advantage.group_baseline: belongs to reinforce_pp, not to {advantage.name}")
     return out
+
+
+def _as_they_came(config: Config) -> list[str]:
+    """gdpo and the baseline of prompts look at rewards as they came: nothing may shape them."""
+    advantage = config.advantage
+    by_prompt = advantage.name == "reinforce" and advantage.baseline == "prompt"
+    if not (by_prompt or advantage.name == "gdpo"):
+        return []
+    what = "advantage.baseline = prompt" if by_prompt else "advantage.name = gdpo"
+    shaping = (
+        ("advantage.truncated", advantage.truncated not in ("keep", "mask")),
+        ("advantage.rewards", advantage.rewards != "raw"),
+        ("kl.reward.coefficient", config.kl.reward.coefficient > 0),
+    )
+    return [
+        f"{key}: shapes rewards, and {what} looks at them as they came; leave one out"
+        for key, on in shaping
+        if on
+    ]
 
 
 def _value(config: Config) -> list[str]:
