@@ -34,6 +34,15 @@ class Request:
     top_k: int  # 0: all
     stop: tuple[int, ...]
     seed: int  # the run's; the random stream is a counter on (seed, ticket, sample, position)
+    # 0: that stream; else one beside it, for another call of the same sample
+    beside: int = 0
+    drawn_for: tuple[int, int] | None = None  # (ticket, sample) of the stream; None: the key's
+
+    @property
+    def stream(self) -> tuple[int, int, int]:
+        """What `uniforms` makes its random stream of."""
+        ticket, sample = self.drawn_for or self.key[:2]
+        return self.seed, ticket, sample ^ self.beside
 
 
 @dataclass(frozen=True)

@@ -237,7 +237,7 @@ class EmbeddedEngine:
             torch.long,
         )
         stream = uniform_rows(
-            [(request.seed, request.key[0], request.key[1]) for request in requests],
+            [request.stream for request in requests],
             self.uniform.shape[1],
         )
         self.uniform[index] = torch.from_numpy(stream).to(self.device)

@@ -81,9 +81,7 @@ class GenericEngine:
                         [],
                         [],
                         [(0, self.label, self.digest)],
-                        uniforms(
-                            request.seed, request.key[0], request.key[1], request.max_new_tokens
-                        ),
+                        uniforms(*request.stream, request.max_new_tokens),
                     )
                 )
             if not self.rows:

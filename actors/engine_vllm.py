@@ -403,7 +403,7 @@ def request_seed(request: Request) -> int:
     """A seed of its own for every answer, so that what is drawn does not depend on its
     neighbours.
     """
-    return int(float(uniforms(request.seed, request.key[0], request.key[1], 1)[0]) * 2**31)
+    return int(float(uniforms(*request.stream, 1)[0]) * 2**31)
 
 
 class Unneeded(ModuleType):

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from actors.delay import decode_steps
 from actors.delivery import Outbox
 from actors.engine import Answer, Engine, engine_for
+from actors.gateway.serving import CallPeer, CallTurn
 from actors.turn import DECODE_STEPS, IDLE_POLL_S, RENEW_S, NoRoom, Turn, trajectory, unwritten
 from actors.weights_receiver import Pulled, WeightsReceiver
 from asyncrl.config.tree import Config
@@ -30,7 +31,7 @@ from asyncrl.contract.waits import BUFFER, Wait, WaitLog
 from asyncrl.models.devices import bind
 from asyncrl.records.rundir import buffer_address, ended, run_id
 from asyncrl.records.trace import Tracer
-from asyncrl.transport.sockets import PeerSocket
+from asyncrl.transport.sockets import PeerSocket, wait
 
 # seconds for DECODE_STEPS: a slow engine makes fewer, as leases are renewed and rewards delivered
 # between two calls
@@ -80,7 +81,14 @@ class Generator:
         self.session = time.time_ns()
         self.run = run_id(run_dir)
         self.lockstep = config.staleness.max_lag == 0 and config.generators == 1
-        self.turn = Turn(config, engine, lockstep=self.lockstep)
+        self.calls: CallPeer | None = None  # what it draws when samples are sessions
+        self.turn: Turn
+        if config.agent.on:
+            self.lockstep = False
+            self.turn = turn = CallTurn(config, engine)
+            self.calls = CallPeer(turn, run_dir, self.producer, self.session)
+        else:
+            self.turn = Turn(config, engine, lockstep=self.lockstep)
         self.engine = engine
         self.schedule = self.turn.schedule
         self.rewards = self.turn.rewards
@@ -162,6 +170,10 @@ class Generator:
     def read(self) -> None:
         """Handle what has arrived; with nothing to do, wait a little for more."""
         timeout = 0.0 if self.engine.active else REWARD_POLL_S if self.judged else IDLE_POLL_S
+        if self.calls is not None:
+            wait([self.socket, self.calls.socket], [], timeout)
+            timeout = 0.0
+            self.calls.read()
         while (reply := self.socket.recv(timeout)) is not None:
             timeout = 0.0
             self.unanswered = 0.0
@@ -206,6 +218,8 @@ class Generator:
         """
         for held in self.schedule.outdated():
             self.engine.abort(self.schedule.drop(held))
+            if self.calls is not None:
+                self.calls.turn.dropped(held.ticket.ticket)
         goal = self.schedule.wanted(self.loaded.label if self.loaded else None)
         said = self.schedule.announced
         self.lacking = said is None
@@ -314,6 +328,8 @@ class Generator:
             self.outbox.add(trajectory(written, result))
 
     def deliver(self) -> None:
+        if self.calls is not None:
+            self.calls.tell(time.monotonic(), self.engine.slots)
         for frame in self.outbox.frames(time.monotonic(), flush=not self.engine.active):
             self.socket.send(frame)
 
@@ -335,6 +351,9 @@ class Generator:
         unanswered.
         """
         now = time.monotonic()
+        if self.calls is not None:
+            self.follow(now)
+            return
         free = self.turn.asks(unsent=bool(self.outbox.fresh))
         if self.outbox.full:
             self.wait("credit: the buffer has not acknowledged what was delivered")
@@ -355,6 +374,16 @@ class Generator:
             self.wait("a ticket: the staleness limit leaves no room, or all tickets are out")
         elif not self.engine.active and self.rewards.waiting:
             self.wait(m.REWARDS_WAITED_FOR)
+
+    def follow(self, now: float) -> None:
+        """With calls to draw: ask for no sample, to be told of new weights and of the run's end."""
+        if now - self.want_sent > self.config.wires.retry_s:
+            self.want_sequence += 1
+            self.want_sent = now
+            holding = self.loaded.label if self.loaded else None
+            self.socket.send(m.Want(self.producer, self.session, self.want_sequence, 0, holding))
+        if not self.engine.active and not self.schedule.waiting() and not self.lacking:
+            self.wait("a call: sessions are with their environments, or there are none")
 
     def judging(self) -> list[tuple[int, int]]:
         """(ticket, attempt) of what is written and waits only for its rewards: nothing of it is in
@@ -406,6 +435,8 @@ class Generator:
         if self.reward_tracer is not None:
             self.reward_tracer.close()
         self.weights.close()
+        if self.calls is not None:
+            self.calls.close()
         if not self.over:
             self.socket.send(m.Leaving(self.producer, self.session))
         self.socket.close()

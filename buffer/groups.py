@@ -72,6 +72,7 @@ def settings(config: Config) -> Settings:
         error_budget=config.reward.error_budget,
         machinery_budget=config.reward.machinery_budget,
         context=generator.context,
+        session_tokens=config.agent.max_tokens if config.agent.on else 0,
     )
 
 

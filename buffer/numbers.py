@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from asyncrl.config.tree import Record
-from asyncrl.contract.messages import Batch
+from asyncrl.contract.messages import Batch, Trajectory
 from buffer.store import Store
 from buffer.trained import Trained, mean, quantile
 
@@ -69,8 +69,31 @@ def rows(batch: Batch) -> list[dict[str, Any]]:
             "tokens": memoryview(sample.tokens).cast("i").tolist(),
             "logprobs": memoryview(sample.behavior_logprobs).cast("f").tolist(),
         }
+        | (_of_session(sample) if sample.calls else {})
         for sample, lag in zip(batch.samples, batch.lags, strict=True)
     ]
+
+
+def _of_session(sample: Trajectory) -> dict[str, Any]:
+    """What a session has more than an answer: its calls, whose tokens are its own (mask 1), and
+    the rows after the first, shown like it.
+    """
+    rows = [
+        {
+            "prompt_tokens": memoryview(row.prompt_tokens).cast("i").tolist(),
+            "tokens": memoryview(row.tokens).cast("i").tolist(),
+            "logprobs": memoryview(row.behavior_logprobs).cast("f").tolist(),
+            "mask": list(row.mask),
+            "versions": [[str(span.label), span.start, span.end] for span in row.spans],
+        }
+        for row in sample.rows
+    ]
+    return {
+        "calls": sample.calls,
+        "aside": sample.aside,
+        "mask": list(sample.mask),
+        "rows": rows,
+    }
 
 
 def news(generators: Iterable[dict[str, Any]]) -> dict[str, float]:

@@ -23,7 +23,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 FAMILIES = {
     "new": ("new",),
     "run": ("run", "report", "export"),
-    "processes": ("buffer", "generator", "learner", "keys"),
+    "processes": ("buffer", "generator", "gateway", "learner", "keys"),
     "doctor": ("doctor", "engines"),
     "compare": ("compare", "sweep"),
     "replay": ("replay", "diff"),

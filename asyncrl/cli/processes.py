@@ -1,5 +1,5 @@
-"""`asyncrl buffer`, `generator`, `learner`: one process of a run, started by hand or by the
-supervisor; and `keys`, for those on several machines.
+"""`asyncrl buffer`, `generator`, `gateway`, `learner`: one process of a run, started by hand or
+by the supervisor; and `keys`, for those on several machines.
 """
 
 from __future__ import annotations
@@ -81,6 +81,14 @@ def lived(name: str, config: Any, where: Path, index: int) -> bool:
         with no_garbage():
             from learner.loop import main as start_learner
         return start_learner(config, where)
+    if name == "gateway":
+        if not config.agent.on:
+            raise ConfigError(
+                "agent: the config has no sessions to serve; set agent.env or agent.tools"
+            )
+        with no_garbage():
+            from actors.gateway.service import main as start_gateway
+        return start_gateway(config, where, index)
     with no_garbage():
         import torch  # noqa: F401  # which its engine needs
 
@@ -95,7 +103,7 @@ def recorded(name: str, config: Any, where: Path, index: int) -> int:
     supervised = bool(os.environ.get("ASYNCRL_SUPERVISED"))
     life = lives.Life(
         where,
-        f"generator-{index}" if name == "generator" else name,
+        f"{name}-{index}" if name in ("generator", "gateway") else name,
         alone=name != "learner",
         supervised=supervised,
     )
@@ -148,6 +156,7 @@ buffer = process("buffer", "The buffer process of a run.")
 generator = process(
     "generator", "One generator process of a run; as many as wanted, with different --index."
 )
+gateway = process("gateway", "The gateway process of a run whose samples are sessions ([agent]).")
 learner = process("learner", "The learner process of a run.")
 
 

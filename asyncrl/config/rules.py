@@ -29,6 +29,7 @@ def check(config: Config) -> list[str]:
         + _advantage(config)
         + _value(config)
         + _engine(config)
+        + (_agent(config) if config.agent.on else [])
     )
 
 
@@ -611,6 +612,40 @@ def _value(config: Config) -> list[str]:
         )
     if value.trunk == "shared" and value.coefficient == 0:
         out.append("value.coefficient: 0 leaves the value head untrained; give one above 0")
+    return out
+
+
+def _agent(config: Config) -> list[str]:
+    """What sessions cannot be combined with, or were never tried with."""
+    agent = config.agent
+    out = []
+    if agent.env and agent.tools:
+        out.append("agent.env: an environment has its own tools; leave agent.tools out")
+    refused = (
+        (config.exact, "exact: encodes calls otherwise than the learner their rows"),
+        (config.staleness.inject is not None, "staleness.inject: knows single answers only"),
+        (config.staleness.delay > 0, "staleness.delay: knows single answers only"),
+        (config.generator.engine == "vllm", "generator.engine: vllm draws no calls yet"),
+        (config.learner.backend != "torch", "learner.backend: rows were tried with torch alone"),
+        (config.advantage.name == "remax", "advantage.name: remax has no greedy session"),
+        (
+            config.advantage.truncated == "soft",
+            "advantage.truncated: soft knows one answer's limit",
+        ),
+        (bool(config.wires.curve_dir), "wires.curve_dir: a gateway has no key"),
+    )
+    out += [f"{why}, and [agent] makes samples sessions" for wrong, why in refused if wrong]
+    if agent.fork == "row":
+        out += [
+            f"{said}: needs the order of a session's tokens, which rows have not: set agent.fork = "
+            '"end"'
+            for said in settings.ordered(config)
+        ]
+    if agent.max_tokens < config.generator.max_new_tokens:
+        out.append(
+            f"agent.max_tokens: {agent.max_tokens} are fewer than one call may draw "
+            f"(generator.max_new_tokens = {config.generator.max_new_tokens})"
+        )
     return out
 
 

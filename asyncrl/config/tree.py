@@ -24,6 +24,7 @@ from asyncrl.algorithms.settings import (
     Stop,
     Value,
 )
+from asyncrl.config.agents import Agent
 from asyncrl.config.engines import EngineName
 from asyncrl.config.transports import TransportName
 
@@ -380,6 +381,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     model: Model
     task: Task
     reward: Reward = Reward()
+    agent: Agent = Agent()
     generator: Generator = Generator()
     learner: Learner = Learner()
     staleness: Staleness = Staleness()

@@ -230,6 +230,17 @@ def in_template(tokenizer: Any, prompt: Prompt) -> list[int]:
         ) from error
 
 
+def has_template(path: str | Path) -> bool:
+    """Has the tokenizer in a model directory a chat template?"""
+    if (Path(path) / "chat_template.jinja").is_file():
+        return True
+    try:
+        settings = json.loads((Path(path) / "tokenizer_config.json").read_text())
+        return bool(settings.get("chat_template"))
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def lacks(path: str | Path, missing: Sequence[str]) -> str:
     """What is wrong with weight files that have no value for these parameters."""
     more = ", ..." if len(missing) > NAMED_FIRST else ""

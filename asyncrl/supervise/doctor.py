@@ -52,6 +52,7 @@ def processes(config: Config, run_dir: Path) -> list[dict[str, Any]]:
         key=lambda p: int(p.name.removeprefix("attempt_") or 0),
     )
     names = ["buffer", "learner", *(f"generator-{i}" for i in range(config.generators))]
+    names += ["gateway-0"] if config.agent.on else []
     names += sorted(
         {*newest, *(["supervisor"] if lives.alive(run_dir, "supervisor") else [])} - {*names}
     )
@@ -135,7 +136,7 @@ def missing(seen: dict[str, Any]) -> list[str]:
     needed = [
         p["name"]
         for p in seen["processes"]
-        if not p["alive"] and (p["name"] in ("buffer", "learner") or not enough)
+        if not p["alive"] and (p["name"] in ("buffer", "learner", "gateway-0") or not enough)
     ]
     return [] if "supervisor" in alive or seen["ended"] else needed
 

@@ -1,7 +1,8 @@
 """Starts, watches, restarts and ends the processes of one run, on this machine.
 
 Each child has a session of its own (Ctrl-C reaches the supervisor, which ends them in order:
-learner, generators, buffer), dies with its parent, and writes RUN/logs/attempt_N/PROCESS.log."""
+learner, gateway, generators, buffer), dies with its parent, and writes
+RUN/logs/attempt_N/PROCESS.log."""
 
 from __future__ import annotations
 
@@ -94,6 +95,9 @@ class Supervisor:
             )
             for i in range(config.generators)
         ]
+        if config.agent.on:
+            gateway = [*base, "gateway", *where, "--index", "0"]
+            self.children.append(Child("gateway-0", gateway, 1, True))
         for child in self.children:
             self.spawn(child)
         self.heard = time.monotonic()
@@ -263,7 +267,7 @@ class Supervisor:
         """End what runs, in order; a learner that ends gently finishes its batch and writes a
         checkpoint.
         """
-        for kind in ("learner", "generator", "buffer"):
+        for kind in ("learner", "gateway", "generator", "buffer"):
             mine = [
                 child
                 for child in self.children

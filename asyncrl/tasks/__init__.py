@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.tasks import file, synthetic
+from asyncrl.tasks import calc, file, synthetic
 
 
 class Task(Protocol):
@@ -28,7 +28,7 @@ class Task(Protocol):
     def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]: ...
 
 
-NAMES = (*synthetic.TASKS, "file")
+NAMES = (*synthetic.TASKS, calc.Calc.name, "file")
 
 
 def get_task(config: Any) -> Task:
@@ -37,6 +37,8 @@ def get_task(config: Any) -> Task:
     """
     if config.name == "file":
         return file.FileTask(config.prompts, config.heldout, config.ood)
+    if config.name == calc.Calc.name:
+        return calc.Calc()
     if config.name in synthetic.TASKS:
         return synthetic.TASKS[config.name]()
     raise ConfigError(f"task.name = {config.name}: choose one of {', '.join(NAMES)}")

@@ -14,8 +14,9 @@ import numpy as np
 
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
+from asyncrl.contract.messages import Prompt
 from asyncrl.records import atomic_write
-from asyncrl.tasks import Task, file, get_task, synthetic
+from asyncrl.tasks import Task, calc, file, get_task, synthetic
 
 BATCH = 64
 LR = 3e-3
@@ -106,30 +107,55 @@ def _fit(model: Any, pairs: list[tuple[str, str]], steps: int) -> float:
 
 
 def accuracy(model: Any, task: Task, seed: int, count: int = 512) -> float:
-    """Mean reward of one answer to each of `n` held-out prompts, at temperature 1; through
-    transformers' own sampling.
+    """Mean reward of one answer, or session, to each of `n` held-out prompts, at temperature 1;
+    through transformers' own sampling.
     """
     import torch
 
+    prompts = [task.prompt("heldout", i, seed) for i in range(count)]
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        if isinstance(task, calc.Calc):
+            return _played(model, prompts)
+        texts = _drawn(model, [p.text for p in prompts])
+    judged = [task.reward(p, t) for p, t in zip(prompts, texts, strict=True)]
+    return sum(j["reward"] if isinstance(j, dict) else j for j in judged) / count
+
+
+def _played(model: Any, prompts: list[Prompt]) -> float:
+    """Mean reward of a session with the calculator to each prompt."""
+    environments = [calc.Calculator() for _ in prompts]
+    live = {
+        place: str(env.reset(seed=0, options={"prompt": prompt})[0])
+        for place, (env, prompt) in enumerate(zip(environments, prompts, strict=True))
+    }
+    total = 0.0
+    while live:
+        for place, text in zip(list(live), _drawn(model, list(live.values())), strict=True):
+            says, reward, terminated, truncated, _ = environments[place].step(text)
+            total += reward
+            if terminated or truncated:
+                del live[place]
+            else:
+                live[place] += text + calc.END + says
+    return total / len(prompts)
+
+
+def _drawn(model: Any, before: list[str]) -> list[str]:
+    """What the model writes behind each text."""
     from asyncrl.models import policy as models
 
     tokenizer = models.transformers_tokenizer(model.tokenizer_dir)
     tokenizer.padding_side = "left"
-    prompts = [task.prompt("heldout", i, seed) for i in range(count)]
-    coded = tokenizer(
-        [p.text for p in prompts], add_special_tokens=False, padding=True, return_tensors="pt"
+    coded = tokenizer(before, add_special_tokens=False, padding=True, return_tensors="pt")
+    out = model.hf.generate(
+        input_ids=coded["input_ids"].to(model.device),
+        attention_mask=coded["attention_mask"].to(model.device),
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=MOST,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        out = model.hf.generate(
-            input_ids=coded["input_ids"].to(model.device),
-            attention_mask=coded["attention_mask"].to(model.device),
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=MOST,
-        )
-    texts = tokenizer.batch_decode(out[:, coded["input_ids"].shape[1] :], skip_special_tokens=True)
-    judged = [task.reward(p, t) for p, t in zip(prompts, texts, strict=True)]
-    return sum(j["reward"] if isinstance(j, dict) else j for j in judged) / count
+    written = out[:, coded["input_ids"].shape[1] :]
+    return list(tokenizer.batch_decode(written, skip_special_tokens=True))

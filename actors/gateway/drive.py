@@ -1,0 +1,186 @@
+"""Environments in processes of their own: what each session is to do goes in, what happened comes
+out.
+
+A process answers in order, so the oldest unanswered step is the one it is at.  One that takes
+longer than agent.step_s, or ends its process, has failed; the other sessions of that process are
+lost through no fault of theirs, and begin again."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import subprocess
+import time
+from collections import deque
+
+import msgspec
+
+from actors.gateway.env_worker import Happened, Op, Setup
+from actors.reward_worker import FRAME_BYTES, frame
+from asyncrl.config.agents import Agent
+from asyncrl.contract import importing
+from asyncrl.contract.errors import ConfigError
+
+GRACE_S = 60.0  # the first import may be slow
+START_TRIES = 3
+
+_decode = msgspec.msgpack.Decoder(Happened).decode
+
+
+class _Worker:
+    """A process, the sessions in it, and the operations it has not answered."""
+
+    def __init__(self, setup: bytes) -> None:
+        self.wire, theirs = socket.socketpair()
+        with theirs:
+            argv = importing.command(
+                "actors.gateway.env_worker", str(theirs.fileno()), str(os.getpid())
+            )
+            self.process = subprocess.Popen(
+                argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
+        self.wire.setblocking(False)
+        self.sessions: set[int] = set()
+        self.asked: deque[int] = deque()  # sessions, in the order of their operations
+        self.since = time.monotonic()  # when its oldest operation can have begun at the latest
+        self.ready = False
+        self.incoming = bytearray()
+        self.outgoing = bytearray(frame(setup))
+        self.fresh: list[Op] = []
+
+    def receive(self) -> tuple[list[Happened], bool]:
+        """What has come, and whether it has closed."""
+        closed = False
+        try:
+            while data := self.wire.recv(1 << 18):
+                self.incoming += data
+            closed = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            closed = True
+        out: list[Happened] = []
+        at = 0
+        while len(self.incoming) - at >= 4:
+            size = int.from_bytes(self.incoming[at : at + 4], "big")
+            if size > FRAME_BYTES:
+                return out, True
+            if len(self.incoming) - at - 4 < size:
+                break
+            out.append(_decode(self.incoming[at + 4 : at + 4 + size]))
+            at += 4 + size
+        del self.incoming[:at]
+        return out, closed
+
+    def flush(self) -> None:
+        if self.fresh:
+            self.outgoing += frame(msgspec.msgpack.encode(self.fresh))
+            self.fresh = []
+        try:
+            while self.outgoing:
+                del self.outgoing[: self.wire.send(self.outgoing)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.outgoing.clear()  # its end is noticed when it is next read from
+
+    def deadline(self, step_s: float) -> float:
+        if not self.ready:
+            return self.since + GRACE_S
+        return self.since + step_s if self.asked else math.inf
+
+    def kill(self) -> int:
+        self.process.kill()
+        self.wire.close()
+        return self.process.wait()
+
+
+class Drive:
+    """The processes of all environments of a gateway."""
+
+    def __init__(self, agent: Agent) -> None:
+        self.step_s = agent.step_s
+        self.setup = msgspec.msgpack.encode(Setup(agent.env, agent.tools))
+        self.workers = [_Worker(self.setup) for _ in range(agent.workers)]
+        self.places: dict[int, _Worker] = {}
+        self.hangs = 0
+        self.unborn = 0  # processes in a row that ended before they were ready
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [worker.wire.fileno() for worker in self.workers]
+
+    def reset(self, op: Op) -> None:
+        """A session begins, where fewest are."""
+        worker = min(self.workers, key=lambda worker: len(worker.sessions))
+        worker.sessions.add(op.session)
+        self.places[op.session] = worker
+        self._ask(worker, op)
+
+    def step(self, op: Op) -> None:
+        self._ask(self.places[op.session], op)
+
+    def end(self, session: int) -> None:
+        """Nothing more is asked of it."""
+        worker = self.places.pop(session, None)
+        if worker is not None:
+            worker.sessions.discard(session)
+            worker.fresh.append(Op(session, "end"))
+
+    def _ask(self, worker: _Worker, op: Op) -> None:
+        if not worker.asked and worker.ready:
+            worker.since = time.monotonic()
+        worker.asked.append(op.session)
+        worker.fresh.append(op)
+
+    def poll(self) -> list[Happened]:
+        """What has happened.  Raises ConfigError where no process can start."""
+        out = []
+        now = time.monotonic()
+        for worker in list(self.workers):
+            dead = worker.process.poll() is not None
+            found, closed = worker.receive()
+            for each in found:
+                if each.kind == "broken":
+                    raise ConfigError(f"{each.why}; write module:name or file.py:name")
+                worker.since = now
+                if each.kind == "ready":
+                    worker.ready = True
+                    self.unborn = 0
+                    continue
+                worker.asked.popleft()
+                if each.session in worker.sessions:
+                    out.append(each)
+            if closed or dead:
+                out += self._replace(worker, "its process ended ({code})")
+            elif now > worker.deadline(self.step_s):
+                self.hangs += 1
+                out += self._replace(worker, f"it took more than {self.step_s:g} s (agent.step_s)")
+        for worker in self.workers:
+            worker.flush()
+        return out
+
+    def _replace(self, worker: _Worker, why: str) -> list[Happened]:
+        """A new process in the place of one that hangs or has ended."""
+        code = worker.kill()
+        self.unborn += not worker.ready
+        if self.unborn >= START_TRIES:
+            raise ConfigError(
+                f"agent.env: {self.unborn} processes ended or hung while importing it"
+            )
+        self.workers[self.workers.index(worker)] = _Worker(self.setup)
+        at = worker.asked[0] if worker.ready and worker.asked else None
+        out = []
+        for session in sorted(worker.sessions):
+            self.places.pop(session, None)
+            if session == at:
+                said = f"the environment failed: {why.replace('{code}', str(code))}"
+                out.append(Happened(session, "failed", why=said))
+            else:
+                out.append(Happened(session, "lost"))
+        return out
+
+    def close(self) -> None:
+        for worker in self.workers:
+            worker.kill()

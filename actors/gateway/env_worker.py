@@ -1,0 +1,248 @@
+"""One process of environments: `python -m actors.gateway.env_worker FD PARENT`, started by
+drive.py; it ends with its parent or its socket.
+
+Frames as those of reward processes: four bytes of length and msgpack.  In: Setup, then lists of Op.
+Out: Happened("ready" or "broken"), then one for each Op that is no "end", in their order: the
+parent knows from what is unanswered which session a process was busy with when it hangs or dies.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import inspect
+import math
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+from actors.reward_worker import Bounded, _read, frame, one_line, said
+from asyncrl.contract import importing
+from asyncrl.contract.messages import Prompt
+
+_PR_SET_PDEATHSIG = 1
+JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", list: "array"}
+LONGEST = 1 << 20  # characters of what an environment says at once
+
+Observation = str | list[dict[str, Any]]
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """Once: what agent.env and agent.tools name."""
+
+    env: str
+    tools: list[str]
+
+
+class Op(msgspec.Struct, frozen=True, array_like=True):
+    """What a session's environment is to do.  message: the answer as a chat message, for tools."""
+
+    session: int
+    kind: Literal["reset", "step", "end"]
+    text: str = ""
+    message: dict[str, Any] | None = None
+    prompt: Prompt | None = None
+    seed: int = 0
+    attempt: int = 1
+    first: bool = True
+
+
+class Happened(msgspec.Struct, frozen=True, array_like=True):
+    """What came of it.  failed: the environment raised, or returned what cannot be used; lost: its
+    process ended while it was at another session's step.
+    """
+
+    session: int
+    kind: Literal["ready", "broken", "ok", "failed", "lost"]
+    obs: Observation = ""
+    reward: float = 0.0
+    ended: bool = False  # terminated or truncated
+    truncated: bool = False
+    judge: bool = False  # the config's reward is asked
+    parts: dict[str, float] = {}
+    tools: list[dict[str, Any]] = []
+    why: str = ""
+
+
+def resolve(path: str) -> Any:
+    """`module:name` or `file.py:name`.  Raises whatever importing it raises."""
+    module, _, name = path.rpartition(":")
+    return getattr(importing.module(module), name)
+
+
+# ---- tools ---------------------------------------------------------------------------------------
+
+
+def schema(function: Callable[..., Any]) -> dict[str, Any]:
+    """What a template is told of a tool: name, first line of its docstring, its parameters."""
+    properties = {}
+    required = []
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        kind = JSON_TYPES.get(parameter.annotation, "string")
+        properties[name] = {"type": kind}
+        if parameter.default is parameter.empty:
+            required.append(name)
+    about = {
+        "name": function.__name__,
+        "description": one_line(inspect.getdoc(function) or ""),
+        "parameters": {"type": "object", "properties": properties, "required": required},
+    }
+    return {"type": "function", "function": about}
+
+
+class ToolLoop:
+    """The environment of agent.tools: it calls what an answer calls, until one calls nothing."""
+
+    def __init__(self, functions: list[Callable[..., Any]]) -> None:
+        self.tools = {function.__name__: function for function in functions}
+
+    def reset(self, prompt: Prompt) -> list[dict[str, Any]]:
+        return list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+
+    def answer(self, message: dict[str, Any]) -> list[dict[str, Any]]:
+        """A tool's message for each call of this answer; none: it is the last one."""
+        out = []
+        for call in message.get("tool_calls") or ():
+            name = call["function"]["name"]
+            content = self._called(name, call["function"].get("arguments") or {})
+            out.append({"role": "tool", "tool_call_id": call.get("id", ""), "content": content})
+            if "name" not in out[-1]:
+                out[-1]["name"] = name
+        return out
+
+    def _called(self, name: str, arguments: Any) -> str:
+        """What a tool returned; what it raised is said to the model: it is no failure of ours."""
+        if name not in self.tools:
+            return f"error: no tool {name!r}; there are {', '.join(self.tools)}"
+        try:
+            return str(self.tools[name](**arguments))[:LONGEST]
+        except Exception as error:
+            return f"error: {type(error).__name__}: {one_line(str(error))}"
+
+
+# ---- environments --------------------------------------------------------------------------------
+
+
+def number(value: Any, what: str) -> float:
+    found = float(value)
+    if not math.isfinite(found):
+        raise ValueError(f"{what} is {found}, not a finite number")
+    return found
+
+
+def observed(obs: Any) -> Observation:
+    """Text, or chat messages.  Raises ValueError."""
+    if isinstance(obs, str):
+        return obs[:LONGEST]
+    if isinstance(obs, list) and obs and all(isinstance(x, dict) and "role" in x for x in obs):
+        return obs
+    raise ValueError(f"an observation is text or a list of messages, not {type(obs).__name__}")
+
+
+class Environments:
+    """The sessions of this process, each with an environment of its own."""
+
+    def __init__(self, setup: Setup) -> None:
+        self.made = resolve(setup.env) if setup.env else None
+        functions = [resolve(path) for path in setup.tools]
+        self.loop = ToolLoop(functions)
+        self.schemas = [schema(function) for function in functions]
+        self.sessions: dict[int, Any] = {}
+
+    def happened(self, op: Op) -> Happened | None:
+        """Do it.  What an environment raises, an exit included, fails its session alone."""
+        try:
+            if op.kind == "end":
+                env = self.sessions.pop(op.session, None)
+                if env is not None and hasattr(env, "close"):
+                    env.close()
+                return None
+            if self.made is None:
+                return self._tools(op)
+            return self._reset(op) if op.kind == "reset" else self._step(op)
+        except BaseException as error:
+            self.sessions.pop(op.session, None)
+            why = f"the environment {said(error)} in {op.kind}"
+            return Happened(op.session, "failed", why=why) if op.kind != "end" else None
+
+    def _reset(self, op: Op) -> Happened:
+        assert self.made is not None
+        env = self.sessions[op.session] = self.made()
+        options = {"prompt": op.prompt, "attempt": op.attempt, "first": op.first}
+        obs, info = env.reset(seed=op.seed, options=options)
+        tools = list((info or {}).get("tools", []))
+        return Happened(op.session, "ok", observed(obs), tools=tools)
+
+    def _step(self, op: Op) -> Happened:
+        obs, reward, terminated, truncated, info = self.sessions[op.session].step(op.text)
+        parts = {str(k): number(v, str(k)) for k, v in ((info or {}).get("parts") or {}).items()}
+        ended = bool(terminated or truncated)
+        return Happened(
+            op.session,
+            "ok",
+            obs="" if ended else observed(obs),
+            reward=number(reward, "the reward"),
+            ended=ended,
+            truncated=bool(truncated),
+            parts=parts,
+        )
+
+    def _tools(self, op: Op) -> Happened:
+        if op.kind == "reset":
+            assert op.prompt is not None
+            obs = self.loop.reset(op.prompt)
+            return Happened(op.session, "ok", obs, tools=self.schemas)
+        said_now = self.loop.answer(op.message or {})
+        if said_now:
+            return Happened(op.session, "ok", said_now)
+        return Happened(op.session, "ok", ended=True, judge=True)
+
+
+def serve(wire: socket.socket) -> None:
+    """Answer until the other side closes."""
+    stream = wire.makefile("rb")
+
+    def send(what: Happened) -> None:
+        try:
+            payload = msgspec.msgpack.encode(what)
+        except Exception as error:  # an observation of objects that no message can carry
+            why = f"what the environment returned cannot be sent: {said(error)}"
+            payload = msgspec.msgpack.encode(Happened(what.session, "failed", why=why))
+        wire.sendall(frame(payload))
+
+    setup = msgspec.msgpack.decode(_read(stream) or b"", type=Setup)
+    try:
+        environments = Environments(setup)
+    except BaseException as error:
+        named = f"agent.env = {setup.env}" if setup.env else f"agent.tools = {setup.tools}"
+        send(Happened(-1, "broken", why=f"{named}: importing it {said(error)}"))
+        return
+    send(Happened(-1, "ready"))
+    decode = msgspec.msgpack.Decoder(list[Op]).decode
+    while (payload := _read(stream)) is not None:
+        for op in decode(payload):
+            if (what := environments.happened(op)) is not None:
+                send(what)
+
+
+def main(fd: int, parent: int) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.dup2(2, 1)
+    sys.stdout = sys.stderr = Bounded(sys.stderr)
+    wire = socket.socket(fileno=fd)
+    wire.set_inheritable(False)
+    try:
+        serve(wire)
+    except BrokenPipeError:
+        pass
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

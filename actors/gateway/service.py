@@ -1,0 +1,602 @@
+"""The gateway process: tickets in, sessions open, calls to the generators, trajectories out.
+
+```
+ buffer --Tickets--> waiting --> Episode <--Happened-- environments (drive.py)
+    ^                              | place     ^ step
+    |                              v           |
+    +--Deliver-- outbox <-- ended  Call --> generator --> Called   (switchboard.py)
+```
+
+To the buffer it is a generator whose answers take several calls.  It vouches for the leases of open
+sessions, each to its deadline: while a tool runs, no token is drawn."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from actors.delivery import Outbox
+from actors.gateway.chat import Chat, parser_for
+from actors.gateway.drive import Drive
+from actors.gateway.env_worker import Happened, Op
+from actors.gateway.sessions import Call, CallRefused, Limits, Outcome, Session
+from actors.gateway.switchboard import Switchboard
+from actors.rewards import RewardRunner
+from actors.turn import RENEW_S
+from asyncrl.config.tree import Config
+from asyncrl.contract import messages as m
+from asyncrl.contract.errors import AsyncrlError, NothingToDo, PeerUnreachable
+from asyncrl.contract.waits import BUFFER, Wait, WaitLog
+from asyncrl.models.tokenizer import encode_prompt, has_template, load_tokenizer, stop_tokens
+from asyncrl.records.rundir import buffer_address, ended, gateway_address, run_id
+from asyncrl.tasks import get_task
+from asyncrl.transport import sockets
+
+POLL_S = 0.05  # a look at the clock with no news
+TICK_S = 0.25
+GREET_S = 5.0
+ENDED_S = 2.0  # of the buffer's silence, before it is looked up whether the run has ended
+
+
+@dataclass
+class Held:
+    """A ticket that this gateway has taken."""
+
+    ticket: m.Ticket
+    waiting: list[int]
+    open: set[int] = field(default_factory=set)  # episodes
+    tokens: int = 0  # drawn by sessions that are no more
+
+
+@dataclass(eq=False)
+class Episode:
+    """A session and its environment.  history: the messages so far, or the ids of a call that is to
+    continue them where the model has no template.
+    """
+
+    number: int
+    session: Session
+    first: bool
+    history: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    reward: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+    shares: dict[int, float] = field(default_factory=dict)  # reward of each call, by its number
+    call: Call | None = None
+    last: Call | None = None  # the newest that was drawn
+
+
+def limits(config: Config) -> Limits:
+    """What a session may use, of a config."""
+    agent = config.agent
+    return Limits(
+        context=config.generator.context,
+        max_calls=agent.max_calls,
+        max_tokens=agent.max_tokens,
+        rows=agent.rows,
+        deadline_s=agent.deadline_s,
+        grace_s=2 * agent.step_s,
+        fork=agent.fork,
+    )
+
+
+def env_seed(config: Config, ticket: m.Ticket) -> int:
+    """What an environment is reset with: the same for all samples of a group, which are compared,
+    and for an evaluation prompt at every version.
+    """
+    name = f"{config.seed}:{ticket.ticket}" if ticket.kind == "train" else f"e{ticket.prompt.id}"
+    return xxhash.xxh3_64_intdigest(f"env:{name}".encode()) >> 33
+
+
+class Gateway:
+    """One gateway.  `loop` returns when the run is over or it was told to end."""
+
+    def __init__(self, config: Config, run_dir: Path, index: int = 0) -> None:
+        self.config = config
+        self.run_dir = run_dir
+        self.producer = f"gateway-{index}"
+        self.session = time.time_ns()
+        self.run = run_id(run_dir)
+        self.limits = limits(config)
+        self.tokenizer = load_tokenizer(config.model.path)
+        self.stops = stop_tokens(self.tokenizer, config)
+        self.chat = Chat(self.tokenizer, self.stops, parser=parser_for("hermes"))
+        self.templated = has_template(config.model.path)
+        if config.agent.tools and not self.templated:
+            raise AsyncrlError(
+                f"agent.tools: the tokenizer in {config.model.path} has no chat template, which "
+                "says how a model calls tools; put one there (chat_template.jinja), or use "
+                "agent.env"
+            )
+        self.drive = Drive(config.agent)
+        self.rewards = RewardRunner(config, get_task(config.task)) if config.agent.tools else None
+        self.judged: dict[tuple[int, int, int], Episode] = {}
+        self.outbox = Outbox(config.wires, self.producer, self.session)
+        self.socket = sockets.PeerSocket(buffer_address(config, run_dir), run=self.run)
+        self.calls_socket = sockets.BufferSocket(
+            gateway_address(run_dir, index), run=self.run, reads=m.FromGenerator, key="agent"
+        )
+        self.board = Switchboard(self.run, config.wires.lease_s)
+        self.held: dict[tuple[int, int], Held] = {}
+        self.episodes: dict[int, Episode] = {}
+        self.drawing: dict[int, Episode] = {}  # by the call's id
+        self.numbers = 0  # of episodes and calls, given so far
+        self.announced: m.Announcement | None = None
+        self.newest_attempt = 0
+        self.want_sequence = self.asked = 0
+        self.want_sent = self.renewed = self.greeted = self.ticked = 0.0
+        self.unanswered = 0.0
+        self.ending = self.over = False
+        self.ever_served = False
+        self.waiting_for = "the buffer's first answer"
+        self.waiting_since = time.monotonic()
+        self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
+
+    # ---- the loop --------------------------------------------------------------------------------
+
+    def loop(self) -> None:
+        self.greet()
+        while True:
+            sockets.wait([self.socket, self.calls_socket], self.drive.descriptors, POLL_S)
+            self.read()
+            if self.ending or self.over:
+                break
+            self.read_calls()
+            self.read_environments()
+            self.read_rewards()
+            self.tick(time.monotonic())
+            self.begin()
+            self.send_calls()
+            for frame in self.outbox.frames(time.monotonic(), flush=True):
+                self.socket.send(frame)
+            self.want()
+            self.renew()
+        if not self.over:
+            self.renewed = 0.0
+            self.renew()
+        elif not self.ever_served:
+            raise NothingToDo(
+                f"the run in {self.run_dir} has ended, all its {self.config.learner.steps} steps "
+                f"are made: {self.producer} came too late"
+            )
+
+    def request(self, message: m.FromPeer) -> None:
+        self.unanswered = self.unanswered or time.monotonic()
+        self.socket.send(message)
+
+    def greet(self) -> None:
+        self.greeted = time.monotonic()
+        self.request(
+            m.GeneratorHello(
+                protocol=m.PROTOCOL,
+                run=self.run,
+                producer=self.producer,
+                session=self.session,
+                slots=self.config.agent.sessions,
+                host=socket.gethostname(),
+                pid=os.getpid(),
+            )
+        )
+
+    def read(self) -> None:
+        """What the buffer says.  Raises PeerUnreachable for its silence."""
+        while (reply := self.socket.recv(0)) is not None:
+            self.unanswered = 0.0
+            if isinstance(reply, m.Tickets) and reply.session == self.session:
+                self.announce(reply.announcement)
+                if reply.sequence == self.want_sequence:
+                    self.asked = 0
+                self.take(reply.tickets)
+                self.over = self.over or reply.finished
+            elif isinstance(reply, m.Acks) and reply.session == self.session:
+                self.outbox.on_acks(reply)
+                self.announce(reply.announcement)
+            elif isinstance(reply, m.Heard):
+                self.announce(reply.announcement)
+            elif isinstance(reply, m.Refused):
+                error = AsyncrlError(reply.reason)
+                error.exit_code = reply.exit_code
+                raise error
+        silent = time.monotonic() - self.unanswered if self.unanswered else 0.0
+        if silent > ENDED_S and ended(self.run_dir, self.config.learner.steps):
+            self.over = True
+        elif silent > self.config.wires.connect_s:
+            raise PeerUnreachable(
+                f"the buffer at {self.socket.address} has not answered for {silent:.0f} s "
+                "(wires.connect_s); start it with `asyncrl buffer`"
+            )
+
+    def announce(self, said: m.Announcement | None) -> None:
+        """Remember the newest weights; sessions of an earlier epoch end with it."""
+        if said is None or (
+            self.announced is not None and said.announcement_key <= self.announced.announcement_key
+        ):
+            return
+        self.announced = said
+        old = [
+            (name, held)
+            for name, held in self.held.items()
+            if held.ticket.min_version.epoch < said.label.epoch
+        ]
+        if old:
+            self.outbox.drawn.reported(self.progress())
+        for name, held in old:
+            for number in list(held.open):
+                self.drop(self.episodes[number])
+            del self.held[name]
+
+    # ---- sessions --------------------------------------------------------------------------------
+
+    def take(self, tickets: list[m.Ticket]) -> None:
+        for ticket in tickets:
+            if ticket.attempt > self.newest_attempt:
+                self.newest_attempt = ticket.attempt
+                self.held[ticket.ticket, ticket.attempt] = Held(ticket, list(ticket.samples))
+
+    def begin(self) -> None:
+        """Open sessions, evaluation first, while agent.sessions has room."""
+        line = sorted(
+            (held for held in self.held.values() if held.waiting),
+            key=lambda held: (held.ticket.kind == "train", held.ticket.ticket),
+        )
+        for held in line:
+            while held.waiting and len(self.episodes) < self.config.agent.sessions:
+                self.open(held, held.waiting.pop(0), first=True)
+        self.waits_for("" if self.episodes else "a ticket: none may be granted, or all are out")
+
+    def open(self, held: Held, sample: int, *, first: bool) -> None:
+        ticket = held.ticket
+        self.numbers += 1
+        own = encode_prompt(self.tokenizer, ticket.prompt)
+        now = time.monotonic()
+        session = Session(
+            ticket, sample, ticket.attempt, self.limits, self.chat, own_prompt=own, opened=now
+        )
+        self.episodes[self.numbers] = Episode(self.numbers, session, first)
+        held.open.add(self.numbers)
+        self.drive.reset(
+            Op(
+                session=self.numbers,
+                kind="reset",
+                prompt=ticket.prompt,
+                seed=env_seed(self.config, ticket),
+                attempt=ticket.attempt,
+                first=first,
+            )
+        )
+
+    def drop(self, episode: Episode) -> None:
+        """The session is no more; what it drew stays counted with its ticket."""
+        self.drive.end(episode.number)
+        for number, drawing in list(self.drawing.items()):
+            if drawing is episode:
+                self.board.forget(number)
+                del self.drawing[number]
+        session = episode.session
+        self.judged.pop((session.ticket.ticket, session.sample, session.attempt), None)
+        del self.episodes[episode.number]
+        held = self.held[session.ticket.ticket, session.attempt]
+        held.open.discard(episode.number)
+        held.tokens += session.tokens
+
+    def again(self, episode: Episode) -> None:
+        """Its environment was lost with another's: the session begins anew."""
+        session = episode.session
+        self.drop(episode)
+        self.open(self.held[session.ticket.ticket, session.attempt], session.sample, first=False)
+
+    def call(self, episode: Episode, obs: Any) -> None:
+        """The environment has spoken: ask for an answer, or end at a limit."""
+        session = episode.session
+        now = time.monotonic()
+        try:
+            if self.templated:
+                new = [{"role": "user", "content": obs}] if isinstance(obs, str) else obs
+                episode.history = [*episode.history, *new]
+                call = session.place(messages=episode.history, tools=episode.tools, now=now)
+            else:
+                call = session.place_ids(self.written(episode, obs), now=now)
+        except CallRefused as error:
+            # a template that refuses the messages is the environment's fault; a limit is none
+            if error.code in ("session_limit", "context_length_exceeded"):
+                self.at_limit(episode)
+            else:
+                session.fail(str(error), now)
+            return
+        episode.call = call
+        self.numbers += 1
+        ticket = session.ticket
+        self.drawing[self.numbers] = episode
+        self.board.place(
+            m.Call(
+                id=self.numbers,
+                ticket=ticket.ticket,
+                sample=session.sample,
+                kind=ticket.kind,
+                prompt=np.ascontiguousarray(call.prompt_ids, "<i4").tobytes(),
+                max_new_tokens=call.max_new_tokens,
+                sampling=ticket.sampling,
+                min_version=ticket.min_version,
+                exact_version=ticket.exact_version,
+                seed=ticket.seed,
+                stream=call.stream_key,
+            )
+        )
+
+    def written(self, episode: Episode, obs: Any) -> np.ndarray:
+        """Without a template: the ids so far, and the observation's."""
+        text = obs if isinstance(obs, str) else "".join(str(x.get("content", "")) for x in obs)
+        new = self.chat.encode(text)
+        before = episode.last.node.whole() if episode.last is not None else new[:0]
+        whole: np.ndarray = np.concatenate([before, new]).astype(np.int32)
+        return whole
+
+    def at_limit(self, episode: Episode) -> None:
+        """A limit that the policy can cause is an outcome: the reward so far counts."""
+        session = episode.session
+        now = time.monotonic()
+        session.shortened = True
+        if self.config.agent.at_limit == "fail":
+            session.fail(f"it reached agent.{session.limit or 'context'}", now)
+        elif self.rewards is not None:
+            self.judge(episode)
+        else:
+            self.score(episode)
+
+    def score(self, episode: Episode) -> None:
+        """The environment's rewards are the session's."""
+        calls = episode.shares if self.config.agent.fork == "end" else {}
+        episode.session.reward(episode.reward, episode.parts, calls, now=time.monotonic())
+
+    def judge(self, episode: Episode) -> None:
+        """The config's reward is asked of the last answer."""
+        session = episode.session
+        assert self.rewards is not None
+        if episode.last is None or not session.judge(time.monotonic()):
+            return
+        ids = episode.last.node.ids
+        assert ids is not None
+        key = (session.ticket.ticket, session.sample, session.attempt)
+        self.judged[key] = episode
+        self.rewards.submit(key, session.ticket.prompt, self.chat.shown(ids), ids)
+
+    # ---- news ------------------------------------------------------------------------------------
+
+    def read_calls(self) -> None:
+        """Answers to calls, and generators that tell of themselves."""
+        while (got := self.calls_socket.recv(0)) is not None:
+            peer, message = got
+            self.ever_served = True
+            if isinstance(message, m.Serving):
+                refused = self.board.said(peer, message, time.monotonic())
+                if refused is not None:
+                    self.calls_socket.send(peer, refused)
+            elif self.board.called(message) is not None:
+                self.drawn(message)
+
+    def drawn(self, message: m.Called) -> None:
+        episode = self.drawing.pop(message.id, None)
+        if episode is None or episode.call is None:
+            return
+        call, session = episode.call, episode.session
+        episode.call = None
+        ids = np.frombuffer(message.tokens, "<i4")
+        node = session.drawn(
+            call,
+            ids,
+            np.frombuffer(message.logprobs, "<f4"),
+            message.spans,
+            message.finish,
+            past=message.lost,
+            now=time.monotonic(),
+        )
+        if node is not None:
+            episode.last = call
+        if session.state != "open":
+            return
+        if node is None or session.limit:
+            self.at_limit(episode)
+            return
+        if self.templated:
+            assert node.answer is not None
+            episode.history = [*episode.history, node.answer]
+        self.drive.step(Op(episode.number, "step", text=self.chat.shown(ids), message=node.answer))
+
+    def read_environments(self) -> None:
+        for happened in self.drive.poll():
+            episode = self.episodes.get(happened.session)
+            if episode is None or episode.session.state != "open":
+                continue
+            if happened.kind == "lost":
+                self.again(episode)
+            elif happened.kind == "failed":
+                episode.session.fail(happened.why, time.monotonic())
+            else:
+                self.stepped(episode, happened)
+
+    def stepped(self, episode: Episode, happened: Happened) -> None:
+        episode.tools = happened.tools or episode.tools
+        if happened.reward and episode.last is not None:
+            episode.reward += happened.reward
+            number = episode.last.number
+            episode.shares[number] = episode.shares.get(number, 0.0) + happened.reward
+        for name, value in happened.parts.items():
+            episode.parts[name] = episode.parts.get(name, 0.0) + value
+        if not happened.ended:
+            self.call(episode, happened.obs)
+            return
+        episode.session.shortened |= happened.truncated
+        if happened.judge:
+            self.judge(episode)
+        else:
+            self.score(episode)
+
+    def read_rewards(self) -> None:
+        if self.rewards is None:
+            return
+        for result in self.rewards.poll():
+            episode = self.judged.pop(result.key, None)
+            if episode is not None:
+                failed = str(result.failed) if result.failed else ""
+                episode.session.judged(Outcome(result.reward, result.parts, failed))
+
+    def tick(self, now: float) -> None:
+        """Limits of time; what has ended goes out."""
+        if now - self.ticked > TICK_S:
+            self.ticked = now
+            self.board.tick(now)
+            for episode in self.episodes.values():
+                episode.session.tick(now)
+        for episode in list(self.episodes.values()):
+            session = episode.session
+            while session.cuts:
+                self.cut(episode, session.cuts.pop())
+            if session.complete:
+                self.deliver(episode)
+
+    def cut(self, episode: Episode, call: Call) -> None:
+        """End a call in the engine; one that no engine has is over now."""
+        for number, drawing in list(self.drawing.items()):
+            if drawing is episode and episode.call is call and self.board.cut(number):
+                self.drawn(m.Called(number, b"", b"", [], "length"))
+
+    def deliver(self, episode: Episode) -> None:
+        session = episode.session
+        self.outbox.add(trajectory(session, self.tokenizer))
+        self.drop(episode)
+        name = (session.ticket.ticket, session.attempt)
+        held = self.held[name]
+        if not held.waiting and not held.open:
+            self.outbox.drawn.reported(self.progress())
+            del self.held[name]
+
+    def send_calls(self) -> None:
+        for peer, message in self.board.frames(self.announced):
+            self.calls_socket.send(peer, message)
+
+    # ---- the buffer ------------------------------------------------------------------------------
+
+    def want(self) -> None:
+        """Ask for as many samples as agent.sessions has room for."""
+        now = time.monotonic()
+        waiting = sum(len(held.waiting) for held in self.held.values())
+        free = self.config.agent.sessions - len(self.episodes) - waiting
+        if self.outbox.full:
+            self.waits_for("credit: the buffer has not acknowledged what was delivered")
+            return
+        due = free > self.asked or (self.asked and now - self.want_sent > self.config.wires.retry_s)
+        if free > 0 and due:
+            self.want_sequence += 1
+            self.want_sent = now
+            self.asked = free
+            holding = self.announced.label if self.announced is not None else None
+            self.socket.send(m.Want(self.producer, self.session, self.want_sequence, free, holding))
+
+    def progress(self) -> list[tuple[int, int, int]]:
+        """(ticket, attempt, tokens drawn for it so far)."""
+        return [
+            (*name, held.tokens + sum(self.episodes[x].session.tokens for x in held.open))
+            for name, held in self.held.items()
+        ]
+
+    def renew(self) -> None:
+        now = time.monotonic()
+        if now - self.renewed < RENEW_S:
+            return
+        self.renewed = now
+        if now - self.greeted > GREET_S:
+            self.greet()
+        waiting = None
+        if self.waiting_for:
+            since = now - self.waiting_since
+            waiting = Wait(self.producer, self.waiting_for, BUFFER, since)
+        for line in self.wait_log.lines([waiting] if waiting else []):
+            print(line, file=sys.stderr, flush=True)
+        progress = self.progress()
+        self.request(
+            m.Renew(
+                producer=self.producer,
+                session=self.session,
+                progress=progress,
+                stats={},
+                waiting=waiting,
+                judging=sorted(name for name, held in self.held.items() if held.open),
+                drawn=self.outbox.drawn.reported(progress),
+            )
+        )
+
+    def waits_for(self, what: str) -> None:
+        if what != self.waiting_for:
+            self.waiting_for = what
+            self.waiting_since = time.monotonic()
+
+    def close(self) -> None:
+        self.drive.close()
+        if self.rewards is not None:
+            self.rewards.close()
+        if not self.over:
+            self.socket.send(m.Leaving(self.producer, self.session))
+        self.socket.close()
+        self.calls_socket.close()
+
+
+def trajectory(session: Session, tokenizer: Any) -> m.Trajectory:
+    """The record of a session that has ended."""
+    assert session.outcome is not None
+    rows = list(session.rows())
+    failed: m.Failure | str = ""
+    if session.outcome.failed:
+        failed = m.Failure("data", session.outcome.failed)
+    elif not rows:
+        failed = m.Failure("data", "the session ended before its first answer")
+    first = rows[0] if rows else m.Row(b"", b"", b"", b"", [])
+    shown = [int(x) for x in np.frombuffer(first.tokens, "<i4")]
+    ticket = session.ticket
+    return m.Trajectory(
+        ticket=ticket.ticket,
+        sample=session.sample,
+        attempt=session.attempt,
+        prompt_tokens=first.prompt_tokens,
+        tokens=first.tokens,
+        behavior_logprobs=first.behavior_logprobs,
+        mask=first.mask,
+        spans=first.spans,
+        reward=session.outcome.reward,
+        reward_parts=dict(session.outcome.parts),
+        finish=session.finish,
+        temperature=ticket.sampling.temperature,
+        text=str(tokenizer.decode(shown)) if shown else "",
+        prompt_text=ticket.prompt.text,
+        segments=first.segments,
+        token_rewards=first.token_rewards,
+        generated_at=time.monotonic(),
+        failed=failed,  # type: ignore[arg-type]
+        rows=rows[1:],
+        aside=session.aside,
+        calls=session.calls,
+    )
+
+
+def main(config: Config, run_dir: Path, index: int) -> bool:
+    """Run gateway `index` until the run is over, or SIGTERM asks for its end (False)."""
+    gateway = Gateway(config, run_dir, index)
+
+    def stop(_number: int, _frame: object) -> None:
+        gateway.ending = True
+
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN if os.environ.get("ASYNCRL_SUPERVISED") else stop)
+    try:
+        gateway.loop()
+    finally:
+        gateway.close()
+    return gateway.over

@@ -1,0 +1,132 @@
+"""Which generator draws which call: the gateway's side of the wire.
+
+A call is answered once.  A generator that was started anew, or is silent, loses its calls: they are
+sent again, to whoever has most room, with the same random stream.  Should the silent one answer
+after all, the first answer counts."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from asyncrl.contract import messages as m
+from asyncrl.contract.versions import Label
+
+AHEAD = 1.25  # calls given out, as a multiple of the slots: a row that frees finds one there
+
+
+@dataclass
+class Line:
+    """A generator that serves: its address, and the calls it has with the message they came in."""
+
+    peer: bytes
+    session: int
+    slots: int
+    heard_at: float
+    sequence: int = 0
+    calls: dict[int, int] = field(default_factory=dict)  # id -> number of the message
+    fresh: list[m.Call] = field(default_factory=list)
+    cut: list[int] = field(default_factory=list)
+    told: Label | None = None  # the newest weights it was told of
+
+    @property
+    def room(self) -> float:
+        return AHEAD * self.slots - len(self.calls)
+
+
+class Switchboard:
+    """Pure: the clock is passed in, and messages come and go by `said`, `called` and `frames`."""
+
+    def __init__(self, run: str, silent_s: float) -> None:
+        self.run = run
+        self.silent_s = silent_s
+        self.lines: dict[str, Line] = {}
+        self.open: dict[int, m.Call] = {}
+        self.queue: deque[int] = deque()
+        self.again = 0  # calls sent again
+
+    def place(self, call: m.Call) -> None:
+        """A call to be drawn."""
+        self.open[call.id] = call
+        self.queue.append(call.id)
+
+    def cut(self, call: int) -> bool:
+        """End a call; True when no generator has it, so that no answer will come."""
+        for line in self.lines.values():
+            if call in line.calls:
+                line.cut.append(call)
+                return False
+        self.open.pop(call, None)
+        return True
+
+    def forget(self, call: int) -> None:
+        """Nobody waits for it any more."""
+        self.cut(call)
+        self.open.pop(call, None)
+
+    def said(self, peer: bytes, message: m.Serving, now: float) -> m.Refused | None:
+        """A generator tells of itself; what to answer if it is none of this run's."""
+        if message.protocol != m.PROTOCOL or message.run != self.run:
+            return m.Refused(
+                f"this gateway is of run {self.run} and speaks protocol {m.PROTOCOL}, "
+                f"{message.producer} is of {message.run} with {message.protocol}"
+            )
+        line = self.lines.get(message.producer)
+        if line is None or line.session != message.session:
+            if line is not None:
+                self._lose(line)
+            line = self.lines[message.producer] = Line(peer, message.session, message.slots, now)
+        line.peer = peer
+        line.slots = message.slots
+        line.heard_at = now
+        held = set(message.held)
+        gone = [x for x, at in line.calls.items() if at <= message.heard and x not in held]
+        for call in gone:
+            del line.calls[call]
+            self._again(call)
+        return None
+
+    def called(self, message: m.Called) -> m.Call | None:
+        """An answer: the call it is of; None for one that was answered before, or forgotten."""
+        for line in self.lines.values():
+            line.calls.pop(message.id, None)
+        return self.open.pop(message.id, None)
+
+    def tick(self, now: float) -> None:
+        """Calls of a silent generator are sent again."""
+        for name, line in list(self.lines.items()):
+            if now - line.heard_at > self.silent_s:
+                del self.lines[name]
+                self._lose(line)
+
+    def _lose(self, line: Line) -> None:
+        for call in line.calls:
+            self._again(call)
+
+    def _again(self, call: int) -> None:
+        if call in self.open:
+            self.again += 1
+            self.queue.appendleft(call)
+
+    def frames(self, announcement: m.Announcement | None) -> Sequence[tuple[bytes, m.Calls]]:
+        """What to send now: each call to the generator with most room, announcements to all."""
+        while self.queue:
+            line = max(self.lines.values(), key=lambda line: line.room, default=None)
+            if line is None or line.room <= 0:
+                break
+            call = self.queue.popleft()
+            if call in self.open:
+                line.fresh.append(self.open[call])
+                line.calls[call] = line.sequence + 1
+        out = []
+        label = None if announcement is None else announcement.announcement_key
+        for line in self.lines.values():
+            if not line.fresh and not line.cut and line.told == label:
+                continue
+            line.sequence += 1
+            line.told = label
+            message = m.Calls(line.session, line.sequence, line.fresh, line.cut, announcement)
+            line.fresh, line.cut = [], []
+            out.append((line.peer, message))
+        return out

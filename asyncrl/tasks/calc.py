@@ -1,0 +1,148 @@
+"""Sums that a tiny model cannot do in its head, and a calculator that does one operation at a time:
+the smallest task that needs an agent.
+
+```
+37*8+45=   asked
+?37*8      called       296=   the calculator
+?296+45    called       341=
+#341       answered
+```
+
+`Calc` is the task (its prompts, its warm start), `Calculator` the environment that plays it."""
+
+from __future__ import annotations
+
+import random
+import re
+from functools import cache
+from typing import Any
+
+from asyncrl.contract.messages import Prompt
+from asyncrl.tasks.synthetic import FIXED, Synthetic, _home
+
+END = "<eos>"  # between a call and what the calculator says
+TURNS = 6
+CALL = re.compile(r"\?(\d{1,4})([*+-])(\d{1,4})")
+ERROR = "e="
+
+
+def calculated(text: str) -> str:
+    """What the calculator says to a call; ERROR for what is none.
+
+    >>> calculated("?37*8"), calculated("?37*"), calculated("37*8")
+    ('296=', 'e=', 'e=')
+    """
+    found = CALL.fullmatch(text)
+    if found is None:
+        return ERROR
+    left, right = int(found[1]), int(found[3])
+    result = {"*": left * right, "+": left + right, "-": left - right}[found[2]]
+    return f"{result}=" if 0 <= result < 10_000 else ERROR
+
+
+class Calc(Synthetic):
+    """`37*8+45=`: two digits times one, plus or minus two; out of distribution: times 12 to 19."""
+
+    name = "calc"
+    symbols = "0123456789*+-=?#e"
+    steps = 900
+
+    def draw(self, rng: random.Random, split: str) -> str:
+        left = rng.randint(12, 99)
+        factor = rng.randint(12, 19) if split == "ood" else rng.randint(3, 9)
+        sign = rng.choice("+-")
+        return f"{left}*{factor}{sign}{rng.randint(10, 99 if sign == '+' else 35)}"
+
+    def parts(self, problem: str) -> tuple[str, str]:
+        """(the first call, what is left to do with its result)."""
+        at = max(problem.find("+"), problem.find("-"))
+        return f"?{problem[:at]}", problem[at:]
+
+    def solve(self, problem: str) -> str:
+        first, rest = self.parts(problem)
+        return "#" + calculated(f"?{calculated(first)[:-1]}{rest}")[:-1]
+
+    def prompt(self, split: str, index: int, seed: int) -> Prompt:
+        if split == "train":
+            return super().prompt(split, index, seed)
+        fixed = _problems(split)
+        index %= len(fixed)
+        return Prompt(index, fixed[index] + "=", self.solve(fixed[index]), split=split)
+
+    def size(self, split: str) -> int | None:
+        return None if split == "train" else len(_problems(split))
+
+    # ---- warm start ------------------------------------------------------------------------------
+
+    def demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
+        """One turn each: (all before it, what is written), spoiled on purpose."""
+        rng = random.Random(f"{self.name}:demo:{seed}")
+        out: list[tuple[str, str]] = []
+        while len(out) < number:
+            out += self._session(self._problem("train", rng), rng)
+        return out[:number]
+
+    def _session(self, problem: str, rng: random.Random) -> list[tuple[str, str]]:
+        first, rest = self.parts(problem)
+        turns: list[tuple[str, str]] = []
+        before = problem + "="
+        right = [first, f"?{calculated(first)[:-1]}{rest}", self.solve(problem)]
+        at = 0
+        while len(turns) < TURNS:
+            written = self._spoiled(right[at], right[2], rng)
+            turns.append((before, written))
+            if written.startswith("#"):
+                break
+            says = calculated(written)
+            before += written + END + says
+            if written == right[at]:
+                at += 1
+            elif says != ERROR:  # the result of another sum: it is taken for the right one
+                guess = f"#{says[:-1]}"
+                turns.append((before, guess))
+                break
+        return turns
+
+    def _spoiled(self, turn: str, answer: str, rng: random.Random) -> str:
+        luck = rng.random()
+        if turn.startswith("#"):
+            return self._slip(turn, rng) if luck < 0.08 else turn
+        if luck < 0.20:  # a guess in the place of a call
+            return f"#{max(0, int(answer[1:]) + rng.randint(-30, 30))}"
+        if luck < 0.28:  # a call that is none
+            return rng.choice([turn[1:], turn[: rng.randrange(2, len(turn) - 1)], turn + "+"])
+        return self._slip(turn, rng) if luck < 0.34 else turn
+
+    def _slip(self, turn: str, rng: random.Random) -> str:
+        """Another digit in one place."""
+        at = rng.choice([i for i, c in enumerate(turn) if c.isdigit()])
+        return turn[:at] + rng.choice([d for d in "123456789" if d != turn[at]]) + turn[at + 1 :]
+
+
+@cache
+def _problems(split: str) -> list[str]:
+    task = Calc()
+    rng = random.Random(f"{task.name}:{split}")
+    found = dict[str, None]()
+    while len(found) < FIXED:
+        problem = task.draw(rng, split)
+        if _home(f"{task.name}:{problem}") == split:
+            found[problem] = None
+    return list(found)
+
+
+class Calculator:
+    """The environment, by gymnasium's signature: what is asked comes with the prompt.  1 for the
+    right answer, 0 for another; without one after TURNS answers the episode is cut.
+    """
+
+    def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        self.prompt: Prompt = options["prompt"]
+        self.turns = 0
+        return self.prompt.text, {}
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.turns += 1
+        if text.startswith("#"):
+            return "", float(text == self.prompt.answer), True, False, {}
+        return calculated(text), 0.0, False, self.turns >= TURNS, {}

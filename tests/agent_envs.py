@@ -1,0 +1,64 @@
+"""Environments for tests of sessions: each says by its prompt's number what it does."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Talks:
+    """Answers every word with its length, three times; pays for each a tenth of it."""
+
+    def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        self.turns = 0
+        self.first = options["first"]
+        return options["prompt"].text, {}
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        self.turns += 1
+        reward = len(text) / 10
+        return f"{len(text)}=", reward, self.turns >= 3, False, {"parts": {"turns": 1.0}}
+
+
+class Endless(Talks):
+    """Never ends by itself."""
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return f"{len(text)}=", 0.25, False, False, {}
+
+
+class Fails(Talks):
+    """By the prompt: raises, returns no number, hangs, ends its process, or talks."""
+
+    def step(self, text: str) -> tuple[str, Any, bool, bool, dict[str, Any]]:
+        what = self.kind
+        if what == "raises":
+            raise KeyError("gone")
+        if what == "nan":
+            return "", float("nan"), True, False, {}
+        if what == "hangs":
+            time.sleep(3600)
+        if what == "dies":
+            os._exit(3)
+        return super().step(text)
+
+    def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        self.kind = options["prompt"].meta.get("kind", "talks")
+        return super().reset(seed=seed, options=options)
+
+
+class Slow(Talks):
+    """Waits, in its second turn, until a file is there."""
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        gate = Path(os.environ["AGENT_GATE"])
+        while self.turns == 1 and not gate.exists():
+            time.sleep(0.01)
+        return super().step(text)
+
+
+def add(a: int, b: int) -> int:
+    """The sum of two numbers."""
+    return int(a) + int(b)

@@ -1,0 +1,162 @@
+"""Environments in processes: what each session's environment said comes back; one that raises,
+hangs or ends its process fails its own session, and the others of that process begin again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from actors.gateway import env_worker
+from actors.gateway.drive import Drive
+from actors.gateway.env_worker import Environments, Happened, Op, Setup, ToolLoop, schema
+from asyncrl.config.agents import Agent
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
+
+PATIENCE_S = 120.0
+
+
+def prompt(kind: str = "talks") -> Prompt:
+    return Prompt(0, "ab=", meta={"kind": kind})
+
+
+def reset(session: int, kind: str = "talks") -> Op:
+    return Op(session, "reset", prompt=prompt(kind), seed=3)
+
+
+@pytest.fixture()
+def drive(request: pytest.FixtureRequest) -> Iterator[Drive]:
+    made = Drive(Agent(**({"env": "agent_envs:Fails"} | getattr(request, "param", {}))))
+    yield made
+    made.close()
+
+
+def poll(drive: Drive, count: int) -> list[Happened]:
+    """So many events."""
+    out: list[Happened] = []
+    until = time.monotonic() + PATIENCE_S
+    while len(out) < count:
+        assert time.monotonic() < until, out
+        out += drive.poll()
+        time.sleep(0.002)
+    return out
+
+
+def test_sessions_share_a_process_and_nothing_else(drive: Drive) -> None:
+    drive.reset(reset(1))
+    drive.reset(reset(2))
+    assert {x.session: x.obs for x in poll(drive, 2)} == {1: "ab=", 2: "ab="}
+    for session, text in ((1, "a"), (2, "abc"), (1, "ab"), (1, "")):
+        drive.step(Op(session, "step", text=text))
+    found = poll(drive, 4)
+    assert [(x.session, x.obs, x.reward, x.ended) for x in found] == [
+        (1, "1=", 0.1, False),
+        (2, "3=", 0.3, False),
+        (1, "2=", 0.2, False),
+        (1, "", 0.0, True),
+    ]
+    assert found[0].parts == {"turns": 1.0}
+    drive.end(2)
+    drive.reset(reset(3))
+    assert [x.session for x in poll(drive, 1)] == [3]
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"), [("raises", "raised KeyError: 'gone' in step"), ("nan", "the reward is nan")]
+)
+def test_what_an_environment_raises_fails_its_session_alone(
+    drive: Drive, kind: str, why: str
+) -> None:
+    drive.reset(reset(1, kind))
+    drive.reset(reset(2))
+    poll(drive, 2)
+    drive.step(Op(1, "step", text="a"))
+    drive.step(Op(2, "step", text="a"))
+    failed, well = poll(drive, 2)
+    assert (failed.session, failed.kind) == (1, "failed") and why in failed.why
+    assert (well.session, well.kind) == (2, "ok")
+
+
+@pytest.mark.parametrize(
+    ("drive", "kind", "why"),
+    [
+        ({"step_s": 1.0}, "hangs", r"more than 1 s \(agent.step_s\)"),
+        ({}, "dies", r"its process ended \(3\)"),
+    ],
+    indirect=["drive"],
+)
+def test_one_that_hangs_or_dies_takes_the_others_along_and_they_are_lost_not_failed(
+    drive: Drive, kind: str, why: str
+) -> None:
+    import re
+
+    for session, what in ((1, "talks"), (2, kind), (3, "talks")):
+        drive.reset(reset(session, what))
+    poll(drive, 3)
+    drive.step(Op(1, "step", text="a"))
+    drive.step(Op(2, "step", text="a"))
+    drive.step(Op(3, "step", text="a"))
+    found = {x.session: x for x in poll(drive, 3)}
+    assert found[1].kind in ("ok", "lost") and found[3].kind == "lost"
+    assert found[2].kind == "failed" and re.search(why, found[2].why)
+    assert drive.hangs == (kind == "hangs")
+    drive.reset(reset(4))
+    assert poll(drive, 1)[0].obs == "ab="
+
+
+@pytest.mark.parametrize("drive", [{"env": "agent_envs:Nobody"}], indirect=True)
+def test_an_environment_that_is_not_there_is_named(drive: Drive) -> None:
+    drive.reset(reset(1))
+    with pytest.raises(ConfigError, match=r"agent\.env = agent_envs:Nobody: importing it raised"):
+        poll(drive, 1)
+
+
+def test_tools_are_called_until_an_answer_calls_none() -> None:
+    def double(text: str, times: int = 2) -> str:
+        """Say it again.
+
+        More of it."""
+        return text * times
+
+    assert schema(double)["function"] == {
+        "name": "double",
+        "description": "Say it again.",
+        "parameters": {
+            "type": "object",
+            "properties": {"text": {"type": "string"}, "times": {"type": "integer"}},
+            "required": ["text"],
+        },
+    }
+    loop = ToolLoop([double])
+
+    def called(name: str, **arguments: object) -> str:
+        call = {"id": "x1", "function": {"name": name, "arguments": arguments}}
+        (message,) = loop.answer({"tool_calls": [call]})
+        assert (message["role"], message["tool_call_id"]) == ("tool", "x1")
+        return str(message["content"])
+
+    assert called("double", text="ab") == "abab" and called("double", text="a", times=3) == "aaa"
+    assert called("triple", text="a") == "error: no tool 'triple'; there are double"
+    assert called("double").startswith("error: TypeError")
+    assert loop.answer({"content": "4"}) == []
+
+
+def test_a_tool_session_asks_the_reward_at_its_end() -> None:
+    made = Environments(Setup("", ["agent_envs:add"]))
+    begun = made.happened(Op(1, "reset", prompt=Prompt(0, "2+2?")))
+    assert begun is not None and begun.obs == [{"role": "user", "content": "2+2?"}]
+    assert begun.tools[0]["function"]["name"] == "add"
+    call = {"id": "c", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+    told = made.happened(Op(1, "step", message={"content": "", "tool_calls": [call]}))
+    assert told is not None and isinstance(told.obs, list) and told.obs[0]["content"] == "4"
+    last = made.happened(Op(1, "step", message={"content": "4"}))
+    assert last is not None and last.ended and last.judge
+
+
+@pytest.mark.parametrize("obs", [5, [], [3], [{"content": "x"}]])
+def test_an_observation_is_text_or_messages(obs: object) -> None:
+    with pytest.raises(ValueError, match="an observation is text or a list of messages"):
+        env_worker.observed(obs)

@@ -1,0 +1,209 @@
+"""Calls between a gateway and its generators: a call is answered once, whoever dies; every call is
+admitted at or above its session's minimum; its random stream is its own.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+
+from actors.engine import Request, uniforms
+from actors.gateway.switchboard import Switchboard
+from asyncrl.contract import messages as m
+from asyncrl.contract.versions import Label
+
+SAMPLING = m.Sampling(1.0, 1.0, 0, 4)
+AT = Label(1, 3)
+
+
+def call(number: int, *, least: Label = AT, exact: Label | None = None, stream: int = 0) -> m.Call:
+    prompt = np.array([3, 4], "<i4").tobytes()
+    return m.Call(number, 7, 1, "train", prompt, 4, SAMPLING, least, exact, 5, stream)
+
+
+def said(name: str, session: int, held: list[int], heard: int = 0, slots: int = 4) -> m.Serving:
+    return m.Serving(m.PROTOCOL, "run", name, session, slots, held, heard)
+
+
+def sent(board: Switchboard) -> dict[bytes, list[int]]:
+    return {peer: [c.id for c in message.calls] for peer, message in board.frames(None)}
+
+
+def board(*names: str) -> Switchboard:
+    made = Switchboard("run", 10.0)
+    for name in names:
+        assert made.said(name.encode(), said(name, 1, []), 0.0) is None
+    assert sent(made) == {}
+    return made
+
+
+def test_calls_go_where_most_room_is_and_never_beyond_it() -> None:
+    two = Switchboard("run", 10.0)
+    two.said(b"a", said("a", 1, [], slots=4), 0.0)
+    two.said(b"b", said("b", 1, [], slots=2), 0.0)
+    for number in range(10):
+        two.place(call(number))
+    first = sent(two)
+    assert sorted(first[b"a"] + first[b"b"]) == list(range(8))  # 1.25 times the slots, each up
+    assert len(first[b"a"]) == 5 and len(first[b"b"]) == 3
+    assert two.called(m.Called(first[b"b"][0], b"", b"", [], "stop")) is not None
+    assert sent(two) == {b"b": [8]}
+
+
+def test_a_call_is_answered_once() -> None:
+    one = board("a")
+    one.place(call(1))
+    assert sent(one) == {b"a": [1]}
+    answer = m.Called(1, b"", b"", [], "stop")
+    assert one.called(answer) == call(1)
+    assert one.called(answer) is None and one.called(m.Called(2, b"", b"", [], "stop")) is None
+
+
+def test_a_generator_started_anew_is_sent_its_calls_again() -> None:
+    one = board("a")
+    one.place(call(1, stream=9))
+    one.place(call(2))
+    assert sent(one) == {b"a": [1, 2]}
+    one.called(m.Called(1, b"", b"", [], "stop"))
+    one.said(b"a2", said("a", 2, []), 1.0)
+    ((peer, message),) = one.frames(None)
+    assert (peer, message.session, message.calls) == (b"a2", 2, [call(2)])
+    assert one.again == 1
+
+
+def test_a_silent_generators_calls_go_to_another_and_its_late_answer_counts_if_first() -> None:
+    one = board("a")
+    one.place(call(1))
+    assert sent(one) == {b"a": [1]}
+    one.said(b"b", said("b", 1, []), 9.0)
+    one.tick(9.9)
+    assert sent(one) == {}
+    one.tick(10.1)
+    assert sent(one) == {b"b": [1]}
+    assert one.called(m.Called(1, b"x", b"", [], "stop")) == call(1)  # a's
+    assert one.called(m.Called(1, b"y", b"", [], "stop")) is None  # b's
+
+
+def test_a_lost_message_is_made_up_for() -> None:
+    one = board("a")
+    one.place(call(1))
+    one.place(call(2))
+    sent(one)
+    one.said(b"a", said("a", 1, [], heard=0), 1.0)  # on its way
+    assert sent(one) == {}
+    one.said(b"a", said("a", 1, [2], heard=1), 1.5)  # seen, and 1 is neither held nor answered
+    assert sent(one) == {b"a": [1]}
+    one.said(b"a", said("a", 1, [1, 2], heard=2), 2.0)
+    assert sent(one) == {}
+
+
+def test_a_cut_call_is_told_to_its_generator_and_one_that_waits_is_over() -> None:
+    one = board("a")
+    one.place(call(1))
+    sent(one)
+    assert not one.cut(1)
+    ((_, message),) = one.frames(None)
+    assert message.cut == [1] and not message.calls
+    one.place(call(2))
+    assert one.cut(2)
+    assert sent(one) == {}  # it is in no queue any more
+
+
+def test_another_runs_generator_is_refused() -> None:
+    one = board()
+    refused = one.said(b"a", msgspec.structs.replace(said("a", 1, []), run="other"), 0.0)
+    assert refused is not None and "of run run" in refused.reason
+    one.place(call(1))
+    assert sent(one) == {}
+
+
+def test_new_weights_are_told_once() -> None:
+    one = board("a")
+    source = m.WeightsSource(1, "here", "", "")
+    news = m.Announcement(Label(1, 4), "d", source)
+    assert [message.announcement for _, message in one.frames(news)] == [news]
+    assert one.frames(news) == []
+
+
+def request(stream: int, sample: int = 1) -> Request:
+    return Request((99, sample, 5), np.array([1]), 0, 8, 1.0, 1.0, 0, (), 5, stream, (7, sample))
+
+
+def test_a_calls_stream_is_the_plain_answers_or_one_beside_it() -> None:
+    plain = uniforms(*request(0).stream, 8)
+    assert (plain == uniforms(5, 7, 1, 8)).all()
+    beside = [
+        uniforms(*request(stream, sample).stream, 8) for stream in (12, 13) for sample in (1, 2)
+    ]
+    seen = {tuple(x) for x in (plain, *beside)}
+    assert len(seen) == 5
+    assert Request((7, 1, 5), np.array([1]), 0, 8, 1.0, 1.0, 0, (), 5).stream == (5, 7, 1)
+
+
+@pytest.fixture()
+def turn(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
+    from actors.engine import engine_for
+    from actors.gateway.serving import CallTurn
+    from asyncrl.config.tree import Config
+    from asyncrl.models.policy import build_model, named_weights
+
+    path = tmp_path_factory.mktemp("calls") / "m"
+    model = build_model(path, "abcdefgh", hidden=32, layers=1)
+    raw = {
+        "model": {"path": str(path), "device": "cpu"},
+        "task": {"name": "sort"},
+        "generator": {"slots": 4, "max_new_tokens": 4, "context": 32},
+        "agent": {"env": "x:y"},
+    }
+    config = msgspec.convert(raw, Config)
+    made = CallTurn(config, engine_for(config))
+    made.engine.load(dict(named_weights(model)), Label(1, 3), "d3")
+    return made
+
+
+def drawn(turn, calls: list[m.Call], loaded: Label) -> list[m.Called]:  # type: ignore[no-untyped-def]
+    turn.take_calls(calls)
+    requests, refused = turn.requests(loaded)
+    assert not refused
+    turn.engine.add(requests)
+    while turn.engine.active:
+        for answer in turn.engine.step():
+            turn.finished(answer)
+    out, turn.answered = turn.answered, []
+    return out
+
+
+def test_every_call_is_admitted_at_or_above_its_sessions_minimum(turn) -> None:  # type: ignore[no-untyped-def]
+    calls = [
+        call(1, least=Label(1, 3)),
+        call(2, least=Label(1, 4)),
+        call(3, least=Label(2, 0)),
+        call(4, least=Label(1, 0), exact=Label(1, 2)),
+        call(5, least=Label(1, 1)),
+    ]
+    assert sorted(x.id for x in drawn(turn, calls, Label(1, 3))) == [1, 5]
+    assert sorted(turn.calls) == [2, 3, 4]
+    assert drawn(turn, calls[1:4], Label(1, 3)) == []  # sent again: known
+    assert [x.id for x in drawn(turn, [], Label(1, 4))] == [2]
+
+
+def test_the_same_call_drawn_again_is_the_same(turn) -> None:  # type: ignore[no-untyped-def]
+    first = drawn(turn, [call(1, stream=8), call(2)], AT)
+    again = drawn(turn, [call(3), call(4, stream=8)], AT)
+    assert {x.tokens for x in first} == {x.tokens for x in again}
+    assert len({x.tokens + x.logprobs for x in first}) == 2
+    for each in first:
+        length = len(each.tokens) // 4
+        assert len(each.logprobs) == 4 * length and each.spans[-1].end == length
+
+
+def test_a_cut_call_tells_what_is_lost(turn) -> None:  # type: ignore[no-untyped-def]
+    turn.stops = ()
+    turn.take_calls([call(1)])
+    turn.engine.add(turn.requests(AT)[0])
+    turn.engine.step(2)
+    turn.cut([1, 77])
+    (told,) = turn.answered
+    assert (told.id, told.tokens, told.lost) == (1, b"", 2)
+    assert not turn.engine.active and not turn.schedule.held and not turn.calls
