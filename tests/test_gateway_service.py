@@ -1,0 +1,334 @@
+"""The gateway by hand: its environments are real, its buffer and its generators are the test."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from actors.gateway import service
+from asyncrl.config.tree import Config
+from asyncrl.contract import messages as m
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.versions import Label
+from asyncrl.models.policy import build_model
+
+PATIENCE_S = 120.0
+AT = Label(1, 3)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gateway") / "m"
+    build_model(path, "abcdefgh0123456789=", hidden=32, layers=1)
+    return path
+
+
+class Wire:
+    """In the place of the socket to the buffer."""
+
+    address = "nowhere"
+
+    def __init__(self) -> None:
+        self.sent: list[Any] = []
+        self.replies: list[Any] = []
+
+    def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def recv(self, timeout: float) -> Any:
+        return self.replies.pop(0) if self.replies else None
+
+    def close(self) -> None:
+        pass
+
+
+class World:
+    """A gateway, and one generator that answers what the test says."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        (run_dir / "run_id").write_text("run")
+        self.gateway = service.Gateway(config, run_dir)
+        self.gateway.socket.close()
+        self.wire = Wire()
+        self.gateway.socket = self.wire  # type: ignore[assignment]
+        serving = m.Serving(m.PROTOCOL, "run", "generator-0", 1, 64, [], 0)
+        self.gateway.board.said(b"g", serving, time.monotonic())
+        self.tickets = 0
+        self.cut: list[int] = []
+
+    def ticket(self, samples: int = 1, *, kind: str = "talks", at: Label = AT) -> m.Ticket:
+        prompt = m.Prompt(5, "ab=", meta={"kind": kind})
+        self.tickets += 1
+        return m.Ticket(
+            ticket=10 + self.tickets,
+            attempt=self.tickets,
+            kind="train",
+            prompt=prompt,
+            samples=list(range(samples)),
+            sampling=m.Sampling(max_new_tokens=6),
+            min_version=at,
+            exact_version=None,
+            seed=3,
+        )
+
+    def take(self, *tickets: m.Ticket) -> None:
+        self.gateway.take(list(tickets))
+        self.gateway.begin()
+
+    def calls(self, count: int) -> list[m.Call]:
+        """The next so many calls."""
+        out: list[m.Call] = []
+
+        def look() -> bool:
+            self.gateway.read_environments()
+            self.gateway.tick(time.monotonic())
+            for _, message in self.gateway.board.frames(self.gateway.announced):
+                out.extend(message.calls)
+                self.cut.extend(message.cut)
+            return len(out) >= count
+
+        self.until(look)
+        return out
+
+    def until(self, what: Callable[[], bool]) -> None:
+        end = time.monotonic() + PATIENCE_S
+        while not what():
+            assert time.monotonic() < end
+            time.sleep(0.002)
+
+    def answer(self, call: m.Call, text: str, *, at: Label = AT) -> None:
+        ids = [*self.gateway.chat.encode(text), 1][: call.max_new_tokens]
+        finish = "stop" if ids[-1] == 1 else "length"
+        logprobs = np.full(len(ids), -0.5, "<f4").tobytes()
+        spans = [m.Span(at, "", 0, len(ids), at)]
+        tokens = np.array(ids, "<i4").tobytes()
+        called = m.Called(call.id, tokens, logprobs, spans, finish)  # type: ignore[arg-type]
+        if self.gateway.board.called(called) is not None:
+            self.gateway.drawn(called)
+
+    def ended(self, count: int = 1) -> list[m.Trajectory]:
+        """The next so many trajectories."""
+
+        def look() -> bool:
+            self.gateway.read_environments()
+            self.gateway.tick(time.monotonic())
+            return len(self.gateway.outbox.fresh) >= count
+
+        self.until(look)
+        out, self.gateway.outbox.fresh = self.gateway.outbox.fresh, []
+        return out
+
+
+@pytest.fixture()
+def world(
+    model_dir: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., World]]:
+    made = []
+
+    def make(*, generator: dict[str, Any] | None = None, **agent: Any) -> World:
+        raw = {
+            "model": {"path": str(model_dir), "device": "cpu"},
+            "task": {"name": "sort"},
+            "generator": {"max_new_tokens": 6, "context": 64} | (generator or {}),
+            "agent": {"env": "agent_envs:Talks", "max_tokens": 64} | agent,
+        }
+        made.append(World(msgspec.convert(raw, Config), tmp_path))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.gateway.close()
+
+
+def ids(world: World, text: str) -> list[int]:
+    return [int(x) for x in world.gateway.chat.encode(text)]
+
+
+def test_a_session_is_one_row_of_its_calls_and_what_stood_between_them(
+    world: Callable[..., World],
+) -> None:
+    w = world()
+    ticket = w.ticket()
+    w.take(ticket)
+    prompts = []
+    for text in ("ab", "abc", "a"):
+        (call,) = w.calls(1)
+        assert (call.ticket, call.sample, call.min_version, call.seed) == (11, 0, AT, 3)
+        prompts.append(np.frombuffer(call.prompt, "<i4").tolist())
+        assert (call.stream == 0) == (text == "ab")  # the ticket's own prompt, first asked
+        w.answer(call, text)
+    first = ids(w, "ab=")
+    assert prompts[0] == first
+    assert prompts[1] == [*first, *ids(w, "ab"), 1, *ids(w, "2=")]
+    assert prompts[2] == [*prompts[1], *ids(w, "abc"), 1, *ids(w, "3=")]
+    (s,) = w.ended()
+    assert (s.ticket, s.sample, s.attempt, s.calls, s.aside) == (11, 0, 1, 3, 0)
+    assert np.frombuffer(s.prompt_tokens, "<i4").tolist() == first
+    whole = [*prompts[2][len(first) :], *ids(w, "a"), 1]
+    assert np.frombuffer(s.tokens, "<i4").tolist() == whole
+    assert list(s.mask) == [1] * 3 + [0] * 2 + [1] * 4 + [0] * 2 + [1] * 2
+    assert s.length == 9 and not s.rows and not s.failed and s.finish == "stop"
+    assert [(x.label, x.start, x.end) for x in s.spans] == [(AT, 0, 3), (AT, 5, 9), (AT, 11, 13)]
+    assert s.reward == pytest.approx(0.6) and s.reward_parts == {"turns": 3.0}
+    assert s.token_rewards == b""  # rows have no order
+    assert not w.gateway.held and not w.gateway.episodes
+
+
+def test_rewards_of_calls_stand_on_their_last_tokens_where_sessions_have_one_row(
+    world: Callable[..., World],
+) -> None:
+    w = world(fork="end")
+    w.take(w.ticket())
+    for text in ("ab", "abc", "a"):
+        w.answer(w.calls(1)[0], text)
+    (s,) = w.ended()
+    given = np.frombuffer(s.token_rewards, "<f4")
+    at = {int(i): round(float(given[i]), 6) for i in np.flatnonzero(~np.isnan(given))}
+    assert at == {2: 0.2, 8: 0.3, 12: 0.1}
+
+
+@pytest.mark.parametrize(
+    ("agent", "generator", "calls", "reward"),
+    [
+        ({"max_calls": 2}, {}, 2, 0.5),
+        ({"max_tokens": 8}, {}, 3, 0.5),
+        ({}, {"context": 16}, 3, 0.75),
+    ],
+)
+def test_a_limit_is_an_outcome(
+    world: Callable[..., World],
+    agent: dict[str, Any],
+    generator: dict[str, Any],
+    calls: int,
+    reward: float,
+) -> None:
+    """What the policy can cause is never written again, which would censor the long."""
+    for how in ("keep", "fail"):
+        w = world(env="agent_envs:Endless", at_limit=how, generator=generator, **agent)
+        w.take(w.ticket())
+        for _ in range(calls):
+            w.answer(w.calls(1)[0], "ab")
+        (s,) = w.ended()
+        assert s.calls == calls and s.finish == "length" and s.length > 0
+        if how == "keep":
+            assert not s.failed and s.reward == pytest.approx(reward, abs=0.26)
+        else:
+            assert s.failed and "it reached agent." in s.failed.why and s.reward == 0
+
+
+def test_the_deadline_ends_a_session_whose_call_is_being_drawn(
+    world: Callable[..., World],
+) -> None:
+    w = world(deadline_s=500.0)
+    w.take(w.ticket())
+    w.answer(w.calls(1)[0], "ab")
+    (call,) = w.calls(1)
+    late = time.monotonic() + 501
+    holding = m.Serving(m.PROTOCOL, "run", "generator-0", 1, 64, [call.id], 9)
+    w.gateway.board.said(b"g", holding, late)
+    w.gateway.tick(late)
+    w.gateway.ticked = 0.0
+    ((_, message),) = w.gateway.board.frames(None)
+    assert message.cut == [call.id] and not w.gateway.outbox.fresh
+    lost = m.Called(call.id, b"", b"", [], "length", 2)
+    assert w.gateway.board.called(lost) is not None
+    w.gateway.drawn(lost)
+    (s,) = w.ended()
+    assert (s.length, s.aside, s.finish) == (3, 2, "length") and not s.failed
+    assert s.reward == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("raises", "raised KeyError"),
+        ("nan", "not a finite number"),
+        ("dies", "its process ended (3)"),
+    ],
+)
+def test_an_environment_that_fails_makes_a_failed_sample_never_a_reward_of_0(
+    world: Callable[..., World], kind: str, why: str
+) -> None:
+    w = world(env="agent_envs:Fails")
+    w.take(w.ticket(kind=kind))
+    w.answer(w.calls(1)[0], "ab")
+    (s,) = w.ended()
+    assert s.failed and s.failed.kind == "data" and why in s.failed.why
+    assert s.length == 3  # drawn, and counted
+
+
+def test_a_session_lost_with_anothers_environment_begins_again(
+    world: Callable[..., World],
+) -> None:
+    w = world(env="agent_envs:Fails")
+    w.take(w.ticket(kind="dies"), w.ticket())
+    first = {call.ticket: call for call in w.calls(2)}
+    w.answer(first[11], "ab")
+    (again,) = w.calls(1)  # the other one's: the same prompt, the same stream
+    assert again.ticket == 12 and again.id != first[12].id
+    assert (again.prompt, again.stream) == (first[12].prompt, first[12].stream)
+    w.answer(first[12], "abc")  # forgotten
+    for _ in range(2):
+        w.answer(again, "ab")
+        (again,) = w.calls(1)
+    w.answer(again, "ab")
+    found = {s.ticket: s for s in w.ended(2)}
+    assert found[11].failed and not found[12].failed and found[12].calls == 3
+
+
+def test_a_new_epoch_ends_the_sessions_of_the_one_before(world: Callable[..., World]) -> None:
+    w = world()
+    w.take(w.ticket(2), w.ticket(at=Label(2, 1)))
+    calls = w.calls(3)
+    w.answer(next(c for c in calls if c.ticket == 11), "ab")
+    w.calls(1)
+    assert w.gateway.progress() == [(11, 1, 3), (12, 2, 0)]
+    source = m.WeightsSource(2, "here", "", "")
+    w.gateway.announce(m.Announcement(Label(2, 1), "d", source))
+    assert w.gateway.progress() == [(12, 2, 0)] and len(w.gateway.episodes) == 1
+    assert w.gateway.outbox.drawn.total == 3  # told, though they are lost
+    assert len(w.gateway.board.open) == 1 and len(w.gateway.drawing) == 1
+
+
+def test_it_vouches_for_open_sessions_and_asks_for_as_many_as_it_may_hold(
+    world: Callable[..., World],
+) -> None:
+    w = world(sessions=3)
+    w.gateway.want()
+    assert [x.samples for x in w.wire.sent] == [3]
+    w.wire.sent.clear()
+    w.take(w.ticket(2), w.ticket(2))
+    assert len(w.gateway.episodes) == 3
+    w.answer(w.calls(3)[0], "ab")
+    w.gateway.asked = 0
+    w.gateway.want()
+    assert not w.wire.sent  # one waits already
+    w.gateway.renew()
+    (renewed,) = [x for x in w.wire.sent if isinstance(x, m.Renew)]
+    assert renewed.judging == [(11, 1), (12, 2)] and renewed.drawn == 3
+    assert renewed.progress == [(11, 1, 3), (12, 2, 0)]
+    w.wire.replies.append(m.Tickets(w.gateway.session, 1, [], None, True))
+    w.gateway.read()
+    assert w.gateway.over
+
+
+def test_all_samples_of_a_group_meet_the_same_environment(world: Callable[..., World]) -> None:
+    config = world().gateway.config
+    w = world()
+    one, other = w.ticket(), w.ticket()
+    assert service.env_seed(config, one) == service.env_seed(config, one)
+    assert service.env_seed(config, one) != service.env_seed(config, other)
+    again = msgspec.structs.replace(one, ticket=m.EVAL_BASE, kind="eval")
+    later = msgspec.structs.replace(other, ticket=m.EVAL_BASE + 512, kind="eval")
+    assert service.env_seed(config, again) == service.env_seed(config, later)  # of prompt 5
+
+
+def test_tools_need_a_chat_template(world: Callable[..., World]) -> None:
+    with pytest.raises(AsyncrlError, match=r"agent\.tools: the tokenizer in .* has no chat templa"):
+        world(env="", tools=["agent_envs:add"])
