@@ -192,7 +192,11 @@ class Chat:
         try:
             message = {**self.parser(text), "role": "assistant"}
             calls = [
-                {**call, "type": "function", "id": call_id(name, place)}
+                {
+                    **call,
+                    "type": "function",
+                    "id": call_id(name, place),
+                }
                 for place, call in enumerate(message.pop("tool_calls", ()))
             ]
             _named(calls)
@@ -329,7 +333,13 @@ def hermes(text: str) -> Message:
     for found in HERMES_CALL.finditer(text):
         if (function := _hermes_call(found[1])) is None:
             continue
-        calls.append({"id": "", "type": "function", "function": function})
+        calls.append(
+            {
+                "id": "",
+                "type": "function",
+                "function": function,
+            }
+        )
         kept.append(text[end : found.start()])
         end = found.end()
     message["content"] = text

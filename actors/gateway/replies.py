@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from actors.gateway import anthropic, responses
 from actors.gateway.forest import Message, Node
 from actors.gateway.requests import Wanted
 from actors.gateway.sessions import CallRefused
@@ -46,15 +47,52 @@ def answer(wanted: Wanted, node: Node, name: str, text: Text, when: int) -> byte
     """The whole body for a drawn call.  name: of the call; when: seconds of the epoch."""
     if wanted.kind == "ids":
         return _encode(_tokens(wanted, node, name))
+    if wanted.kind in ("messages", "responses"):
+        return _translated(wanted, node, name, when, text)
     body = _chat(wanted, node, name, text) if wanted.kind == "chat" else _text(wanted, node, text)
     head = _head(wanted, name, when, chunk=wanted.stream)
     usage = _usage(node)
     if not wanted.stream:
-        return _encode({**head, "choices": [body], "usage": usage})
+        return _encode(
+            {
+                **head,
+                "choices": [body],
+                "usage": usage,
+            }
+        )
     parts = [{**head, "choices": [choice]} for choice in _chunked(wanted, body)]
     if wanted.usage:
-        parts.append({**head, "choices": [], "usage": usage})
+        parts.append(
+            {
+                **head,
+                "choices": [],
+                "usage": usage,
+            }
+        )
     return b"".join(b"data: " + _encode(part) + b"\n\n" for part in parts) + DONE
+
+
+def _translated(wanted: Wanted, node: Node, name: str, when: int, text: Text) -> bytes:
+    """The same for /v1/messages and /v1/responses."""
+    choice = _chat(wanted, node, name, text)
+    said = (choice["message"], choice["finish_reason"], _usage(node))
+    head = {
+        "id": name,
+        "model": wanted.model,
+        "created": when,
+    }
+    if wanted.kind == "messages":
+        body = anthropic.answer(*said, head, _stopped(wanted, node, text))
+        return anthropic.sse(anthropic.events(body)) if wanted.stream else _encode(body)
+    body = responses.answer(*said, head)
+    return anthropic.sse(responses.events(body)) if wanted.stream else _encode(body)
+
+
+def _stopped(wanted: Wanted, node: Node, text: Text) -> str:
+    """The stop string that ended it, if one did."""
+    assert node.ids is not None
+    whole = text([int(token) for token in node.ids])
+    return next((each for each in wanted.stop if each in whole), "")
 
 
 def _encode(body: Any) -> bytes:
@@ -64,18 +102,31 @@ def _encode(body: Any) -> bytes:
 def _head(wanted: Wanted, name: str, when: int, *, chunk: bool) -> dict[str, Any]:
     chat = wanted.kind == "chat"
     kind = "chat.completion" + ".chunk" * chunk if chat else "text_completion"
-    return {"id": name, "object": kind, "created": when, "model": wanted.model}
+    return {
+        "id": name,
+        "object": kind,
+        "created": when,
+        "model": wanted.model,
+    }
 
 
 def _usage(node: Node) -> dict[str, int]:
     assert node.ids is not None
     prompt, drawn = len(node.prompt()), len(node.ids)
-    return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": drawn,
+        "total_tokens": prompt + drawn,
+    }
 
 
 def message_for_client(answer: Message) -> Message:
     """Our answer as a client gets it: arguments as text."""
-    made = {"role": "assistant", "content": answer["content"], "refusal": None}
+    made = {
+        "role": "assistant",
+        "content": answer["content"],
+        "refusal": None,
+    }
     if "reasoning_content" in answer:
         made["reasoning_content"] = answer["reasoning_content"]
     if calls := answer.get("tool_calls"):
@@ -156,18 +207,30 @@ def _tokens(wanted: Wanted, node: Node, name: str) -> dict[str, Any]:
         "token_ids": node.ids.tolist(),
         "logprobs": None,
         "weight_versions": [
-            {"version": str(span.label), "start": span.start, "end": span.end}
+            {
+                "version": str(span.label),
+                "start": span.start,
+                "end": span.end,
+            }
             for span in node.spans
         ],
     }
     if wanted.logprobs:
         choice["logprobs"] = {
             "content": [
-                {"token_id": int(token), "logprob": float(logprob), "top_logprobs": []}
+                {
+                    "token_id": int(token),
+                    "logprob": float(logprob),
+                    "top_logprobs": [],
+                }
                 for token, logprob in zip(node.ids, node.logprobs, strict=True)
             ]
         }
-    return {"request_id": name, "choices": [choice], "usage": _usage(node)}
+    return {
+        "request_id": name,
+        "choices": [choice],
+        "usage": _usage(node),
+    }
 
 
 def _chunked(wanted: Wanted, choice: dict[str, Any]) -> list[dict[str, Any]]:
@@ -175,19 +238,50 @@ def _chunked(wanted: Wanted, choice: dict[str, Any]) -> list[dict[str, Any]]:
     extra: dict[str, Any] = {
         key: choice[key] for key in ("token_ids", "prompt_token_ids") if key in choice
     }
-    last: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": choice["finish_reason"]}
+    last: dict[str, Any] = {
+        "index": 0,
+        "logprobs": None,
+        "finish_reason": choice["finish_reason"],
+    }
     if wanted.kind == "text":
-        whole: dict[str, Any] = {"index": 0, "text": choice["text"], "logprobs": choice["logprobs"]}
-        return [{**whole, "finish_reason": None, **extra}, {**last, "text": ""}]
+        whole: dict[str, Any] = {
+            "index": 0,
+            "text": choice["text"],
+            "logprobs": choice["logprobs"],
+        }
+        return [
+            {
+                **whole,
+                "finish_reason": None,
+                **extra,
+            },
+            {**last, "text": ""},
+        ]
     message = choice["message"]
     delta: dict[str, Any] = {"content": message["content"]}
     if "reasoning_content" in message:
         delta["reasoning_content"] = message["reasoning_content"]
     if calls := message.get("tool_calls"):
         delta["tool_calls"] = [{"index": place, **call} for place, call in enumerate(calls)]
-    begun: dict[str, Any] = {"index": 0, "logprobs": None, "finish_reason": None}
+    begun: dict[str, Any] = {
+        "index": 0,
+        "logprobs": None,
+        "finish_reason": None,
+    }
     return [
-        {**begun, "delta": {"role": "assistant", "content": "", "refusal": None}},
-        {**begun, "delta": delta, "logprobs": choice["logprobs"], **extra},
+        {
+            **begun,
+            "delta": {
+                "role": "assistant",
+                "content": "",
+                "refusal": None,
+            },
+        },
+        {
+            **begun,
+            "delta": delta,
+            "logprobs": choice["logprobs"],
+            **extra,
+        },
         {**last, "delta": {}},
     ]

@@ -1,5 +1,5 @@
-"""What a request of the endpoint asks for: bodies of /v1/chat/completions, /v1/completions and the
-token route, read strictly.  Pure.
+"""What a request of the endpoint asks for: bodies of /v1/chat/completions, /v1/completions, the
+token route, /v1/messages and /v1/responses, read strictly.  Pure.
 
 The distribution is the run's.  What only ends an answer earlier is followed; a temperature of one's
 own is ignored, by name, or refused; what the policy cannot be trained under is refused, by name."""
@@ -13,12 +13,20 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
+from actors.gateway import anthropic, responses
 from actors.gateway.chat import normalised
 from actors.gateway.forest import Message
 from actors.gateway.sessions import CallRefused
 from asyncrl.contract.messages import Sampling
 
-Kind = Literal["chat", "text", "ids"]
+Kind = Literal["chat", "text", "ids", "messages", "responses"]
+PREFIX: dict[Kind, str] = {  # of a call's id
+    "chat": "chatcmpl-",
+    "text": "cmpl-",
+    "ids": "cmpl-",
+    "messages": "msg_",
+    "responses": "resp_",
+}
 MOST_STOPS = 16
 STOP_CHARACTERS = 256
 
@@ -140,7 +148,11 @@ def decoded(body: bytes) -> dict[str, Any]:
 def wanted(kind: Kind, body: Mapping[str, Any], manners: Manners, run: Sampling) -> Wanted:
     """What a body asks for.  Raises CallRefused."""
     options = {**body}
-    if kind == "ids":
+    if kind == "messages":
+        options = anthropic.to_chat(body)
+    elif kind == "responses":
+        options = responses.to_chat(body)
+    elif kind == "ids":
         inner = body.get("sampling_params", {})
         if not isinstance(inner, dict):
             raise bad("sampling_params", "give an object")
@@ -176,7 +188,11 @@ def wanted(kind: Kind, body: Mapping[str, Any], manners: Manners, run: Sampling)
 
 def _checked(options: Mapping[str, Any], manners: Manners, run: Sampling) -> tuple[str, ...]:
     """Names of what is ignored.  Raises CallRefused for what is refused."""
-    ours = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k}
+    ours = {
+        "temperature": run.temperature,
+        "top_p": run.top_p,
+        "top_k": run.top_k,
+    }
     ignored = []
     for name, value in options.items():
         if value is None or name in QUIET:
@@ -202,7 +218,7 @@ def _checked(options: Mapping[str, Any], manners: Manners, run: Sampling) -> tup
 
 
 def _prompt(kind: Kind, options: Mapping[str, Any], manners: Manners) -> dict[str, Any]:
-    if kind == "chat":
+    if kind not in ("text", "ids"):
         return {"messages": normalised(options.get("messages")), "tools": _tools(options)}
     if kind == "text":
         prompt = options.get("prompt")
@@ -286,7 +302,7 @@ def _flag(options: Mapping[str, Any], name: str) -> bool:
 
 def _logprobs(kind: Kind, options: Mapping[str, Any]) -> bool:
     value = options.get("logprobs")
-    if kind == "chat":
+    if kind not in ("text", "ids"):
         return _flag(options, "logprobs")
     if value is None or value is False:
         return False

@@ -6,7 +6,8 @@ which a closed connection does not end: its answer is kept, and a client's retry
 
     POST /asyncrl/v1/sessions                 leases a sample (the run's key)
     POST /s/ID/reward, /end, /beat; GET /s/ID (the session's key, as all below)
-    POST /s/ID/v1/chat/completions, /v1/completions, /inference/v1/generate; GET /s/ID/v1/models"""
+    POST /s/ID/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages
+    POST /s/ID/inference/v1/generate; GET /s/ID/v1/models"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ from starlette.types import Receive, Scope, Send
 from actors.gateway import replies
 from actors.gateway.chat import Chat
 from actors.gateway.forest import Node
-from actors.gateway.requests import Kind, Manners, Wanted, decoded, wanted
+from actors.gateway.requests import PREFIX, Kind, Manners, Wanted, decoded, wanted
 from actors.gateway.sessions import Call, CallRefused, Request, Session
 from asyncrl.contract.errors import ConfigError
 
@@ -128,6 +129,9 @@ class Web:
                 Route(at, self._served(self._view), methods=get),
                 Route(f"{at}/v1/chat/completions", self._calls("chat"), methods=post),
                 Route(f"{at}/v1/completions", self._calls("text"), methods=post),
+                Route(f"{at}/v1/messages", self._calls("messages"), methods=post),
+                Route(f"{at}/v1/messages/count_tokens", self._served(self._count), methods=post),
+                Route(f"{at}/v1/responses", self._calls("responses"), methods=post),
                 Route(f"{at}/inference/v1/generate", self._calls("ids"), methods=post),
                 Route(f"{at}/v1/models", self._served(self._models), methods=get),
                 Route(f"{at}/v1/models/{{model:path}}", self._served(self._models), methods=get),
@@ -217,7 +221,8 @@ class Web:
         calls: dict[int, float] = {}
         for name, share in _numbers(said.get("calls"), "calls").items():
             number = name.rpartition("-")[2]
-            if not number.isdecimal() or name not in (number, *_names(session, int(number))):
+            names = {f"{prefix}{session.name}-{number}" for prefix in PREFIX.values()}
+            if not number.isdecimal() or name not in {number, *names}:
                 raise CallRefused(
                     422, "no_such_call", f"calls: {name!r:.80} is no call's id", "calls"
                 )
@@ -259,12 +264,24 @@ class Web:
 
     async def _models(self, request: HttpRequest, opened: Opened, body: bytes) -> Response:
         name = self.service.manners.model
-        model = {"id": name, "object": "model", "created": 0, "owned_by": "asyncrl"}
+        model = {
+            "id": name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "asyncrl",
+        }
         if asked := request.path_params.get("model"):
             if asked != name:
                 raise CallRefused(404, "model_not_found", f"there is no model {asked!r}", "model")
             return JSONResponse(model)
         return JSONResponse({"object": "list", "data": [model]})
+
+    async def _count(self, request: HttpRequest, opened: Opened, body: bytes) -> Response:
+        """Tokens of a prompt that nobody draws from."""
+        session = opened.session
+        asked = wanted("messages", decoded(body), self.service.manners, session.ticket.sampling)
+        text = opened.chat.write(asked.messages, asked.tools)
+        return JSONResponse({"input_tokens": len(opened.chat.encode(text))})
 
     def _calls(self, kind: Kind) -> Callable[[HttpRequest], Awaitable[Response]]:
         async def route(request: HttpRequest) -> Response:
@@ -306,7 +323,7 @@ class Web:
                 raise CallRefused(
                     410, "session_ended", f"session {session.name} ended before a token was drawn"
                 )
-            name = _names(session, call.number)[asked.kind != "chat"]
+            name = _name(session, call.number, asked.kind)
             made.answer = replies.answer(asked, node, name, opened.chat.text, int(time.time()))
         except CallRefused as refused:
             self._failed(session, made, refused)
@@ -389,11 +406,21 @@ class Reply(Response):
         if self.asked.ignored:
             headers.append((b"x-asyncrl-ignored", _ascii(", ".join(self.asked.ignored))))
         headers += [(name.encode(), _ascii(value)) for name, value in more.items()]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": status,
+                "headers": headers,
+            }
+        )
 
 
 def _part(body: bytes, *, more: bool = True) -> dict[str, Any]:
-    return {"type": "http.response.body", "body": body, "more_body": more}
+    return {
+        "type": "http.response.body",
+        "body": body,
+        "more_body": more,
+    }
 
 
 def _ascii(text: str) -> bytes:
@@ -406,9 +433,9 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-def _names(session: Session, number: int) -> tuple[str, str]:
-    """What a call is called: as a chat completion, as a completion."""
-    return f"chatcmpl-{session.name}-{number}", f"cmpl-{session.name}-{number}"
+def _name(session: Session, number: int, kind: Kind) -> str:
+    """What a call is called in its answer."""
+    return f"{PREFIX[kind]}{session.name}-{number}"
 
 
 def _placed(session: Session, asked: Wanted, now: float) -> Call:
@@ -486,6 +513,8 @@ def _numbers(given: Any, name: str) -> dict[str, float]:
 async def _refused(request: HttpRequest, error: Exception) -> Response:
     assert isinstance(error, CallRefused)
     body, headers = replies.error(error)
+    if "/v1/messages" in request.url.path:
+        body["type"] = "error"  # as Anthropic's clients have it
     return JSONResponse(body, error.status, headers)
 
 

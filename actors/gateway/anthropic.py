@@ -1,0 +1,221 @@
+"""Anthropic's /v1/messages, translated to a chat completion and back.  Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from actors.gateway.forest import Message
+from actors.gateway.sessions import CallRefused
+
+# what asks for nothing that an answer could lack
+QUIET = ("system", "max_tokens", "stop_sequences", "messages", "tools", "tool_choice", "thinking")
+CHOICES = {
+    "auto": "auto",
+    "none": "none",
+    "any": "required",
+    "tool": "required",
+}
+
+
+def _bad(where: str, why: str) -> CallRefused:
+    return CallRefused(400, "invalid_value", f"{where}: {why}", where.partition("[")[0])
+
+
+def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The same request as a chat completion.  Raises CallRefused."""
+    made = {key: value for key, value in body.items() if key not in QUIET}
+    messages: list[Message] = []
+    if system := body.get("system"):
+        messages.append({"role": "system", "content": _texts("system", system)})
+    given = body.get("messages")
+    if not isinstance(given, list) or not given:
+        raise _bad("messages", "give a list of at least one message")
+    for place, message in enumerate(given):
+        messages += _turns(f"messages[{place}]", message)
+    made["messages"] = messages
+    made["max_tokens"] = body.get("max_tokens")
+    made["stop"] = body.get("stop_sequences")
+    if isinstance(body.get("thinking"), dict) and body["thinking"].get("type") != "disabled":
+        made["thinking"] = body["thinking"]  # named among the ignored
+    if isinstance(made.get("metadata"), dict):
+        made["metadata"] = {k: v for k, v in made["metadata"].items() if k == "asyncrl"}
+    choice = body.get("tool_choice")
+    if choice is not None:
+        kind = choice.get("type") if isinstance(choice, dict) else None
+        if kind not in CHOICES:
+            raise _bad("tool_choice", "give an object with a type")
+        made["tool_choice"] = CHOICES[kind]
+    made["tools"] = _tools(made, body.get("tools") or [])
+    return made
+
+
+def _tools(made: dict[str, Any], given: Any) -> list[Any]:
+    """Functions; a tool that runs at the provider is left out, by name."""
+    if not isinstance(given, list):
+        raise _bad("tools", "give a list")
+    tools = []
+    for place, tool in enumerate(given):
+        if not isinstance(tool, dict) or not isinstance(tool.get("name"), str):
+            raise _bad(f"tools[{place}]", "give an object with a name")
+        if tool.get("type", "custom") != "custom":
+            made[f"tools.{tool['type']}"] = True
+            continue
+        function = {"name": tool["name"], "parameters": tool.get("input_schema", {})}
+        if "description" in tool:
+            function["description"] = tool["description"]
+        tools.append({"type": "function", "function": function})
+    return tools
+
+
+def _texts(where: str, content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise _bad(where, "give text, or a list of text blocks")
+    for block in content:
+        if not isinstance(block, dict) or not isinstance(block.get("text"), str):
+            kind = block.get("type") if isinstance(block, dict) else type(block).__name__
+            raise _bad(where, f"a block of type {kind!r}: only text is known here")
+    return "".join(block["text"] for block in content)
+
+
+def _turns(where: str, message: Any) -> Iterator[Message]:
+    """One message: an answer with its calls; or what the tools said, then the user's text."""
+    if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
+        raise _bad(where, "give an object with the role user or assistant")
+    role, content = message["role"], message.get("content")
+    if isinstance(content, str):
+        yield {"role": role, "content": content}
+        return
+    if not isinstance(content, list):
+        raise _bad(where, "content: give text, or a list of blocks")
+    text: list[Any] = []
+    calls = []
+    for block in content:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if kind == "tool_use" and role == "assistant":
+            function = {"name": block.get("name"), "arguments": block.get("input", {})}
+            calls.append(
+                {
+                    "id": block.get("id"),
+                    "type": "function",
+                    "function": function,
+                }
+            )
+        elif kind == "tool_result" and role == "user":
+            said = _texts(where, block.get("content") or "")
+            yield {
+                "role": "tool",
+                "tool_call_id": block.get("tool_use_id"),
+                "content": said,
+            }
+        elif kind not in ("thinking", "redacted_thinking"):  # ours is put back as drawn
+            text.append(block)
+    joined = _texts(where, text)
+    if role == "assistant":
+        yield {
+            "role": role,
+            "content": joined,
+            **({"tool_calls": calls} if calls else {}),
+        }
+    elif text:
+        yield {"role": role, "content": joined}
+
+
+def answer(
+    message: Message, finish: str, usage: Mapping[str, int], head: Mapping[str, Any], stop: str
+) -> dict[str, Any]:
+    """The whole body.  head: id and model; stop: the stop string that ended it, or ""."""
+    blocks: list[dict[str, Any]] = []
+    if thought := message.get("reasoning_content"):
+        blocks.append(
+            {
+                "type": "thinking",
+                "thinking": thought,
+                "signature": "",
+            }
+        )
+    calls = message.get("tool_calls", ())
+    if message["content"] or not calls:
+        blocks.append({"type": "text", "text": message["content"] or ""})
+    for call in calls:
+        given = json.loads(call["function"]["arguments"])
+        name = call["function"]["name"]
+        blocks.append(
+            {
+                "type": "tool_use",
+                "id": call["id"],
+                "name": name,
+                "input": given,
+            }
+        )
+    reasons = {"length": "max_tokens", "tool_calls": "tool_use"}
+    return {
+        "id": head["id"],
+        "type": "message",
+        "role": "assistant",
+        "model": head["model"],
+        "content": blocks,
+        "stop_reason": "stop_sequence" if stop else reasons.get(finish, "end_turn"),
+        "stop_sequence": stop or None,
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "output_tokens": usage["completion_tokens"],
+        },
+    }
+
+
+def events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The answer as the events of a stream."""
+    start = {
+        **body,
+        "content": [],
+        "stop_reason": None,
+        "stop_sequence": None,
+    }
+    start["usage"] = {**body["usage"], "output_tokens": 0}
+    made: list[dict[str, Any]] = [{"type": "message_start", "message": start}]
+    for index, block in enumerate(body["content"]):
+        empty, delta = _delta(block)
+        made += [
+            {
+                "type": "content_block_start",
+                "index": index,
+                "content_block": empty,
+            },
+            {
+                "type": "content_block_delta",
+                "index": index,
+                "delta": delta,
+            },
+            {"type": "content_block_stop", "index": index},
+        ]
+    ended = {"stop_reason": body["stop_reason"], "stop_sequence": body["stop_sequence"]}
+    return [
+        *made,
+        {
+            "type": "message_delta",
+            "delta": ended,
+            "usage": body["usage"],
+        },
+        {"type": "message_stop"},
+    ]
+
+
+def _delta(block: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A block as it begins, and what is added to it."""
+    if block["type"] == "tool_use":
+        text = json.dumps(block["input"], ensure_ascii=False)
+        return {**block, "input": {}}, {"type": "input_json_delta", "partial_json": text}
+    kind = block["type"]
+    return {**block, kind: ""}, {"type": f"{kind}_delta", kind: block[kind]}
+
+
+def sse(made: Sequence[Mapping[str, Any]]) -> bytes:
+    """Events with their names, as both APIs that name them write them."""
+    return b"".join(
+        f"event: {event['type']}\ndata: {json.dumps(event, ensure_ascii=False)}\n\n".encode()
+        for event in made
+    )

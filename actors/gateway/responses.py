@@ -1,0 +1,269 @@
+"""OpenAI's /v1/responses, translated to a chat completion and back.  Pure.
+
+Nothing is kept for a later request: the whole input comes with each, as agents send it by
+themselves with `store` off."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from actors.gateway.forest import Message, plain_text
+from actors.gateway.sessions import CallRefused
+
+TAKEN = ("input", "instructions", "tools", "max_output_tokens", "text", "tool_choice", "messages")
+# what speaks of nothing that an answer could lack
+QUIET = ("include", "truncation", "background", "conversation", "previous_response_id", "prompt")
+STATE = ("background", "conversation", "previous_response_id", "prompt")
+
+
+def _bad(where: str, why: str) -> CallRefused:
+    return CallRefused(400, "invalid_value", f"{where}: {why}", where.partition("[")[0])
+
+
+def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The same request as a chat completion.  Raises CallRefused."""
+    for name in STATE:
+        if body.get(name):
+            why = "nothing is kept between requests: send the whole input"
+            raise CallRefused(400, "unsupported_parameter", f"{name}: {why}", name)
+    if body.get("truncation") not in (None, "disabled"):
+        why = "shorten the input yourself"
+        raise CallRefused(400, "unsupported_parameter", f"truncation: {why}", "truncation")
+    made = {key: value for key, value in body.items() if key not in (*TAKEN, *QUIET)}
+    made["messages"] = _messages(body)
+    made["max_tokens"] = body.get("max_output_tokens")
+    wanted = body.get("text") or {}
+    if not isinstance(wanted, dict):
+        raise _bad("text", "give an object")
+    if wanted.get("format") not in (None, {"type": "text"}):
+        why = "the answer cannot be forced: put it in the prompt, and in the reward"
+        raise CallRefused(400, "unsupported_parameter", f"text.format: {why}", "text.format")
+    choice = body.get("tool_choice")
+    made["tool_choice"] = choice if isinstance(choice, str | None) else "required"
+    tools = body.get("tools") or []
+    if not isinstance(tools, list):
+        raise _bad("tools", "give a list")
+    made["tools"] = []
+    for place, tool in enumerate(tools):
+        if not isinstance(tool, dict) or not isinstance(tool.get("type"), str):
+            raise _bad(f"tools[{place}]", "give an object with a type")
+        if tool["type"] != "function":  # runs at the provider: left out, by name
+            made[f"tools.{tool['type']}"] = True
+            continue
+        function = {key: tool[key] for key in ("name", "description", "parameters") if key in tool}
+        made["tools"].append({"type": "function", "function": function})
+    return made
+
+
+def _messages(body: Mapping[str, Any]) -> list[Message]:
+    messages: list[Message] = []
+    if instructions := body.get("instructions"):
+        messages.append({"role": "system", "content": instructions})
+    given = body.get("input")
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    if not isinstance(given, list) or not given:
+        raise _bad("input", "give text, or a list of at least one item")
+    for place, item in enumerate(given):
+        _add(messages, f"input[{place}]", item)
+    return messages
+
+
+def _add(messages: list[Message], where: str, item: Any) -> None:
+    """An item behind the others.  An answer's text and its calls, items of their own, are one
+    message.
+    """
+    kind = item.get("type", "message") if isinstance(item, dict) else None
+    if kind == "message" and isinstance(item.get("role"), str):
+        messages.append({"role": item["role"], "content": _text(where, item.get("content"))})
+    elif kind == "function_call":
+        if not messages or messages[-1]["role"] != "assistant":
+            messages.append({"role": "assistant", "content": ""})
+        function = {"name": item.get("name"), "arguments": item.get("arguments", "{}")}
+        call = {
+            "id": item.get("call_id"),
+            "type": "function",
+            "function": function,
+        }
+        messages[-1] = {**messages[-1], "tool_calls": [*messages[-1].get("tool_calls", ()), call]}
+    elif kind == "function_call_output":
+        said = _text(where, item.get("output"))
+        messages.append(
+            {
+                "role": "tool",
+                "tool_call_id": item.get("call_id"),
+                "content": said,
+            }
+        )
+    elif kind != "reasoning":  # ours is put back as drawn
+        raise _bad(where, f"an item of type {kind!r} is not known here")
+
+
+def _text(where: str, content: Any) -> str:
+    try:
+        return plain_text(content)
+    except ValueError as error:
+        raise _bad(where, str(error)) from error
+
+
+def answer(
+    message: Message, finish: str, usage: Mapping[str, int], head: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The whole body.  head: id, model, created, tools and sampling."""
+    name = head["id"].partition("_")[2]
+    output: list[dict[str, Any]] = []
+    if thought := message.get("reasoning_content"):
+        part = {"type": "reasoning_text", "text": thought}
+        output.append(
+            {
+                "id": f"rs_{name}",
+                "type": "reasoning",
+                "summary": [],
+                "content": [part],
+            }
+        )
+    calls = message.get("tool_calls", ())
+    if message["content"] or not calls:
+        text = message["content"] or ""
+        part = {
+            "type": "output_text",
+            "text": text,
+            "annotations": [],
+            "logprobs": [],
+        }
+        output.append(
+            {
+                "id": f"msg_{name}",
+                "type": "message",
+                "role": "assistant",
+                "status": "completed",
+                "content": [part],
+            }
+        )
+    for place, call in enumerate(calls):
+        output.append(
+            {
+                "id": f"fc_{name}_{place}",
+                "type": "function_call",
+                "status": "completed",
+                "call_id": call["id"],
+                "name": call["function"]["name"],
+                "arguments": call["function"]["arguments"],
+            }
+        )
+    cut = finish == "length"
+    return {
+        "id": head["id"],
+        "object": "response",
+        "created_at": head["created"],
+        "status": "incomplete" if cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "error": None,
+        "model": head["model"],
+        "output": output,
+        "instructions": None,
+        "metadata": {},
+        "parallel_tool_calls": True,
+        "temperature": None,
+        "top_p": None,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        },
+    }
+
+
+def events(body: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The answer as the events of a stream."""
+    begun = {
+        **body,
+        "status": "in_progress",
+        "output": [],
+        "incomplete_details": None,
+    }
+    begun["usage"] = None
+    made: list[dict[str, Any]] = [
+        {"type": "response.created", "response": begun},
+        {"type": "response.in_progress", "response": begun},
+    ]
+    for index, item in enumerate(body["output"]):
+        at = {"output_index": index, "item_id": item["id"]}
+        empty = {
+            **item,
+            "status": "in_progress",
+            **_emptied(item),
+        }
+        made.append(
+            {
+                "type": "response.output_item.added",
+                "output_index": index,
+                "item": empty,
+            }
+        )
+        if item["type"] == "function_call":
+            text, name = item["arguments"], item["name"]
+            kind = "response.function_call_arguments"
+            made += [
+                {
+                    "type": f"{kind}.delta",
+                    **at,
+                    "delta": text,
+                },
+                {
+                    "type": f"{kind}.done",
+                    **at,
+                    "arguments": text,
+                    "name": name,
+                },
+            ]
+        else:
+            made += _part(item["content"][0], {**at, "content_index": 0})
+        made.append(
+            {
+                "type": "response.output_item.done",
+                "output_index": index,
+                "item": item,
+            }
+        )
+    made.append({"type": f"response.{body['status']}", "response": body})
+    return [{**event, "sequence_number": number} for number, event in enumerate(made)]
+
+
+def _emptied(item: Mapping[str, Any]) -> dict[str, Any]:
+    return {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+
+
+def _part(part: Mapping[str, Any], at: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The one text of a message or a thought."""
+    kind = f"response.{part['type']}"
+    logprobs: dict[str, Any] = {"logprobs": []} if part["type"] == "output_text" else {}
+    return [
+        {
+            "type": "response.content_part.added",
+            **at,
+            "part": {**part, "text": ""},
+        },
+        {
+            "type": f"{kind}.delta",
+            **at,
+            "delta": part["text"],
+            **logprobs,
+        },
+        {
+            "type": f"{kind}.done",
+            **at,
+            "text": part["text"],
+            **logprobs,
+        },
+        {
+            "type": "response.content_part.done",
+            **at,
+            "part": part,
+        },
+    ]
