@@ -1,0 +1,123 @@
+"""benchmarks/chaos.py: its checker finds what is wrong with histories made by hand, and a short run
+of real processes, killed and stopped at points of their work, has nothing wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import ENV, ROOT
+
+sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
+from lib import chaos_checker
+
+STEPS, GROUPS, SIZE = 6, 1, 2
+WRONG = ("lost", "duplicated", "over_limit", "miscounted", "foreign")
+
+
+def sound() -> chaos_checker.History:
+    """Two lives: the second goes on from version 2 of the first, and version 3 comes out as it had
+    been.
+    """
+    history = chaos_checker.History(lives={1: (0, 0), 2: (1, 2)})
+    for epoch, numbers in ((1, range(4)), (2, range(2, STEPS + 1))):
+        for number in numbers:
+            same = number <= 3
+            history.digests[epoch, number] = f"w{number}" if same else f"w{epoch}.{number}"
+    for number in range(STEPS):
+        epoch = 1 if number < 2 else 2
+        rows = []
+        for sample in range(SIZE):
+            key = (number, sample, 10 + number)
+            drawn = (1, min(number, 3)) if number < 4 else (2, number - 1)
+            rows.append([*key, 3, [list(drawn)]])
+            history.witness.append((number, epoch, *key, 3))
+            history.made[key] = 3
+            history.made_by_survivors.add(key)
+            history.acks[key] = {"accepted"}
+        history.trained[number, epoch] = rows
+    history.ledger = {"trained": STEPS * SIZE * 3, "orphaned": 0}
+    return history
+
+
+def wrong(history: chaos_checker.History, **more: Any) -> dict[str, int]:
+    found = chaos_checker.check(history, STEPS, GROUPS, SIZE, 1, **more)
+    return {name: found[name] for name in WRONG if found[name]}
+
+
+def test_a_sound_history_has_nothing_wrong() -> None:
+    assert wrong(sound()) == {}
+    assert chaos_checker.lag(sound(), (1, 3), (2, 3)) == 0, "the same weights, whatever their name"
+    assert chaos_checker.lag(sound(), (2, 3), (2, 5)) == 2
+    assert chaos_checker.ancestors(sound(), 2) == {1}
+
+
+def test_each_kind_of_wrong_is_counted_apart() -> None:
+    history = sound()
+    row = history.witness.pop()
+    history.ledger["trained"] -= 3
+    assert wrong(history) == {"lost": 2}, "planned and not trained, acknowledged and not trained"
+    assert wrong(history, memory=True) == {"lost": 1}
+    history = sound()
+    history.witness.append(row)
+    history.ledger["trained"] += 3
+    assert wrong(history) == {"duplicated": 1}
+    history = sound()
+    history.witness.append((STEPS - 1, 2, STEPS + 7, 0, 99, 3))
+    history.ledger["trained"] += 3
+    assert wrong(history) == {"duplicated": 1}, "of no planned ticket"
+    history = sound()
+    history.trained[STEPS - 1, 2][0][4] = [[1, 2]]
+    assert wrong(history) == {"over_limit": 1}
+    history = sound()
+    history.ledger["trained"] -= 2
+    assert wrong(history) == {"miscounted": 2}
+    history = sound()
+    history.lives[3] = (1, 2)
+    assert "foreign" in wrong(history), "the newest life does not come from what was trained"
+
+
+def test_an_acknowledged_answer_that_was_written_anew_must_be_accounted_for() -> None:
+    history = sound()
+    history.made[2, 0, 9] = 5
+    history.acks[2, 0, 9] = {"accepted"}
+    assert wrong(history) == {"lost": 1}
+    history.ledger["orphaned"] = 5
+    assert wrong(history) == {}
+
+
+def test_an_answer_that_nobody_acknowledged_is_lost_if_its_generator_lived() -> None:
+    history = sound()
+    history.made[1, 0, 9] = 5
+    assert wrong(history) == {}
+    history.made_by_survivors.add((1, 0, 9))
+    assert wrong(history) == {"lost": 1}
+
+
+@pytest.mark.parametrize("seed", [5])
+def test_kills_and_stops_at_points_of_the_work_lose_and_double_nothing(seed: int) -> None:
+    done = subprocess.run(
+        [
+            sys.executable,
+            str(ROOT / "benchmarks" / "chaos.py"),
+            "--quick",
+            "--json",
+            "--seed",
+            str(seed),
+        ],
+        cwd=ROOT,
+        env={**ENV, "PYTHONPATH": str(Path(ROOT))},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert {name: found[name] for name in WRONG} == dict.fromkeys(WRONG, 0)
+    assert found["faults"] == found["recovered"] == 8 and found["errors"] == []
+    assert found["trained"] == (8 + 3 * 8) * 16
