@@ -12,7 +12,8 @@ from asyncrl.algorithms.loss import LossBatch
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch, Trajectory
 
-ROWS = 64  # samples in a micro-batch at most: more rows mean more padding and colder caches
+# samples in a micro-batch at most: with more, padding and what backward keeps outgrow the caches
+ROWS = 96
 
 
 @dataclass

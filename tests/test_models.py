@@ -64,6 +64,24 @@ def test_packed_logprobs_equal_plain_ones_in_value_and_gradient(
         torch.testing.assert_close(ga[name], gb[name], atol=2e-5, rtol=1e-4)
 
 
+def test_packed_gradients_in_bfloat16_and_of_answers_of_one_token(tmp_path: Path) -> None:
+    model = policy.build_model(tmp_path, "abcdefgh", kv_heads=2)
+    prompts, responses, owner = sample_batch(11)
+    cases = {"long": responses, "one token": [response[:1] for response in responses]}
+    for what, answers in cases.items():
+        found = []
+        for dtype in (torch.float32, torch.bfloat16):
+            model.hf.to(dtype)
+            model.hf.zero_grad()
+            out = model.logprobs(prompts, answers, torch.ones(len(answers)), groups=owner)
+            out.logprobs.sum().backward()
+            gradient = torch.cat([p.grad.float().flatten() for p in model.hf.parameters()])
+            found.append((out.logprobs.detach(), gradient))
+        (whole, right), (rounded, near) = found
+        assert (whole - rounded).abs().max() < 0.1, what
+        assert (right - near).norm() < 0.1 * right.norm(), what
+
+
 def test_chunked_head_equals_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = policy.build_model(tmp_path, "abcdefgh")
     prompts, responses, owner = sample_batch(11)

@@ -169,4 +169,4 @@ def test_micro_batches_are_sorted_by_length_and_hold_their_padded_tokens() -> No
     assert micro_batches(p, range(5), 10**6, rows=2) == [[1, 2], [4, 0], [3]]
     assert micro_batches(p, [3, 1], 10**6) == [[1, 3]] and micro_batches(p, [], 5) == []
     many = packed([(1, 1)] * (ROWS + 1))
-    assert [len(m) for m in micro_batches(many, range(ROWS + 1), 10**6)] == [ROWS, 1] and ROWS == 64
+    assert [len(m) for m in micro_batches(many, range(ROWS + 1), 10**6)] == [ROWS, 1] and ROWS == 96

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from asyncrl.models import exact_operators
+from asyncrl.models import exact_operators, packed_attention
+from asyncrl.models.packed_attention import Plan, Rows
 
 FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
 LOGIT_CHUNK = 1 << 24  # elements of logits held at once (64 MB in fp32)
@@ -287,29 +288,6 @@ def squared_probabilities(
     return out
 
 
-@dataclass
-class Plan:
-    """How samples are packed.  Tokens: unique prompts first, then each response without its last
-    token.
-
-    ids, positions [n]; prompt_rows [G, Pmax] and response_rows [B, R] index the packed tokens
-    (padding: index 0), keys [B, Pmax + R]; bias_* are additive attention masks; picks [N] the token
-    whose state predicts each response token."""
-
-    ids: torch.Tensor
-    positions: torch.Tensor
-    prompt_rows: torch.Tensor
-    prompt_bias: torch.Tensor
-    prompt_flat: torch.Tensor  # where the packed prompt tokens lie in [G * Pmax]
-    response_rows: torch.Tensor
-    keys: torch.Tensor
-    response_bias: torch.Tensor
-    response_flat: torch.Tensor
-    picks: torch.Tensor
-    targets: torch.Tensor
-    sample: torch.Tensor  # [N] sample of each response token
-
-
 def _rows(
     lengths: np.ndarray, start: int, to: int = 1
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -399,49 +377,12 @@ def plan(
         picks=put(picks),
         targets=put(np.concatenate(responses)),
         sample=put(np.repeat(np.arange(len(responses)), rlen)),
-    )
-
-
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """Attention of q [B, Q, h, d] over k, v [B, K, h_kv, d] with an additive bias [B, Q, K];
-    returns [B, Q, h, d].
-    """
-    b, n, h, d = q.shape
-    share = h // k.shape[2]
-    q = q.transpose(1, 2).reshape(b, k.shape[2], share * n, d).reshape(-1, share * n, d)
-    k = k.permute(0, 2, 3, 1).reshape(-1, d, k.shape[1])
-    v = v.transpose(1, 2).reshape(-1, v.shape[1], d)
-    scores = torch.bmm(q * d**-0.5, k).view(b, -1, share, n, k.shape[2])
-    p = torch.softmax(scores.float() + bias[:, None, None], -1).to(q.dtype)
-    out = torch.bmm(p.view(-1, share * n, k.shape[2]), v)
-    return out.view(b, h, n, d).transpose(1, 2)
-
-
-def _attention(
-    lay: Layout, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pl: Plan
-) -> torch.Tensor:
-    """Both attention calls of one layer, on packed q, k, v [n, heads, d]; returns packed [n, heads
-    * d].
-    """
-
-    def rows(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        return x.index_select(0, table.flatten()).view(*table.shape, *x.shape[1:])
-
-    a = attend(
-        rows(q, pl.prompt_rows), rows(k, pl.prompt_rows), rows(v, pl.prompt_rows), pl.prompt_bias
-    )
-    b = attend(rows(q, pl.response_rows), rows(k, pl.keys), rows(v, pl.keys), pl.response_bias)
-    width = lay.heads * lay.head_dim
-    return torch.cat(
-        [
-            a.reshape(-1, width).index_select(0, pl.prompt_flat),
-            b.reshape(-1, width).index_select(0, pl.response_flat),
-        ]
+        owner=put(owner),
     )
 
 
 def block(
-    lay: Layout, layer: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, pl: Plan
+    lay: Layout, layer: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, rows: Rows
 ) -> torch.Tensor:
     """One transformer layer over packed tokens x [n, H]."""
     att = layer.self_attn
@@ -454,7 +395,7 @@ def block(
     if hasattr(att, "q_norm"):
         q = rms_norm(q, att.q_norm.weight, lay.eps)
         k = rms_norm(k, att.k_norm.weight, lay.eps)
-    x = x + att.o_proj(_attention(lay, turn(q, cos, sin), turn(k, cos, sin), v, pl))
+    x = x + att.o_proj(packed_attention.attention(turn(q, cos, sin), turn(k, cos, sin), v, rows))
     h = rms_norm(x, layer.post_attention_layernorm.weight, lay.eps)
     added: torch.Tensor = mlp.down_proj(F.silu(mlp.gate_proj(h)) * mlp.up_proj(h))
     return x + added
@@ -484,8 +425,9 @@ def logprobs(
     pl = plan(prompts, responses, groups, weight.device)
     x = F.embedding(pl.ids, model.embed_tokens.weight)
     cos, sin = lay.rope(pl.positions)
+    rows = packed_attention.Rows.of(pl, lay.heads, lay.kv_heads)
     for layer in model.layers:
-        x = block(lay, layer, x, cos.to(x.dtype), sin.to(x.dtype), pl)
+        x = block(lay, layer, x, cos.to(x.dtype), sin.to(x.dtype), rows)
     hidden = rms_norm(x, model.norm.weight, lay.eps).index_select(0, pl.picks)
     scale = (1.0 / temperature.to(weight.device, torch.float32))[pl.sample]
     lp, ent = _PickedLogprobs.apply(  # type: ignore[no-untyped-call]
