@@ -28,6 +28,7 @@ MATHEMATICS = (
     "asyncrl/experiments/compare/comparison_analysis.py",
     "asyncrl/experiments/compare/verdict.py",
     "asyncrl/models/exact_operators.py",
+    "asyncrl/models/packed_attention.py",
     "asyncrl/models/packed_forward.py",
     "actors/decoder.py",
 )
