@@ -7,6 +7,11 @@ k3 against a reference in the loss, entropy, every diagnostic by lag bucket, all
 learner) and bare (the same forward, backward and update for -sum A lp / N, with no entropy and no
 metrics).  The reference's logprobs are given: its forward pass is not what is measured. Beside
 that, from inside the whole steps: the share of the time that passes in the loss's own functions.
+
+    OMP_NUM_THREADS=1 python benchmarks/losses.py --methods [--quick] [--json]
+
+Instead, without a goal: the step of every method for old samples (METHODS), of the advantages and
+measures that need passes of their own, over the step of PPO anchored on mu, all by turns.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import functools
+import math
 import statistics
 import tempfile
 import time
@@ -28,8 +35,10 @@ import torch
 from lib import rounds
 
 from asyncrl.algorithms import loss
+from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Batch, Trajectory
+from asyncrl.experiments.compare import methods
 from asyncrl.models.policy import build_model
 from learner.batch import pack
 from learner.step import LearnerCore
@@ -78,6 +87,46 @@ def config(path: Path) -> Config:
         "kl": {"loss": {"coefficient": 0.01, "estimator": "k3"}},
     }
     return msgspec.convert(raw, Config)
+
+
+# beside METHODS: what costs a pass or a copy of its own
+MORE = {
+    "otb": ["advantage.name=otb"],
+    "gradient cosine": ["learner.gradient_cosine=log"],
+    "rate by ESS": ["stop.lr_by_ess=sqrt"],
+}
+
+
+def of_methods(path: Path, b: Batch, many: int) -> tuple[list[dict[str, Any]], rounds.Times]:
+    """Each method's step over PPO's: (lines of the table, times)."""
+    plain = [*methods.BEHAVIOR, "loss.surrogate=ppo"]
+    arms = {"ppo": plain} | {name: sets for name, (_, sets) in methods.METHODS.items()}
+    arms |= {name: [*plain, *sets] for name, sets in MORE.items()}
+    common = [
+        f"model.path={str(path)!r}",
+        "model.warm_start=false",
+        "model.device=cpu",
+        "learner.lr=0.0",
+        f"learner.group_size={SIZE}",
+    ]
+    learners = {
+        name: LearnerCore(load.load("configs/rle.toml", [*sets, *common]), path)
+        for name, sets in arms.items()
+    }
+    times = rounds.interleave(
+        {name: functools.partial(learner.train, b) for name, learner in learners.items()}, many
+    )
+    table = [
+        rounds.figure(
+            f"{name}: CPU of a step over PPO's",
+            [1 / x for x in rounds.speedups(times, name, "ppo", 1)],
+            math.inf,
+            at_least=False,
+        )
+        for name in arms
+        if name != "ppo"
+    ]
+    return table, times
 
 
 class Whole(LearnerCore):
@@ -129,11 +178,20 @@ class Inside:
 def main() -> None:
     p = rounds.parser(__doc__)
     p.add_argument("--rounds", type=int, default=7)
+    p.add_argument("--methods", action="store_true", help="the methods' steps instead, by turns")
     args = p.parse_args()
     rounds.one_core()
     torch.set_num_threads(1)
     samples, length = (64, 256) if args.quick else (256, 1024)
     b = batch(samples, length)
+    if args.methods:
+        with tempfile.TemporaryDirectory() as work:
+            path = Path(work) / "m"
+            build_model(path, "0123456789abcdefghij", hidden=64, layers=2, heads=4)
+            table, times = of_methods(path, b, 1 if args.quick else args.rounds)
+        what = {"what": f"learner steps [{samples}, {length}] by method, one core", "times": times}
+        rounds.report("losses_methods", table, what, args)
+        return
     inside = Inside()
     shares = []
     for name in ("prepare", "begin_step", "micro_loss", "finish", "add_sums"):
