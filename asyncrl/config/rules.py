@@ -14,7 +14,8 @@ from asyncrl.config.tree import Config
 def check(config: Config) -> list[str]:
     """Rules that span several keys; each problem begins with its key and shows its arithmetic."""
     return (
-        (_exact(config) if config.exact else [])
+        (_agent(config) if config.agent.on else [])
+        + (_exact(config) if config.exact else [])
         + _name(config)
         + _staleness(config)
         + _sizes(config)
@@ -29,7 +30,6 @@ def check(config: Config) -> list[str]:
         + _advantage(config)
         + _value(config)
         + _engine(config)
-        + (_agent(config) if config.agent.on else [])
     )
 
 

@@ -10,6 +10,8 @@ from asyncrl.config.tree import Config
 
 def cold(config: Config) -> str:
     """Why `config` cannot run in a warm process; empty: it can."""
+    if config.agent.on:
+        return "agent: sessions need a gateway, which a warm process has not; run it as processes"
     if not ENGINES[config.generator.engine].one_process:
         return (
             f"generator.engine: {config.generator.engine} does not run in a warm process; "

@@ -190,6 +190,8 @@ def average(values: Sequence[float]) -> float:
 
 def simulate(config: Config, times: Times, seed: int = 0, *, evaluate: bool = True) -> Outcome:
     """One simulated run.  Raises ConfigError for what it does not simulate."""
+    if config.agent.on:
+        raise ConfigError("agent: sessions are not simulated; their calls have times of their own")
     if times.failed and config.reward.on_error == "stop":
         raise ConfigError(
             "--time failed=...: with reward.on_error = stop the first failed reward ends the run; "

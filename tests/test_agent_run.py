@@ -1,0 +1,161 @@
+"""Runs of sessions: real processes, an environment of one's own, a generator killed amid calls."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from conftest import ENV, ROOT
+
+from asyncrl.config import load
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
+from asyncrl.experiments.one_process import cold
+from asyncrl.experiments.simulate.outcome import simulate
+from asyncrl.experiments.simulate.times import Times
+from asyncrl.models.policy import build_model
+from asyncrl.tasks.calc import Calc
+
+PATIENCE_S = 600.0
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("agent") / "m"
+    build_model(path, Calc.symbols, hidden=32, layers=1)
+    return path
+
+
+def command(model_dir: Path, runs: Path, name: str, *sets: str) -> list[str]:
+    small = [
+        f"model.path={str(model_dir)!r}",
+        f"runs={str(runs)!r}",
+        f"name={name!r}",
+        "learner.groups=4",
+        "learner.group_size=4",
+        "evaluation.prompts=4",
+        "evaluation.final_prompts=4",
+        "evaluation.ood_prompts=2",
+        "record.samples_every=1",
+        "record.samples=0",
+    ]
+    argv = [sys.executable, "-m", "asyncrl.cli", "run", "configs/calc.toml", "--json"]
+    return argv + [part for item in (*small, *sets) for part in ("--set", item)]
+
+
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def check(run: Path, max_lag: int, steps: int) -> list[dict[str, Any]]:
+    """What holds of every run of sessions; returns its samples."""
+    summary = json.loads((run / "summary.json").read_text())
+    ledger = summary["ledger"]
+    assert summary["steps"] == steps and summary["trajectories"] == 16 * steps
+    assert ledger["generated"] == sum(v for k, v in ledger.items() if k != "generated")
+    assert summary["lag"]["max"] <= max_lag
+    samples = rows(run / "samples.jsonl")
+    assert len(samples) == 16 * steps
+    for s in samples:
+        drawn = [start for _, start, end in s["versions"] for start in range(start, end)]
+        assert drawn == [at for at, mask in enumerate(s["mask"]) if mask]
+        assert all(x == 0 for x, mask in zip(s["logprobs"], s["mask"], strict=True) if not mask)
+        assert 1 <= s["calls"] <= 6 and not s["rows"]
+    assert ledger["trained"] == sum(sum(s["mask"]) for s in samples)
+    return samples
+
+
+def test_the_learner_finds_the_probabilities_that_the_calls_were_drawn_with(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """At limit 0 every token's probability under the row's forward pass is the recorded one, tools
+    and all.
+    """
+    argv = command(model_dir, tmp_path, "zero", "learner.steps=2", "staleness.max_lag=0")
+    done = subprocess.run(
+        argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=PATIENCE_S
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    samples = check(tmp_path / "zero", 0, 2)
+    assert max(s["calls"] for s in samples) > 1 and any(0 in s["mask"] for s in samples)
+    found = [
+        row["mismatch/k3_at_lag_0"]
+        for row in rows(tmp_path / "zero" / "metrics.jsonl")
+        if "mismatch/k3_at_lag_0" in row
+    ]
+    assert found and max(found) < 1e-9
+
+
+def test_a_killed_generators_calls_are_drawn_by_its_next_life(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """The sessions notice nothing: no sample is lost or written twice."""
+    run = tmp_path / "killed"
+    process = subprocess.Popen(
+        command(model_dir, tmp_path, "killed", "learner.steps=12"),
+        cwd=ROOT,
+        env=ENV,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        alive = run / ".generator-0.alive"
+        until(lambda: (run / "metrics.jsonl").exists() and alive.exists())
+        os.kill(int(alive.read_text().strip()), signal.SIGKILL)
+        _, said = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said[-3000:]
+    assert "generator-0 died: SIGKILL" in said
+    check(run, 2, 12)
+    ledger = json.loads((run / "summary.json").read_text())["ledger"]
+    assert ledger["duplicate"] == ledger["failed"] == 0
+
+
+def until(what: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not what():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ("exact=true", "exact: encodes calls otherwise"),
+        ("staleness.inject=1", "staleness.inject: knows single answers only"),
+        ("staleness.delay=1.0", "staleness.delay: knows single answers only"),
+        ("generator.engine='vllm'", "generator.engine: vllm draws no calls yet"),
+        ("learner.backend='deepspeed'", "learner.backend: rows were tried with torch alone"),
+        ("advantage.name='remax'", "advantage.name: remax has no greedy session"),
+        ("advantage.name='gae'", 'advantage.name = gae: needs the order .* agent.fork = "end"'),
+        ("agent.tools=['m:f']", "agent.env: an environment has its own tools"),
+        ("agent.max_tokens=5", "agent.max_tokens: 5 are fewer than one call may draw"),
+        ("wires.curve_dir='k'", "wires.curve_dir: a gateway has no key"),
+    ],
+)
+def test_what_sessions_cannot_be_combined_with_is_refused(item: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load.load("calc", [item])
+
+
+def test_what_needs_order_works_where_a_fork_ends_the_session() -> None:
+    assert load.load("calc", ["advantage.name='gae'", "agent.fork='end'"]).agent.fork == "end"
+
+
+def test_a_warm_process_and_the_simulator_refuse_sessions() -> None:
+    config: Config = load.load("calc")
+    assert "sessions need a gateway" in cold(config)
+    assert not cold(msgspec.structs.replace(config, agent=type(config.agent)()))
+    with pytest.raises(ConfigError, match="sessions are not simulated"):
+        simulate(config, Times())
