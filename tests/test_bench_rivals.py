@@ -1,0 +1,83 @@
+"""The rivals of benchmarks/learner.py and engine.py: the plain steps do what the learner does, and
+generate gets its best way.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from asyncrl.models.policy import build_model
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def program(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """benchmarks/NAME.py as a module, under a name that hides no package."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+    path = ROOT / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"bench_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_plain_step_has_the_learners_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = program("learner", monkeypatch)
+    build_model(tmp_path, "0123456789abcdefghij", hidden=32, layers=2, heads=2)
+    batch = bench.batch()
+    ours = bench.make("ours", tmp_path)
+    ours.train(batch)
+    expected = bench.gradient(ours)
+    for way in ("64 rows, sdpa", "32 rows, eager"):
+        plain = bench.make(way, tmp_path)
+        plain.train(batch)
+        error = (bench.gradient(plain) - expected).norm() / expected.norm()
+        assert float(error) < 1e-4, way
+    strong = bench.make("strong", tmp_path)
+    strong.optimizer.zero_grad = lambda **_: None  # so that the step leaves its gradient
+    strong.train(batch)
+    # in another order of parameters: the norms of all, and the embedding itself
+    whole = torch.cat([w.grad.flatten() for w in strong.policy.parameters()])
+    torch.testing.assert_close(whole.norm(), expected.norm(), rtol=1e-4, atol=0)
+    embedding = ours.model.hf.model.embed_tokens.weight.grad
+    torch.testing.assert_close(strong.policy.embed.grad, embedding, rtol=1e-3, atol=1e-6)
+
+
+def test_generate_is_measured_in_the_way_that_is_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each way of attention, cache and rows runs once on the first few answers; the best on all."""
+    bench = program("engine", monkeypatch)
+    ran: list[Any] = []
+    clock = [0.0]
+    seconds = {("eager", "static", 256): 1.0, ("sdpa", None, 64): 2.0}
+
+    def fake(model: str, batch: int, prompts: Any, lens: Any, cache: str | None = None) -> Any:
+        def run() -> None:
+            ran.append((model, cache, batch, len(lens)))
+            clock[0] += seconds.get((model, cache, batch), 5.0)
+
+        return run
+
+    for name in ("by_generate", "by_loop"):
+        monkeypatch.setattr(bench, name, fake)
+    monkeypatch.setattr(bench.time, "process_time", lambda: clock[0])
+    models: Any = {"sdpa": "sdpa", "eager": "eager"}
+    found = bench.rivals(models, [64, 256], torch.zeros(100, 3), np.ones(100), 40)
+    assert list(found) == [
+        "generate, eager, static cache, 256 rows",
+        "plain loop, sdpa, 64 rows",
+    ]
+    assert len(ran) == len(set(ran)) == 8 + 4 and {n for *_, n in ran} == {40}
+    ran.clear()
+    for run in found.values():
+        run()
+    assert ran == [("eager", "static", 256, 100), ("sdpa", None, 64, 100)]
