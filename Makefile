@@ -3,7 +3,7 @@
 # make check  lint, types, import rules, fast tests (files of at most 10 CPU seconds)
 # make mutants  do the fast tests notice a changed line: 400 mutants by a seed (10 to 20 minutes; `make mutants MUTANTS="--module weights"`)
 # make shape  what a reader meets: columns, tokens a line, lengths, names; each with its limit
-# make bench  every benchmark, one table
+# make bench  every program that makes a figure of README and docs, then one table, hours in all (`make bench BENCH="--only speed engine"`)
 # make docs   docs/ as a site, in build/docs; a link that leads nowhere is an error
 # make wheel  dist/asyncrl-*.whl, configs included: pip install it anywhere
 # make requirements  compile requirements/cpu.txt and gpu.txt anew
@@ -80,5 +80,4 @@ mutants: env
 	nice $(PY) benchmarks/mutants.py $(MUTANTS)
 
 bench: env
-	for name in demo_seeds engine vllm_engine learner buffer loop losses exact repeatable simulate memory startup lab kills; do $(PY) benchmarks/$$name.py || exit 1; done
-	$(PY) benchmarks/table.py
+	$(PY) benchmarks/table.py --run $(BENCH)

@@ -1,74 +1,167 @@
-"""One table of every committed figure that has a goal: the newest result of each program, met or
-not.
+"""Every figure of README and docs/performance.md: measure them, and one table of them all with
+their goals; what is not met, or not measured against its present rival, is marked.
 
-python benchmarks/table.py [--json]
+    python benchmarks/table.py [--only NAME ...] [--json]     what is committed
+    python benchmarks/table.py --run [--quick] [--only NAME ...]   run the programs first
+
+Quick runs show that a program works and write nothing.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
+import subprocess
 import sys
-from typing import Any
+import time
+from typing import Any, NamedTuple
 
 from lib.results_file import ROOT
 from rich.console import Console
 from rich.table import Table
 
 
+class Program(NamedTuple):
+    """What to run, the results it writes, about how many minutes it takes on two quiet cores."""
+
+    words: str
+    results: tuple[str, ...]
+    minutes: float
+
+
+PROGRAMS = {
+    "speed": Program("loop.py --parts speed", ("loop_speed",), 12),
+    "engine": Program("engine.py", ("engine",), 8),
+    "learner": Program("learner.py", ("learner",), 4),
+    "exact": Program("exact.py", ("exact",), 6),
+    "buffer": Program("buffer.py", ("buffer",), 5),
+    "weights": Program("weights.py", ("weights",), 2),
+    "reward": Program("loop.py --parts reward publication", ("loop_reward_publication",), 10),
+    "own": Program("loop.py --parts own", ("loop_own",), 7),
+    "losses": Program("losses.py", ("losses",), 3),
+    "startup": Program("startup.py", ("startup",), 3),
+    "memory": Program("memory.py", ("memory",), 11),
+    "curves": Program("loop.py --parts curves", ("loop_curves",), 8),
+    "comparisons": Program(
+        "comparisons.py", ("comparisons", "comparisons_default", "comparisons_slow"), 20
+    ),
+    "simulate": Program("simulate.py", ("simulate",), 20),
+    "repeatable": Program("repeatable.py", ("repeatable",), 10),
+    "kills": Program("kills.py", ("kills",), 10),
+    "demo_seeds": Program("demo_seeds.py", ("demo_seeds",), 12),
+    "vllm_engine": Program("vllm_engine.py", ("vllm_engine", "vllm_engine_start"), 25),
+    "mutants": Program("mutants.py", ("mutants",), 20),
+}
+# Results before this day are against weaker rivals, and are no figures any more.
+SINCE = {"engine": "2026-11-22", "learner": "2026-11-22", "loop_speed": "2026-11-22"}
+OUTDATED = ("engine_",)  # names of such results that no program writes any more
+TO_DO = "to be measured"
+
+
 def newest() -> dict[str, dict[str, Any]]:
-    """Name of the program -> its last result."""
+    """Name of the result -> the last one."""
     out: dict[str, tuple[tuple[str, str], dict[str, Any]]] = {}
     for path in (ROOT / "benchmarks" / "results").glob("*.json"):
         name = re.sub(r"^[\d-]+_[0-9a-z]+_\d+core_", "", path.stem)
         result = json.loads(path.read_text())
         age = (result.get("date", ""), result.get("time", ""))
-        if name not in out or age > out[name][0]:
+        if age[0] >= SINCE.get(name, "") and (name not in out or age > out[name][0]):
             out[name] = age, result | {"file": path.name}
     return {name: result for name, (_, result) in sorted(out.items())}
 
 
-def rows() -> list[dict[str, Any]]:
-    """figure, value, goal, met; programs without a list of goals give one row."""
+def goals(name: str, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """figure, value, goal, met; a program without a list of goals gives one row, a study none."""
+    if not result.get("goals") and "met" not in result:
+        return []
+    found = result.get("goals") or [
+        {
+            "figure": str(result.get("what", name)),
+            "value": "",
+            "goal": result.get("goal", ""),
+            "met": result.get("met"),
+        }
+    ]
+    return [
+        {"program": name, "commit": result.get("commit", ""), "file": result["file"]}
+        | {k: g.get(k, "") for k in ("figure", "value", "goal", "met", "spread", "rounds")}
+        | {"beside_other_work": result.get("rounds_beside_other_work", "")}
+        for g in found
+    ]
+
+
+def rows(only: list[str]) -> list[dict[str, Any]]:
+    """Those of the programs in their order, then, without `only`, of every other result."""
+    have = newest()
     out = []
-    for name, result in newest().items():
-        if not result.get("goals") and "met" not in result:
-            continue  # a study: its findings are in docs/log
-        goals = result.get("goals") or [
-            {
-                "figure": str(result.get("what", name)),
-                "value": "",
-                "goal": result.get("goal", ""),
-                "met": result.get("met"),
-            }
-        ]
-        out += [
-            {"program": name, "commit": result.get("commit", "")}
-            | {k: g.get(k, "") for k in ("figure", "value", "goal", "met")}
-            for g in goals
-        ]
+    for name in only or PROGRAMS:
+        found = [row for r in PROGRAMS[name].results if r in have for row in goals(r, have[r])]
+        out += found or [{"program": name, "figure": TO_DO, "met": False}]
+    named = {r for program in PROGRAMS.values() for r in program.results}
+    for name, result in have.items():
+        if not only and name not in named and not name.startswith(OUTDATED):
+            out += goals(name, result)
     return out
 
 
-def main() -> None:
-    found = rows()
-    if "--json" in sys.argv[1:]:
-        print(json.dumps(found))
-        return
-    table = Table("program", "figure", "value", "goal", "", "commit")
+def run(only: list[str], extra: list[str]) -> list[str]:
+    """Run the programs; the names of those that failed."""
+    failed = []
+    for name in only or PROGRAMS:
+        file, *words = PROGRAMS[name].words.split()
+        began = time.monotonic()
+        print(f"{name}: about {PROGRAMS[name].minutes:g} minutes", file=sys.stderr)
+        argv = [sys.executable, str(ROOT / "benchmarks" / file), *words, *extra]
+        if subprocess.run(argv, cwd=ROOT, check=False).returncode:
+            failed.append(name)
+        print(f"{name}: {(time.monotonic() - began) / 60:.1f} minutes", file=sys.stderr)
+    return failed
+
+
+def shown(found: list[dict[str, Any]]) -> Table:
+    table = Table("program", "figure", "value", "spread", "goal", "", "commit")
     for r in found:
-        met = {True: "met", False: "NOT MET"}.get(r["met"], "")
-        value = f"{r['value']:,.3f}" if isinstance(r["value"], float) else str(r["value"])
+        mark = {True: "met", False: "NOT MET"}.get(r["met"], "")
+        if r["figure"] == TO_DO:
+            mark = "NOT MEASURED"
+        elif r.get("beside_other_work"):
+            mark += ", beside other work"
+        value = r.get("value", "")
         table.add_row(
             r["program"],
             r["figure"],
-            value,
-            str(r["goal"]),
-            met,
-            r["commit"],
+            f"{value:,.3f}" if isinstance(value, float) else str(value),
+            " to ".join(map(str, r.get("spread") or [])),
+            str(r.get("goal", "")),
+            mark,
+            r.get("commit", ""),
             style="red" if r["met"] is False else "",
         )
-    Console().print(table)
+    return table
+
+
+def main() -> None:
+    p = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    p.add_argument("--only", nargs="+", default=[], choices=list(PROGRAMS), metavar="NAME")
+    p.add_argument("--run", action="store_true", help="run the programs first")
+    p.add_argument("--quick", action="store_true", help="with --run: show that they work")
+    p.add_argument("--json", action="store_true")
+    args, extra = p.parse_known_args()
+    if extra and not (args.run and len(args.only) == 1):
+        p.error(f"{' '.join(extra)}: a program's own options go with --run and one --only")
+    failed = run(args.only, extra + ["--quick"] * args.quick) if args.run else []
+    found = rows(args.only)
+    if args.json:
+        print(json.dumps(found))
+    else:
+        Console().print(shown(found))
+        unmet = sum(r["met"] is False for r in found)
+        print(f"{len(found)} figures, {unmet} not met or not measured")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import figures  # noqa: E402
+import table  # noqa: E402
 
 from asyncrl.config import load  # noqa: E402
 
@@ -198,11 +199,6 @@ def result(file: str) -> dict[str, Any]:
     return dict(json.loads((ROOT / "benchmarks" / "results" / file).read_text()))
 
 
-def measured(path: str, figure: str) -> float:
-    (goal,) = [g for g in result(path)["goals"] if g["figure"] == figure]
-    return float(goal["value"])
-
-
 def bullet(file: str) -> str:
     """The README's line that names the result file, on one line."""
     text = (ROOT / "README.md").read_text().split("## Measured")[1].split("\n## ")[0]
@@ -233,12 +229,11 @@ def test_the_readme_s_figures_are_those_of_their_files() -> None:
     assert f"At lag 4: {with_it} with PPO" in bullet(grid)
     assert f"{without} without ({synchronous} synchronous)" in bullet(grid)
 
-    engine = "2026-11-21_4a3f240_4core_engine.json"
-    small, large = (
-        measured(engine, f"{n}, spread 3: engine / generate static") for n in ("84k", "2.6M")
-    )
-    assert f"{small:.1f} times the best" in bullet(engine)
-    assert f"{large:.1f} at 2.6M" in bullet(engine)
 
-    learner = "2026-11-21_a0c235d_4core_learner.json"
-    assert f"{measured(learner, '84k: step, ours / plain, 64 rows'):.1f} times" in bullet(learner)
+def test_speed_is_claimed_from_results_against_present_rivals_only() -> None:
+    """A result against a weaker rival is no figure any more, on any page but the log."""
+    for page in PAGES:
+        for file in () if page in LOG else RESULT.findall(page.read_text()):
+            day, _, _, name = Path(file).stem.split("_", 3)
+            assert day >= table.SINCE.get(name, ""), f"{page}: {file} had a weaker rival"
+            assert not name.startswith(table.OUTDATED), f"{page}: {file} had a weaker rival"
