@@ -272,3 +272,26 @@ def test_a_learner_trains_with_a_baseline_of_tokens(model_dir: Path) -> None:
     before = weights(learner)
     row = learner.train(batch())
     assert row["optim/steps"] == 1 and not torch.equal(before, weights(learner))
+
+
+def test_a_gradient_in_bfloat16_is_kept_as_it_was() -> None:
+    alignment = Alignment(0.0)
+    first, second = (torch.tensor(x, dtype=torch.bfloat16) for x in ([1.0, 0.0], [1.0, 1.0]))
+    alignment.look([first])
+    alignment.keep()
+    alignment.look([second])
+    alignment.keep()
+    assert second.tolist() == [0, 1] and alignment.previous[0].tolist() == [1, 1]
+
+
+def test_a_step_that_was_dropped_leaves_the_gradient_before(model_dir: Path) -> None:
+    learner = core(model_dir, learner={"lr": 0.01, "gradient_cosine": "log"})
+    learner.train(batch(0))
+    kept = [each.clone() for each in learner.backend.alignment.previous]
+    bad = batch(1)
+    for sample in bad.samples:
+        sample.reward = 1e38 * (1 + sample.sample)
+    row = learner.train(bad)
+    assert row["optim/skipped"] == 1 and "optim/gradient_cosine" not in row
+    after = learner.backend.alignment.previous
+    assert all(torch.equal(a, b) for a, b in zip(kept, after, strict=True))

@@ -801,3 +801,85 @@ def test_a_baseline_of_each_prompt() -> None:
 def test_advantages_that_look_at_rewards_as_they_came(sections: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, "c.toml")
+
+
+# ---- what is shown of them -----------------------------------------------------------------------
+
+LOW, HIGH = view.LOW, view.HIGH
+CUTS: list[tuple[str, dict[str, Any], list[int]]] = [
+    ("vespo", {}, [0] * 6),
+    ("band", {}, [0, LOW, 0, 0, 0, LOW]),
+    ("band", {"band_hi": 1.4}, [0, LOW, HIGH, 0, HIGH, LOW]),
+    ("ipo", {"dppo_threshold": 0.25}, [0, LOW, 0, 0, HIGH, LOW]),
+    ("minpro", {"eps_low": 0.21}, [0, LOW, LOW, 0, HIGH, LOW]),
+    ("gmpo", {}, [0, 0, HIGH, 0, 0, LOW]),
+    ("bapo", {"bapo_share": 0.515}, [0, 0, HIGH, 0, 0, LOW]),
+]
+
+
+@pytest.mark.parametrize(("name", "keys", "expected"), CUTS)
+def test_which_bound_cut_is_told(name: str, keys: dict[str, Any], expected: list[int]) -> None:
+    c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
+    whole = view.Whole(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
+    prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
+    found = surrogates.SURROGATES[name](given(prepass=prepass), c)
+    assert found.clipped.tolist() == expected and found.clipped.dtype == torch.int8
+
+
+def objective(name: str, **keys: Any) -> torch.Tensor:
+    c = config(loss={"surrogate": name, **keys}, correction={"proximal": "behavior"})
+    whole = view.Whole(MU.log(), SIGN, EVERY, SEQ, GROUP, LP)
+    prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
+    return surrogates.SURROGATES[name](given(prepass=prepass), c).objective
+
+
+def test_the_objectives_value() -> None:
+    """Of a detached weight: the coefficient times log pi_theta; of a ratio: the ratio times A,
+    as it is bounded."""
+    for name in ("vespo", "minpro"):
+        assert torch.allclose(objective(name), torch.tensor(coefficient(name), dtype=D) * LP)
+    inside = vec(1.2, 0, 1.5, -0.8, -2, 0)
+    assert torch.allclose(objective("band"), inside * LP)
+    assert torch.allclose(objective("band", pull=0.1), inside * LP - 0.1 * X.square())
+    inside = vec(1.2, 0, 1.5, -0.8, 0, 0)
+    moved = {"dppo_threshold": 0.25, "pull": 0.1}
+    assert torch.allclose(objective("ipo", **moved), inside - 0.1 * X.square())
+    whole = [0.963732] * 3 + [-1.023609] * 3
+    assert objective("gmpo").tolist() == pytest.approx(whole, abs=1e-6)
+    assert objective("gepo").tolist() == pytest.approx(coefficient("gepo"))
+    bounded = [1.2, 0.5, 1.35, -0.8, -2, -0.6]
+    assert objective("bapo", bapo_share=0.515).tolist() == pytest.approx(bounded)
+
+
+def test_an_answer_without_a_token_in_the_loss_is_not_of_its_group() -> None:
+    mask = torch.tensor([True, True, True, False, False, False])
+    log_q = answers.group_probability(MU.log(), mask, SEQ, GROUP)
+    assert log_q.exp()[:3].tolist() == pytest.approx([0.542884] * 3, abs=1e-6)
+    both = answers.group_probability(MU.log(), EVERY, SEQ, GROUP)
+    assert both.exp().tolist() == pytest.approx([0.493326] * 6, abs=1e-6)
+    apart = answers.group_probability(MU.log(), EVERY, SEQ, torch.tensor([0, 1]))
+    assert apart.exp().tolist() == pytest.approx([0.542884] * 3 + [0.430887] * 3, abs=1e-6)
+
+
+def test_what_is_dropped_at_the_policy_is_counted() -> None:
+    """Rejected tokens have no weight left; those of M2PO are masked, not rejected."""
+    for keys, name, share in (
+        ({"reject": "kb", "reject_at": "target", "reject_hi": 0.3}, "is/rejected_share", 0.5),
+        ({"m2": 0.04, "m2_over": "pushing"}, "is/masked_share", 0.5),
+    ):
+        c = config(loss={"surrogate": "vanilla"}, correction={"proximal": "behavior", **keys})
+        shown = sl.finish(gradient(example(), c, LP.clone().requires_grad_(True))[2])
+        assert shown[name] == pytest.approx(share) and shown["is/zero_share"] == pytest.approx(0.5)
+        assert shown["is/mean_weight"] == pytest.approx(0.5)
+
+
+def test_far_ratios_of_whole_answers_stay_finite() -> None:
+    far = torch.tensor([1e4, -1e4, 0.1], dtype=D)
+    seq, mask = torch.arange(3), torch.ones(3, dtype=torch.bool)
+    count, total, square = stopping.answer_weights(far, mask, seq, 3).tolist()
+    assert count == 3 and total == pytest.approx(math.exp(20)) and math.isfinite(square)
+    b = batch(14)
+    b.start = b.behavior + 1e4
+    b.squared_norms = torch.ones(12, dtype=D)
+    got = gradient(b, config(**vcpo(advantage={"name": "opob"})), theta(b))[1]
+    assert bool(got.isfinite().all())
