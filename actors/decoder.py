@@ -129,10 +129,16 @@ class ColumnCache:
 
 
 def decode(
-    w: FusedWeights, cache: ColumnCache, tokens: torch.Tensor, positions: torch.Tensor, column: int
+    w: FusedWeights,
+    cache: ColumnCache,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    column: int,
+    seen: int,
 ) -> torch.Tensor:
     """One step for the first n rows: tokens, positions [n]; writes cache column `column`; returns
-    logits fp32 [n, V].
+    logits fp32 [n, V].  seen: columns that attention looks at, more than `column`; no row may have
+    keys behind them.
     """
     n = len(tokens)
     lay = w.lay
@@ -142,12 +148,12 @@ def decode(
     cos = cos.to(w.top["embed"].dtype)
     sin = sin.to(w.top["embed"].dtype)
     cache.bias[:n, :, column] = 0.0
-    bias = cache.bias[:n, None]
+    bias = cache.bias[:n, None, :, :seen]
     x = w.top["embed"].index_select(0, tokens)
     for i in range(w.layers):
         q, k, v = w.project(i, x, cos, sin)
-        keys = cache.k[i, :n]
-        values = cache.v[i, :n]
+        keys = cache.k[i, :n, :, :seen]
+        values = cache.v[i, :n, :, :seen]
         keys[:, :, column], values[:, :, column] = k, v
         columns = keys.shape[2]
         q = q.reshape(n * lay.kv_heads, share, lay.head_dim)

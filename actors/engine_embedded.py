@@ -25,6 +25,7 @@ from asyncrl.models import exact_operators, memory
 from asyncrl.models.policy import PolicyModel, load_policy
 
 CHUNK = 64  # rows refilled at a time: an admission costs about as much as a few decode steps
+BLOCK = 64  # columns of keys that attention takes more at a time
 SHRINK = 0.75  # live share of the rows in use below which they are moved together
 
 
@@ -410,6 +411,7 @@ class EmbeddedEngine:
                 self.token[:count],
                 self.position[:count],
                 self.prompt_needed + column,
+                self._seen(),
             )
         # a row's own count picks its uniform: what is drawn does not depend on who is written
         # beside it
@@ -431,6 +433,15 @@ class EmbeddedEngine:
         self.count[:count].add_(1).clamp_(max=self.uniform.shape[1] - 1)
         self.position[:count].add_(1).clamp_(max=self.context)
         return self._answers(ended.nonzero()[:, 0])
+
+    def _seen(self) -> int:
+        """Columns that attention looks at: until the ring has gone round once, those behind this
+        step's hold nothing.  In whole BLOCKs, so that short rings take one kernel for all steps.
+        """
+        assert self.cache is not None
+        columns = self.cache.bias.shape[2]
+        used = self.prompt_needed + self.clock + 1
+        return min(-(-used // BLOCK) * BLOCK, columns) if self.clock < self.ring_needed else columns
 
     def _written(self, index: int, row: Row) -> tuple[np.ndarray, np.ndarray]:
         """Tokens and logprobs of row i so far, read out of the ring."""

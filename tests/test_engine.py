@@ -5,12 +5,13 @@ really sampled from.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from actors import decoder
+from actors import decoder, engine_embedded
 from actors.engine import Answer, Request, uniform_rows, uniforms
 from actors.engine_embedded import EmbeddedEngine, rounded
 from asyncrl.contract.versions import Label
@@ -201,3 +202,44 @@ def test_uniforms_are_a_counter_stream() -> None:
     assert (
         rows[0, :3] == np.float32([0.5003024339675903, 0.540410041809082, 0.3515719473361969])
     ).all()  # runs of earlier versions repeat
+
+
+def test_attention_looks_at_the_columns_in_use_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A long limit costs short answers nothing, and the answers are what they were: before the ring
+    has gone round, when it does, and where it grows."""
+    model = policy.build_model(tmp_path, "abcdefgh", hidden=32, layers=2)
+    looked: list[int] = []
+    plain = decoder.decode
+
+    def spy(*args: Any) -> torch.Tensor:
+        looked.append(args[-1])
+        return plain(*args)
+
+    monkeypatch.setattr(decoder, "decode", spy)
+    answers = []
+    for block in (4, 10**6):
+        monkeypatch.setattr(engine_embedded, "BLOCK", block)
+        one = EmbeddedEngine(model, slots=4, context=60, max_new_tokens=24)
+        one.load(dict(policy.named_weights(model)), Label(1, 0), "d")
+        looked.clear()
+        out = {}
+        for start, most in ((0, 7), (4, 24), (8, 5), (12, 20), (16, 40), (20, 30)):
+            prompt = np.array([3, 4, 5], np.int32)
+            one.add(
+                Request((i, 0, 1), prompt, i, most - i % 3, 1.0, 1.0, 0, (), 0)
+                for i in range(start, start + 4)
+            )
+            for answer in one.step(6):  # the next ones come while these are being written
+                out[answer.key] = answer
+        while one.active:
+            out |= {answer.key: answer for answer in one.step()}
+        assert len(out) == 24
+        if block == 4:
+            assert looked[0] == 12 and max(looked) == 8 + 40  # 8 columns for prompts
+            assert looked[:7] == [12, 12, 12, 12, 16, 16, 16]
+        answers.append(out)
+    for key, found in answers[0].items():
+        assert (found.tokens == answers[1][key].tokens).all()
+        np.testing.assert_allclose(found.logprobs, answers[1][key].logprobs, atol=1e-5)
