@@ -181,6 +181,8 @@ class Fault:
         self.action = chaos_points.KILL
         if not run.memory and choice.random() < 0.3:
             self.action = chaos_points.STOP
+        if run.off == "sync":  # what is lost then is lost when a buffer dies behind its words
+            self.role, self.point, self.action = "buffer", "idle", chaos_points.KILL
         self.stop_s = choice.uniform(0.1, 1.0)
         self.run = run
 
@@ -298,8 +300,8 @@ def main() -> None:
             runs.append(chaos(Path(work), model, each, args.seed + number, args.disable))
             print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
     found = summed(runs)
-    clean = not any(found[name] for name in WRONG) and not found["errors"]
-    found["met"] = clean if not args.disable else not clean
+    wrong = any(found[name] for name in WRONG)
+    found["met"] = wrong if args.disable else not wrong and not found["errors"]
     if not args.quick and not args.disable:
         found["file"] = results_file.write("chaos", {"what": __doc__, **found}).name
     print(json.dumps(found) if args.json else "\n".join(f"{k:18} {v}" for k, v in found.items()))

@@ -91,6 +91,12 @@ def test_an_acknowledged_answer_that_was_written_anew_must_be_accounted_for() ->
     assert wrong(history) == {}
 
 
+def test_an_answer_that_was_taken_and_then_called_a_duplicate_counts_twice() -> None:
+    history = sound()
+    history.acks[1, 0, 11] = {"accepted", "duplicate"}
+    assert wrong(history) == {"duplicated": 1}
+
+
 def test_an_answer_that_nobody_acknowledged_is_lost_if_its_generator_lived() -> None:
     history = sound()
     history.made[1, 0, 9] = 5

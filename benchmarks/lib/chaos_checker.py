@@ -121,6 +121,7 @@ def check(
         history.ledger.get(line, 0)
         for line in ("orphaned", "dropped_stale", "abandoned", "filtered")
     )
+    twice = [key for key, said in history.acks.items() if {"accepted", "duplicate"} <= said]
     unanswered = [
         key
         for key in history.made_by_survivors
@@ -145,7 +146,8 @@ def check(
     return {
         "lost": len(never) + lost_acked + len(unanswered),
         "duplicated": sum(n - 1 for n in count.values() if n > 1)
-        + sum(key not in planned for key in count),
+        + sum(key not in planned for key in count)
+        + len(twice),
         "over_limit": over,
         "miscounted": int(abs(counted - tokens)),
         "foreign": len(foreign),

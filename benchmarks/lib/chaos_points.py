@@ -5,10 +5,12 @@ off.  The product knows nothing of this."""
 from __future__ import annotations
 
 import json
+import math
 import mmap
 import os
 import random
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ POINTS = {
     "buffer": ("idle", "mid-journal", "mid-answer"),
 }
 KILL, STOP = 1, 2
-MECHANISMS = ("dedupe", "redelivery", "sync", "cursor", "ticket_order", "epoch_fence")
+MECHANISMS = ("dedupe", "redelivery", "sync", "cursor", "ticket_order")
 
 
 class Orders:
@@ -229,7 +231,6 @@ def learner(role: str, orders: Orders, notes: Path, off: str, loss: float) -> No
 def buffer(role: str, orders: Orders, notes: Path, off: str, loss: float) -> None:
     from asyncrl.transport.sockets import BufferSocket
     from buffer import journal
-    from buffer.durable_store import RecordedStore
     from buffer.service import Service
     from buffer.store import Store
 
@@ -248,22 +249,14 @@ def buffer(role: str, orders: Orders, notes: Path, off: str, loss: float) -> Non
 
     journal._write = write
     before(Service, "flush", lambda service: service.outgoing and look("mid-answer"))
-    before(BufferSocket, "recv", lambda socket, timeout: timeout and look("idle"))
+    if off != "sync":
+        before(BufferSocket, "recv", lambda socket, timeout: timeout and look("idle"))
     if off == "dedupe":
         Store.disposition = lambda store, group, trajectory: None  # type: ignore[method-assign]
     elif off == "ticket_order":
-        Store.in_order = property(lambda store: False)  # type: ignore[method-assign,assignment]
+        any_order()
     elif off == "sync":
-        plain_settle = RecordedStore.settle
-
-        def settle(store: Any) -> None:
-            if len(store.journal.waiting) > 60:
-                plain_settle(store)
-            store.journal.durable = store.journal.appended  # so it says
-
-        RecordedStore.settle = settle  # type: ignore[method-assign]
-    elif off == "epoch_fence":
-        Service.fenced = lambda service, peer, epoch: False  # type: ignore[method-assign]
+        unsynced(role, orders)
     plain_init = BufferSocket.__init__
 
     def init(socket: Any, *args: Any, **kwargs: Any) -> None:
@@ -271,6 +264,53 @@ def buffer(role: str, orders: Orders, notes: Path, off: str, loss: float) -> Non
         lossy(socket, os.getpid(), loss, ("Acks", "Batch", "Committed", "Welcome", "Heard"))
 
     BufferSocket.__init__ = init  # type: ignore[method-assign]
+
+
+def any_order() -> None:
+    """Batches take what is complete, and nobody looks at what is too old for them."""
+    from buffer import batches
+    from buffer.store import Store
+
+    plain = batches.judge
+
+    def judge(store: Any, groups: Any, number: int) -> Any:
+        limit, store.max_lag = store.max_lag, math.inf
+        try:
+            return plain(store, groups, number)
+        finally:
+            store.max_lag = limit
+
+    batches.judge = judge
+    Store.in_order = property(lambda store: False)  # type: ignore[method-assign,assignment]
+
+
+def unsynced(role: str, orders: Orders) -> None:
+    """Answers are acknowledged a pass before they are written, and "idle" comes in between."""
+    from buffer.durable_store import RecordedStore
+    from buffer.service import Service
+
+    plain = RecordedStore.settle
+    held = [False]
+
+    def taken(_what: Any, store: Any, _samples: Any) -> None:
+        held[0] = True
+
+    def settle(store: Any) -> None:
+        # a frame, and the count that came with it: nothing else rests on this pass
+        held[0] = held[0] and len(store.journal.waiting) <= 2
+        if not held[0]:
+            plain(store)
+        store.journal.durable = store.journal.appended  # so it says
+
+    def said(_none: Any, _service: Any) -> None:
+        if held[0] and orders.reached(role, "idle"):
+            time.sleep(0.05)  # the words are on their way
+            orders.obey(role)
+        held[0] = False
+
+    after(RecordedStore, "take_all", taken)
+    RecordedStore.settle = settle  # type: ignore[method-assign]
+    after(Service, "flush", said)
 
 
 HOOKS = {"generator": generator, "learner": learner, "buffer": buffer}
