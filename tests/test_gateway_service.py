@@ -289,6 +289,10 @@ def test_a_new_epoch_ends_the_sessions_of_the_one_before(world: Callable[..., Wo
     w.answer(next(c for c in calls if c.ticket == 11), "ab")
     w.calls(1)
     assert w.gateway.progress() == [(11, 1, 3), (12, 2, 0)]
+    w.gateway.held[12, 2].tokens = 10**6  # of sessions that began again: no report may say so much
+    most = w.gateway.config.learner.group_size * 64
+    assert w.gateway.progress() == [(11, 1, 3), (12, 2, most)]
+    w.gateway.held[12, 2].tokens = 0
     source = m.WeightsSource(2, "here", "", "")
     w.gateway.announce(m.Announcement(Label(2, 1), "d", source))
     assert w.gateway.progress() == [(12, 2, 0)] and len(w.gateway.episodes) == 1

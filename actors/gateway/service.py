@@ -502,9 +502,15 @@ class Gateway:
             self.socket.send(m.Want(self.producer, self.session, self.want_sequence, free, holding))
 
     def progress(self) -> list[tuple[int, int, int]]:
-        """(ticket, attempt, tokens drawn for it so far)."""
+        """(ticket, attempt, tokens drawn for it so far): at most what its samples may have, should
+        sessions have begun again so often.
+        """
+        most = self.config.learner.group_size * self.config.agent.max_tokens
         return [
-            (*name, held.tokens + sum(self.episodes[x].session.tokens for x in held.open))
+            (
+                *name,
+                min(most, held.tokens + sum(self.episodes[x].session.tokens for x in held.open)),
+            )
             for name, held in self.held.items()
         ]
 

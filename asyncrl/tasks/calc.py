@@ -22,6 +22,7 @@ from asyncrl.tasks.synthetic import FIXED, Synthetic, _home
 
 END = "<eos>"  # between a call and what the calculator says
 TURNS = 6
+LONGEST = 12  # tokens of a turn, its end included
 CALL = re.compile(r"\?(\d{1,4})([*+-])(\d{1,4})")
 ERROR = "e="
 
@@ -45,7 +46,7 @@ class Calc(Synthetic):
 
     name = "calc"
     symbols = "0123456789*+-=?#e"
-    steps = 900
+    steps = 600
 
     def draw(self, rng: random.Random, split: str) -> str:
         left = rng.randint(12, 99)

@@ -117,7 +117,7 @@ def accuracy(model: Any, task: Task, seed: int, count: int = 512) -> float:
         torch.manual_seed(seed)
         if isinstance(task, calc.Calc):
             return _played(model, prompts)
-        texts = _drawn(model, [p.text for p in prompts])
+        texts = _drawn(model, [p.text for p in prompts], MOST)
     judged = [task.reward(p, t) for p, t in zip(prompts, texts, strict=True)]
     return sum(j["reward"] if isinstance(j, dict) else j for j in judged) / count
 
@@ -131,7 +131,8 @@ def _played(model: Any, prompts: list[Prompt]) -> float:
     }
     total = 0.0
     while live:
-        for place, text in zip(list(live), _drawn(model, list(live.values())), strict=True):
+        written = _drawn(model, list(live.values()), calc.LONGEST)
+        for place, text in zip(list(live), written, strict=True):
             says, reward, terminated, truncated, _ = environments[place].step(text)
             total += reward
             if terminated or truncated:
@@ -141,8 +142,8 @@ def _played(model: Any, prompts: list[Prompt]) -> float:
     return total / len(prompts)
 
 
-def _drawn(model: Any, before: list[str]) -> list[str]:
-    """What the model writes behind each text."""
+def _drawn(model: Any, before: list[str], most: int) -> list[str]:
+    """What the model writes behind each text, up to `most` tokens."""
     from asyncrl.models import policy as models
 
     tokenizer = models.transformers_tokenizer(model.tokenizer_dir)
@@ -155,7 +156,7 @@ def _drawn(model: Any, before: list[str]) -> list[str]:
         temperature=1.0,
         top_k=0,
         top_p=1.0,
-        max_new_tokens=MOST,
+        max_new_tokens=most,
     )
     written = out[:, coded["input_ids"].shape[1] :]
     return list(tokenizer.batch_decode(written, skip_special_tokens=True))
