@@ -78,6 +78,7 @@ SHORTER_PYTHON = {"learner.steps=40": "learner.steps=2"}
 ELSEWHERE = {
     "asyncrl compare configs/demo.toml": "test_compare.py::test_a_comparison_from_start_to_verdict",
     "asyncrl engines": "test_vllm.py::test_engines_command",
+    "asyncrl model get smollm2 models/smollm2": "test_real_model.py::test_the_directory_is_whole",
     "python benchmarks/figures.py": "test_docs.py::test_every_figure_is_what_its_result_draws",
     "python benchmarks/pages.py": "test_kept_pages.py::test_the_library_comes_by_a_command",
     "asyncrl lab bias": "test_lab.py::test_bias_as_json_and_a_page",

@@ -30,6 +30,7 @@ FAMILIES = {
     "simulate": ("simulate",),
     "lab": ("lab",),
     "config": ("config", "task"),
+    "model": ("model",),
 }
 
 

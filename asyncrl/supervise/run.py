@@ -19,7 +19,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo
 from asyncrl.contract.messages import Status
-from asyncrl.models import devices
+from asyncrl.models import devices, fetch
 from asyncrl.records import atomic_write, lives, metrics, rundir, signs, stream, trace
 from asyncrl.supervise import live, run_page
 from asyncrl.supervise.launch import Supervisor
@@ -98,6 +98,8 @@ def preflight(config: Config) -> None:
     task = get_task(config.task)
     path = Path(config.model.path)
     if not (path / "config.json").is_file():
+        if why := fetch.not_fetched(config.model.path):
+            raise ConfigError(f"model.path: {why}")
         if not config.model.warm_start:
             raise ConfigError(
                 f"model.path: {path} is no model directory (it has no config.json); "
