@@ -12,14 +12,17 @@ sessions, each to its deadline: while a tool runs, no token is drawn."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import socket
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -34,12 +37,15 @@ from actors.rewards import RewardRunner
 from actors.turn import RENEW_S
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
-from asyncrl.contract.errors import AsyncrlError, NothingToDo, PeerUnreachable
+from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo, PeerUnreachable
 from asyncrl.contract.waits import BUFFER, Wait, WaitLog
 from asyncrl.models.tokenizer import encode_prompt, has_template, load_tokenizer, stop_tokens
 from asyncrl.records.rundir import buffer_address, ended, gateway_address, run_id
 from asyncrl.tasks import get_task
 from asyncrl.transport import sockets
+
+if TYPE_CHECKING:
+    from actors.gateway.door import Door
 
 POLL_S = 0.05  # a look at the clock with no news
 TICK_S = 0.25
@@ -83,7 +89,9 @@ def limits(config: Config) -> Limits:
         max_calls=agent.max_calls,
         max_tokens=agent.max_tokens,
         rows=agent.rows,
+        parallel=agent.parallel,
         deadline_s=agent.deadline_s,
+        idle_s=agent.idle_s if agent.serve else 0.0,
         grace_s=2 * agent.step_s,
         fork=agent.fork,
     )
@@ -109,7 +117,12 @@ class Gateway:
         self.limits = limits(config)
         self.tokenizer = load_tokenizer(config.model.path)
         self.stops = stop_tokens(self.tokenizer, config)
-        self.chat = Chat(self.tokenizer, self.stops, parser=parser_for("hermes"))
+        self.chat = Chat(
+            self.tokenizer,
+            self.stops,
+            parser=parser_for(config.agent.parser),
+            history=config.agent.history,
+        )
         self.templated = has_template(config.model.path)
         if config.agent.tools and not self.templated:
             raise AsyncrlError(
@@ -117,8 +130,10 @@ class Gateway:
                 "says how a model calls tools; put one there (chat_template.jinja), or use "
                 "agent.env"
             )
-        self.drive = Drive(config.agent)
-        self.rewards = RewardRunner(config, get_task(config.task)) if config.agent.tools else None
+        self.door: Door | None = None  # where a harness asks, in the place of environments
+        self.drive = None if config.agent.serve else Drive(config.agent)
+        judges = bool(config.agent.tools) or config.agent.serve
+        self.rewards = RewardRunner(config, get_task(config.task)) if judges else None
         self.judged: dict[tuple[int, int, int], Episode] = {}
         self.outbox = Outbox(config.wires, self.producer, self.session)
         self.socket = sockets.PeerSocket(buffer_address(config, run_dir), run=self.run)
@@ -146,20 +161,36 @@ class Gateway:
     def loop(self) -> None:
         self.greet()
         while True:
-            sockets.wait([self.socket, self.calls_socket], self.drive.descriptors, POLL_S)
-            self.read()
-            if self.ending or self.over:
+            self.wait()
+            if self.turn():
                 break
-            self.read_calls()
-            self.read_environments()
-            self.read_rewards()
-            self.tick(time.monotonic())
-            self.begin()
-            self.send_calls()
-            for frame in self.outbox.frames(time.monotonic(), flush=True):
-                self.socket.send(frame)
-            self.want()
-            self.renew()
+        self.turned_last()
+
+    def wait(self) -> None:
+        """Until there is news, or a look at the clock is due."""
+        descriptors = list(self.drive.descriptors) if self.drive is not None else []
+        descriptors += [self.door.bell.fileno()] if self.door is not None else []
+        sockets.wait([self.socket, self.calls_socket], descriptors, POLL_S)
+
+    def turn(self) -> bool:
+        """Take in the news and act on it; True when it was the last turn."""
+        self.read()
+        if self.ending or self.over:
+            return True
+        self.read_calls()
+        self.read_environments()
+        self.read_rewards()
+        self.tick(time.monotonic())
+        self.begin()
+        self.send_calls()
+        for frame in self.outbox.frames(time.monotonic(), flush=True):
+            self.socket.send(frame)
+        self.want()
+        self.renew()
+        return False
+
+    def turned_last(self) -> None:
+        """The buffer's last word from here.  Raises NothingToDo for a run that had ended before."""
         if not self.over:
             self.renewed = 0.0
             self.renew()
@@ -243,29 +274,43 @@ class Gateway:
                 self.held[ticket.ticket, ticket.attempt] = Held(ticket, list(ticket.samples))
 
     def begin(self) -> None:
-        """Open sessions, evaluation first, while agent.sessions has room."""
-        line = sorted(
-            (held for held in self.held.values() if held.waiting),
-            key=lambda held: (held.ticket.kind == "train", held.ticket.ticket),
-        )
-        for held in line:
+        """Open sessions while agent.sessions has room; a harness opens its own."""
+        for held in self.line() if self.door is None else ():
             while held.waiting and len(self.episodes) < self.config.agent.sessions:
                 self.open(held, held.waiting.pop(0), first=True)
         self.waits_for("" if self.episodes else "a ticket: none may be granted, or all are out")
 
-    def open(self, held: Held, sample: int, *, first: bool) -> None:
+    def line(self) -> list[Held]:
+        """Tickets with samples that wait, evaluation first."""
+        return sorted(
+            (held for held in self.held.values() if held.waiting),
+            key=lambda held: (held.ticket.kind == "train", held.ticket.ticket),
+        )
+
+    def env_seed(self, ticket: m.Ticket) -> int:
+        return env_seed(self.config, ticket)
+
+    def episode(self, held: Held, sample: int, *, first: bool) -> Episode:
+        """A session, begun."""
         ticket = held.ticket
         self.numbers += 1
         own = encode_prompt(self.tokenizer, ticket.prompt)
         now = time.monotonic()
+        chat = self.chat.at(datetime.now())
         session = Session(
-            ticket, sample, ticket.attempt, self.limits, self.chat, own_prompt=own, opened=now
+            ticket, sample, ticket.attempt, self.limits, chat, own_prompt=own, opened=now
         )
-        self.episodes[self.numbers] = Episode(self.numbers, session, first)
+        made = self.episodes[self.numbers] = Episode(self.numbers, session, first)
         held.open.add(self.numbers)
+        return made
+
+    def open(self, held: Held, sample: int, *, first: bool) -> None:
+        """A session in an environment."""
+        assert self.drive is not None
+        ticket = held.ticket
         self.drive.reset(
             Op(
-                session=self.numbers,
+                session=self.episode(held, sample, first=first).number,
                 kind="reset",
                 prompt=ticket.prompt,
                 seed=env_seed(self.config, ticket),
@@ -276,7 +321,10 @@ class Gateway:
 
     def drop(self, episode: Episode) -> None:
         """The session is no more; what it drew stays counted with its ticket."""
-        self.drive.end(episode.number)
+        if self.drive is not None:
+            self.drive.end(episode.number)
+        if self.door is not None:
+            self.door.dropped(episode)
         for number, drawing in list(self.drawing.items()):
             if drawing is episode:
                 self.board.forget(number)
@@ -313,6 +361,11 @@ class Gateway:
                 session.fail(str(error), now)
             return
         episode.call = call
+        self.ask(episode, call)
+
+    def ask(self, episode: Episode, call: Call) -> int:
+        """Have a call drawn; its number."""
+        session = episode.session
         self.numbers += 1
         ticket = session.ticket
         self.drawing[self.numbers] = episode
@@ -331,6 +384,7 @@ class Gateway:
                 stream=call.stream_key,
             )
         )
+        return self.numbers
 
     def written(self, episode: Episode, obs: Any) -> np.ndarray:
         """Without a template: the ids so far, and the observation's."""
@@ -358,14 +412,22 @@ class Gateway:
         episode.session.reward(episode.reward, episode.parts, calls, now=time.monotonic())
 
     def judge(self, episode: Episode) -> None:
-        """The config's reward is asked of the last answer."""
+        """The config's reward is asked of the last answer, once."""
+        if episode.last is not None and episode.session.judge(time.monotonic()):
+            self.submit(episode)
+
+    def submit(self, episode: Episode) -> None:
+        """The same for a session that is being judged."""
         session = episode.session
         assert self.rewards is not None
-        if episode.last is None or not session.judge(time.monotonic()):
+        if episode.last is None:
+            session.judged(Outcome(0.0, {}, "it was to be judged before its first answer"))
             return
         ids = episode.last.node.ids
         assert ids is not None
         key = (session.ticket.ticket, session.sample, session.attempt)
+        if key in self.judged:
+            return
         self.judged[key] = episode
         self.rewards.submit(key, session.ticket.prompt, self.chat.shown(ids), ids)
 
@@ -385,6 +447,9 @@ class Gateway:
 
     def drawn(self, message: m.Called) -> None:
         episode = self.drawing.pop(message.id, None)
+        if episode is not None and self.door is not None:
+            self.door.drawn(episode, message)
+            return
         if episode is None or episode.call is None:
             return
         call, session = episode.call, episode.session
@@ -409,10 +474,11 @@ class Gateway:
         if self.templated:
             assert node.answer is not None
             episode.history = [*episode.history, node.answer]
+        assert self.drive is not None
         self.drive.step(Op(episode.number, "step", text=self.chat.shown(ids), message=node.answer))
 
     def read_environments(self) -> None:
-        for happened in self.drive.poll():
+        for happened in self.drive.poll() if self.drive is not None else ():
             episode = self.episodes.get(happened.session)
             if episode is None or episode.session.state != "open":
                 continue
@@ -465,6 +531,11 @@ class Gateway:
 
     def cut(self, episode: Episode, call: Call) -> None:
         """End a call in the engine; one that no engine has is over now."""
+        if self.door is not None:
+            asked = self.door.call_of(call)
+            if asked is not None and self.board.cut(asked):
+                self.drawn(m.Called(asked, b"", b"", [], "length"))
+            return
         for number, drawing in list(self.drawing.items()):
             if drawing is episode and episode.call is call and self.board.cut(number):
                 self.drawn(m.Called(number, b"", b"", [], "length"))
@@ -486,10 +557,11 @@ class Gateway:
     # ---- the buffer ------------------------------------------------------------------------------
 
     def want(self) -> None:
-        """Ask for as many samples as agent.sessions has room for."""
+        """Ask for as many samples as agent.sessions has room for, and a harness asks for."""
         now = time.monotonic()
         waiting = sum(len(held.waiting) for held in self.held.values())
-        free = self.config.agent.sessions - len(self.episodes) - waiting
+        room = self.config.agent.sessions - len(self.episodes)
+        free = (room if self.door is None else min(room, self.door.asks)) - waiting
         if self.outbox.full:
             self.waits_for("credit: the buffer has not acknowledged what was delivered")
             return
@@ -546,7 +618,8 @@ class Gateway:
             self.waiting_since = time.monotonic()
 
     def close(self) -> None:
-        self.drive.close()
+        if self.drive is not None:
+            self.drive.close()
         if self.rewards is not None:
             self.rewards.close()
         if not self.over:
@@ -592,6 +665,17 @@ def trajectory(session: Session, tokenizer: Any) -> m.Trajectory:
     )
 
 
+def door_of() -> Callable[[Gateway], Coroutine[Any, Any, None]]:
+    """What serves a gateway over HTTP.  Raises ConfigError where its libraries are missing."""
+    try:
+        from actors.gateway import door
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"agent.serve: {error.name} is not installed: pip install 'asyncrl[agents]'"
+        ) from error
+    return door.serve
+
+
 def main(config: Config, run_dir: Path, index: int) -> bool:
     """Run gateway `index` until the run is over, or SIGTERM asks for its end (False)."""
     gateway = Gateway(config, run_dir, index)
@@ -602,7 +686,10 @@ def main(config: Config, run_dir: Path, index: int) -> bool:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN if os.environ.get("ASYNCRL_SUPERVISED") else stop)
     try:
-        gateway.loop()
+        if config.agent.serve:
+            asyncio.run(door_of()(gateway))
+        else:
+            gateway.loop()
     finally:
         gateway.close()
     return gateway.over

@@ -42,9 +42,7 @@ class CallRefused(AsyncrlError):
 
 @dataclass(frozen=True)
 class Limits:
-    """What a session may use: the config's section [agent], and generator.context.  0: no limit.
-
-    Calls that draw at once may pass max_tokens by what they draw together."""
+    """What a session may use: the config's section [agent], and generator.context.  0: no limit."""
 
     context: int = 0  # tokens of a prompt and its answer
     max_calls: int = 32
@@ -279,7 +277,16 @@ class Session:
                 )
             most = min(most, limits.context - len(prompt))
         if limits.max_tokens:
-            most = min(most, limits.max_tokens - self.tokens)
+            promised = sum(call.max_new_tokens for call in self.open_calls.values())
+            left = limits.max_tokens - self.tokens - promised
+            if left < 1:
+                raise CallRefused(
+                    429,
+                    "parallel_calls",
+                    f"the open calls of session {self.name} may use up agent.max_tokens = "
+                    f"{limits.max_tokens}: wait for one of them",
+                )
+            most = min(most, left)
         if self.forest.opens_row(node) and (begun := self.forest.rows_begun()):
             if limits.fork == "end":
                 raise self._reached("fork", now)

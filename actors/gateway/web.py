@@ -65,8 +65,14 @@ class Service(Protocol):
 
     manners: Manners
     run_key: str
-    over: bool  # the run has ended: nothing is leased or drawn any more
-    ending: bool  # this process ends: come again
+
+    @property
+    def over(self) -> bool:
+        """The run has ended: nothing is leased or drawn any more."""
+
+    @property
+    def ending(self) -> bool:
+        """This process ends: come again."""
 
     def now(self) -> float:
         """The clock of the sessions, in seconds."""

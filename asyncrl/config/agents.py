@@ -25,6 +25,49 @@ class Agent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             "until an answer calls none, which the reward then judges"
         ),
     ] = []
+    serve: Annotated[
+        bool,
+        Meta(
+            description="sessions are leased and scored over HTTP, and their calls are OpenAI's: "
+            "RUN/agent.url, RUN/agent.key"
+        ),
+    ] = False
+    host: Annotated[str, Meta(description="address of the endpoint")] = "127.0.0.1"
+    port: Annotated[int, Meta(ge=0, le=65535, description="0: a free one")] = 0
+    certificate: Annotated[str, Meta(description="file of the TLS certificate; empty: none")] = ""
+    private_key: Annotated[str, Meta(description="file of its private key")] = ""
+    behind_proxy: Annotated[
+        bool, Meta(description="a proxy in front does TLS: host may be any address")
+    ] = False
+    model: Annotated[str, Meta(description="the model name under which calls are trained")] = (
+        "policy"
+    )
+    other_models: Annotated[
+        Literal["aside", "train", "refuse"],
+        Meta(description="calls for another name: drawn and never trained; trained; or 404"),
+    ] = "aside"
+    sampling: Annotated[
+        Literal["ignore", "refuse"],
+        Meta(description="a client's own temperature, top_p, top_k, seed: ignored by name, or 400"),
+    ] = "ignore"
+    parser: Annotated[
+        str,
+        Meta(
+            description="how an answer's tool calls are read: hermes, none or module:function, "
+            "text to message"
+        ),
+    ] = "hermes"
+    history: Annotated[
+        Literal["template", "keep"],
+        Meta(
+            description="a chat template that strips earlier thinking: another row, or the drawn "
+            "thinking stays"
+        ),
+    ] = "template"
+    parallel: Annotated[Count, Meta(description="calls of a session at once; 0: no limit")] = 16
+    idle_s: Annotated[
+        float, Meta(ge=0, description="seconds without a call or a beat after which it has failed")
+    ] = 300.0
     sessions: Annotated[Positive, Meta(description="open at once, in the gateway")] = 256
     workers: Annotated[Positive, Meta(description="processes that run environments")] = 1
     step_s: Annotated[float, Meta(gt=0, description="seconds for one reset or step")] = 10.0
@@ -50,4 +93,4 @@ class Agent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     @property
     def on(self) -> bool:
         """Are samples sessions?"""
-        return bool(self.env or self.tools)
+        return bool(self.env or self.tools or self.serve)

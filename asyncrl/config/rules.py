@@ -621,6 +621,8 @@ def _agent(config: Config) -> list[str]:
     out = []
     if agent.env and agent.tools:
         out.append("agent.env: an environment has its own tools; leave agent.tools out")
+    if agent.serve and (agent.env or agent.tools):
+        out.append("agent.serve: the harness has its own environment; leave env and tools out")
     refused = (
         (config.exact, "exact: encodes calls otherwise than the learner their rows"),
         (config.staleness.inject is not None, "staleness.inject: knows single answers only"),
