@@ -16,6 +16,7 @@ from asyncrl.algorithms.ratios import log_ratio, seq_sum
 from asyncrl.algorithms.trust.view import DUAL, HIGH, LOW
 
 BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 10**9))
+LOWS = torch.tensor([low for low, _ in BUCKETS[1:]])
 BUCKET_NAMES = ("0", "1", "2", "3to4", "5to8", "9plus")
 # of every valid token; then, from "known" on, of those whose log-probability at the learner's start
 # is known (b behaviour, s start, t target)
@@ -108,8 +109,16 @@ def sums(v: View) -> dict[str, torch.Tensor]:
     rho = a.exp()
     known = v.valid if v.known is None else v.valid & v.known
     same = known & (v.lag == 0) if v.age is None else known & (v.lag == 0) & (v.age == 0)
-    x = zero if v.reference is None else log_ratio(v.target, v.reference)
-    masked = v.kept & (v.weight == 0)
+    mismatch = kl.k3(-a)
+    to_reference = dict.fromkeys(("ref_k1", "ref_k3", "ref_forward", "ref_nll"), zero)
+    if v.reference is not None:
+        x = log_ratio(v.target, v.reference)
+        to_reference = {
+            "ref_k1": x,
+            "ref_k3": kl.k3(x),
+            "ref_forward": kl.forward_k3(x),
+            "ref_nll": -v.reference,
+        }
     columns = {
         "n": torch.ones_like(a),
         "w": v.weight,
@@ -124,31 +133,25 @@ def sums(v: View) -> dict[str, torch.Tensor]:
         "dual": v.clipped == DUAL,
         "rejected": ~v.kept & ~v.vetoed,
         "vetoed": v.vetoed,
-        "masked": masked,
-        "ref_k1": x,
-        "ref_k3": kl.k3(x),
-        "ref_forward": kl.forward_k3(x),
-        "ref_nll": zero if v.reference is None else -v.reference,
+        "masked": v.kept & (v.weight == 0),
         "t": t.exp(),
         "t2": (2 * t).exp(),
         "known": torch.ones_like(a),
         "rho": rho,
         "rho2": rho.square(),
         "bs_k1": -a,
-        "bs_k3": kl.k3(-a),
+        "bs_k3": mismatch,
         "st_k1": -b,
         "st_k3": kl.k3(-b),
         "nll_start": -v.start,
-    }
-    table = torch.stack(
-        [
-            torch.where(known if name in OF_START else v.valid, columns[name].double(), 0.0)
-            for name in TOKENS
-        ]
-    )
-    inside = torch.stack(
-        [v.valid] + [v.valid & (v.lag >= lo) & (v.lag <= hi) for lo, hi in BUCKETS], 1
-    ).double()
+    } | to_reference
+    # one pass over all rows, and not one for each: with few tokens what a call costs is the cost
+    table = torch.stack([columns[name] for name in TOKENS]).double()
+    table[: -len(OF_START)].masked_fill_(~v.valid, 0.0)
+    table[-len(OF_START) :].masked_fill_(~known, 0.0)
+    bucket = torch.bucketize(v.lag, LOWS.to(a.device), right=True)[:, None]
+    member = (bucket == torch.arange(len(BUCKETS), device=a.device)) & v.valid[:, None]
+    inside = torch.cat([v.valid[:, None], member], 1).double()
     bins = torch.bucketize(a.abs().double(), EDGES.to(a.device, torch.float64))
     out = {
         "tokens": table @ inside,
@@ -158,7 +161,7 @@ def sums(v: View) -> dict[str, torch.Tensor]:
         if len(a)
         else a.sum().double(),
         "at_lag_0": torch.stack(
-            [same.double().sum(), torch.where(same, kl.k3(-a).double(), 0.0).sum()]
+            [same.double().sum(), torch.where(same, mismatch.double(), 0.0).sum()]
         ),
         "ratios": torch.zeros(len(EDGES) + 1, dtype=torch.float64, device=a.device).index_add_(
             0, bins, known.double()
