@@ -19,12 +19,18 @@ from asyncrl.models.packed_forward import Layout, rotate
 MASKED = -1e30
 
 
+Turns = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
 class FusedWeights:
     """The weights in the shapes that decoding wants; norm weights are folded into the matrix that
     follows them.
-    """
 
-    def __init__(self, lay: Layout, positions: int) -> None:
+    paired: the two halves that rotary embedding turns against each other lie side by side in every
+    head of queries and keys, so that a turn is one product of complex numbers; their scores do not
+    know the order of the columns. float32 alone has such numbers."""
+
+    def __init__(self, lay: Layout, positions: int, *, paired: bool = False) -> None:
         self.lay, hf = lay, lay.hf
         self.layers = len(hf.model.layers)
         self.dtype = hf.model.embed_tokens.weight.dtype
@@ -34,6 +40,12 @@ class FusedWeights:
         cos, sin = lay.rope(torch.arange(positions, device=hf.model.embed_tokens.weight.device))
         self.cos = cos[:, 0].contiguous()
         self.sin = sin[:, 0].contiguous()
+        self.eps = torch.tensor(lay.eps, device=cos.device)
+        half = lay.head_dim // 2
+        self.paired = paired and self.dtype == torch.float32
+        self.turned = torch.complex(self.cos[:, :half].float(), self.sin[:, :half].float())
+        # column of the half-split layout at each place of the paired one
+        self.order = torch.arange(lay.head_dim, device=cos.device).view(2, half).T.flatten()
         self.per_layer: list[dict[str, torch.Tensor]] = [{} for _ in range(self.layers)]
         self.top: dict[str, torch.Tensor] = {}
 
@@ -41,23 +53,55 @@ class FusedWeights:
         """Fuse `weights` (transformers' parameter names) into place."""
         lay = self.lay
         for i, store in enumerate(self.per_layer):
-            _keep(store, exact_operators.fuse_layer(lay, i, weights), self.dtype)
+            fused = exact_operators.fuse_layer(lay, i, weights)
+            _keep(store, self._in_pairs(fused) if self.paired else fused, self.dtype)
         _keep(self.top, exact_operators.fuse_top(weights, self.tied), self.dtype)
 
+    def _in_pairs(self, fused: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What `exact_operators.fuse_layer` gives, with the columns of queries and keys in
+        pairs."""
+        lay = self.lay
+        turning = lay.heads + lay.kv_heads
+        place = torch.arange((turning + lay.kv_heads) * lay.head_dim, device=self.order.device)
+        place = place.view(-1, lay.head_dim)
+        place[:turning] = place[:turning, self.order]
+        place = place.flatten()
+        out = fused | {"qkv": fused["qkv"].index_select(1, place)}
+        if "b" in fused:
+            out["b"] = fused["b"].index_select(0, place)
+        if "norm" in fused:
+            out["norm"] = fused["norm"].index_select(1, self.order)
+        return out
+
+    def turns(self, positions: torch.Tensor) -> Turns:
+        """What `project` turns queries and keys at `positions` [n] by."""
+        if self.paired:
+            return self.turned.index_select(0, positions)
+        dtype = self.dtype
+        return (
+            self.cos.index_select(0, positions).to(dtype),
+            self.sin.index_select(0, positions).to(dtype),
+        )
+
     def project(
-        self, i: int, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self, i: int, x: torch.Tensor, turns: Turns
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """q (scaled), k, v [n, heads, d] of layer i for the residual stream x [n, H]."""
         w = self.per_layer[i]
         lay = self.lay
-        h = _unit(x, lay.eps)
+        h = _unit(x, self.eps)
         y = torch.addmm(w["b"], h, w["qkv"]) if self.bias else h @ w["qkv"]
         y = y.view(len(x), lay.heads + 2 * lay.kv_heads, lay.head_dim)
         qk = y[:, : lay.heads + lay.kv_heads]
         v = y[:, lay.heads + lay.kv_heads :]
         if self.qk_norm:
-            qk = _unit(qk, lay.eps) * w["norm"]
-        qk = rotate(qk, cos[:, None], sin[:, None])
+            qk = _unit(qk, self.eps) * w["norm"]
+        if isinstance(turns, torch.Tensor):
+            pairs = torch.view_as_complex(qk.view(*qk.shape[:-1], -1, 2))
+            qk = torch.view_as_real(pairs * turns[:, None]).flatten(-2)
+        else:
+            cos, sin = turns
+            qk = rotate(qk, cos[:, None], sin[:, None])
         q = qk[:, : lay.heads]
         k = qk[:, lay.heads :]
         return (q if self.qk_norm else q * lay.head_dim**-0.5), k, v
@@ -66,11 +110,11 @@ class FusedWeights:
         """The rest of layer i: output projection and MLP."""
         w = self.per_layer[i]
         x = torch.addmm(x, attended, w["o"])
-        gate, up = (_unit(x, self.lay.eps) @ w["up"]).chunk(2, -1)
+        gate, up = (_unit(x, self.eps) @ w["up"]).chunk(2, -1)
         return torch.addmm(x, F.silu(gate).mul_(up), w["down"])
 
     def logits(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _unit(x, self.lay.eps) @ self.top["head"]
+        out: torch.Tensor = _unit(x, self.eps) @ self.top["head"]
         logits: torch.Tensor = out.float()
         return logits
 
@@ -88,16 +132,11 @@ def _keep(
             store[name] = tensor.to(dtype, copy=True, memory_format=torch.contiguous_format)
 
 
-def _unit(x: torch.Tensor, eps: float) -> torch.Tensor:
-    """x over its root mean square on the last axis."""
+def _unit(x: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
+    """x over its root mean square on the last axis; eps: a scalar."""
     xf = x.float()
-    r: torch.Tensor = (
-        torch.linalg.vector_norm(xf, dim=-1, keepdim=True)
-        .square_()
-        .div_(x.shape[-1])
-        .add_(eps)
-        .rsqrt_()
-    )
+    norm = torch.linalg.vector_norm(xf, dim=-1, keepdim=True)
+    r = torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
     out: torch.Tensor = (xf * r).to(x.dtype)
     return out
 
@@ -143,15 +182,12 @@ def decode(
     n = len(tokens)
     lay = w.lay
     share = lay.heads // lay.kv_heads
-    cos = w.cos.index_select(0, positions)
-    sin = w.sin.index_select(0, positions)
-    cos = cos.to(w.top["embed"].dtype)
-    sin = sin.to(w.top["embed"].dtype)
+    turns = w.turns(positions)
     cache.bias[:n, :, column] = 0.0
     bias = cache.bias[:n, None, :, :seen]
     x = w.top["embed"].index_select(0, tokens)
     for i in range(w.layers):
-        q, k, v = w.project(i, x, cos, sin)
+        q, k, v = w.project(i, x, turns)
         keys = cache.k[i, :n, :, :seen]
         values = cache.v[i, :n, :, :seen]
         keys[:, :, column], values[:, :, column] = k, v
@@ -175,15 +211,12 @@ def encode(w: FusedWeights, ids: torch.Tensor) -> list[tuple[torch.Tensor, torch
     """
     b, n = ids.shape
     lay = w.lay
-    cos = w.cos[:n].repeat(b, 1).to(w.top["embed"].dtype)
-    sin = w.sin[:n].repeat(b, 1).to(w.top["embed"].dtype)
+    turns = w.turns(torch.arange(n, device=ids.device).repeat(b))
     bias = torch.full((n, n), MASKED, device=ids.device).triu_(1)
     x = w.top["embed"].index_select(0, ids.flatten())
     out = []
     for i in range(w.layers):
-        q, k, v = (
-            t.view(b, n, -1, lay.head_dim).transpose(1, 2) for t in w.project(i, x, cos, sin)
-        )
+        q, k, v = (t.view(b, n, -1, lay.head_dim).transpose(1, 2) for t in w.project(i, x, turns))
         out.append((k, v))
         if i + 1 < w.layers:
             share = lay.heads // lay.kv_heads

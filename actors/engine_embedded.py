@@ -65,7 +65,9 @@ class EmbeddedEngine:
         self.mantissa_bits = mantissa_bits
         self.context = context
         self.weights = decoder.FusedWeights(
-            model.fast, exact_operators.up(context + 1, exact_operators.KEYS)
+            model.fast,
+            exact_operators.up(context + 1, exact_operators.KEYS),
+            paired=not fixed,
         )
         self.fixed = fixed
         self.dtype = next(model.hf.parameters()).dtype
