@@ -343,8 +343,8 @@ def slow_rewards(
         "learner.groups=8",
         "generator.slots=64",
     ]
-    rows = []
-    for r in range(n):
+
+    def one_round(r: int) -> Row:
         kinds = {"sync": 0, "async": 4}
         row = {
             k: asyncrl(
@@ -359,17 +359,20 @@ def slow_rewards(
             )
             for k in (list(kinds) if r % 2 == 0 else reversed(list(kinds)))
         }
-        rows.append(row)
         print(
             f"round {r}: " + ", ".join(f"{k} {v['step']:.2f} s" for k, v in row.items()),
             file=sys.stderr,
         )
-    value = statistics.median(r["sync"]["step"] / r["async"]["step"] for r in rows)
-    return [
-        rounds.goal(
-            "rewards of 0.2 s and more: synchronous / async step", value, 1.5, at_least=True
-        )
-    ], {"rounds": rows, "workers": 32, "batch": "8 x 8"}
+        return row
+
+    rows: list[Row] = rounds.quiet(n, one_round)
+    each = [r["sync"]["step"] / r["async"]["step"] for r in rows]
+    what = "rewards of 0.2 s and more: synchronous / async step"
+    return [rounds.figure(what, each, 1.5, at_least=True)], {
+        "rounds": rows,
+        "workers": 32,
+        "batch": "8 x 8",
+    }
 
 
 def own_rewards(
@@ -383,52 +386,47 @@ def own_rewards(
     """The built-in reward in place, and the same function as one's own in a process, in its three
     forms.
     """
-    rows: list[dict[str, Any]] = []
-    for r in range(n):
-        sets = ["learner.lr=0.0", f"seed={r}"]
-        kinds = {
-            "built in": sets,
-            "own": [
-                *sets,
-                "reward.workers=1",
-                "reward.function='benchmarks.lib.cheap_reward:reward'",
-            ],
-        }
-        for name in ("lists", "coroutine"):
-            kinds[name] = [
-                *sets,
-                "reward.workers=1",
-                f"reward.function='benchmarks.lib.cheap_reward:{name}'",
-            ]
-        kinds["in a process"] = [*sets, "reward.workers=1"]
-        kinds = {k: v for k, v in kinds.items() if not only or k in only}
-        order = list(kinds) if r % 2 == 0 else list(reversed(kinds))
-        load = os.getloadavg()[0]
-        row: dict[str, Any] = {
-            k: asyncrl(work, f"own_{k.replace(' ', '_')}{r}", model, cores, steps, *kinds[k])
+    forms = {"built in": [], "own": OWN}
+    for name in ("lists", "coroutine"):
+        function = f"reward.function='benchmarks.lib.cheap_reward:{name}'"
+        forms[name] = ["reward.workers=1", function]
+    forms["in a process"] = ["reward.workers=1"]
+    forms = {k: v for k, v in forms.items() if not only or k in only or k == "built in"}
+
+    def one_round(r: int) -> Row:
+        order = list(forms) if r % 2 == 0 else list(reversed(forms))
+        row = {
+            k: asyncrl(
+                work,
+                f"own_{k.replace(' ', '_')}{r}",
+                model,
+                cores,
+                steps,
+                STILL,
+                f"seed={r}",
+                *forms[k],
+            )
             for k in order
         }
-        row["load"] = [load, os.getloadavg()[0]]
-        rows.append(row)
-        said = ", ".join(f"{k} {1e3 * row[k]['step']:.0f} ms" for k in kinds)
-        print(
-            f"round {r}: {said}, load {row['load'][0]:.1f} to {row['load'][1]:.1f}", file=sys.stderr
-        )
-    others = [k for k in kinds if k != "built in"]
-    ratios = {
-        k: statistics.median(row[k]["step"] / row["built in"]["step"] for row in rows)
-        for k in others
-    }
-    ms = {k: round(1e3 * statistics.median(row[k]["step"] for row in rows)) for k in kinds}
+        said = ", ".join(f"{k} {1e3 * row[k]['step']:.0f} ms" for k in forms)
+        print(f"round {r}: {said}", file=sys.stderr)
+        return row
+
+    rows: list[Row] = rounds.quiet(n, one_round)
+    others = [k for k in forms if k != "built in"]
+    each = {k: [row[k]["step"] / row["built in"]["step"] for row in rows] for k in others}
+    ms = {k: round(1e3 * statistics.median(row[k]["step"] for row in rows)) for k in forms}
     cpu = {
         k: statistics.median(row[k]["cpu"] / row["built in"]["cpu"] for row in rows) for k in others
     }
     said = "a cheap reward function of one's own / the built-in reward, step"
-    goal = rounds.goal(said, ratios["own"], 1.05, at_least=False, ms=ms, cpu=round(cpu["own"], 3))
+    which = "own" if "own" in each else others[0]
+    more = {"form": which, "ms": ms, "cpu": round(cpu[which], 3)}
+    goal = rounds.figure(said, each[which], 1.05, at_least=False, **more)
     return [goal], {
         "rounds": rows,
         "step_ms": ms,
-        "over_built_in": ratios,
+        "over_built_in": {k: statistics.median(v) for k, v in each.items()},
         "cpu_over_built_in": cpu,
     }
 
