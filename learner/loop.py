@@ -246,8 +246,10 @@ class Learner:
         self.core.backend.tell("export")
         with self.core.backend.whole():
             export(self.core.model, self.run_dir / "model")
+            atomic_write.sync_tree(self.run_dir / "model")
+            atomic_write.sync_path(self.run_dir)
             digest = weights_digest(self.core.model)
-            atomic_write.write(self.run_dir / "weights_digest", digest)
+            atomic_write.write(self.run_dir / "weights_digest", digest, sync=True)
 
     def next_batch(self) -> m.Batch | None:
         """The batch to train on; None when told to stop while waiting."""

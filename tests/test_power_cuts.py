@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,13 +16,14 @@ from test_checkpoint import EXTRA, core, model_dir  # noqa: F401  # a fixture
 from test_journal import state
 
 from asyncrl.config import load
+from asyncrl.models import policy
 from asyncrl.records import atomic_write, rundir
 from buffer import journal as j
 from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
 from buffer.groups import Settings
 from buffer.store import Store
-from learner import checkpoint
+from learner import checkpoint, loop
 
 
 @pytest.fixture
@@ -187,6 +189,33 @@ def test_a_checkpoint_that_was_told_of_is_there_at_every_later_sync(
             promised = number
             look()
     assert cuts > 60
+
+
+def test_a_digest_of_the_final_weights_is_never_there_without_them(
+    disk: Disk,
+    tmp_path: Path,
+    model_dir: Path,  # noqa: F811
+) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    atomic_write.sync_path(tmp_path)
+    atomic_write.sync_path(run)
+    learner: Any = SimpleNamespace(core=core(model_dir), run_dir=run)
+    expected = policy.weights_digest(learner.core.model)
+    there = 0
+
+    def look() -> None:
+        nonlocal there
+        left = disk.cut(run, tmp_path / "left")
+        if (left / "weights_digest").exists():
+            there += 1
+            assert (left / "weights_digest").read_text() == expected
+            assert policy.weights_digest(policy.load_policy(left / "model")) == expected
+        shutil.rmtree(left)
+
+    disk.at_sync = look
+    loop.Learner.export(learner)
+    assert there >= 1, "after the last sync it is there"
 
 
 def test_a_run_directory_that_is_named_is_whole(disk: Disk, tmp_path: Path) -> None:

@@ -36,8 +36,7 @@ def replacing(path: Path, *, part: Path | None = None, sync: bool = False) -> It
     try:
         yield part
         if sync:
-            for written in (part, *part.rglob("*")):
-                sync_path(written)
+            sync_tree(part)
         if path.is_dir():
             shutil.rmtree(path)
         os.replace(part, path)
@@ -46,6 +45,14 @@ def replacing(path: Path, *, part: Path | None = None, sync: bool = False) -> It
     except BaseException:
         remove(part)
         raise
+
+
+def sync_tree(path: Path) -> None:
+    """A file, or a directory with all that is in it, survives a power cut from now on; its own name
+    does when the directory above is synced.
+    """
+    for written in (path, *path.rglob("*")):
+        sync_path(written)
 
 
 def directory(path: Path, mode: int = 0o777) -> None:
