@@ -883,3 +883,21 @@ def test_far_ratios_of_whole_answers_stay_finite() -> None:
     b.squared_norms = torch.ones(12, dtype=D)
     got = gradient(b, config(**vcpo(advantage={"name": "opob"})), theta(b))[1]
     assert bool(got.isfinite().all())
+
+
+def test_bapos_bounds_are_of_the_optimizer_step() -> None:
+    """Answers of another step of the batch do not move them."""
+    b = example()
+    b.groups = torch.tensor([0, 1])
+    c = config(
+        advantage={"name": "reinforce", "baseline": "batch"},
+        loss={"surrogate": "bapo", "bapo_share": 0.515},
+        correction={"proximal": "behavior"},
+    )
+    prep = sl.prepare(b, c)
+    found = [
+        sl.begin_step(prep, torch.tensor(of_step), LP).prepass for of_step in ([0, 1], [0], [1])
+    ]
+    bounds = [[round(float(each[key]), 6) for key in ("lo", "hi")] for each in found]
+    # positive answers alone have every share, negative ones none
+    assert bounds == [[0.6, 1.35], [0.6, 1.2], [0.9, 3.0]]

@@ -104,7 +104,6 @@ def bapo_bounds(
     Of A > 0 the sum depends on hi alone, of A < 0 on lo alone."""
     w = torch.where(mask, log_ratio(current, behavior), 0.0).double().exp()
     size = torch.where(mask, behavior, -torch.inf).double().exp() * adv.double().abs()
-    size = torch.where(mask, size, 0.0)
     up, down = (torch.where(side, size, 0.0) for side in (adv > 0, adv < 0))
     lows, highs = _rising(BAPO_LOW), _rising(BAPO_HIGH)
     tries = [(lows[0], hi) for hi in highs] + [(lo, highs[-1]) for lo in lows[1:]]
