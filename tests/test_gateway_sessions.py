@@ -274,6 +274,16 @@ def test_calls_at_once_are_bounded_and_that_ends_nothing() -> None:
     made.place_ids(ids(1), now=0.0)
 
 
+def test_calls_at_once_never_draw_more_than_the_session_may() -> None:
+    made = session(replace(FREE, max_tokens=12))
+    first = made.place_ids(ids(1), now=0.0)
+    assert (first.max_new_tokens, made.place_ids(ids(1), now=0.0).max_new_tokens) == (9, 3)
+    said = refused(made, ids(1))
+    assert said.status == 429 and not made.limit  # what they leave may yet be drawn
+    answer(made, first, ids(5))
+    assert made.place_ids(ids(1), now=0.0).max_new_tokens == 8
+
+
 def test_an_idle_harness_is_gone_one_that_beats_or_waits_is_not() -> None:
     made = session(replace(FREE, idle_s=10.0))
     made.beat(5.0)

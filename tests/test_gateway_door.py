@@ -1,0 +1,109 @@
+"""Leases by hand: a gateway whose buffer and generators are the test, asked from one event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+from test_gateway_service import AT, Wire
+
+from actors.gateway import service
+from actors.gateway.door import Door
+from actors.gateway.sessions import CallRefused
+from asyncrl.config.agents import Agent
+from asyncrl.config.tree import Config, Model, Task
+from asyncrl.contract import messages as m
+from asyncrl.contract.versions import Label
+from asyncrl.models.policy import build_model
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
+    path = tmp_path_factory.mktemp("door") / "m"
+    build_model(path, "abcdefgh0123456789=", hidden=32, layers=1)
+    return Config(
+        model=Model(path=str(path)), task=Task(name="sort"), agent=Agent(serve=True, sessions=2)
+    )
+
+
+def ticket(number: int, kind: str = "train", samples: int = 2) -> m.Ticket:
+    return m.Ticket(
+        ticket=number,
+        attempt=number,
+        kind=kind,  # type: ignore[arg-type]
+        prompt=m.Prompt(5, "ab=", answer="secret"),
+        samples=list(range(samples)),
+        sampling=m.Sampling(max_new_tokens=6),
+        min_version=AT,
+        exact_version=None,
+        seed=3,
+    )
+
+
+def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "run_id").write_text("run")
+    gateway = service.Gateway(config, tmp_path)
+    gateway.socket.close()
+    wire = gateway.socket = Wire()  # type: ignore[assignment]
+
+    async def play() -> None:
+        door = gateway.door = Door(gateway)
+        assert await door.lease("a", 0.0) is None
+        waiting = asyncio.create_task(door.lease("a", 60.0))
+        await asyncio.sleep(0)
+        gateway.want()
+        assert [x.samples for x in wire.sent if isinstance(x, m.Want)] == [1]  # as many as asked
+        gateway.take([ticket(1), ticket(2, "eval", 1)])
+        door.turned()
+        first = await waiting
+        assert first is not None and first.session.ticket.kind == "eval"  # evaluation goes first
+        assert await door.lease("a", 0.0) is first
+        assert "secret" not in str(first.task) and first.first
+        second = await door.lease("b", 0.0)
+        assert second is not None and second.key != first.key
+        assert await door.lease("c", 0.0) is None  # agent.sessions
+        # a call is drawn, an answer comes, the session is scored and delivered
+        session = second.session
+        call = session.place_text("ab=", now=door.now())
+        drawing = asyncio.create_task(door.draw(session, call))
+        await asyncio.sleep(0)
+        (number,) = door.drawing
+        assert gateway.board.open[number].stream == 0  # the plain answer's stream
+        spans = [m.Span(AT, "d", 0, 1, AT)]
+        one = np.ones(1, "<i4").tobytes()
+        logprob = np.zeros(1, "<f4").tobytes()
+        gateway.drawn(m.Called(number, one, logprob, spans, "stop"))
+        assert await drawing is session.forest.nodes[0]
+        session.reward(1.0, now=door.now())
+        gateway.tick(door.now())
+        (sample,) = gateway.outbox.fresh
+        assert (sample.ticket, sample.reward, sample.calls) == (1, 1.0, 1)
+        assert door.find(session.name) is second  # it is told that it has ended
+        # the learner's next life: what is open is lost, and whoever waits hears of it
+        third = await door.lease("c", 0.0)
+        assert third is not None
+        call = third.session.place_text("ab=", now=door.now())
+        drawing = asyncio.create_task(door.draw(third.session, call))
+        await asyncio.sleep(0)
+        source = m.WeightsSource(2, "", "", "")
+        gateway.announce(m.Announcement(Label(2, 0), "d", source))
+        with pytest.raises(CallRefused) as caught:
+            await drawing
+        assert caught.value.status == 410 and third.session.state == "ended"
+        assert not gateway.episodes and not door.episodes
+        with pytest.raises(CallRefused):
+            await door.draw(third.session, call)
+        # the same sample again: it may have acted before
+        gateway.take([msgspec.structs.replace(ticket(3), ticket=1, samples=[1])])
+        again = await door.lease("d", 0.0)
+        assert again is not None and not again.first
+        door.bell.close()
+        door.ring.close()
+
+    try:
+        asyncio.run(play())
+    finally:
+        gateway.close()
