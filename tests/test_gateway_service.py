@@ -71,7 +71,7 @@ class World:
             kind="train",
             prompt=prompt,
             samples=list(range(samples)),
-            sampling=m.Sampling(max_new_tokens=6),
+            sampling=m.Sampling(max_new_tokens=self.gateway.config.generator.max_new_tokens),
             min_version=at,
             exact_version=None,
             seed=3,
@@ -336,3 +336,52 @@ def test_all_samples_of_a_group_meet_the_same_environment(world: Callable[..., W
 def test_tools_need_a_chat_template(world: Callable[..., World]) -> None:
     with pytest.raises(AsyncrlError, match=r"agent\.tools: the tokenizer in .* has no chat templa"):
         world(env="", tools=["agent_envs:add"])
+
+
+TEMPLATE = (
+    "{% for x in messages %}[{{ x.role }}:{{ x.content }}"
+    "{% for c in x.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}"
+    "<eos>{% endfor %}{% if add_generation_prompt %}[assistant:{% endif %}"
+)
+
+
+def test_tools_are_called_through_the_template_and_the_reward_judges_the_last_answer(
+    tmp_path: Path,
+) -> None:
+    build_model(tmp_path / "m", "".join(map(chr, range(32, 127))), hidden=32, layers=1)
+    (tmp_path / "m" / "chat_template.jinja").write_text(TEMPLATE)
+    raw = {
+        "model": {"path": str(tmp_path / "m"), "device": "cpu"},
+        "task": {"name": "sort"},
+        "generator": {"max_new_tokens": 90, "context": 512},
+        "agent": {"tools": ["agent_envs:add"], "max_tokens": 400},
+        "reward": {"function": "agent_envs:is_four", "workers": 1},
+    }
+    w = World(msgspec.convert(raw, Config), tmp_path)
+    try:
+        w.take(w.ticket(2))
+        first = {c.sample: c for c in w.calls(2)}
+        call = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 2}}</tool_call>'
+        w.answer(first[0], call)
+        (second,) = w.calls(1)
+        said = w.gateway.tokenizer.decode(np.frombuffer(second.prompt, "<i4").tolist())
+        assert said.startswith("[user:ab=<eos>[assistant:<tool_call>")
+        assert said.endswith("[tool:4<eos>[assistant:")
+        w.answer(second, "4")
+        w.answer(first[1], "5")
+
+        def judged() -> bool:
+            w.gateway.read_environments()
+            w.gateway.read_rewards()
+            w.gateway.tick(time.monotonic())
+            return len(w.gateway.outbox.fresh) == 2
+
+        w.until(judged)
+        found = {s.sample: s for s in w.gateway.outbox.fresh}
+        assert {k: (s.reward, s.calls, len(s.rows)) for k, s in found.items()} == {
+            0: (1.0, 2, 0),
+            1: (0.0, 1, 0),
+        }
+        assert sum(found[0].mask) == found[0].length == len(call) + 1 + 2
+    finally:
+        w.gateway.close()
