@@ -89,6 +89,7 @@ def drop_stale(store: Store, line: list[Group], number: int) -> None:
             )
             group.finals[index, stored.trajectory.attempt] = "dropped_stale"
         group.samples = [None] * store.settings.group
+        store.lacking = True
 
 
 def judge(store: Store, groups: list[Group], number: int) -> list[list[tuple[int, int, int]]]:
@@ -128,6 +129,7 @@ def judge(store: Store, groups: list[Group], number: int) -> list[list[tuple[int
             group.other.append(("orphaned", stored.trajectory.length, stored.trajectory.reward))
             group.finals[index, stored.trajectory.attempt] = "orphaned"
             group.samples[index] = None
+            store.lacking = True
             store.stored_bytes -= size(stored.trajectory)
             store.changes += 1
     return out

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import json
 import os
 import signal
@@ -23,6 +24,7 @@ import psutil
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, BadMessage
+from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import Wait, WaitLog
 from asyncrl.records import atomic_write, jsonl, metrics
 from asyncrl.records.metrics import MetricsWriter, RunClock
@@ -44,6 +46,7 @@ NOBODY = -1  # no session: all of a producer's leases end
 LINGER_S = 5.0  # how long the end of the run is told to generators that have not asked yet
 ANSWER_BYTES = 1024  # of a token of an answer: ids, logprobs, texts, a version each
 MORE_BYTES = 16 * 1024 * 1024  # of a message that is no answer: ledgers, lists of tickets
+NEWS = 64  # of those that wait for tickets, so many are told at once of a new version
 REFUSALS_SAID = 20  # lines in the log; further ones are only counted
 
 
@@ -117,6 +120,9 @@ class Service:
         self.metrics = MetricsWriter(run_dir)
         self.samples = jsonl.Appender(run_dir / "samples.jsonl")
         self.wants: dict[str, tuple[bytes, m.Want]] = {}
+        self.fresh: deque[str] = deque()  # of those, who may not know of the newest version
+        self.told: Label | None = None  # the version that those waiting were told of last
+        self.reported: set[str] = set()  # who has told of its work since the last commit
         self.early: dict[str, tuple[bytes, m.Want]] = {}  # of those who have not said hello
         self.asks: deque[tuple[bytes, m.Ask]] = deque()
         self.goodbyes: dict[bytes, m.Goodbye] = {}
@@ -307,7 +313,7 @@ class Service:
         if (entry := self.heard(hello.producer, peer, hello.session)) is not None:
             entry |= {"pid": hello.pid, "host": hello.host, "greeted": True}
             if (early := self.early.pop(hello.producer, None)) is not None:
-                self.wants[hello.producer] = early
+                self.wait_for_tickets(*early)
 
     def on_Want(self, peer: bytes, want: m.Want) -> None:
         """Tickets go to those who have said hello to this life of the buffer."""
@@ -316,10 +322,14 @@ class Service:
         if entry is None:
             return
         if "greeted" in entry:
-            self.wants[want.producer] = (peer, want)
+            self.wait_for_tickets(peer, want)
         else:
             self.early[want.producer] = (peer, want)
             self.send(peer, m.Unknown(want.producer, want.session))
+
+    def wait_for_tickets(self, peer: bytes, want: m.Want) -> None:
+        self.wants[want.producer] = (peer, want)
+        self.fresh.append(want.producer)
 
     def forget_wants(self, name: str) -> None:
         self.wants.pop(name, None)
@@ -370,6 +380,7 @@ class Service:
         )
         if entry is not None:
             entry["stats"], entry["waiting"] = message.stats, message.waiting
+            self.reported.add(message.producer)
             self.send(peer, m.Heard(self.store.epoch, self.announcement()))
 
     def on_Leaving(self, peer: bytes, message: m.Leaving) -> None:
@@ -571,36 +582,48 @@ class Service:
         self.write_evaluations()
 
     def grant(self) -> None:
+        """Tickets for those that wait, in the order in which they asked, until there are none:
+        whom it is that asks makes no difference to the store.
+        """
         now = time.monotonic()
-        for name, (peer, want) in list(self.wants.items()):
+        over = self.store.finished
+        while self.wants:
+            name, (peer, want) = next(iter(self.wants.items()))
             tickets = self.store.grant(want.producer, want.session, want.samples, now)
-            if tickets or self.store.finished or want.holding != self.store.policy:
-                if any(t.kind == "train" for t in tickets):
-                    self.clock.start(now)
-                if tickets or self.store.finished or self.news(name):
-                    self.send(
-                        peer,
-                        m.Tickets(
-                            want.session,
-                            want.sequence,
-                            tickets,
-                            self.announcement(),
-                            self.store.finished,
-                        ),
-                    )
-                if self.store.finished:
-                    self.generators.pop(name, None)
-                    del self.wants[name]
-                elif tickets:
-                    del self.wants[name]
+            if not tickets and not over:
+                break
+            if any(t.kind == "train" for t in tickets):
+                self.clock.start(now)
+            self.send_tickets(peer, want, tickets)
+            del self.wants[name]
+            if over:
+                self.generators.pop(name, None)
+        self.tell_news()
 
-    def news(self, name: str) -> bool:
-        """Has this generator not been told of the newest version yet?"""
-        entry = self.generators[name]
-        if entry.get("told") == self.store.policy or self.announcement() is None:
-            return False
-        entry["told"] = self.store.policy
-        return True
+    def send_tickets(self, peer: bytes, want: m.Want, tickets: list[m.Ticket]) -> None:
+        said = self.announcement()
+        over = self.store.finished
+        self.send(peer, m.Tickets(want.session, want.sequence, tickets, said, over))
+
+    def tell_news(self) -> None:
+        """Those that wait hear of a new version, to load it meanwhile: who has just asked, and who
+        is next in line.  The others hear of it with their next renewal.
+        """
+        policy = self.store.policy
+        if self.announcement() is None:
+            return
+        if policy != self.told:
+            self.told = policy
+            self.fresh.extend(itertools.islice(self.wants, NEWS))
+        while self.fresh:
+            name = self.fresh.popleft()
+            if name not in self.wants:
+                continue
+            peer, want = self.wants[name]
+            entry = self.generators[name]
+            if want.holding != policy and entry.get("told") != policy:
+                entry["told"] = policy
+                self.send_tickets(peer, want, [])
 
     # ---- numbers ---------------------------------------------------------------------------------
 
@@ -637,7 +660,9 @@ class Service:
 
     def generator_numbers(self, now: float) -> dict[str, float]:
         """Sums over the generators since the last step."""
-        totals = numbers.news(self.generators.values())
+        reported = [self.generators[name] for name in self.reported if name in self.generators]
+        totals = numbers.news(reported)
+        self.reported.clear()
         spent = totals["busy_s"] + totals["idle_s"]
         if not spent:
             # steps are faster than the generators' reports: the next report is of all the time

@@ -43,7 +43,7 @@ from buffer.state import Snapshot
 # asyncrl/algorithms/advantages.py (which needs torch)
 EQUAL = 1e-6
 REMEMBERED = 200_000  # final dispositions of gone groups kept for late copies
-SESSIONS = 1000  # of generators, whose counts may still grow
+SESSIONS = 8192  # of generators, whose counts may still grow: more than may hold a name
 STRAYS = 20_000  # attempts of gone groups that may still report or deliver
 VERSIONS = 10_000  # behind the oldest checkpoint kept: an answer that spans more is refused
 # what the end of a learner's life counts against the batch that it was given last: two that ended
@@ -98,6 +98,8 @@ class Store:
         self.suspect: tuple[list[int], int] = ([], 0)
         self.aside = 0  # batches set aside
         self.finished = False
+        # may a group alive lack samples that nobody writes?  False only if `_grants` has looked
+        self.lacking = True
 
     # ---- kept over a restart ---------------------------------------------------------------------
 
@@ -170,6 +172,7 @@ class Store:
         self.drawn = OrderedDict(state.drawn)
         self.tree.restore(state.tree)
         self.evaluations.restore(state.evaluations)
+        self.lacking = True
         self.suspect = state.suspect
         self.aside = state.aside
 
@@ -268,7 +271,7 @@ class Store:
         room = admission.room(
             self.max_lag, self.settings.batch, self.stored_bytes, self.settings.byte_limit
         )
-        for place, group in self._line():
+        for place, group in self._line() if self.lacking else ():
             if not self.in_room(place, room):
                 break
             if group.lease is None and not group.complete:
@@ -276,6 +279,9 @@ class Store:
                 if ticket is None:
                     return
                 yield ticket
+        else:
+            # with many that wait, most grants find nothing: they must not look at every group
+            self.lacking = False
         while True:
             enough = self.committed + self.to_train() // self.settings.batch >= self.settings.steps
             if self.places_taken() >= room or enough:
@@ -424,6 +430,7 @@ class Store:
         if group.lease is not None:
             group.attempts[group.lease.attempt][2] = 1
             group.lease = None
+            self.lacking = True
 
     # ---- samples ---------------------------------------------------------------------------------
 
@@ -557,6 +564,7 @@ class Store:
             x.ticket: x for y in self.alive.values() for x in ((y, new) if y is group else (y,))
         }
         self.cursor += 1
+        self.lacking = True
 
     def _skip_trained(self) -> None:
         while self.cursor in self.skip:
@@ -649,6 +657,7 @@ class Store:
         cursor and totals.
         """
         number = hello.label.number
+        self.lacking = True
         self._kept = None
         self.leased = set()
         if number > self.base + len(self.comps):

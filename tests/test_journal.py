@@ -298,7 +298,7 @@ def test_a_killed_buffer_folds_to_the_same_state_and_the_run_goes_on(
 
 # what a snapshot leaves out: the task's prompts, caches, and what this process alone looks at
 OF_THE_PROCESS: dict[type, set[str]] = {
-    Store: {"prompt", "_kept", "changes"},
+    Store: {"prompt", "_kept", "changes", "lacking"},
     Evaluations: {"prompt", "fresh"},
     PolicyTree: {"_known"},
 }

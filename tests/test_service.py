@@ -844,6 +844,7 @@ def test_tokens_a_second_are_over_all_the_time_since_the_last_report(begin: Any)
         "stats": {"generator/tokens": 300.0, "generator/busy_s": 2.0, "generator/idle_s": 1.0},
         "waiting": None,
     }
+    service.reported.add("g")
     first = service.generator_numbers(103.0)
     assert first["throughput/generator_tokens_per_s"] == pytest.approx(100.0) and first[
         "time/generator_idle_share"
@@ -854,6 +855,7 @@ def test_tokens_a_second_are_over_all_the_time_since_the_last_report(begin: Any)
         "generator/busy_s": 5.0,
         "generator/idle_s": 2.0,
     }
+    service.reported.add("g")
     assert service.generator_numbers(107.0)["throughput/generator_tokens_per_s"] == pytest.approx(
         100.0
     )
