@@ -4,6 +4,7 @@ token by token, parsers, and what a request's messages may be.
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import pytest
 from gateway_kit import CHATML, tokenizer
 
 from actors.gateway.chat import Chat, call_id, hermes, normalised, parser_for, whole_text
+from actors.gateway.forest import rows_of
 from actors.gateway.sessions import CallRefused, Limits, Session
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt, Sampling, Span, Ticket
@@ -337,6 +339,31 @@ def test_a_stop_string_is_cut_from_the_text_and_its_ids_stay() -> None:
     call = play.ask([*one, answer, {"role": "user", "content": "er"}])
     said = [Said("user", "go"), Said("assistant", "", ids), Said("user", "er")]
     assert call.prompt_ids.tolist() == play.reference(said)
+
+
+def test_what_lies_behind_a_stop_string_is_set_aside() -> None:
+    """As if it had not been drawn: tokens, logprobs, spans, the row, and what follows."""
+    plays = Play(ZOO["chatml"]), Play(ZOO["chatml"])
+    one = [{"role": "user", "content": "go"}]
+    for play, said in zip(plays, ("slow STOPower", "slow STOP"), strict=True):
+        ids = np.array(play.characters(said), np.int32)
+        call = play.ask(one, stop=["zzz", "TOP"])
+        cuts = [0, 4, *([10] if len(ids) > 10 else []), len(ids)]
+        spans = [
+            Span(Label(1, n), "", first, end, Label(1, 0))
+            for n, (first, end) in enumerate(itertools.pairwise(cuts))
+        ]
+        logprobs = -np.arange(1, len(ids) + 1, dtype=np.float32)
+        node = play.session.drawn(call, ids, logprobs, spans, "length", past=1)
+        assert node is not None and node.finish == "stop" and not play.session.shortened
+        answer = {"role": "assistant", "content": "slow S"}
+        follow = play.ask([*one, answer, {"role": "user", "content": "er"}])
+        assert follow.parent is node
+        assert play.session.tokens == len(ids) + 1
+        assert play.session.aside == len(ids) + 1 - len("slow STOP")
+    long, short = (play.session.forest.nodes for play in plays)
+    assert rows_of(long[:1]) == rows_of(short[:1])
+    assert long[1].tail.tolist() == short[1].tail.tolist()
 
 
 def test_a_template_that_fails_is_a_refusal_and_changes_nothing() -> None:

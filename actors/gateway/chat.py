@@ -14,6 +14,7 @@ Otherwise the request is a prompt of its own."""
 
 from __future__ import annotations
 
+import bisect
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -212,6 +213,17 @@ class Chat:
         text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
         found = [at for each in stop if each and (at := text.find(each)) >= 0]
         return text[: min(found)] if found else text
+
+    def until(self, ids: np.ndarray, stop: Sequence[str]) -> int | None:
+        """How many of ids int32 [T] it takes to complete a stop string; None: none is in them."""
+
+        def completed(count: int) -> bool:
+            text = self.tokenizer.decode(ids[:count].tolist(), skip_special_tokens=True)
+            return any(each in text for each in stop if each)
+
+        if not completed(len(ids)):
+            return None
+        return bisect.bisect_left(range(len(ids)), True, key=completed)
 
     def _drawn_text(self, node: Node) -> str:
         assert node.ids is not None

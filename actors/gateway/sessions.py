@@ -19,6 +19,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 import xxhash
+from msgspec import structs
 
 from actors.gateway.forest import Forest, Found, Message, Node, rows_of, text_digest
 from asyncrl.contract.errors import AsyncrlError, ProtocolError
@@ -80,6 +81,9 @@ class Composer(Protocol):
 
     def shown(self, ids: np.ndarray, stop: Sequence[str] = ()) -> str:
         """The text of drawn ids, up to an end token or a stop string."""
+
+    def until(self, ids: np.ndarray, stop: Sequence[str]) -> int | None:
+        """How many of the drawn ids it takes to complete a stop string; None: none is in them."""
 
 
 @dataclass(eq=False)
@@ -339,7 +343,8 @@ class Session:
         now: float = 0.0,
     ) -> Node | None:
         """What the engine drew: ids int32 [T], logprobs float32 [T], spans over [0, T).  None for
-        no token.  past: tokens drawn behind the one that completed a stop string.
+        no token.  past: tokens that it drew and did not give.  What lies behind the token that
+        completes a stop string is set aside.
 
         Raises ProtocolError for spans that do not cover the tokens, or a call that is not open."""
         if self.open_calls.pop(call.number, None) is not call:
@@ -350,6 +355,16 @@ class Session:
                 f"session {self.name}: call {call.number} has {len(ids)} tokens, and spans {spans}"
             )
         node = call.node
+        if self.composer is not None and call.stop:
+            kept = self.composer.until(ids, call.stop)
+            if kept is not None:
+                past += len(ids) - kept
+                ids, logprobs, finish = ids[:kept], logprobs[:kept], "stop"
+                spans = [
+                    structs.replace(span, end=min(span.end, kept))
+                    for span in spans
+                    if span.start < kept
+                ]
         self.tokens += len(ids) + past
         self.aside += past + (len(ids) if call.aside else 0)
         self.call_at = self.heard_at = max(now, self.heard_at)
