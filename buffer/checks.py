@@ -388,7 +388,7 @@ def progress(store: Store, rows: list[tuple[int, int, int]]) -> None:
 
 def want(message: Want) -> None:
     need(
-        1 <= message.samples <= WANTED,
+        0 <= message.samples <= WANTED,
         f"{message.producer[:40]!r} asks for {message.samples} samples",
     )
 

@@ -120,7 +120,10 @@ class Service:
         self.metrics = MetricsWriter(run_dir)
         self.samples = jsonl.Appender(run_dir / "samples.jsonl")
         self.wants: dict[str, tuple[bytes, m.Want]] = {}
-        self.fresh: deque[str] = deque()  # of those, who may not know of the newest version
+        # the same of those that want no sample: they draw the calls of sessions, and are told of
+        # every version and of the end
+        self.followers: dict[str, tuple[bytes, m.Want]] = {}
+        self.fresh: deque[str] = deque()  # of all these, who may not know of the newest version
         self.told: Label | None = None  # the version that those waiting were told of last
         self.reported: set[str] = set()  # who has told of its work since the last commit
         self.early: dict[str, tuple[bytes, m.Want]] = {}  # of those who have not said hello
@@ -328,11 +331,13 @@ class Service:
             self.send(peer, m.Unknown(want.producer, want.session))
 
     def wait_for_tickets(self, peer: bytes, want: m.Want) -> None:
-        self.wants[want.producer] = (peer, want)
+        waiting = self.wants if want.samples else self.followers
+        waiting[want.producer] = (peer, want)
         self.fresh.append(want.producer)
 
     def forget_wants(self, name: str) -> None:
         self.wants.pop(name, None)
+        self.followers.pop(name, None)
         self.early.pop(name, None)
 
     def on_Deliver(self, peer: bytes, message: m.Deliver) -> None:
@@ -598,6 +603,11 @@ class Service:
             del self.wants[name]
             if over:
                 self.generators.pop(name, None)
+        if over:
+            for name, (peer, want) in self.followers.items():
+                self.send_tickets(peer, want, [])
+                self.generators.pop(name, None)
+            self.followers.clear()
         self.tell_news()
 
     def send_tickets(self, peer: bytes, want: m.Want, tickets: list[m.Ticket]) -> None:
@@ -606,8 +616,8 @@ class Service:
         self.send(peer, m.Tickets(want.session, want.sequence, tickets, said, over))
 
     def tell_news(self) -> None:
-        """Those that wait hear of a new version, to load it meanwhile: who has just asked, and who
-        is next in line.  The others hear of it with their next renewal.
+        """Those that wait hear of a new version, to load it meanwhile: who has just asked, who is
+        next in line, and who draws for sessions.  The others hear of it with their next renewal.
         """
         policy = self.store.policy
         if self.announcement() is None:
@@ -615,11 +625,13 @@ class Service:
         if policy != self.told:
             self.told = policy
             self.fresh.extend(itertools.islice(self.wants, NEWS))
+            self.fresh.extend(self.followers)
         while self.fresh:
             name = self.fresh.popleft()
-            if name not in self.wants:
+            found = self.wants.get(name) or self.followers.get(name)
+            if found is None:
                 continue
-            peer, want = self.wants[name]
+            peer, want = found
             entry = self.generators[name]
             if want.holding != policy and entry.get("told") != policy:
                 entry["told"] = policy

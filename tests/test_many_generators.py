@@ -148,6 +148,29 @@ def test_one_question_to_the_store_serves_all_that_wait(waiting: Any) -> None:
     assert [peer for peer, x in sent if isinstance(x, m.Tickets)] == [b"generator-499"]
 
 
+def test_who_wants_no_sample_is_told_of_versions_and_the_end_and_holds_nobody_up(
+    waiting: Any,
+) -> None:
+    made, sent = waiting(0)
+    for name in ("drawing", "writing"):
+        made.handle(name.encode(), greet(made.run, name, 1))
+        made.handle(name.encode(), m.Want(name, 1, 1, 0 if name == "drawing" else 4, None))
+    made.answer()
+    made.answer()
+    granted = {peer: x for peer, x in sent if isinstance(x, m.Tickets) and x.tickets}
+    assert list(granted) == [b"writing"]
+    told = [x for peer, x in sent if isinstance(x, m.Tickets) and peer == b"drawing"]
+    assert [(x.tickets, x.over) for x in told] == [([], False)]
+    assert told[0].announcement.label == (1, 0)
+    sent.clear()
+    made.store.finish()
+    made.answer()
+    assert [x.over for peer, x in sent if peer == b"drawing"] == [True]
+    assert "drawing" not in made.generators and not made.followers
+    made.handle(b"drawing", m.Want("drawing", 1, 2, -1, None))
+    assert made.store  # a number below nothing is refused, as any broken message
+
+
 def test_only_generators_that_told_something_are_counted_at_a_commit(waiting: Any) -> None:
     made, _ = waiting(20)
     stats = {"generator/tokens": 100.0, "generator/busy_s": 3.0, "generator/idle_s": 1.0}
