@@ -361,6 +361,7 @@ def test_a_refused_answer_leaves_its_lease_and_an_honest_one_ends_it(tmp_path: P
         service.handle(b"g", m.Deliver("generator-0", 7, 3, [sample]))
         assert service.refused.total() == 1 and set(group.lease.todo) == todo - {sample.sample}
     finally:
+        service.close()
         rundir.clean(tmp_path / "run")
 
 

@@ -23,7 +23,7 @@ from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
 from buffer.groups import Settings
 from buffer.state import Snapshot
-from buffer.store import Store
+from buffer.store import SESSIONS, Store
 
 PAYLOADS = [bytes([n + 1]) * (7 * n + 1) for n in range(6)]
 
@@ -333,7 +333,7 @@ def unusual(store: Store) -> None:
         failed = Failure("data" if ticket.ticket % 2 else "machinery", "no")
         store.deliver(sample(ticket, 0, (label, 1), digest="d", failed=str(failed)), 0.0)
     store.finish()
-    for session in range(1100):
+    for session in range(SESSIONS + 100):
         store.told("h", session, 1)
 
 
@@ -372,6 +372,14 @@ def test_every_attribute_of_a_store_comes_back_from_a_snapshot() -> None:
         unusual(store)
         compare(store)
         assert hello(store, 2, 0) is False  # behind what is kept
+    deadly = new_store(Settings(1, 1, 9, Sampling()))
+    for epoch in (1, 2, 3):
+        assert hello(deadly, epoch, 0, origin=epoch - 1, before="crashed")
+        for ticket in deadly.grant("g", 1, 2, 0.0):
+            deadly.deliver(sample(ticket), 0.0)
+        deadly.ask(epoch, 0)
+        compare(deadly)
+    assert deadly.aside == 1
     evaluated = Store(Settings(1, 1, 9, Sampling()), PROMPTS.__getitem__, evaluations())
     assert hello(evaluated, 1, 0)
     one, *_ = evaluated.grant("g", 1, 2, 0.0)

@@ -102,6 +102,7 @@ def waiting(tmp_path: Path) -> Iterator[Any]:
         return made, sent
 
     yield wait
+    assert made.close() == ""
     rundir.clean(tmp_path / "run")
 
 
