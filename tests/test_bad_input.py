@@ -189,12 +189,13 @@ def test_on_error_stop_ends_at_the_first_failure(tmp_path: Path, sort_model: Pat
 def test_a_reward_that_fails_now_and_then_is_counted_and_never_a_reward_of_zero(
     tmp_path: Path, sort_model: Path
 ) -> None:
-    """One answer in nine fails, by its text: written again; every reward that is trained on is
-    1.
+    """One call in nine fails, whatever its text, which the same weights would write again: the
+    answer is written again; every reward that is trained on is 1.
     """
     body = (
-        "    if sum(map(ord, text)) % 9 == 0:\n        raise ValueError('now and then')\n  "
-        "  return 1.0\n"
+        "    reward.calls = getattr(reward, 'calls', 0) + 1\n"
+        "    if reward.calls % 9 == 0:\n        raise ValueError('now and then')\n"
+        "    return 1.0\n"
     )
     done = with_rewards(
         tmp_path,

@@ -77,8 +77,9 @@ def test_a_penalty_nobody_gave_is_none(truncated: str) -> None:
     if truncated == "soft":  # a ramp of one token: below the limit nothing, at it the whole
         given = {"name": "rloo", "truncated": "soft", "truncation_penalty": 1.0}
         c.advantage = settings.Advantage(**given, truncation_ramp=1)
-        c.generator = SimpleNamespace(max_new_tokens=int(torch.bincount(b.seq).max()))
-        longest = torch.bincount(b.seq) == c.generator.max_new_tokens
+        drawn = torch.bincount(b.seq[b.mask], minlength=12)  # what stands between turns is not
+        c.generator = SimpleNamespace(max_new_tokens=int(drawn.max()))
+        longest = drawn == c.generator.max_new_tokens
         assert sl.prepare(b, c).metrics["reward/used_mean"] == pytest.approx(
             float((b.rewards - longest.to(D)).mean())
         )

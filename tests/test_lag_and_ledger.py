@@ -206,9 +206,12 @@ def test_a_ledger_adds_merges_and_comes_back_from_its_totals() -> None:
 def test_a_failure_travels_as_its_kind_and_words_and_recordings_without_any_are_read() -> None:
     one = Trajectory(0, 0, 1, b"", b"", b"", b"", [], 0.0, {}, "stop", 1.0)
     raw = msgspec.msgpack.decode(msgspec.msgpack.encode(one))
-    assert raw[-1] == "" and msgspec.convert(raw, Trajectory) == one
+    at = Trajectory.__struct_fields__.index("failed")
+    assert raw[at] == "" and msgspec.convert(raw, Trajectory) == one
+    # a recording from before sessions ends there
+    assert msgspec.convert(raw[: at + 1], Trajectory) == one
     failed = msgspec.structs.replace(one, failed=Failure("machinery", "it died"))
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(failed), type=Trajectory)
     assert again == failed and again.failed and str(again.failed) == "machinery: it died"
     with pytest.raises(msgspec.ValidationError):
-        msgspec.convert([*raw[:-1], ["weather", "rain"]], Trajectory)
+        msgspec.convert([*raw[:at], ["weather", "rain"], *raw[at + 1 :]], Trajectory)

@@ -695,7 +695,7 @@ def test_rewards_per_token_that_nobody_takes_are_spoken_of_once(
     assert said == (
         "learner: advantage.name = rloo takes one reward an answer, so the reward function's "
         "token_rewards are not trained on; "
-        "reinforce_pp, gae, grpo take them\n"
+        "reinforce_pp, gae, grpo, otb take them\n"
     )
     core(model_dir, advantage={"name": "grpo"}).train(b)
     assert capsys.readouterr().err == ""

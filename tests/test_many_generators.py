@@ -161,12 +161,12 @@ def test_who_wants_no_sample_is_told_of_versions_and_the_end_and_holds_nobody_up
     granted = {peer: x for peer, x in sent if isinstance(x, m.Tickets) and x.tickets}
     assert list(granted) == [b"writing"]
     told = [x for peer, x in sent if isinstance(x, m.Tickets) and peer == b"drawing"]
-    assert [(x.tickets, x.over) for x in told] == [([], False)]
+    assert [(x.tickets, x.finished) for x in told] == [([], False)]
     assert told[0].announcement.label == (1, 0)
     sent.clear()
     made.store.finish()
     made.answer()
-    assert [x.over for peer, x in sent if peer == b"drawing"] == [True]
+    assert [x.finished for peer, x in sent if peer == b"drawing"] == [True]
     assert "drawing" not in made.generators and not made.followers
     made.handle(b"drawing", m.Want("drawing", 1, 2, -1, None))
     assert made.store  # a number below nothing is refused, as any broken message
