@@ -153,8 +153,8 @@ PLANTED = [
     Planted(
         "the lag of another branch is that of ours",
         "asyncrl/contract/versions.py",
-        "return (self._depth[start] - common) + (number - common)",
-        "return number - self._depth[start]",
+        "return self._depth[start] - 2 * common",
+        "return -self._depth[start]",
         "tests/test_doctests.py::test_examples_in_docstrings[asyncrl.contract.versions]",
     ),
 ]
