@@ -6,6 +6,7 @@ import ast
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,16 @@ def mode(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
 def test_a_run_and_its_sockets_are_of_mode_0700(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(short_path))  # a socket's path has 107 bytes
     config = load.load(ROOT / "configs" / "demo.toml")
     run_dir = tmp_path / "runs" / "one"
     rundir.ensure(config, load.dump(config), run_dir)
