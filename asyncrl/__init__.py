@@ -7,11 +7,15 @@
     +------------- admission: may another ticket go out? -------------+
 ```
 
+With a section `[agent]` a gateway stands between: tickets go to it, it plays their sessions with
+environments or a harness, and generators draw its calls.
+
 | loop      | consumes        | waits for                              | unblocked by              |
 |-----------|-----------------|----------------------------------------|---------------------------|
 | generator | tickets         | a ticket; the ticket's minimum version | a commit, a publication   |
 | buffer    | what peers send | nothing: it never blocks               | -                         |
 | learner   | batches         | the oldest group of its batch          | a generator that delivers |
+| gateway   | tickets, calls  | an environment's step, a call's answer | deadlines of the session  |
 | weights   | a publication   | nothing: generators pull what is there | the learner               |
 
 Glossary, one word for one thing in code, configs, metrics and docs:
@@ -29,6 +33,8 @@ Glossary, one word for one thing in code, configs, metrics and docs:
   the fact of lag.
 - group: the samples of one prompt. Ticket: the order to write one group. Lease, attempt: one grant
   of a ticket.
+- session: a sample that takes several calls of the model. Row: what the learner runs forward of it;
+  a call that continues no earlier one begins a row of its own. Set aside: drawn, never trained.
 - ledger: where every generated token ended, in exactly one line.
 - ESS: effective sample size of the importance weights, as a share of the samples.
 
