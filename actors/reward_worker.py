@@ -10,13 +10,10 @@ several units under way."""
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import functools
 import inspect
 import io
 import math
-import os
-import signal
 import socket
 import sys
 import time
@@ -30,14 +27,14 @@ from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import get_task
+from asyncrl.transport import child
+from asyncrl.transport.child import FRAME_BYTES, frame
 
 Judged = tuple[float, dict[str, float], list[float] | None]
-FRAME_BYTES = 64 * 1024 * 1024  # a larger frame is a broken worker
 # of a reward: float32 holds the sum of a batch's squares of it, and no reward is meant to be larger
 LARGEST = 1e15
 WHY_CHARACTERS = 300  # of what an exception says
 PRINTED_CHARACTERS = 1 << 20  # by the function in the life of its process; the rest is dropped
-_PR_SET_PDEATHSIG = 1
 
 
 class Setup(msgspec.Struct, frozen=True):
@@ -83,10 +80,6 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     ended: float = 0.0
     batched: bool = False  # ready: the function takes lists
     window: int = 1  # ready: units under way at once
-
-
-def frame(payload: bytes) -> bytes:
-    return len(payload).to_bytes(4, "big") + payload
 
 
 def one_line(text: str) -> str:
@@ -395,20 +388,5 @@ class Bounded(io.TextIOBase):
         return len(text)
 
 
-def main(fd: int, parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # also while the function hangs
-    if os.getppid() != parent:  # it ended before that
-        return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)  # standard output is the generator's, whose `--json` a print would break
-    sys.stdout = sys.stderr = Bounded(sys.stderr)
-    wire = socket.socket(fileno=fd)
-    wire.set_inheritable(False)
-    try:
-        serve(wire)
-    except BrokenPipeError:
-        pass
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    child.run(int(sys.argv[1]), int(sys.argv[2]), serve, Bounded)

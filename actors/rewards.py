@@ -37,11 +37,12 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from actors.reward_worker import FRAME_BYTES, Call, Reply, Setup, Unit, call, frame, said
+from actors.reward_worker import Call, Reply, Setup, Unit, call, said
 from asyncrl.config.tree import Config
-from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import Failure, Prompt
+from asyncrl.transport import child
+from asyncrl.transport.child import frame
 
 Key = tuple[int, int, int]
 GRACE_S = 60.0  # the first import may be slow; a call's deadline starts when the process is ready
@@ -93,17 +94,11 @@ class Timing:
     called_s: float = 0.0  # in the function, its share of a list's call
 
 
-class _Process:
+class _Process(child.Child):
     """A reward process and the units in its hands, in the order in which they were sent."""
 
     def __init__(self, setup: bytes) -> None:
-        self.wire, theirs = socket.socketpair()
-        with theirs:
-            argv = importing.command("actors.reward_worker", str(theirs.fileno()), str(os.getpid()))
-            self.process = subprocess.Popen(
-                argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-            )
-        self.wire.setblocking(False)
+        super().__init__("actors.reward_worker", setup)
         self.units: dict[int, tuple[list[_Job], int]] = {}  # id -> (its answers, its bytes)
         self.bytes = 0
         self.alone = False  # it has one answer that nothing else may be blamed for
@@ -112,8 +107,6 @@ class _Process:
         self.window = 1
         # its start; then when its oldest unit can have begun at the latest
         self.since = time.monotonic()
-        self.incoming = bytearray()
-        self.outgoing = bytearray(frame(setup))
 
     def under_way(self) -> list[_Job]:
         """The answers it is working on."""
@@ -127,37 +120,8 @@ class _Process:
         """The replies that have come, and whether it has closed.  Raises msgspec.MsgspecError for
         what is no reply.
         """
-        closed = False
-        try:
-            while data := self.wire.recv(1 << 18):
-                self.incoming += data
-            closed = True
-        except BlockingIOError:
-            pass
-        except OSError:
-            closed = True
-        replies = []
-        at = 0
-        while len(self.incoming) - at >= 4:
-            size = int.from_bytes(self.incoming[at : at + 4], "big")
-            if size > FRAME_BYTES:
-                raise msgspec.DecodeError(f"a frame of {size} bytes")
-            if len(self.incoming) - at - 4 < size:
-                break
-            replies.append(_reply(self.incoming[at + 4 : at + 4 + size]))
-            at += 4 + size
-        del self.incoming[:at]
-        return replies, closed
-
-    def flush(self) -> None:
-        """Write what its socket takes; a dead worker is noticed when it is next read from."""
-        try:
-            while self.outgoing:
-                del self.outgoing[: self.wire.send(self.outgoing)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.outgoing.clear()
+        payloads, closed = self.payloads()
+        return [_reply(payload) for payload in payloads], closed
 
     def end(self) -> int:
         """End it; its exit code if it had ended by itself."""

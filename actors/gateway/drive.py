@@ -8,19 +8,16 @@ lost through no fault of theirs, and begin again."""
 from __future__ import annotations
 
 import math
-import os
-import socket
-import subprocess
 import time
 from collections import deque
 
 import msgspec
 
 from actors.gateway.env_worker import Happened, Op, Setup
-from actors.reward_worker import FRAME_BYTES, frame
 from asyncrl.config.agents import Agent
-from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
+from asyncrl.transport import child
+from asyncrl.transport.child import frame
 
 GRACE_S = 60.0  # the first import may be slow
 START_TRIES = 3
@@ -28,62 +25,30 @@ START_TRIES = 3
 _decode = msgspec.msgpack.Decoder(Happened).decode
 
 
-class _Worker:
+class _Worker(child.Child):
     """A process, the sessions in it, and the operations it has not answered."""
 
     def __init__(self, setup: bytes) -> None:
-        self.wire, theirs = socket.socketpair()
-        with theirs:
-            argv = importing.command(
-                "actors.gateway.env_worker", str(theirs.fileno()), str(os.getpid())
-            )
-            self.process = subprocess.Popen(
-                argv, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-            )
-        self.wire.setblocking(False)
+        super().__init__("actors.gateway.env_worker", setup)
         self.sessions: set[int] = set()
         self.asked: deque[int] = deque()  # sessions, in the order of their operations
         self.since = time.monotonic()  # when its oldest operation can have begun at the latest
         self.ready = False
-        self.incoming = bytearray()
-        self.outgoing = bytearray(frame(setup))
         self.fresh: list[Op] = []
 
     def receive(self) -> tuple[list[Happened], bool]:
         """What has come, and whether it has closed."""
-        closed = False
         try:
-            while data := self.wire.recv(1 << 18):
-                self.incoming += data
-            closed = True
-        except BlockingIOError:
-            pass
-        except OSError:
-            closed = True
-        out: list[Happened] = []
-        at = 0
-        while len(self.incoming) - at >= 4:
-            size = int.from_bytes(self.incoming[at : at + 4], "big")
-            if size > FRAME_BYTES:
-                return out, True
-            if len(self.incoming) - at - 4 < size:
-                break
-            out.append(_decode(self.incoming[at + 4 : at + 4 + size]))
-            at += 4 + size
-        del self.incoming[:at]
-        return out, closed
+            payloads, closed = self.payloads()
+            return [_decode(payload) for payload in payloads], closed
+        except msgspec.MsgspecError:  # it is broken, as one that has ended
+            return [], True
 
     def flush(self) -> None:
         if self.fresh:
             self.outgoing += frame(msgspec.msgpack.encode(self.fresh))
             self.fresh = []
-        try:
-            while self.outgoing:
-                del self.outgoing[: self.wire.send(self.outgoing)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.outgoing.clear()  # its end is noticed when it is next read from
+        super().flush()
 
     def deadline(self, step_s: float) -> float:
         if not self.ready:

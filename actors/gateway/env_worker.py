@@ -8,11 +8,8 @@ parent knows from what is unanswered which session a process was busy with when 
 
 from __future__ import annotations
 
-import ctypes
 import inspect
 import math
-import os
-import signal
 import socket
 import sys
 from collections.abc import Callable
@@ -20,11 +17,12 @@ from typing import Any, Literal
 
 import msgspec
 
-from actors.reward_worker import Bounded, _read, frame, one_line, said
+from actors.reward_worker import Bounded, _read, one_line, said
 from asyncrl.contract import importing
 from asyncrl.contract.messages import Prompt
+from asyncrl.transport import child
+from asyncrl.transport.child import frame
 
-_PR_SET_PDEATHSIG = 1
 JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", list: "array"}
 LONGEST = 1 << 20  # characters of what an environment says at once
 
@@ -229,20 +227,5 @@ def serve(wire: socket.socket) -> None:
                 send(what)
 
 
-def main(fd: int, parent: int) -> None:
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)
-    sys.stdout = sys.stderr = Bounded(sys.stderr)
-    wire = socket.socket(fileno=fd)
-    wire.set_inheritable(False)
-    try:
-        serve(wire)
-    except BrokenPipeError:
-        pass
-
-
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]))
+    child.run(int(sys.argv[1]), int(sys.argv[2]), serve, Bounded)
