@@ -1,26 +1,25 @@
-"""Starts, watches, restarts and ends the processes of one run, on this machine.
+"""Watches, restarts and ends the processes of one run: every rule, whoever starts them.
 
-Each child has a session of its own (Ctrl-C reaches the supervisor, which ends them in order:
-learner, gateway, generators, buffer), dies with its parent, and writes
+A maker (`asyncrl.supervise.hosts`) starts them, on this machine or on others.  Ctrl-C reaches the
+supervisor alone, which ends them in order: learner, gateway, generators, buffer.  Each writes
 RUN/logs/attempt_N/PROCESS.log."""
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from asyncrl.config.tree import Config
-from asyncrl.contract import importing, refusal
+from asyncrl.contract import importing
 from asyncrl.contract.errors import NothingToDo, ProcessLost
 from asyncrl.contract.messages import Status
-from asyncrl.contract.parent import die_with_parent
 from asyncrl.contract.waits import Watchdog, culprit
 from asyncrl.records import lives
+from asyncrl.supervise.hosts import Maker, Order, Process
+from asyncrl.supervise.hosts.local import Local
 
 # a process that sends nothing for this long, when the run is overdue, is the one to blame
 SILENT_S = 5.0
@@ -39,26 +38,20 @@ class Child:
     argv: list[str]
     threads: int
     restartable: bool
-    process: subprocess.Popen[bytes] | None = None
+    process: Process | None = None
     log: Path = Path()
     restarts: int = 0
     code: int | None = None  # of its exit, 0 when that was no loss; None: it runs
-    pipe: int = -1  # its refusal comes here
-
-    def hang_up(self) -> None:
-        """Close the pipe of the life before."""
-        if self.pipe >= 0:
-            os.close(self.pipe)
-            self.pipe = -1
 
 
 @dataclass
 class Supervisor:
-    """The processes of a run.  `say` prints a line for the user."""
+    """The processes of a run.  `say` prints a line for the user; `maker` starts them."""
 
     config: Config
     run_dir: Path
     say: Callable[[str], None]
+    maker: Maker = field(default_factory=Local)
     children: list[Child] = field(default_factory=list)
     interrupts: int = 0
     alone_since: float = 0.0
@@ -105,28 +98,9 @@ class Supervisor:
 
     def spawn(self, child: Child) -> None:
         child.log = self.logs / f"{child.name}.log"
-        child.hang_up()
-        child.pipe, theirs = os.pipe()
-        env = os.environ | {
-            "OMP_NUM_THREADS": str(child.threads),
-            "ASYNCRL_SUPERVISED": "1",
-            "PYTHONUNBUFFERED": "1",
-            refusal.VARIABLE: str(theirs),
-        }
-        try:
-            with child.log.open("ab") as log:
-                child.process = subprocess.Popen(
-                    child.argv,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    env=env,
-                    start_new_session=True,
-                    pass_fds=[theirs],
-                    preexec_fn=die_with_parent,
-                )
-        finally:
-            os.close(theirs)
+        if child.process is not None:
+            child.process.close()
+        child.process = self.maker.start(Order(child.name, child.argv, child.threads, child.log))
         child.code = None
 
     # ---- watching --------------------------------------------------------------------------------
@@ -166,7 +140,6 @@ class Supervisor:
             patience = END_S if child.name == "learner" and child.name in heard else LATE_S
             if child.code is None and child.process is not None and seconds > patience:
                 child.process.kill()
-                child.process.wait()
                 child.code = 0
                 self.say(
                     f"{child.name} was still {'ending' if patience == END_S else 'starting'} when "
@@ -215,7 +188,6 @@ class Supervisor:
         child = alive[name]
         assert child.process is not None
         child.process.kill()
-        child.process.wait()
         self.watchdog.restart(now)
 
     def died(self, child: Child, code: int) -> None:
@@ -226,18 +198,19 @@ class Supervisor:
             child.code = 0  # the run is over, as it knows or as its buffer does
             self.say(f"{child.name} ended ({signal_name(code)}) when the run was over")
             return
-        refused = refusal.heard(child.pipe)
-        if refused is None and child.process is not None:
+        assert child.process is not None
+        refused = child.process.refused()
+        last = child.process.tail(20)
+        if refused is None:
             lives.note(
                 self.run_dir,
                 child.name,
                 child.process.pid,
                 "died",
                 code=code,
-                why=(self.tail(child, 1) or [""])[-1][:500],
+                why=(last or [""])[-1][:500],
             )
         self.say(f"{child.name} died: {signal_name(code)}; its log: {child.log}")
-        last = self.tail(child)
         for line in last:
             self.say(f"    {line}")
         if refused is not None:  # starting again would meet it again
@@ -252,14 +225,6 @@ class Supervisor:
             f"starting {child.name} again ({child.restarts} of {self.config.watchdog.restarts})"
         )
         self.spawn(child)
-
-    @staticmethod
-    def tail(child: Child, lines: int = 20) -> list[str]:
-        return (
-            child.log.read_text(errors="replace").splitlines()[-lines:]
-            if child.log.exists()
-            else []
-        )
 
     # ---- the end ---------------------------------------------------------------------------------
 
@@ -277,24 +242,25 @@ class Supervisor:
             ]
             for child in mine:
                 assert child.process is not None
-                child.process.send_signal(signal.SIGTERM if gently else signal.SIGKILL)
+                child.process.signal(signal.SIGTERM if gently else signal.SIGKILL)
             deadline = time.monotonic() + END_S
             for child in mine:
                 assert child.process is not None
-                while child.process.poll() is None:
+                while (code := child.process.poll()) is None:
                     if self.interrupts > 1 or time.monotonic() > deadline:
                         child.process.kill()
                     time.sleep(0.02)
-                child.code = child.process.returncode
-                if child.code < 0:
+                child.code = code
+                if code < 0:
                     lives.note(
                         self.run_dir,
                         child.name,
                         child.process.pid,
                         "died",
-                        code=child.code,
+                        code=code,
                         why="by its supervisor, which ends the run",
                         asked=True,
                     )
         for child in self.children:
-            child.hang_up()
+            if child.process is not None:
+                child.process.close()

@@ -1,0 +1,75 @@
+"""Processes of this machine: each in a session of its own, dying with its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+
+from asyncrl.contract import refusal
+from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.parent import die_with_parent
+from asyncrl.supervise.hosts import Order, last_lines
+
+
+class LocalProcess:
+    """A child of this process."""
+
+    def __init__(self, order: Order) -> None:
+        self.order = order
+        self._pipe, theirs = os.pipe()  # its refusal comes here
+        env = os.environ | {
+            "OMP_NUM_THREADS": str(order.threads),
+            "ASYNCRL_SUPERVISED": "1",
+            "PYTHONUNBUFFERED": "1",
+            refusal.VARIABLE: str(theirs),
+        }
+        try:
+            with order.log.open("ab") as log:
+                self.popen = subprocess.Popen(
+                    order.argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    env=env,
+                    start_new_session=True,
+                    pass_fds=[theirs],
+                    preexec_fn=die_with_parent,
+                )
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(theirs)
+        self.pid = self.popen.pid
+
+    def poll(self) -> int | None:
+        return self.popen.poll()
+
+    def signal(self, number: int) -> None:
+        self.popen.send_signal(number)
+
+    def kill(self) -> None:
+        self.popen.send_signal(signal.SIGKILL)
+        self.popen.wait()
+
+    def refused(self) -> AsyncrlError | None:
+        return refusal.heard(self._pipe) if self._pipe >= 0 else None
+
+    def tail(self, lines: int) -> list[str]:
+        return last_lines(self.order.log, lines)
+
+    def close(self) -> None:
+        if self._pipe >= 0:
+            os.close(self._pipe)
+            self._pipe = -1
+
+
+class Local:
+    """The maker of this machine."""
+
+    def start(self, order: Order) -> LocalProcess:
+        return LocalProcess(order)
+
+    def close(self) -> None:
+        """Nothing: children die with this process."""

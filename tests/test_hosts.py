@@ -1,0 +1,163 @@
+"""The supervisor's rules with a maker that starts nothing: whoever starts the processes, they are
+the same.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+from asyncrl.config import load
+from asyncrl.contract.errors import AsyncrlError, ConfigError, ProcessLost
+from asyncrl.contract.messages import Status
+from asyncrl.contract.waits import Wait
+from asyncrl.supervise import launch
+from asyncrl.supervise.hosts import TAIL_BYTES, Order, last_lines
+from asyncrl.supervise.launch import Supervisor
+
+
+class Pretended:
+    """A process of nobody: it runs until `code` is set."""
+
+    def __init__(self, order: Order, events: list[str]) -> None:
+        self.order = order
+        self.events = events
+        self.pid = 4711
+        self.code: int | None = None
+        self.refusal: AsyncrlError | None = None
+        self.deaf = False
+        self.closed = 0
+
+    def poll(self) -> int | None:
+        return self.code
+
+    def signal(self, number: int) -> None:
+        self.events.append(f"{self.order.name} {signal.Signals(number).name}")
+        if not self.deaf:
+            self.code = 130 if number == signal.SIGTERM else -number
+
+    def kill(self) -> None:
+        self.events.append(f"{self.order.name} killed")
+        self.code = -signal.SIGKILL
+
+    def refused(self) -> AsyncrlError | None:
+        return self.refusal
+
+    def tail(self, lines: int) -> list[str]:
+        return [f"the last {lines} lines of {self.order.name}"]
+
+    def close(self) -> None:
+        self.closed += 1
+
+
+class Pretender:
+    """A maker that keeps what it was asked to start."""
+
+    def __init__(self) -> None:
+        self.made: list[Pretended] = []
+        self.events: list[str] = []
+
+    def start(self, order: Order) -> Pretended:
+        self.made.append(Pretended(order, self.events))
+        return self.made[-1]
+
+    def close(self) -> None:
+        self.events.append("closed")
+
+    def newest(self, name: str) -> Pretended:
+        return [process for process in self.made if process.order.name == name][-1]
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def supervisor(tmp_path: Path, said: list[str]) -> Supervisor:
+    sets = ["generators=2", "watchdog.restarts=2", "learner.threads=3"]
+    made = Supervisor(
+        load.load(ROOT / "configs" / "demo.toml", sets), tmp_path, said.append, Pretender()
+    )
+    made.start()
+    return made
+
+
+def maker(supervisor: Supervisor) -> Pretender:
+    assert isinstance(supervisor.maker, Pretender)
+    return supervisor.maker
+
+
+def test_what_a_maker_is_asked_to_start(supervisor: Supervisor, tmp_path: Path) -> None:
+    orders = {process.order.name: process.order for process in maker(supervisor).made}
+    assert list(orders) == ["buffer", "learner", "generator-0", "generator-1"]
+    assert orders["learner"].threads == 3 and orders["buffer"].threads == 1
+    assert orders["generator-1"].argv[-2:] == ["--index", "1"]
+    assert orders["buffer"].log == tmp_path / "logs" / "attempt_1" / "buffer.log"
+
+
+def test_the_budget_of_restarts_is_the_supervisors(supervisor: Supervisor, said: list[str]) -> None:
+    for life in range(3):
+        process = maker(supervisor).newest("generator-1")
+        process.code = 1
+        if life < 2:
+            assert not supervisor.poll() and process.closed == 1
+            assert maker(supervisor).newest("generator-1") is not process
+    assert "    the last 20 lines of generator-1" in said
+    with pytest.raises(ProcessLost, match=r"generator-1 died \(exit code 1\) and cannot be"):
+        supervisor.poll()
+
+
+def test_a_refusal_told_through_any_maker_ends_the_run(supervisor: Supervisor) -> None:
+    process = maker(supervisor).newest("learner")
+    process.refusal, process.code = ConfigError("learner.lr: not today"), 2
+    with pytest.raises(ConfigError, match=r"^learner\.lr: not today$"):
+        supervisor.poll()
+    assert maker(supervisor).newest("learner") is process
+
+
+def test_who_holds_the_run_up_is_ended_and_started_again(supervisor: Supervisor) -> None:
+    now = launch.time.monotonic()
+    waits = [Wait("learner", "a batch", "generator-0", 900.0)]
+    peers = {"generator-0": 900.0, "generator-1": 0.1, "learner": 0.1}
+    supervisor.observe(Status("r", 1, 9, 1, {}, {}, waits, peers, False))
+    supervisor.looked = now
+    supervisor.watchdog.restart(now - 1e6)
+    held_up = maker(supervisor).newest("generator-0")
+    supervisor.look()
+    assert maker(supervisor).events == ["generator-0 killed"]
+    assert not supervisor.poll() and maker(supervisor).newest("generator-0") is not held_up
+
+
+def test_a_run_ends_in_order_and_who_does_not_hear_is_killed(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "END_S", 0.05)
+    maker(supervisor).newest("generator-1").deaf = True
+    supervisor.end(gently=True)
+    assert maker(supervisor).events == [
+        "learner SIGTERM",
+        "generator-0 SIGTERM",
+        "generator-1 SIGTERM",
+        "generator-1 killed",
+        "buffer SIGTERM",
+    ]
+    assert all(process.closed == 1 for process in maker(supervisor).made)
+    assert {c.name: c.code for c in supervisor.children} == {
+        "buffer": 130,
+        "learner": 130,
+        "generator-0": 130,
+        "generator-1": -signal.SIGKILL,
+    }
+
+
+def test_the_last_lines_of_a_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert last_lines(log, 3) == []
+    log.write_bytes(b"x" * TAIL_BYTES + b"\nb\nc\xff\nd\n")
+    assert last_lines(log, 3) == ["b", "c\ufffd", "d"] and last_lines(log, 9)[0] == "x" * (
+        TAIL_BYTES - 8
+    )
