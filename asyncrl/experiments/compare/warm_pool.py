@@ -65,17 +65,27 @@ class Cells:
     def todo(self) -> list[str]:
         return [n for n in self.configs if not self.path(n).exists()]
 
-    def run(self, workers: int, tell: Tell, *, abandon: bool = True) -> None:
-        """Make what is missing, in the order of `add`.  Raises AsyncrlError when a run fails; what
-        others finish by then is kept.
+    def run(
+        self,
+        workers: int,
+        tell: Tell,
+        *,
+        abandon: bool = True,
+        go_on: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Make what is missing, in the order of `add`, starting none once `go_on` says no.  Raises
+        AsyncrlError when a run fails; what others finish by then is kept.
         """
+        if not go_on():
+            return
         (self.directory / "cells").mkdir(parents=True, exist_ok=True)
         for name, config in self.configs.items():
             if not self.path(name).with_suffix(".toml").exists():
                 atomic_write.write(self.path(name).with_suffix(".toml"), load.dump(config))
         queue = deque(self.todo())
         team = [
-            Worker(self.directory, n, queue, tell, abandon) for n in range(min(workers, len(queue)))
+            Worker(self.directory, n, queue, tell, abandon, go_on=go_on)
+            for n in range(min(workers, len(queue)))
         ]
         try:
             for worker in team:
@@ -96,9 +106,17 @@ class Worker:
     """One process and the thread that feeds it.  It dies with this process."""
 
     def __init__(
-        self, directory: Path, number: int, queue: deque[str], tell: Tell, abandon: bool
+        self,
+        directory: Path,
+        number: int,
+        queue: deque[str],
+        tell: Tell,
+        abandon: bool,
+        *,
+        go_on: Callable[[], bool],
     ) -> None:
         self.queue = queue
+        self.go_on = go_on
         self.tell = tell
         self.failed = ""
         self.log = directory / "logs" / f"worker_{number}.log"
@@ -123,7 +141,7 @@ class Worker:
 
     def _feed(self) -> None:
         assert self.process.stdin is not None and self.process.stdout is not None
-        while self.queue and not self.failed:
+        while self.queue and not self.failed and self.go_on():
             try:
                 name = self.queue.popleft()
             except IndexError:

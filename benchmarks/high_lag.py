@@ -1,0 +1,457 @@
+"""What holds at lag 16 and beyond: every method of `sweep` and `compare`, at injected lag.
+
+    # all of it, within ten hours; the same command goes on where it was stopped
+    python benchmarks/high_lag.py --out runs/high --workers 2 --budget-minutes 600
+    # the result of what is finished, run nothing
+    python benchmarks/high_lag.py --out runs/high --table
+    # the best ones again, with seeds enough to separate them
+    python benchmarks/high_lag.py --out runs/high_best --methods ppo,tis,vespo,oapl,dis,gac \
+        --lags 16,64,0,8,32 --seeds 10
+    # does it work?  Writes no result
+    python benchmarks/high_lag.py --out runs/high --quick
+
+Half of the fairness is the rate.  Each method gets, for each task and number of updates, the best
+of the same factors (--rates) of the task's rate: short of seeds, by one run for each at --tune-at
+versions of lag with a seed that the screen does not use, judged by the mean height of its accuracy.
+With one factor there is nothing to choose, and the result says that nothing was.
+
+Then every method runs at its rate at every lag and seed, with 1 and with 4 updates a batch.
+Differences are against PPO on the behaviour policy at the same lag, paired by seed; Holm's
+correction runs over all lags and methods of a task and number of updates.  `tis` with 4 updates is
+decoupled PPO with the updates that its clip is for.  At lag 0 and one update methods of the same
+mathematics must agree but for noise; the result says how large that noise is.
+
+Injected lag k is the whole lag from batch k on: of 150 batches at lag 64 the first 64 have less.
+Runs go through the real store, admission, engine and learner in warm processes."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import re
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lib import results_file, studies
+
+sys.path.insert(0, str(results_file.ROOT))
+
+from asyncrl.config import load
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import AsyncrlError, ConfigError
+from asyncrl.experiments.compare import methods, sweep, sweep_analysis, verdict
+from asyncrl.experiments.compare.page import clean
+from asyncrl.experiments.compare.warm_pool import Cells
+from asyncrl.supervise.run import preflight, say
+
+BASE = "ppo"
+TASKS = {"rle-5e-4": ("rle", 5e-4), "rle-1e-3": ("rle", 1e-3), "sort-2e-4": ("demo", 2e-4)}
+BESIDE = (BASE, "tis", "seq_tis", "icepop", "mis", "m2po", "reshape", "k3")
+# first what was published for high lag, so that an early end leaves what is asked for most
+FIRST = (BASE, "tis", "vespo", "oapl", "vcpo", "m2po-published", "dis", "gac", "gepo", "asymre")
+ARMS = {
+    name: sweep.CORRECTIONS[name][1] for name in dict.fromkeys([*FIRST, *BESIDE, *methods.METHODS])
+}
+# at pi = mu and before a batch's second update these have the gradient of PPO with their advantage
+# and reduction
+ALIKE = (BASE, "vespo", "dis", "m2po-published", "minpro", "gmpo", "bapo", "opsm", "dppo-kl")
+TUNING_SEED = 1000
+EVALUATION = [
+    "evaluation.every=15",
+    "evaluation.prompts=128",
+    "evaluation.final_prompts=512",
+    "evaluation.ood_prompts=0",
+    "record.kl_moved=8",
+]
+
+
+class Cell(NamedTuple):
+    """One run but for its seed."""
+
+    task: str
+    method: str
+    updates: int
+    lag: int
+    factor: float
+
+    def name(self, seed: int) -> str:
+        return (
+            f"{self.task}-{self.method}-u{self.updates}-lag{self.lag}-x{self.factor:g}-seed{seed}"
+        )
+
+
+class Plan:
+    """What is to be run, in its order, and what a config refuses."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.args = args
+        self.out = Path(f"{args.out}-quick") if args.quick else args.out
+        self.cells = Cells(self.out)
+        self.refused: dict[str, str] = {}
+        self.deadline = time.monotonic() + 60 * args.budget_minutes
+
+    def config(self, cell: Cell, seed: int) -> Config:
+        """Raises ConfigError."""
+        source, rate = TASKS[cell.task]
+        sets = [
+            *EVALUATION,
+            f'model.path="{self.out}/models/{source}"',
+            f"learner.steps={self.args.steps}",
+            f"learner.groups={self.args.groups}",
+            f"learner.minibatches={cell.updates}",
+            f"learner.lr={rate * cell.factor:g}",
+            f"seed={seed}",
+            *(studies.QUICK if self.args.quick else []),
+            *sweep.limit_sets(cell.lag, True),
+        ]
+        path = results_file.ROOT / "configs" / f"{source}.toml"
+        return load.load(path, [*sets, *ARMS[cell.method]])
+
+    def add(self, cells: Iterable[Cell], seed: int) -> None:
+        """Cells that are to be there; what no config allows is noted and left out."""
+        for cell in cells:
+            try:
+                config = self.config(cell, seed)
+            except ConfigError as error:
+                self.refused[f"{cell.method}, {cell.updates} updates, lag {cell.lag}"] = str(error)
+                continue
+            self.cells.add(cell.name(seed), config, seed)
+
+    def record(self, cell: Cell, seed: int) -> dict[str, Any] | None:
+        name = cell.name(seed)
+        return self.cells.read(name) if self.cells.path(name).exists() else None
+
+    def in_time(self) -> bool:
+        return time.monotonic() < self.deadline
+
+    def run(self) -> None:
+        """Make what is missing of what was added, as long as there is time."""
+        if self.args.table:
+            return
+        for name in self.cells.todo():
+            if not self.in_time():
+                return
+            preflight(self.cells.configs[name])
+        self.cells.run(self.args.workers, self.tell, go_on=self.in_time)
+
+    def tell(self, name: str, event: dict[str, object]) -> None:
+        if "done" in event:
+            record = self.cells.read(name)
+            say(
+                f"{name}: {record['accuracy'][1][-1]:.3f}, {record['wall_s']:.0f} s"
+                f"{', given up' if record['abandoned'] else ''} {record.get('failed', '')}"
+            )
+
+    # ---- rates ------------------------------------------------------------------------------
+
+    def tuning(self, task: str, method: str, updates: int) -> list[Cell]:
+        return [Cell(task, method, updates, self.args.tune_at, x) for x in self.args.rates]
+
+    def factor(self, task: str, method: str, updates: int) -> float | None:
+        """The chosen factor of the task's rate; None: its runs are not all there."""
+        tried = self.tuning(task, method, updates)
+        if len(tried) == 1:
+            return tried[0].factor
+        heights = []
+        for cell in tried:
+            record = self.record(cell, TUNING_SEED)
+            if record is None:
+                return None
+            heights.append((height(record, self.args.steps), -cell.factor))
+        return -max(heights)[1]
+
+    def screen(self, task: str, updates: int, lag: int) -> list[Cell]:
+        """One lag's cells, of the methods whose rate is known."""
+        factors = {m: self.factor(task, m, updates) for m in self.args.methods}
+        return [Cell(task, m, updates, lag, x) for m, x in factors.items() if x is not None]
+
+
+def height(record: dict[str, Any], steps: int) -> float:
+    """Mean height of a run's accuracy over its steps; one that was given up keeps its last."""
+    return verdict.area(*sweep_analysis.curve(record, steps))
+
+
+def make(plan: Plan) -> None:
+    """Rates, then the screen: seed by seed, so that what is there can be paired."""
+    args = plan.args
+    for updates, task in itertools.product(args.updates, args.tasks):
+        if len(args.rates) > 1:
+            for method in args.methods:
+                plan.add(plan.tuning(task, method, updates), TUNING_SEED)
+            plan.run()
+        for seed in range(args.seeds):
+            for lag in args.lags:
+                plan.add(plan.screen(task, updates, lag), seed)
+        plan.run()
+
+
+# ---- what it comes to ---------------------------------------------------------------------------
+
+
+def facts(records: Mapping[int, dict[str, Any]], steps: int) -> dict[str, Any]:
+    """One cell over its seeds."""
+    runs = [records[seed] for seed in sorted(records)]
+    ends = [sweep_analysis.curve(r, steps)[1][-1] for r in runs]
+    out = {
+        "seeds": sorted(records),
+        "each": ends,
+        "final": statistics.fmean(ends),
+        "area": statistics.fmean(height(r, steps) for r in runs),
+        "ess": min(sweep_analysis.ess(r["curve"]) for r in runs),
+        "given_up": sum(bool(r["abandoned"]) for r in runs),
+        "trouble": sorted({x.split(":")[0] for r in runs for x in sweep_analysis.trouble(r)}),
+        "unstable": sum(bool(sweep_analysis.trouble(r)) for r in runs),
+    }
+    for name, key in (("kl_behavior", "kl/behavior_target_k3"), ("kl_moved", "kl/moved")):
+        each = [x for r in runs for x in verdict.series(r["curve"], key)]
+        out[name] = statistics.fmean(each) if each else math.nan
+    return out
+
+
+def against(
+    cells: Mapping[tuple[int, str], dict[str, Any]], prompts: int
+) -> dict[tuple[int, str], verdict.Difference]:
+    """(lag, method) -> difference from BASE at the same lag over the seeds of both; Holm over all
+    of them.
+    """
+    out = {}
+    for (lag, method), mine in cells.items():
+        if method == BASE or (lag, BASE) not in cells:
+            continue
+        base = cells[lag, BASE]
+        theirs = dict(zip(base["seeds"], base["each"], strict=True))
+        both = [
+            (value, theirs[seed])
+            for seed, value in zip(mine["seeds"], mine["each"], strict=True)
+            if seed in theirs
+        ]
+        if both:
+            out[lag, method] = verdict.paired(
+                [a for a, _ in both], [b for _, b in both], prompts=prompts
+            )
+    verdict.holm(out)
+    return out
+
+
+def noise(cells: Mapping[tuple[int, str], dict[str, Any]], alike: Sequence[Sequence[str]]) -> Any:
+    """Between methods of the same mathematics at lag 0: the largest difference of two runs of one
+    seed, and the mean one; None: no two are there.
+    """
+    apart = []
+    for names in alike:
+        there = [cells[0, n] for n in names if (0, n) in cells]
+        for one, other in itertools.combinations(there, 2):
+            theirs = dict(zip(other["seeds"], other["each"], strict=True))
+            apart += [
+                abs(value - theirs[seed])
+                for seed, value in zip(one["seeds"], one["each"], strict=True)
+                if seed in theirs
+            ]
+    if not apart:
+        return None
+    return {
+        "methods": [list(names) for names in alike],
+        "pairs": len(apart),
+        "mean": statistics.fmean(apart),
+        "largest": max(apart),
+    }
+
+
+def same(plan: Plan, task: str) -> list[list[str]]:
+    """The methods of ALIKE by advantage, reduction and rate."""
+    groups: dict[Any, list[str]] = {}
+    for method in (m for m in plan.args.methods if m in ALIKE):
+        factor = plan.factor(task, method, 1)
+        if factor is None:
+            continue
+        try:
+            config = plan.config(Cell(task, method, 1, 0, factor), 0)
+        except ConfigError:
+            continue
+        key = (repr(config.advantage), config.loss.reduction, config.learner.lr)
+        groups.setdefault(key, []).append(method)
+    return [names for names in groups.values() if len(names) > 1]
+
+
+def analyse(plan: Plan) -> dict[str, Any]:
+    """task -> updates -> lag -> method -> facts, with the difference from BASE."""
+    args = plan.args
+    out: dict[str, Any] = {}
+    for task, updates in itertools.product(args.tasks, args.updates):
+        cells = {}
+        for lag in args.lags:
+            for cell in plan.screen(task, updates, lag):
+                records = {s: plan.record(cell, s) for s in range(args.seeds)}
+                found = {s: r for s, r in records.items() if r is not None}
+                if found:
+                    cells[lag, cell.method] = facts(found, args.steps) | {"factor": cell.factor}
+        if not cells:
+            continue
+        for key, d in against(cells, 16 if args.quick else 512).items():
+            cells[key]["against"] = {
+                "difference": d.mean,
+                "interval": [d.low, d.high],
+                "interval_other_prompts": [d.prompt_low, d.prompt_high],
+                "p_holm": d.adjusted,
+                "seeds": d.seeds,
+                "word": d.word() if d.seeds > 1 else "no verdict",
+                "detectable": verdict.detectable(d.sd, d.seeds),
+            }
+        by_lag: dict[str, dict[str, Any]] = {}
+        for (lag, method), about in cells.items():
+            by_lag.setdefault(str(lag), {})[method] = about
+        out.setdefault(task, {})[str(updates)] = {
+            "by_lag": by_lag,
+            "noise": noise(cells, same(plan, task)) if updates == 1 else None,
+        }
+    return out
+
+
+def table(found: Mapping[str, Any]) -> list[str]:
+    """Methods down, lags across: mean accuracy (seeds), the difference from BASE with its interval,
+    ! unstable runs.
+    """
+    out = []
+    for task, by_updates in found.items():
+        for updates, about in by_updates.items():
+            by_lag = about["by_lag"]
+            names = list(dict.fromkeys(m for row in by_lag.values() for m in row))
+            out += ["", f"{task}, {updates} update(s) a batch:", ""]
+            out += ["|lag|rate x|" + "|".join(by_lag) + "|", "|---" * (len(by_lag) + 2) + "|"]
+            for name in names:
+                factor = next(row[name]["factor"] for row in by_lag.values() if name in row)
+                row = "|".join(shown(by_lag[lag].get(name)) for lag in by_lag)
+                out.append(f"|`{name}`|{factor:g}|{row}|")
+    return out
+
+
+def shown(about: Mapping[str, Any] | None) -> str:
+    if about is None:
+        return ""
+    text = f"{about['final']:.2f} (n={len(about['seeds'])})"
+    if (d := about.get("against")) and d["seeds"] > 1:
+        text += f" {d['difference']:+.2f} [{d['interval'][0]:+.2f}, {d['interval'][1]:+.2f}]"
+    return text + (f" !{about['unstable']}" if about["unstable"] else "")
+
+
+def verdicts(found: Mapping[str, Any]) -> list[str]:
+    """A sentence a lag: what beats BASE, or that nothing does and what would have been seen."""
+    out = []
+    for task, by_updates in found.items():
+        for updates, about in by_updates.items():
+            for lag, row in about["by_lag"].items():
+                out.append(f"{task}, {updates} update(s), lag {lag}: {judged(row)}")
+            if n := about["noise"]:
+                out.append(
+                    f"{task}, lag 0, the same mathematics: {n['mean']:.3f} apart on average, "
+                    f"{n['largest']:.3f} at most ({n['pairs']} pairs)"
+                )
+    return out
+
+
+def judged(row: Mapping[str, Mapping[str, Any]]) -> str:
+    if BASE not in row:
+        return f"no run of {BASE} to compare with"
+    known = {m: a["against"] for m, a in row.items() if "against" in a}
+    paired = {m: d for m, d in known.items() if d["seeds"] > 1}
+    base = f"{BASE} {row[BASE]['final']:.3f}"
+    best = max(row, key=lambda m: row[m]["final"])
+    if not paired:
+        return f"{base}, highest {best} {row[best]['final']:.3f}; one seed: no verdict is possible"
+    better = [m for m, d in paired.items() if d["word"] == "better"]
+    worse = [m for m, d in paired.items() if d["word"] == "worse"]
+    tail = f"; worse: {', '.join(worse)}" if worse else ""
+    if better:
+        each = ", ".join(f"{m} {paired[m]['difference']:+.3f}" for m in better)
+        return f"{base}; better: {each}{tail}"
+    least = [d["detectable"] for d in paired.values() if not math.isnan(d["detectable"])]
+    power = (
+        f" (of {statistics.median(least):.2f} and less a difference would often go unseen, before "
+        "Holm)"
+        if least
+        else ""
+    )
+    return f"nothing is visibly better than {base}{power}; highest {best}{tail}"
+
+
+def finish(plan: Plan, found: dict[str, Any]) -> None:
+    args = plan.args
+    said = verdicts(found)
+    print("\n".join([*table(found), "", *said]), file=sys.stderr if args.json else sys.stdout)
+    result = clean(
+        {
+            "beside": args.beside,
+            "runs_made_at": args.made_at or results_file.commit(),
+            "setting": {
+                key: getattr(args, key)
+                for key in (
+                    "tasks",
+                    "methods",
+                    "lags",
+                    "updates",
+                    "rates",
+                    "tune_at",
+                    "seeds",
+                    "steps",
+                    "groups",
+                )
+            },
+            "missing": len(plan.cells.todo()),
+            "refused": plan.refused,
+            "verdict": said,
+            "tasks": found,
+        }
+    )
+    if not args.quick:
+        path = results_file.write("high_lag", result, args.made_at)
+        # numbers of a list on one line
+        path.write_text(re.sub(r"\n\s+(?=[-\d.\]n])", " ", path.read_text()))
+        say(str(path))
+    if args.json:
+        import json
+
+        print(json.dumps(result))
+
+
+def options() -> argparse.Namespace:
+    p = studies.parser(__doc__, "runs/high_lag", seeds=3, steps=150)
+    p.add_argument("--tasks", default=",".join(TASKS))
+    p.add_argument("--methods", default=",".join(ARMS))
+    p.add_argument("--lags", default="16,64,0,4", help="in the order they are made")
+    p.add_argument("--updates", default="1,4", help="optimizer steps a batch")
+    p.add_argument("--rates", default="1,0.5,2", help="factors of the task's rate to choose from")
+    p.add_argument("--tune-at", type=int, default=16, help="lag of the runs that choose")
+    p.add_argument(
+        "--budget-minutes", type=float, default=math.inf, help="no run is started after that"
+    )
+    args = p.parse_args()
+    if args.quick:
+        args.tasks, args.methods, args.lags = "rle-5e-4", f"{BASE},dis", "2,0"
+        args.rates, args.updates, args.tune_at = "1,2", "1", 2
+        args.seeds, args.steps = 2, 3
+    args.tasks, args.methods = args.tasks.split(","), args.methods.split(",")
+    args.lags = [int(x) for x in args.lags.split(",")]
+    args.updates = [int(x) for x in args.updates.split(",")]
+    args.rates = [float(x) for x in args.rates.split(",")]
+    for key, known in (("tasks", TASKS), ("methods", ARMS)):
+        if wrong := [x for x in getattr(args, key) if x not in known]:
+            raise ConfigError(f"--{key} {wrong[0]}: unknown; choose of {', '.join(known)}")
+    return args
+
+
+def main() -> None:
+    plan = Plan(options())
+    make(plan)
+    finish(plan, analyse(plan))
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except AsyncrlError as error:
+        sys.exit(f"error: {error}")
