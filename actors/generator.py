@@ -88,7 +88,7 @@ class Generator:
             self.turn = turn = CallTurn(config, engine)
             self.calls = CallPeer(turn, run_dir, self.producer, self.session)
         else:
-            self.turn = Turn(config, engine, lockstep=self.lockstep)
+            self.turn = Turn(config, engine, lockstep=self.lockstep, run_dir=run_dir)
         self.engine = engine
         self.schedule = self.turn.schedule
         self.rewards = self.turn.rewards

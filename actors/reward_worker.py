@@ -22,7 +22,8 @@ from typing import Any, Literal, TextIO
 
 import msgspec
 
-from asyncrl.config.tree import Task
+from actors.scorers.held import Held, Spent, of_this_call
+from asyncrl.config.tree import Reward, Task
 from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
@@ -33,19 +34,20 @@ from asyncrl.transport.child import FRAME_BYTES, frame
 Judged = tuple[float, dict[str, float], list[float] | None]
 # of a reward: float32 holds the sum of a batch's squares of it, and no reward is meant to be larger
 LARGEST = 1e15
+BEAT_S = 1.0  # a process of coroutines says so often that its loop goes round
 WHY_CHARACTERS = 300  # of what an exception says
 PRINTED_CHARACTERS = 1 << 20  # by the function in the life of its process; the rest is dropped
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """Runner to worker, once: the function (module:function, or "" for the task's own), the task,
-    and the bounds of a coroutine function.
+    """Runner to worker, once: who judges (a function, a judge, a model or the task), the bounds of
+    a coroutine function, and the run's directory ("" for none).
     """
 
-    path: str
+    reward: Reward
     task: Task
     deadline_s: float = 10.0
-    concurrency: int = 1
+    run_dir: str = ""
 
 
 class Call(msgspec.Struct, frozen=True, array_like=True):
@@ -69,10 +71,10 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     """Worker to runner.  `results` has one entry for each answer of the unit: what was judged, or
     why it cannot be used.
 
-    "failed": the call raised; "hung": a coroutine that did not end by the deadline.  Times are
-    CLOCK_MONOTONIC seconds."""
+    "failed": the call raised; "hung": a coroutine that did not end by the deadline; "broken": the
+    run cannot go on; "alive": coroutines are not blocked.  Times are CLOCK_MONOTONIC seconds."""
 
-    kind: Literal["ready", "broken", "ok", "failed", "hung"]
+    kind: Literal["ready", "broken", "ok", "failed", "hung", "alive"]
     id: int = -1
     results: list[Judged | str] = []
     why: str = ""
@@ -191,6 +193,31 @@ def resolve(path: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
+def function_of(setup: Setup) -> Callable[..., Any]:
+    """What judges.  Raises ConfigError."""
+    settings = setup.reward
+    if settings.model.path:
+        from actors.scorers.reward_model import RewardModel
+
+        return RewardModel(settings.model)
+    function = resolve(settings.function) if settings.function else None
+    if not settings.judge.url:
+        return function or get_task(setup.task).reward
+    from actors.scorers import judge
+
+    client = judge.client(settings.judge, setup.run_dir)
+    if function is None:
+        return judge.JudgeReward(client)
+    if not is_async(function) or "judge" not in inspect.signature(function).parameters:
+        raise ConfigError(
+            f"reward.function = {settings.function}: with [reward.judge] it is `async def "
+            "reward(prompt, text, judge)`, which asks by `await judge.ask(messages)`"
+        )
+    bound = functools.partial(function, judge=client)
+    bound.batched = takes_lists(function)  # type: ignore[attr-defined]
+    return bound
+
+
 def takes_lists(function: Callable[..., Any]) -> bool:
     """Is it marked by `function.batched = True`: (list of prompts, list of texts) -> list of
     rewards?
@@ -296,13 +323,21 @@ async def judge_later(function: Callable[..., Any], unit: Unit, deadline_s: floa
         try:
             found = results(function, await called(function, unit.calls), unit.calls)
             return Reply("ok", unit.id, found, "", began, time.monotonic())
+        except Spent as error:  # every other call would say the same
+            return Reply("broken", unit.id, [], str(error), began, time.monotonic())
         except BaseException as error:  # an exit in a task would end the loop
             return Reply("failed", unit.id, [], said(error), began, time.monotonic())
 
+    held = Held()
+    of_this_call.set(held)
     task = asyncio.create_task(guarded())
-    done, _ = await asyncio.wait({task}, timeout=deadline_s)
-    if done:
-        return task.result()
+    left = deadline_s
+    while left > 0:
+        done, _ = await asyncio.wait({task}, timeout=left)
+        if done:
+            return task.result()
+        now = time.monotonic()
+        left = began + deadline_s + held.seconds(now) - now
     task.cancel()
     return Reply("hung", unit.id, [], "", began, time.monotonic())
 
@@ -312,11 +347,11 @@ def serve(wire: socket.socket) -> None:
     stream = wire.makefile("rb")
     setup = msgspec.msgpack.decode(_read(stream) or b"", type=Setup)
     try:
-        function = resolve(setup.path) if setup.path else get_task(setup.task).reward
+        function = function_of(setup)
     except ConfigError as error:
         wire.sendall(encoded(Reply("broken", why=str(error))))
         return
-    window = setup.concurrency if is_async(function) else 1
+    window = setup.reward.concurrency if is_async(function) else 1
     wire.sendall(encoded(Reply("ready", batched=takes_lists(function), window=window)))
     if is_async(function):
         asyncio.run(_serve_async(wire, function, setup))
@@ -338,14 +373,23 @@ def _read(stream: Any) -> bytes | None:
 async def _serve_async(wire: socket.socket, function: Callable[..., Any], setup: Setup) -> None:
     """Units begin in the order in which they came, at most `concurrency` at once."""
     reader, writer = await asyncio.open_unix_connection(sock=wire, limit=FRAME_BYTES)
-    gate = asyncio.Semaphore(setup.concurrency)
+    gate = asyncio.Semaphore(setup.reward.concurrency)
     running = set[asyncio.Task[None]]()
+
+    async def beat() -> None:
+        """Waits for a turn have no end that the parent could know."""
+        while True:
+            await asyncio.sleep(BEAT_S)
+            writer.write(encoded(Reply("alive", ended=time.monotonic())))
+
     decode = msgspec.msgpack.Decoder(list[Unit]).decode
 
     async def one(unit: Unit) -> None:
         writer.write(encoded(await judge_later(function, unit, setup.deadline_s)))
         gate.release()
 
+    if setup.reward.judge.url:
+        running.add(asyncio.create_task(beat()))
     while True:
         try:
             payload = await reader.readexactly(int.from_bytes(await reader.readexactly(4), "big"))

@@ -33,12 +33,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from actors.reward_worker import Call, Reply, Setup, Unit, call, said
-from asyncrl.config.tree import Config
+from asyncrl.config.tree import Config, Reward
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import Failure, Prompt
 from asyncrl.transport import child
@@ -141,6 +142,24 @@ class _Process(child.Child):
 _reply = msgspec.msgpack.Decoder(Reply).decode
 
 
+def allowed_s(settings: Reward) -> float:
+    """Seconds of one call: a judge's requests have their own."""
+    if not settings.judge.url:
+        return settings.deadline_s
+    from actors.scorers.judge import longest_s
+
+    return max(settings.deadline_s, longest_s(settings.judge))
+
+
+def named(settings: Reward) -> str:
+    """Who judges, as the config has it."""
+    if settings.model.path:
+        return f"reward.model.path = {settings.model.path}"
+    if settings.judge.url and not settings.function:
+        return f"reward.judge.url = {settings.judge.url}"
+    return f"reward.function = {settings.function}"
+
+
 def idle_cores() -> Callable[[], float]:
     """A function that says how many of this process's cores were idle since it was last called."""
     import psutil
@@ -183,15 +202,14 @@ class _Pool(threading.Thread):
     is its own.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, run_dir: Path | None = None) -> None:
         super().__init__(name="rewards", daemon=True)
         settings = config.reward
-        self.path = settings.function
-        self.deadline_s = settings.deadline_s
+        self.named = named(settings)
+        self.deadline_s = allowed_s(settings)
         self.batch = settings.batch
-        self.setup = msgspec.msgpack.encode(
-            Setup(settings.function, config.task, settings.deadline_s, settings.concurrency)
-        )
+        place = str(run_dir.resolve()) if run_dir else ""
+        self.setup = msgspec.msgpack.encode(Setup(settings, config.task, self.deadline_s, place))
         self.inbox: deque[_Job] = deque()
         self.results: deque[tuple[_Job, Result, float]] = deque()  # with when its call ended
         self.spans: deque[tuple[float, float, int]] = deque()  # calls: began, ended, answers
@@ -209,7 +227,8 @@ class _Pool(threading.Thread):
             )
         ]
         # 0: the pool keeps its size
-        self.cores = len(os.sched_getaffinity(0)) if settings.workers == "auto" else 0
+        grows = settings.workers == "auto" and not (settings.judge.url or settings.model.path)
+        self.cores = len(os.sched_getaffinity(0)) if grows else 0
         self.idle_cores = idle_cores() if self.cores > 1 else lambda: 0.0
         self.looked = time.monotonic()
         self.done = 0
@@ -311,6 +330,9 @@ class _Pool(threading.Thread):
     def _on_reply(self, process: _Process, reply: Reply) -> None:
         if reply.kind == "broken":
             raise ConfigError(reply.why)
+        if reply.kind == "alive":
+            process.since = reply.ended
+            return
         if reply.kind == "ready":
             process.ready = True
             process.batched = reply.batched
@@ -371,9 +393,8 @@ class _Pool(threading.Thread):
         self.unborn += not process.ready
         if self.unborn >= START_TRIES:
             raise ConfigError(
-                f"reward.function = {self.path}: {self.unborn} processes ended or hung while "
-                "importing it; try `python -c 'import "
-                f"{self.path.partition(':')[0]}'`"
+                f"{self.named}: {self.unborn} processes ended or hung while importing it; try "
+                f"`python -c 'import {self.named.partition(' = ')[2].partition(':')[0]}'`"
             )
         self.processes[self.processes.index(process)] = _Process(self.setup)
 
@@ -482,8 +503,8 @@ def _size(jobs: list[_Job]) -> int:
 
 
 def check(config: Config) -> None:
-    """Import `reward.function` in a process like those that will call it.  Raises ConfigError when
-    that cannot be.
+    """Import `reward.function`, or load what judges, in a process like those that will.  Raises
+    ConfigError when that cannot be.
     """
     pool = _Pool(
         msgspec.structs.replace(config, reward=msgspec.structs.replace(config.reward, workers=1))
@@ -499,11 +520,11 @@ class RewardRunner:
     """Submit answers, poll results.  Results may come in any order; each submitted key comes back
     exactly once.
 
-    In place when no `reward.function` is given and `reward.workers` is 0 or "auto"; otherwise in
-    processes, of which there are `reward.workers` (at least 1), or as many as turn out to pay
-    ("auto")."""
+    In place when the task judges and `reward.workers` is 0 or "auto"; otherwise in processes, of
+    which there are `reward.workers` (at least 1), or as many as turn out to pay ("auto"); one for a
+    judge or a model.  run_dir: where a judge's replies and what it spent are kept."""
 
-    def __init__(self, config: Config, task: Any) -> None:
+    def __init__(self, config: Config, task: Any, run_dir: Path | None = None) -> None:
         self.task = task
         self.done: list[Result] = []
         self.fresh: list[_Job] = []
@@ -513,8 +534,8 @@ class RewardRunner:
         self.timed: Callable[[str, float, float, int], None] | None = None
         settings = config.reward
         self.pool = (
-            _Pool(config)
-            if settings.function or (isinstance(settings.workers, int) and settings.workers)
+            _Pool(config, run_dir)
+            if settings.apart or (isinstance(settings.workers, int) and settings.workers)
             else None
         )
         if self.pool is not None:

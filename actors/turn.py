@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -62,7 +63,9 @@ class Turn:
     lockstep: evaluation and training never share the engine, and all tickets there are are asked
     for together; the run then repeats bitwise."""
 
-    def __init__(self, config: Config, engine: Engine, *, lockstep: bool) -> None:
+    def __init__(
+        self, config: Config, engine: Engine, *, lockstep: bool, run_dir: Path | None = None
+    ) -> None:
         self.engine = engine
         self.context = config.generator.context
         self.schedule = Schedule(
@@ -71,7 +74,7 @@ class Turn:
         self.tokenizer = load_tokenizer(config.model.path)
         self.stops = stop_tokens(self.tokenizer, config)
         self.task = get_task(config.task)
-        self.rewards = RewardRunner(config, self.task)
+        self.rewards = RewardRunner(config, self.task, run_dir)
         self.judged: dict[Key, Written] = {}  # waiting for their reward
         self.late: Late[Key] = Late()  # of these, those held back (staleness.delay)
 

@@ -133,7 +133,7 @@ class Gateway:
         self.door: Door | None = None  # where a harness asks, in the place of environments
         self.drive = None if config.agent.serve else Drive(config.agent)
         judges = bool(config.agent.tools) or config.agent.serve
-        self.rewards = RewardRunner(config, get_task(config.task)) if judges else None
+        self.rewards = RewardRunner(config, get_task(config.task), run_dir) if judges else None
         self.judged: dict[tuple[int, int, int], Episode] = {}
         self.outbox = Outbox(config.wires, self.producer, self.session)
         self.socket = sockets.PeerSocket(buffer_address(config, run_dir), run=self.run)

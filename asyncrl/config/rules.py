@@ -30,6 +30,7 @@ def check(config: Config) -> list[str]:
         + _advantage(config)
         + _value(config)
         + _engine(config)
+        + _reward(config)
     )
 
 
@@ -612,6 +613,24 @@ def _value(config: Config) -> list[str]:
         )
     if value.trunk == "shared" and value.coefficient == 0:
         out.append("value.coefficient: 0 leaves the value head untrained; give one above 0")
+    return out
+
+
+def _reward(config: Config) -> list[str]:
+    """Who judges: the task, a function, a judge or a model."""
+    reward = config.reward
+    judge = reward.judge
+    out = []
+    if reward.model.path and (reward.function or judge.url):
+        out.append(
+            "reward.model.path: the model judges alone; leave reward.function and reward.judge out"
+        )
+    if bool(judge.url) != bool(judge.model):
+        out.append("reward.judge: url and model, the name the server knows it by, go together")
+    if judge.url and not judge.url.startswith(("http://", "https://")):
+        out.append(f"reward.judge.url: {judge.url} begins with neither http:// nor https://")
+    if judge.low >= judge.high:
+        out.append(f"reward.judge.low: {judge.low:g} is not below high = {judge.high:g}")
     return out
 
 

@@ -26,6 +26,7 @@ from asyncrl.algorithms.settings import (
 )
 from asyncrl.config.agents import Agent
 from asyncrl.config.engines import EngineName
+from asyncrl.config.scorers import Judge, RewardModel
 from asyncrl.config.transports import TransportName
 
 
@@ -98,6 +99,13 @@ class Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     machinery_budget: Annotated[
         Share, Meta(description="the same for samples that fail because a reward process died")
     ] = 0.1
+    judge: Judge = Judge()
+    model: RewardModel = RewardModel()
+
+    @property
+    def apart(self) -> bool:
+        """Is it judged by something other than the task, in processes of their own?"""
+        return bool(self.function or self.judge.url or self.model.path)
 
 
 class Generator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

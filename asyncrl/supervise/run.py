@@ -134,7 +134,7 @@ def preflight(config: Config) -> None:
                 )
     if config.reward.function and ":" not in config.reward.function:
         raise ConfigError(f"reward.function: {config.reward.function} is not module:function")
-    if config.reward.function:
+    if config.reward.apart:
         check(config)
     if config.exact:
         from asyncrl.supervise import exact_check

@@ -47,7 +47,7 @@ def task_signs(config: Config) -> list[signs.Sign]:
         task = get_task(config.task)
     except ConfigError:  # of a run that is over, whose file has gone since
         return []
-    if not isinstance(task, FileTask) or config.reward.function or not task.unanswered:
+    if not isinstance(task, FileTask) or config.reward.apart or not task.unanswered:
         return []
     return [signs.answers_missing(config.task.prompts, task.unanswered, len(task.sets["train"]))]
 

@@ -352,7 +352,7 @@ def warm_arms(configs: dict[str, Config]) -> set[str]:
     A reward function of the user's own may be slow, and a warm process waits for each answer's:
     such arms run as real processes."""
     able = {
-        name for name, config in configs.items() if not cold(config) and not config.reward.function
+        name for name, config in configs.items() if not cold(config) and not config.reward.apart
     }
     injected = {name for name in able if configs[name].staleness.inject is not None}
     sync = {name for name, config in configs.items() if config.staleness.max_lag == 0}

@@ -123,7 +123,7 @@ def _reward_processes(config: Config) -> int:
     cores.
     """
     workers = config.reward.workers
-    own = bool(config.reward.function)
+    own = config.reward.apart
     if workers == "auto":
         return len(os.sched_getaffinity(0)) if own else 0
     return workers or int(own)

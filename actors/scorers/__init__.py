@@ -1,0 +1,1 @@
+"""Rewards by other models: a judge behind a URL, a classifier in a directory."""

@@ -1,0 +1,200 @@
+"""A judge: another model behind an OpenAI-compatible URL, asked what an answer is worth.
+
+```
+answer -> template -> digest -- known --> its reply      what all processes share: account.py
+                         |                               what is asked and read: grading.py
+                 one of `concurrency` -> the minute's limits, the budget -> POST -> reply
+                                         ^--- back-off with jitter, Retry-After ---'
+```
+
+Waiting for a turn is not counted by the call's deadline, waiting for the server is."""
+
+from __future__ import annotations
+
+import asyncio
+import email.utils
+import hashlib
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import httpx2
+import msgspec
+
+from actors.scorers.account import Account
+from actors.scorers.grading import Template
+from actors.scorers.held import waiting
+from asyncrl.config.scorers import Judge
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
+
+AGAIN = {408, 409, 425, 429, 500, 502, 503, 504, 529}
+FIRST_S = 0.5  # before the second attempt; doubled from one to the next, times 0.5 to 1
+LONGEST_S = 20.0
+PATIENCE_S = 60.0  # a server that asks for a longer wait is not waited for
+CHARACTERS_A_TOKEN = 3  # of an estimate, until the reply says what it was
+SAID = 200  # characters of an error's body
+
+
+class Unjudged(Exception):
+    """The judge gave no grade."""
+
+
+def longest_s(settings: Judge) -> float:
+    """What one call takes at most, its turn's wait aside."""
+    return settings.attempts * (settings.timeout_s + LONGEST_S)
+
+
+def asked_wait(header: str | None) -> float | None:
+    """Seconds of a Retry-After: a number or a date; None for none, or one that is neither.
+
+    >>> asked_wait("1.5"), asked_wait("soon"), asked_wait(None), asked_wait("-3")
+    (1.5, None, None, 0.0)
+    """
+    if header is None:
+        return None
+    try:
+        found = float(header)
+    except ValueError:
+        try:
+            found = email.utils.parsedate_to_datetime(header).timestamp() - time.time()
+        except ValueError:
+            return None
+    return max(0.0, found) if found == found else None
+
+
+def read_reply(body: bytes) -> tuple[str, int]:
+    """The reply's text, and the tokens of question and reply (0: not said).  Raises Unjudged."""
+    try:
+        said = msgspec.json.decode(body)
+        choice = said["choices"][0]
+        text = choice["message"]["content"]
+        ended = choice.get("finish_reason")
+        spent = (said.get("usage") or {}).get("total_tokens")
+    except (msgspec.DecodeError, LookupError, TypeError, AttributeError) as error:
+        raise Unjudged(f"the judge's reply is no chat completion: {body[:SAID]!r}") from error
+    if not isinstance(text, str):
+        raise Unjudged("the judge's reply has no text")
+    if ended == "length":
+        raise Unjudged("the judge's reply was cut (reward.judge.max_tokens)")
+    return text, spent if isinstance(spent, int) and spent > 0 else 0
+
+
+class JudgeClient:
+    """What a reward function's parameter `judge` is: `await judge.ask(messages)`."""
+
+    def __init__(self, settings: Judge, account: Account) -> None:
+        self.settings = settings
+        self.account = account
+        headers = {"content-type": "application/json"}
+        if settings.key_env:
+            key = os.environ.get(settings.key_env, "")
+            if not key:
+                raise ConfigError(
+                    f"reward.judge.key_env: the environment has no {settings.key_env}; set it "
+                    "where the run is started"
+                )
+            headers["authorization"] = f"Bearer {key}"
+        self.url = settings.url.rstrip("/") + "/chat/completions"
+        self.client = httpx2.AsyncClient(headers=headers, timeout=None)
+        self.gate = asyncio.Semaphore(settings.concurrency)
+        self.same: WeakValueDictionary[bytes, asyncio.Lock] = WeakValueDictionary()
+
+    async def ask(self, messages: list[dict[str, Any]], accept: Any = None) -> str:
+        """The judge's reply to these chat messages, out of the cache where it was asked before.
+
+        accept: called with the reply; one of which it raises is not kept.  Raises Unjudged, and
+        Spent, which ends the run."""
+        settings = self.settings
+        said = {
+            "model": settings.model,
+            "messages": messages,
+            "max_tokens": settings.max_tokens,
+            "temperature": settings.temperature,
+        }
+        payload = msgspec.json.encode(said, order="deterministic")
+        digest = hashlib.sha256(self.url.encode() + b"\0" + payload).digest()
+        lock = self.same.setdefault(digest, asyncio.Lock())
+        with waiting():  # for another who asks the same
+            await lock.acquire()
+        try:
+            known = self.account.reply(digest)
+            if known is not None:
+                return known
+            reply = await self._gated(payload)
+            if accept is not None:
+                accept(reply)
+            self.account.keep(digest, reply)
+            return reply
+        finally:
+            lock.release()
+
+    async def _gated(self, payload: bytes) -> str:
+        with waiting():
+            await self.gate.acquire()
+        try:
+            return await self._asked(payload)
+        finally:
+            self.gate.release()
+
+    async def _asked(self, payload: bytes) -> str:
+        estimate = len(payload) // CHARACTERS_A_TOKEN + self.settings.max_tokens
+        why = ""
+        for attempt in range(self.settings.attempts):
+            if attempt:
+                most = min(LONGEST_S, FIRST_S * 2 ** (attempt - 1))
+                await asyncio.sleep(most * random.uniform(0.5, 1.0))
+            sent = await self._turn(estimate)
+            try:
+                async with asyncio.timeout(self.settings.timeout_s):
+                    got = await self.client.post(self.url, content=payload)
+            except (httpx2.TransportError, TimeoutError) as error:
+                why = f"{type(error).__name__} {error}".strip()
+                if isinstance(error, httpx2.ConnectError):  # any other may have cost what it could
+                    self.account.settle(sent, estimate, 0)
+                continue
+            if got.status_code == 200:
+                text, spent = read_reply(got.content)
+                self.account.settle(sent, estimate, spent or estimate)
+                return text
+            self.account.settle(sent, estimate, 0)
+            why = f"status {got.status_code}: {' '.join(got.text[:SAID].split())}"
+            if got.status_code not in AGAIN:
+                break
+            wait = asked_wait(got.headers.get("retry-after"))
+            if wait is not None and wait > PATIENCE_S:
+                why += f" (it asks to come back in {wait:.0f} s)"
+                break
+            if wait:
+                self.account.hold(time.monotonic() + wait)
+        raise Unjudged(f"{self.url}: {attempt + 1} requests, the last: {why}")
+
+    async def _turn(self, estimate: int) -> int:
+        """Wait until the limits let a request out; its number."""
+        while True:
+            sent, wait = self.account.take(time.monotonic(), estimate)
+            if sent:
+                return sent
+            with waiting():
+                await asyncio.sleep(wait + random.uniform(0.0, 0.05))
+
+
+def client(settings: Judge, run_dir: str) -> JudgeClient:
+    """Raises ConfigError."""
+    path = Path(run_dir) / "judge.sqlite" if run_dir else None
+    return JudgeClient(settings, Account(path, settings))
+
+
+class JudgeReward:
+    """The reward function of a config with [reward.judge] and no function of its own."""
+
+    def __init__(self, judge: JudgeClient) -> None:
+        self.judge = judge
+        self.template = Template(judge.settings)
+
+    async def __call__(self, prompt: Prompt, text: str) -> float:
+        asked = [{"role": "user", "content": self.template.filled(prompt, text)}]
+        return self.template.grade(await self.judge.ask(asked, self.template.grade))
