@@ -1,0 +1,147 @@
+"""A reward model: a Hugging Face sequence classifier with one label, whose logit is the reward.
+
+It runs in a reward process and takes lists of answers.  They are sorted by length and padded
+together; a pad token never changes a logit, as the model is told where it stands."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.config.scorers import RewardModel as Settings
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+TOKENS = 8192  # padded, in one forward
+
+
+def refuse(settings: Settings, why: str) -> ConfigError:
+    return ConfigError(f"reward.model.path = {settings.path}: {why}")
+
+
+def look(settings: Settings) -> dict[str, Any]:
+    """The directory's config.json, of a classifier with one label.  Raises ConfigError."""
+    path = Path(settings.path) / "config.json"
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise refuse(settings, f"no model directory: its config.json: {error}") from error
+    kinds = found.get("architectures") or []
+    if not any(kind.endswith("ForSequenceClassification") for kind in kinds):
+        raise refuse(
+            settings,
+            f"is a {', '.join(kinds) or 'model of no kind'}, not a sequence classifier "
+            "(...ForSequenceClassification); a judge that writes goes to [reward.judge]",
+        )
+    labels = found.get("num_labels") or len(found.get("id2label") or {}) or 2
+    if labels != 1:
+        raise refuse(settings, f"has {labels} labels; a reward is one number, so one label")
+    return dict(found)
+
+
+class RewardModel:
+    """A reward function that takes lists.  Raises ConfigError for a directory that cannot judge."""
+
+    batched = True
+
+    def __init__(self, settings: Settings) -> None:
+        from transformers import AutoModelForSequenceClassification, AutoTokenizer
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        logging.set_verbosity_error()  # what it would print of missing weights is refused below
+        torch.set_num_threads(settings.threads)
+        look(settings)
+        device = settings.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        try:
+            self.tokenizer = AutoTokenizer.from_pretrained(settings.path)
+            model, found = AutoModelForSequenceClassification.from_pretrained(
+                settings.path, dtype=getattr(torch, settings.dtype), output_loading_info=True
+            )
+        except Exception as error:  # safetensors, tokenizers and torch have each their own
+            said = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise refuse(settings, f"cannot be loaded: {said}") from error
+        if missing := sorted(found["missing_keys"]):
+            raise refuse(
+                settings,
+                f"lacks {missing[0]} and {len(missing) - 1} more weights, which would be random; "
+                "was it saved as a classifier?",
+            )
+        self.model = model.to(device).eval()
+        self._pad(settings)
+        positions = getattr(model.config, "max_position_embeddings", None) or 1 << 20
+        self.context = min(settings.context or positions, positions)
+
+    def _pad(self, settings: Settings) -> None:
+        """Rows of several lengths need a token to fill up with, which model and tokenizer agree
+        on: a decoder's classifier reads the last token that is none.
+        """
+        pad = self.tokenizer.pad_token_id
+        if pad is None:
+            raise refuse(
+                settings, "its tokenizer has no padding token; set one (pad_token) and save it"
+            )
+        known = self.model.config.pad_token_id
+        if known is None:
+            self.model.config.pad_token_id = pad
+        elif known != pad:
+            raise refuse(
+                settings,
+                f"its tokenizer pads with token {pad}, its config.json says {known}; make them one",
+            )
+        self.tokenizer.padding_side = "right"
+
+    def row(self, prompt: Prompt, text: str) -> dict[str, list[int]]:
+        """Question and answer as the model reads them, through the chat template where there is
+        one, else as a pair.  Raises ValueError for too many tokens.
+        """
+        if self.tokenizer.chat_template:
+            turns = list(prompt.messages) or [{"role": "user", "content": prompt.text}]
+            turns.append({"role": "assistant", "content": text})
+            said = self.tokenizer.apply_chat_template(turns, tokenize=False)
+            row = self.tokenizer(said, add_special_tokens=False)
+        else:
+            asked = "\n".join(turn["content"] for turn in prompt.messages) or prompt.text
+            row = self.tokenizer(asked, text)
+        length = len(row["input_ids"])
+        if length > self.context:
+            raise ValueError(
+                f"question and answer have {length} tokens, the reward model reads {self.context} "
+                "(reward.model.context)"
+            )
+        return dict(row)
+
+    @torch.no_grad()
+    def __call__(self, prompts: list[Prompt], texts: list[str]) -> list[float]:
+        """The logits, in the order of the answers."""
+        rows = [self.row(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
+        rewards = [0.0] * len(rows)
+        for group in together([len(row["input_ids"]) for row in rows]):
+            padded = self.tokenizer.pad([rows[index] for index in group], return_tensors="pt")
+            logits = self.model(**padded.to(self.model.device)).logits
+            for index, logit in zip(group, logits[:, 0].float().tolist(), strict=True):
+                rewards[index] = logit
+        return rewards
+
+
+def together(lengths: list[int]) -> list[list[int]]:
+    """Indices by length, in groups of at most TOKENS with their padding, at least one in each.
+
+    >>> together([3, 9000, 4])
+    [[0, 2], [1]]
+    """
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda at: lengths[at]):
+        if groups and (len(groups[-1]) + 1) * lengths[index] <= TOKENS:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups

@@ -1,0 +1,154 @@
+"""Rewards by a sequence classifier: its process against transformers' own forward, one answer at a
+time; and directories that cannot judge.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForSequenceClassification,
+)
+
+from actors.rewards import judge_all
+from actors.scorers.reward_model import RewardModel, together
+from asyncrl.config.scorers import RewardModel as Settings
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
+from asyncrl.tasks import get_task
+
+SYMBOLS = "abcdefghij0123456789+= \n"
+SPECIAL = ["<pad>", "<sep>", "<u>", "<a>"]
+TEMPLATE = (
+    "{% for m in messages %}{{ '<u>' if m.role == 'user' else '<a>' }}{{ m.content }}{% endfor %}"
+)
+
+
+def tokenizer(**more: Any) -> PreTrainedTokenizerFast:
+    vocabulary = {symbol: index for index, symbol in enumerate([*SPECIAL, *SYMBOLS])}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="<sep>"))
+    made.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    made.post_processor = processors.TemplateProcessing(
+        single="$A", pair="$A:0 <sep>:0 $B:1 <sep>:1", special_tokens=[("<sep>", 1)]
+    )
+    made.add_special_tokens(SPECIAL)
+    return PreTrainedTokenizerFast(tokenizer_object=made, **{"pad_token": "<pad>"} | more)
+
+
+def saved(place: Path, kind: str = "bert", **more: Any) -> Path:
+    """A tiny classifier: an encoder that reads pairs, or a decoder with a chat template."""
+    torch.manual_seed(3)
+    words = len(SPECIAL) + len(SYMBOLS)
+    own: dict[str, Any] = {"num_labels": 1, "pad_token_id": 0} | more
+    if kind == "qwen2":
+        config = Qwen2Config(
+            vocab_size=words, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=2, num_key_value_heads=1, max_position_embeddings=64, **own,
+        )  # fmt: skip
+        Qwen2ForSequenceClassification(config).save_pretrained(place)
+        tokenizer(chat_template=TEMPLATE).save_pretrained(place)
+        return place
+    config = BertConfig(
+        vocab_size=2 * words, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64, **own,
+    )  # fmt: skip
+    made = BertForMaskedLM if kind == "writer" else BertForSequenceClassification
+    made(config).save_pretrained(place)
+    pieces = ["[PAD]", "[SEP]", "[CLS]", "[UNK]", *SYMBOLS, *(f"##{x}" for x in SYMBOLS.strip())]
+    BertTokenizer(vocab={piece: at for at, piece in enumerate(pieces)}).save_pretrained(place)
+    return place
+
+
+TEXTS = ["2", "", "abcdefghij" * 3, "3", "12", "2", "abc", "0" * 40]
+
+
+def alone(place: Path, kind: str) -> list[float]:
+    """The logit of each answer by transformers alone: one row, no padding."""
+    classes = {"bert": BertForSequenceClassification, "qwen2": Qwen2ForSequenceClassification}
+    model = classes[kind].from_pretrained(place).eval()
+    words = AutoTokenizer.from_pretrained(place)
+    out = []
+    for text in TEXTS:
+        if kind == "qwen2":
+            row = words(f"<u>1+1=<a>{text}", add_special_tokens=False, return_tensors="pt")
+        else:
+            row = words("1+1=", text, return_tensors="pt")
+            assert not text or 1 in row["token_type_ids"][0].tolist()
+        with torch.no_grad():
+            out.append(float(model(**row).logits))
+    assert len(set(out)) == len(set(TEXTS)), "answers that differ are told apart"
+    return out
+
+
+def test_a_batch_gets_what_each_answer_gets_alone(tmp_path: Path) -> None:
+    """In a process of its own, answers of many lengths together."""
+    place = saved(tmp_path / "rm", "qwen2")
+    raw = {
+        "model": {"path": "m"},
+        "task": {"name": "sort"},
+        "reward": {"model": {"path": str(place)}, "batch": 8},
+    }
+    config = msgspec.convert(raw, Config)
+    asked = [(Prompt(1, "1+1=", "2"), text, [1]) for text in TEXTS]
+    asked += [(Prompt(2, "", "", [{"role": "user", "content": "ab"}]), "b" * 90, [1])]
+    got = judge_all(config, get_task(config.task), asked)
+    assert [x.reward for x in got[:-1]] == pytest.approx(alone(place, "qwen2"), abs=1e-5)
+    assert not any(found.failed for found in got[:-1])
+    assert "the reward model reads 64" in str(got[-1].failed), "too long: failed, and never cut"
+
+
+def test_an_encoder_reads_pairs(tmp_path: Path) -> None:
+    scorer = RewardModel(Settings(path=str(saved(tmp_path / "rm"))))
+    prompts = [Prompt(1, "1+1=", "2")] * len(TEXTS)
+    assert scorer(prompts, TEXTS) == pytest.approx(alone(tmp_path / "rm", "bert"), abs=1e-5)
+
+
+def test_directories_that_cannot_judge(tmp_path: Path) -> None:
+    def why(place: Path) -> str:
+        with pytest.raises(ConfigError) as error:
+            RewardModel(Settings(path=str(place)))
+        assert str(error.value).startswith(f"reward.model.path = {place}: ")
+        assert "\n" not in str(error.value)
+        return str(error.value)
+
+    assert "no model directory" in why(tmp_path / "none")
+    assert "is a BertForMaskedLM, not a sequence classifier" in why(saved(tmp_path / "w", "writer"))
+    assert "has 2 labels" in why(saved(tmp_path / "two", num_labels=2))
+    unpadded = saved(tmp_path / "unpadded")
+    tokenizer(pad_token=None).save_pretrained(unpadded)
+    assert "no padding token" in why(unpadded)
+    assert "pads with token 0, its config.json says 1" in why(saved(tmp_path / "o", pad_token_id=1))
+    headless = saved(tmp_path / "headless", "writer")
+    said = msgspec.json.decode((headless / "config.json").read_bytes())
+    said |= {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "L"}}
+    (headless / "config.json").write_bytes(msgspec.json.encode(said))
+    assert "more weights, which would be random" in why(headless)
+    (saved(tmp_path / "torn") / "model.safetensors").write_bytes(b"x")
+    assert "cannot be loaded" in why(tmp_path / "torn")
+
+
+def test_a_config_that_says_no_padding_takes_the_tokenizers(tmp_path: Path) -> None:
+    place = saved(tmp_path / "rm", "qwen2", pad_token_id=None)
+    scorer = RewardModel(Settings(path=str(place), context=20))
+    prompt = Prompt(1, "1+1=", "2")
+    both = scorer([prompt, prompt], ["2", "0" * 9])
+    assert both[0] == pytest.approx(scorer([prompt], ["2"])[0], abs=1e-6)
+    with pytest.raises(ValueError, match="have 21 tokens, the reward model reads 20"):
+        scorer([prompt], ["0" * 15])
+
+
+def test_groups_hold_what_fits_with_their_padding() -> None:
+    assert together([]) == [] and together([4000, 4000, 10, 5000]) == [[2, 0], [1], [3]]
