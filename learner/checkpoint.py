@@ -169,6 +169,11 @@ def _fill(
     )
     for number, data in older.items():
         (part / f"older_{number}.bin").write_bytes(data)
+    seal(part)
+
+
+def seal(part: Path) -> None:
+    """Sizes and checksums of what lies in `part`: from now on `verify` knows it."""
     files = {
         str(file.relative_to(part)): [
             file.stat().st_size,

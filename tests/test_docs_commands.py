@@ -28,6 +28,7 @@ PAGES = [
     "docs/running.md",
     "docs/own-project.md",
     "docs/rewards.md",
+    "docs/sft.md",
     "docs/agents.md",
     "docs/staleness.md",
     "docs/simulate.md",

@@ -30,7 +30,7 @@ FAMILIES = {
     "simulate": ("simulate",),
     "lab": ("lab",),
     "config": ("config", "task"),
-    "model": ("model",),
+    "model": ("model", "sft"),
 }
 
 

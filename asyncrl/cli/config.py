@@ -28,11 +28,12 @@ def show(source: str, sets: tuple[str, ...], as_json: bool) -> None:
 
 
 @config.command()
-def schema() -> None:
+@click.option("--of", "kind", type=click.Choice(["run", "sft"]), default="run")
+def schema(kind: str) -> None:
     """The JSON schema of configs, for editors."""
-    from asyncrl.config import load
+    from asyncrl.config import load, sft
 
-    print(json.dumps(load.schema(), indent=1))
+    print(json.dumps(sft.schema() if kind == "sft" else load.schema(), indent=1))
 
 
 @config.command(name="metrics")

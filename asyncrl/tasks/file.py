@@ -53,6 +53,26 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
         yield f"{path}: row {number}", row
 
 
+def rows(file: Path) -> Iterator[tuple[str, Any]]:
+    """(where it stands, what it is) of each row of a JSONL or parquet file.  Raises ConfigError."""
+    return _parquet(file) if file.suffix == ".parquet" else _jsonl(file)
+
+
+def turns_of(where: str, found: Any) -> list[dict[str, str]]:
+    """Chat turns, role and content alone.  Raises ConfigError for what is none."""
+    if not isinstance(found, list) or not all(
+        isinstance(turn, dict)
+        and isinstance(turn.get("role"), str)
+        and isinstance(turn.get("content"), str)
+        for turn in found
+    ):
+        raise ConfigError(
+            f"{where}: `messages` must be a list, and each of them needs a `role` and a `content`, "
+            "both text"
+        )
+    return [{"role": turn["role"], "content": turn["content"]} for turn in found]
+
+
 def _text(value: Any) -> str:
     return (
         value if isinstance(value, str) else "" if value is None else json.dumps(value, default=str)
@@ -70,15 +90,7 @@ def _prompt(where: str, row: Any, number: int, split: str) -> Prompt:
             f"{where}: has both `prompt` and `messages`; the model reads one of them: leave the "
             "other out"
         )
-    turns = row.get("messages") or []
-    if not isinstance(turns, list) or not all(
-        isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
-        for m in turns
-    ):
-        raise ConfigError(
-            f"{where}: `messages` must be a list, and each of them needs a `role` and a `content`, "
-            "both text"
-        )
+    turns = turns_of(where, row.get("messages") or [])
     text = row.get("prompt") or (turns[-1]["content"] if turns else "")
     if not text:
         raise ConfigError(f"{where}: the prompt is empty")
@@ -87,7 +99,7 @@ def _prompt(where: str, row: Any, number: int, split: str) -> Prompt:
         number,
         text,
         _text(row.get("answer")),
-        [{"role": m["role"], "content": m["content"]} for m in turns],
+        turns,
         meta,
         split,
     )
@@ -100,8 +112,7 @@ def read_prompts(path: str, split: str) -> list[Prompt]:
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"task.{'prompts' if split == 'train' else split}: {path} is no file")
-    rows = _parquet(file) if file.suffix == ".parquet" else _jsonl(file)
-    out = [_prompt(where, row, number, split) for number, (where, row) in enumerate(rows)]
+    out = [_prompt(where, row, number, split) for number, (where, row) in enumerate(rows(file))]
     if not out:
         raise ConfigError(f"{path}: no prompts in it")
     return out

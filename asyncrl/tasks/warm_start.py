@@ -13,13 +13,15 @@ from typing import Any
 import numpy as np
 
 from asyncrl.config.engines import ENGINES
+from asyncrl.config.sft import Training
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Prompt
 from asyncrl.records import atomic_write
-from asyncrl.tasks import Task, calc, file, get_task, synthetic
+from asyncrl.tasks import Task, calc, file, fit, get_task, synthetic
 
 BATCH = 64
 LR = 3e-3
+ONE_PASS = 1 << 40  # tokens of a forward: a step's rows are never divided
 MOST = 56  # tokens of the longest answer of any built-in task
 
 
@@ -69,11 +71,9 @@ def warm_start(
 
 
 def _fit(model: Any, pairs: list[tuple[str, str]], steps: int) -> float:
-    """Next-token training on the answers; linear decay after a short warm-up.  Returns the last
-    loss.
+    """Supervised training on the answers, each once, in their order; linear decay after a short
+    warm-up.  Returns the last loss.
     """
-    import torch
-
     from asyncrl.models import policy as models
 
     tokenizer = models.transformers_tokenizer(model.tokenizer_dir)
@@ -81,27 +81,15 @@ def _fit(model: Any, pairs: list[tuple[str, str]], steps: int) -> float:
         tokenizer(list(side), add_special_tokens=False)["input_ids"]
         for side in zip(*pairs, strict=True)
     ]
-    pairs_of_ids = [
-        (np.array(p, np.int32), np.array([*a, tokenizer.eos_token_id], np.int32))
+    rows = [
+        fit.Row(np.array(p, np.int32), np.array([*a, tokenizer.eos_token_id], np.int32))
         for p, a in zip(*coded, strict=True)
     ]
-    optimizer = torch.optim.AdamW(
-        model.hf.parameters(), lr=LR, betas=(0.9, 0.99), weight_decay=0.0, fused=True
-    )
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda s: min((s + 1) / 20, max(0.05, 1 - s / steps))
-    )
-    model.hf.train()
+    training = Training(steps=steps, batch=BATCH, lr=LR, micro_batch_tokens=ONE_PASS)
+    fitter = fit.Fitter(model, training)
     value = 0.0
     for step in range(steps):
-        prompts, answers = zip(*pairs_of_ids[step * BATCH : (step + 1) * BATCH], strict=True)
-        loss = -model.logprobs(prompts, answers, torch.ones(len(prompts))).logprobs.mean()
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.hf.parameters(), 1.0)
-        optimizer.step()
-        schedule.step()
-        value = float(loss.detach())
+        value = fitter.step(rows[step * BATCH : (step + 1) * BATCH])
     model.hf.eval()
     return value
 

@@ -1,0 +1,127 @@
+"""Supervised training: the next-token loss on answers that are given, one optimizer step at a time.
+
+Rows are packed by the packed forward where the model has one: linear layers see no padding, and
+attention pads within a micro-batch only.  The warm start of tiny models and `asyncrl sft` are both
+made of this."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from asyncrl.config.sft import Training
+from asyncrl.contract.errors import NotFinite
+from asyncrl.models.policy import PolicyModel
+
+
+class Row(NamedTuple):
+    """What is read and what is learned: int32 [P] and int32 [T], the end token included."""
+
+    prompt: np.ndarray
+    answer: np.ndarray
+
+    @property
+    def size(self) -> int:
+        return len(self.prompt) + len(self.answer)
+
+
+def share(training: Training, step: int) -> float:
+    """Share of the learning rate at `step`, from 0.
+
+    >>> training = Training(steps=100, warmup_steps=20, lr_end=0.05)
+    >>> [round(share(training, step), 2) for step in (0, 19, 50, 99)]
+    [0.05, 0.81, 0.5, 0.05]
+    """
+    warm = (step + 1) / max(training.warmup_steps, 1)
+    if training.schedule == "constant":
+        return min(warm, 1.0)
+    left = 1 - step / training.steps
+    if training.schedule == "cosine":
+        left = (1 + math.cos(math.pi * step / training.steps)) / 2
+    return min(warm, max(training.lr_end, left))
+
+
+def micro_batches(rows: Sequence[Row], most: int) -> list[list[Row]]:
+    """`rows` in passes of at most `most` tokens, padded to the longest of each; as they come where
+    one pass holds them, else by length.  A row that is longer has a pass of its own.
+    """
+    if len(rows) * max(row.size for row in rows) <= most:
+        return [list(rows)]
+    passes: list[list[Row]] = [[]]
+    for row in sorted(rows, key=lambda row: row.size):
+        if passes[-1] and (len(passes[-1]) + 1) * row.size > most:
+            passes.append([])
+        passes[-1].append(row)
+    return passes
+
+
+def batch_at(rows: Sequence[Row], training: Training, seed: int, step: int) -> list[Row]:
+    """The rows of a step: the file again and again, shuffled anew by (seed, pass); a batch may lie
+    across two passes.  A function of its arguments alone, so that a resumed run goes on with it.
+    """
+    wanted = range(step * training.batch, (step + 1) * training.batch)
+    turns = sorted({place // len(rows) for place in wanted})
+    orders = {
+        turn: np.random.default_rng([seed, turn]).permutation(len(rows)).tolist() for turn in turns
+    }
+    return [rows[orders[place // len(rows)][place % len(rows)]] for place in wanted]
+
+
+class Fitter:
+    """A model with its optimizer; `number`: of the next step."""
+
+    def __init__(self, model: PolicyModel, training: Training) -> None:
+        self.model = model
+        self.training = training
+        self.number = 0
+        self.optimizer = torch.optim.AdamW(
+            model.hf.parameters(),
+            lr=training.lr,
+            betas=(training.beta1, training.beta2),
+            weight_decay=training.weight_decay,
+            fused=True,
+        )
+
+    def step(self, rows: Sequence[Row]) -> float:
+        """One optimizer step on `rows`; returns its loss, nats a token of the answers.  Raises
+        NotFinite, with the weights as they were.
+        """
+        self.model.hf.train()
+        tokens = sum(len(row.answer) for row in rows)
+        self.optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for part in micro_batches(rows, self.training.micro_batch_tokens):
+            loss = self._loss(part) / tokens
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        norm = torch.nn.utils.clip_grad_norm_(
+            self.model.hf.parameters(), self.training.clip_norm or math.inf
+        )
+        if not math.isfinite(total) or not bool(torch.isfinite(norm)):
+            raise NotFinite(
+                f"the loss or its gradient is not finite in step {self.number}: training.lr = "
+                f"{self.training.lr:g} is too large"
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.training.lr * share(self.training, self.number)
+        self.optimizer.step()
+        self.number += 1
+        return total
+
+    @torch.no_grad()
+    def loss(self, rows: Sequence[Row]) -> float:
+        """Mean loss on `rows`, nats a token of the answers, without learning from them."""
+        self.model.hf.eval()
+        parts = micro_batches(rows, self.training.micro_batch_tokens)
+        return sum(float(self._loss(part)) for part in parts) / sum(len(r.answer) for r in rows)
+
+    def _loss(self, rows: Sequence[Row]) -> torch.Tensor:
+        """Minus the sum of the answers' log-probabilities."""
+        out = self.model.logprobs(
+            [row.prompt for row in rows], [row.answer for row in rows], torch.ones(len(rows))
+        )
+        return -out.logprobs.sum()

@@ -1,0 +1,111 @@
+"""Samples of supervised training: JSONL or parquet with `prompt` and `answer`, or with `messages`.
+
+Of a chat every assistant turn is learned, each behind the turns before it.  An answer is its text
+and the end token: what the model has to write in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from asyncrl.config.sft import Data
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
+from asyncrl.models.tokenizer import encode_prompt
+from asyncrl.tasks import file
+from asyncrl.tasks.fit import Row
+
+
+class Pair(NamedTuple):
+    """One answer behind its prompt; where: file and line."""
+
+    where: str
+    prompt: Prompt
+    answer: str
+
+
+class Read(NamedTuple):
+    """The rows of a file, and how many were left out as too long."""
+
+    rows: list[Row]
+    skipped: int
+
+
+def pairs_of(where: str, sample: Any) -> Iterator[Pair]:
+    """The answers of one sample.  Raises ConfigError that begins with `where`."""
+    if not isinstance(sample, dict):
+        raise ConfigError(f"{where}: needs an object with `prompt` and `answer`, or `messages`")
+    text, given, answer = (sample.get(key) for key in ("prompt", "messages", "answer"))
+    if (text is None) == (given is None):
+        raise ConfigError(f"{where}: needs either `prompt` with `answer`, or `messages`")
+    if text is not None and not (isinstance(text, str) and text):
+        raise ConfigError(f"{where}: `prompt` must be a text that is not empty")
+    if answer is not None and not (isinstance(answer, str) and answer):
+        raise ConfigError(f"{where}: `answer` must be a text that is not empty")
+    if text is not None:
+        if answer is None:
+            raise ConfigError(f"{where}: has no `answer` to learn from")
+        yield Pair(where, Prompt(0, text, answer, [], {}, "train"), answer)
+        return
+    turns = file.turns_of(where, given)
+    if answer is not None:
+        turns.append({"role": "assistant", "content": answer})
+    places = [place for place, turn in enumerate(turns) if turn["role"] == "assistant"]
+    if not places:
+        raise ConfigError(f"{where}: `messages` has no assistant turn to learn from")
+    for place in places:
+        if not place or not turns[place]["content"]:
+            raise ConfigError(
+                f"{where}: turn {place + 1} of `messages` is the assistant's and "
+                f"{'empty' if place else 'there is none before it'}"
+            )
+        before = turns[:place]
+        prompt = Prompt(0, before[-1]["content"], "", before, {}, "train")
+        yield Pair(where, prompt, turns[place]["content"])
+
+
+def read(path: str, tokenizer: Any, data: Data, limit: int) -> Read:
+    """Every row of the file at `path`; limit: tokens that the model takes.  Raises ConfigError with
+    file and line for what cannot be learned from.
+    """
+    source = Path(path)
+    if not source.is_file():
+        raise ConfigError(f"data: {path} is no file")
+    if tokenizer.eos_token_id is None:
+        raise ConfigError("model.path: its tokenizer has no end token, which answers end with")
+    end = int(tokenizer.eos_token_id)
+    most = min(data.context, limit)
+    rows: list[Row] = []
+    skipped = 0
+    for where, sample in file.rows(source):
+        for pair in pairs_of(where, sample):
+            row = Row(
+                _prompt(tokenizer, pair),
+                np.array([*tokenizer.encode(pair.answer, add_special_tokens=False), end], np.int32),
+            )
+            if not len(row.prompt):
+                raise ConfigError(f"{where}: the prompt has no token")
+            if row.size <= most:
+                rows.append(row)
+            elif data.too_long == "skip":
+                skipped += 1
+            else:
+                key = f"data.context = {most}" if most == data.context else f"the model's {most}"
+                raise ConfigError(
+                    f'{where}: {row.size} tokens are more than {key}; data.too_long = "skip" '
+                    "leaves such rows out"
+                )
+    if not rows:
+        raise ConfigError(f"{path}: nothing to learn from in it ({skipped} rows are too long)")
+    return Read(rows, skipped)
+
+
+def _prompt(tokenizer: Any, pair: Pair) -> np.ndarray:
+    try:
+        return encode_prompt(tokenizer, pair.prompt)
+    except ConfigError as error:  # of the chat template: it names a prompt of a task
+        why = str(error).removeprefix(f"task: {pair.prompt.split} prompt {pair.prompt.id}")
+        raise ConfigError(f"{pair.where}: {why.lstrip(': ')}") from error

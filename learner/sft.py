@@ -1,0 +1,249 @@
+"""`asyncrl sft`: supervised training of a model, with held-out loss, checkpoints and resume.
+
+```
+RUN/sft.toml           the resolved config
+RUN/metrics.jsonl      a row a step: number, loss, lr; heldout where it was measured
+RUN/checkpoints/number_N/   model, optimizer, random state, sealed like a run's
+RUN/model/             at the end: a Hugging Face directory, for model.path of a run
+RUN/summary.json       at the end
+```
+
+A resumed run makes the steps after its checkpoint again, bit for bit as one never stopped: the rows
+of a step are a function of (seed, step)."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from asyncrl.config import load
+from asyncrl.config.sft import Sft
+from asyncrl.contract.errors import AsyncrlError, ConfigError, Damaged, NothingToDo
+from asyncrl.models import memory
+from asyncrl.models.policy import (
+    export,
+    load_policy,
+    load_weights,
+    manifest,
+    named_weights,
+    weights_digest,
+)
+from asyncrl.models.tokenizer import load_tokenizer
+from asyncrl.records import atomic_write, jsonl
+from asyncrl.records.rundir import Lock
+from asyncrl.tasks import pairs
+from asyncrl.tasks.fit import Fitter, batch_at, share
+from learner import checkpoint
+
+CONFIG = "sft.toml"
+Say = Callable[[str], None]
+
+
+def prepare(config: Sft, source: str) -> Path:
+    """A new directory for the training.  Raises ConfigError where something is in it."""
+    name = config.name or f"{Path(source).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    run_dir = Path(config.runs) / name
+    if run_dir.exists() and any(run_dir.iterdir()):
+        raise ConfigError(
+            f"{run_dir} is not empty: go on with it by `asyncrl sft --resume {run_dir}`, or choose "
+            "another name by --set name=..."
+        )
+    (run_dir / "checkpoints").mkdir(parents=True)
+    atomic_write.write(run_dir / CONFIG, load.dump(config), sync=True)
+    return run_dir
+
+
+class Run:
+    """One life of a training: from its newest checkpoint, or from the model in model.path."""
+
+    def __init__(self, config: Sft, run_dir: Path, say: Say) -> None:
+        torch.set_num_threads(config.training.threads)
+        memory.keep_freed()
+        torch.manual_seed(config.seed)
+        self.config = config
+        self.run_dir = run_dir
+        self.say = say
+        self.model = load_policy(config.model.path, config.model.dtype, config.model.device)
+        tokenizer = load_tokenizer(config.model.path)
+        limit = int(self.model.hf.config.get_text_config().max_position_embeddings)
+        train = pairs.read(config.data.train, tokenizer, config.data, limit)
+        heldout = config.data.heldout
+        self.heldout = pairs.read(heldout, tokenizer, config.data, limit).rows if heldout else []
+        self.rows = train.rows
+        say(
+            f"{len(train.rows)} rows to learn from ({train.skipped} too long and left out), "
+            f"{len(self.heldout)} held out"
+        )
+        self.fitter = Fitter(self.model, config.training)
+        self.tokens = 0
+        self.checkpoints = run_dir / "checkpoints"
+        path = checkpoint.newest(self.checkpoints)
+        if path is not None:
+            self.restore(path)
+        self.forget_after(self.fitter.number)
+        self.metrics = jsonl.Appender(run_dir / "metrics.jsonl")
+
+    def forget_after(self, number: int) -> None:
+        """Rows of steps that are made again."""
+        path = self.run_dir / "metrics.jsonl"
+        kept = [row for row in jsonl.read(path) if row["number"] < number]
+        if path.exists():
+            atomic_write.write(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+    def go(self, stopping: Callable[[], bool]) -> bool:
+        """Train to the last step; False where `stopping` ended it before, with a checkpoint."""
+        training = self.config.training
+        if self.fitter.number >= training.steps:
+            raise NothingToDo(
+                f"{self.run_dir} has made all its {training.steps} steps; more by "
+                f"--resume {self.run_dir} --set training.steps=..."
+            )
+        began = time.monotonic()
+        while self.fitter.number < training.steps:
+            if stopping():
+                self.save()
+                return False
+            self.step()
+            if self.fitter.number % training.checkpoint_every == 0:
+                self.save()
+        if self.fitter.number % training.checkpoint_every:
+            self.save()
+        self.finish(time.monotonic() - began)
+        return True
+
+    def step(self) -> None:
+        number = self.fitter.number
+        training = self.config.training
+        row: dict[str, Any] = {"number": number}
+        if self.heldout and self.due(number):
+            row["heldout"] = self.fitter.loss(self.heldout)
+        batch = batch_at(self.rows, training, self.config.seed, number)
+        row["loss"] = self.fitter.step(batch)
+        row["lr"] = training.lr * share(training, number)
+        self.tokens += sum(len(each.answer) for each in batch)
+        self.metrics.write(row)
+        if "heldout" in row:
+            self.say(f"step {number}: loss {row['loss']:.4f}, held out {row['heldout']:.4f}")
+
+    def due(self, number: int) -> bool:
+        """Whether the held-out loss is measured before step `number`."""
+        every = self.config.training.heldout_every
+        return number == 0 or bool(every and number % every == 0)
+
+    def save(self) -> None:
+        """A checkpoint of the steps so far, sealed, and those beyond `keep_checkpoints` removed.
+        Raises AsyncrlError (disk full).
+        """
+        final = self.checkpoints / f"number_{self.fitter.number}"
+        try:
+            with atomic_write.replacing(final, sync=True) as part:
+                part.mkdir()
+                export(self.model, part / "model")
+                state = {
+                    "optimizer": self.fitter.optimizer.state_dict(),
+                    "number": self.fitter.number,
+                    "tokens": self.tokens,
+                    "random": torch.get_rng_state(),
+                }
+                torch.save(state, part / "state.pt")
+                checkpoint.seal(part)
+        except Exception as error:  # torch and safetensors have error classes of their own
+            raise AsyncrlError(
+                f"checkpoint {final} could not be written: {error}; the ones before it are whole: "
+                "free some space and resume"
+            ) from error
+        for number in checkpoint.numbers(self.checkpoints)[
+            : -self.config.training.keep_checkpoints
+        ]:
+            shutil.rmtree(self.checkpoints / f"number_{number}")
+
+    def restore(self, path: Path) -> None:
+        """Go on from the checkpoint at `path`.  Raises Damaged for another model's."""
+        saved = load_policy(path / "model", self.config.model.dtype, self.config.model.device)
+        if [row[:3] for row in manifest(saved)] != [row[:3] for row in manifest(self.model)]:
+            raise Damaged(
+                f"checkpoint {path} is of another model than model.path = {self.config.model.path}"
+            )
+        load_weights(self.model, dict(named_weights(saved)))
+        state = torch.load(path / "state.pt", weights_only=True)
+        self.fitter.optimizer.load_state_dict(state["optimizer"])
+        self.fitter.number = state["number"]
+        self.tokens = state["tokens"]
+        torch.set_rng_state(state["random"])
+        self.say(f"resumed from {path}")
+
+    def finish(self, seconds: float) -> None:
+        """The model, then the summary: who finds it finds both."""
+        self.model.hf.eval()
+        end = self.fitter.loss(self.heldout) if self.heldout else None
+        export(self.model, self.run_dir / "model")
+        atomic_write.sync_tree(self.run_dir / "model")
+        rows = jsonl.read(self.run_dir / "metrics.jsonl")
+        what = {
+            "steps": self.fitter.number,
+            "rows": len(self.rows),
+            "tokens": self.tokens,
+            "loss_start": rows[0]["loss"],
+            "loss_end": rows[-1]["loss"],
+            "heldout_start": rows[0].get("heldout"),
+            "heldout_end": end,
+            "seconds": round(seconds, 1),
+            "weights_digest": weights_digest(self.model),
+            "model": str(self.run_dir / "model"),
+        }
+        atomic_write.write(self.run_dir / "summary.json", json.dumps(what), sync=True)
+
+
+def run(config: Sft, run_dir: Path, say: Say) -> dict[str, Any] | None:
+    """Train, or go on training, in `run_dir`; the summary, None where SIGINT or SIGTERM ended it
+    with a checkpoint.
+    """
+    lock = Lock(run_dir, "sft")
+    try:
+        with asked_to_stop() as stopping:
+            began = (run_dir / "metrics.jsonl").exists()
+            try:
+                training = Run(config, run_dir, say)
+            except ConfigError:
+                if not began:  # what is wrong is set right, and the same command given again
+                    shutil.rmtree(run_dir, ignore_errors=True)
+                raise
+            try:
+                done = training.go(stopping)
+            finally:
+                training.metrics.close()
+        return json.loads((run_dir / "summary.json").read_text()) if done else None
+    finally:
+        lock.close()
+
+
+def resumed(run_dir: Path, sets: tuple[str, ...]) -> Sft:
+    """The config of the training in `run_dir`.  Raises ConfigError where there is none."""
+    from asyncrl.config import sft
+
+    if not (run_dir / CONFIG).is_file():
+        raise ConfigError(f"{run_dir} holds no training of `asyncrl sft` (no {CONFIG})")
+    return sft.read(str(run_dir / CONFIG), sets)
+
+
+@contextmanager
+def asked_to_stop() -> Iterator[Callable[[], bool]]:
+    """Whether SIGINT or SIGTERM has come: the step ends, then the training."""
+    came: list[int] = []
+    before = {
+        number: signal.signal(number, lambda number, _: came.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield lambda: bool(came)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
