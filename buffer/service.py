@@ -21,6 +21,7 @@ from typing import Any
 
 import psutil
 
+from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, BadMessage
@@ -47,6 +48,7 @@ LINGER_S = 5.0  # how long the end of the run is told to generators that have no
 ANSWER_BYTES = 1024  # of a token of an answer: ids, logprobs, texts, a version each
 MORE_BYTES = 16 * 1024 * 1024  # of a message that is no answer: ledgers, lists of tickets
 NEWS = 64  # of those that wait for tickets, so many are told at once of a new version
+JOINED = 1000  # numbers of generators that join without a key begin here
 REFUSALS_SAID = 20  # lines in the log; further ones are only counted
 
 
@@ -131,6 +133,8 @@ class Service:
         self.goodbyes: dict[bytes, m.Goodbye] = {}
         self.generators: dict[str, dict[str, Any]] = {}
         self.sessions = Sessions(config.wires.lease_s)
+        self.next_joined = JOINED  # the number of the next one that joins without a key
+        self.toml = load.dump(config)  # for those who join
         self.vocabulary = 0  # of the model, as the learner says; 0: not heard in this life
         self.refused = Counter[str]()  # messages that were, by reason
         self.learner: dict[str, Any] = {}
@@ -317,6 +321,26 @@ class Service:
             entry |= {"pid": hello.pid, "host": hello.host, "greeted": True}
             if (early := self.early.pop(hello.producer, None)) is not None:
                 self.wait_for_tickets(*early)
+
+    def on_Join(self, peer: bytes, message: m.Join) -> None:
+        """What a generator on another machine begins with.  Nothing changes by it: it speaks as a
+        generator once it says hello.
+        """
+        if self.config.agent.on:
+            why = "agent: the samples are sessions, drawn on the gateway's machine alone"
+            self.send(peer, m.Refused(f"{why}: nobody can join", 2))
+            return
+        if message.producer:
+            checks.producer(message.producer)
+        said = self.announcement()
+        name = message.producer or self.socket.speaker
+        if not name:
+            numbers_from = itertools.count(self.next_joined)
+            number = next(n for n in numbers_from if f"generator-{n}" not in self.sessions.names)
+            self.next_joined = number + 1
+            name = f"generator-{number}"
+        weights = "" if said is None else said.source.address
+        self.send(peer, m.Joined(self.run, name, self.toml, weights))
 
     def on_Want(self, peer: bytes, want: m.Want) -> None:
         """Tickets go to those who have said hello to this life of the buffer."""

@@ -49,6 +49,7 @@ OF_GENERATOR_0: list[Any] = [
     m.Deliver("generator-0", 7, 1, []),
     m.Renew("generator-0", 7, [], {}, None),
     m.Leaving("generator-0", 7),
+    m.Join("generator-0"),
 ]
 
 

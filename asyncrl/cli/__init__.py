@@ -24,6 +24,8 @@ FAMILIES = {
     "new": ("new",),
     "run": ("run", "report", "export"),
     "processes": ("buffer", "generator", "gateway", "learner", "keys"),
+    "fleet.join": ("join",),
+    "fleet.scale": ("scale",),
     "doctor": ("doctor", "engines"),
     "compare": ("compare", "sweep"),
     "replay": ("replay", "diff"),

@@ -744,7 +744,9 @@ def _engine(config: Config) -> list[str]:
 
 def warnings(config: Config) -> list[str]:
     """What a run is told once at its start."""
-    return _kl_warnings(config) + _other_warnings(config)
+    given = config.reward.function if config.reward.share else ""
+    shared = f"reward.share: who joins this run is given the file of {given}, and runs it"
+    return _kl_warnings(config) + _other_warnings(config) + ([shared] if given else [])
 
 
 def _kl_warnings(config: Config) -> list[str]:

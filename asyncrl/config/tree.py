@@ -65,6 +65,13 @@ class Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     function: Annotated[
         str, Meta(description="module:function or file.py:function; empty: the task's own")
     ] = ""
+    share: Annotated[
+        bool,
+        Meta(
+            description="`asyncrl join` may fetch the function's file from the run, and runs it: "
+            "else it must be there"
+        ),
+    ] = False
     deadline_s: Annotated[float, Meta(gt=0, description="seconds for one call")] = 10.0
     workers: Annotated[
         Count | Literal["auto"],

@@ -269,6 +269,14 @@ class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
     session: int
 
 
+class Join(msgspec.Struct, frozen=True, tag="join"):
+    """A machine that knows the address and has a key asks what it needs to be a generator of the
+    run; answered by Joined.
+    """
+
+    producer: str  # the name it wants; "": that of its key, or without keys any free one
+
+
 # ---- buffer to generator -------------------------------------------------------------------------
 
 
@@ -326,6 +334,15 @@ class Acks(msgspec.Struct, frozen=True, tag="acks"):
     acks: list[tuple[int, int, int, Disposition]]  # (ticket, sample, attempt, disposition)
     credit: int
     announcement: Announcement | None
+
+
+class Joined(msgspec.Struct, frozen=True, tag="joined"):
+    """All that a generator elsewhere begins with; the files come from the chunk server."""
+
+    run: str
+    producer: str
+    config: str  # TOML
+    weights: str  # address of the chunk server, "" while no learner has said it
 
 
 class Unknown(msgspec.Struct, frozen=True, tag="unknown"):
@@ -554,6 +571,7 @@ FromPeer = (
     | Deliver
     | Renew
     | Leaving
+    | Join
     | LearnerHello
     | Ask
     | Commit
@@ -565,6 +583,7 @@ FromPeer = (
 FromBuffer = (
     Tickets
     | Acks
+    | Joined
     | Unknown
     | Refused
     | Welcome

@@ -6,6 +6,7 @@ RUN/logs/attempt_N/PROCESS.log."""
 
 from __future__ import annotations
 
+import itertools
 import signal
 import time
 from collections.abc import Callable
@@ -18,11 +19,13 @@ from asyncrl.contract.errors import NothingToDo, ProcessLost
 from asyncrl.contract.messages import Status
 from asyncrl.contract.waits import Watchdog, culprit
 from asyncrl.records import lives
+from asyncrl.supervise import scaling
 from asyncrl.supervise.hosts import Maker, Order, Process
 from asyncrl.supervise.hosts.local import Local
 
 # a process that sends nothing for this long, when the run is overdue, is the one to blame
 SILENT_S = 5.0
+SCALE_POLL_S = 0.25  # between two looks whether another number of generators is asked for
 LATE_S = 5.0  # after the end of buffer and learner a generator has this long to hear of it
 END_S = 30.0  # a process asked to end is killed after this long
 
@@ -42,6 +45,12 @@ class Child:
     log: Path = Path()
     restarts: int = 0
     code: int | None = None  # of its exit, 0 when that was no loss; None: it runs
+    leaving: float = 0.0  # when it was told to leave a run that goes on without it; 0: it was not
+
+    @property
+    def number(self) -> int:
+        """Of a generator."""
+        return int(self.name.rpartition("-")[2])
 
 
 @dataclass
@@ -58,6 +67,8 @@ class Supervisor:
     status: Status | None = None
     heard: float = 0.0
     looked: float = 0.0
+    scale_looked: float = 0.0
+    scaled: str = ""  # the request that was answered last
 
     def __post_init__(self) -> None:
         settings = self.config.watchdog
@@ -67,34 +78,29 @@ class Supervisor:
         attempt = 1 + sum(1 for _ in (self.run_dir / "logs").glob("attempt_*"))
         self.logs = self.run_dir / "logs" / f"attempt_{attempt}"
         self.logs.mkdir(parents=True)
-        base = importing.command("asyncrl.cli")
-        where = [str(self.run_dir / "config.toml"), "--run-dir", str(self.run_dir)]
+        scaling.forget(self.run_dir)
         config = self.config
         self.children = [
-            Child(
-                "buffer",
-                [*base, "buffer", *where],
-                1,
-                restartable=config.durability.mode != "memory",
-            ),
-            Child("learner", [*base, "learner", *where], config.learner.threads, True),
+            Child("buffer", self.argv("buffer"), 1, config.durability.mode != "memory"),
+            Child("learner", self.argv("learner"), config.learner.threads, True),
         ]
-        self.children += [
-            Child(
-                f"generator-{i}",
-                [*base, "generator", *where, "--index", str(i)],
-                config.generator.threads,
-                True,
-            )
-            for i in range(config.generators)
-        ]
+        self.children += [self.generator(number) for number in range(config.generators)]
         if config.agent.on:
-            gateway = [*base, "gateway", *where, "--index", "0"]
-            self.children.append(Child("gateway-0", gateway, 1, True))
+            self.children.append(Child("gateway-0", self.argv("gateway", 0), 1, True))
         for child in self.children:
             self.spawn(child)
         self.heard = time.monotonic()
         self.watchdog.restart(self.heard)
+
+    def argv(self, part: str, number: int | None = None) -> list[str]:
+        """The command line of one of our processes."""
+        where = [str(self.run_dir / "config.toml"), "--run-dir", str(self.run_dir)]
+        index = [] if number is None else ["--index", str(number)]
+        return [*importing.command("asyncrl.cli"), part, *where, *index]
+
+    def generator(self, number: int) -> Child:
+        name = f"generator-{number}"
+        return Child(name, self.argv("generator", number), self.config.generator.threads, True)
 
     def spawn(self, child: Child) -> None:
         child.log = self.logs / f"{child.name}.log"
@@ -109,20 +115,77 @@ class Supervisor:
         """Look after the children; True when all have ended well.  Raises ProcessLost or
         AsyncrlError when the run cannot go on.
         """
-        for child in self.children:
+        for child in list(self.children):
             if child.process is None or child.code is not None:
                 continue
-            if (code := child.process.poll()) is not None:
+            code = child.process.poll()
+            if child.leaving:
+                self.let_go(child, code)
+            elif code is not None:
                 child.code = code
                 if code != 0 and not self.interrupts:
                     self.died(child, code)
         self.look()
+        self.scale()
         if all(c.code == 0 for c in self.children):
             return True
         if self.ended and not self.interrupts:
             self.alone_since = self.alone_since or time.monotonic()
             self.end_late(time.monotonic() - self.alone_since)
         return False
+
+    # ---- another number of generators ------------------------------------------------------------
+
+    def scale(self) -> None:
+        """Do what `asyncrl scale` asks for, once, and say so."""
+        now = time.monotonic()
+        if now - self.scale_looked < SCALE_POLL_S:
+            return
+        self.scale_looked = now
+        request = scaling.asked(self.run_dir)
+        if request is None or request.id == self.scaled:
+            return
+        self.scaled = request.id
+        error = self.resize(request.generators)
+        self.say(f"scale: {error or f'{request.generators} generator(s)'}")
+        scaling.answer(self.run_dir, request, request.generators, error)
+
+    def resize(self, generators: int) -> str:
+        """Start or end generators until there are so many; those of the highest numbers end.
+        Returns why not, "" when it is done.
+        """
+        if self.ended or self.interrupts:
+            return "the run is ending"
+        mine = [c for c in self.children if c.name.startswith("generator-") and not c.leaving]
+        # also of those that joined by themselves, and of those that are leaving
+        taken = {c.name for c in self.children} | set(self.status.peers if self.status else ())
+        free = (n for n in itertools.count() if f"generator-{n}" not in taken)
+        new = [self.generator(next(free)) for _ in range(generators - len(mine))]
+        curve_dir = self.config.wires.curve_dir
+        without = [c.name for c in new if curve_dir and not (Path(curve_dir) / c.name).is_dir()]
+        if without:
+            return (
+                f"no key for {', '.join(without)}: `asyncrl keys {curve_dir} --generators N` makes "
+                "some, which a buffer knows from its start on"
+            )
+        for child in new:
+            self.children.append(child)
+            self.spawn(child)
+        for child in sorted(mine, key=lambda c: c.number)[generators:]:
+            child.leaving = time.monotonic()
+            if child.process is not None:
+                child.process.signal(signal.SIGTERM)
+        return ""
+
+    def let_go(self, child: Child, code: int | None) -> None:
+        """Of a generator that was told to leave: its end is no loss, and it has so long for it."""
+        assert child.process is not None
+        if code is not None:
+            child.process.close()
+            self.children.remove(child)
+            self.say(f"{child.name} has left")
+        elif time.monotonic() - child.leaving > END_S:
+            child.process.kill()
 
     @property
     def ended(self) -> bool:

@@ -1,10 +1,14 @@
-"""Weights in chunks, for another host: the learner's ring over a socket of its own."""
+"""Weights in chunks, for another host: the learner's ring over a socket of its own; and the files
+that a generator there needs to join.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
 import msgspec
 import xxhash
@@ -16,6 +20,7 @@ from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.transport import keys
 from asyncrl.transport.crowd import Crowd
+from asyncrl.transport.library import Entry, Library
 from asyncrl.transport.ring import Ring
 from asyncrl.transport.sockets import UNDECODABLE, check_address
 from asyncrl.transport.ways import Server
@@ -27,12 +32,17 @@ MANIFEST_BYTES = 64 << 20
 # who does not even answer a heartbeat is gone, and what waits for him with him
 HEARTBEAT_MS = 5_000
 SILENT_MS = 60_000
+FILES = Label(-1, 0)  # asks for this are for files, not for weights
+LISTING_POLL_S = 0.2
+ANYWHERE = ("0.0.0.0", "*", "::")  # hosts to listen at, and to connect to nowhere
 
 _encoder = msgspec.msgpack.Encoder()
 
 
 class _ChunkAsk(msgspec.Struct, frozen=True):
-    """Made by a generator; read by the chunk server.  offset < 0 asks for the manifest."""
+    """Made by a generator; read by the chunk server.  offset < 0 asks for the manifest, or the list
+    of files.
+    """
 
     label: Label
     digest: str
@@ -41,7 +51,7 @@ class _ChunkAsk(msgspec.Struct, frozen=True):
 
 
 class _Chunk(msgspec.Struct, frozen=True):
-    digest: str  # "" when these weights are not there (any more)
+    digest: str  # "" when these weights, or this file, are not there (any more)
     data: bytes
     checksum: int
     probe: bytes
@@ -62,6 +72,7 @@ class ChunkServer(Server):
         manifest: list[Any],
         read: Callable[[Label, str, int, int], tuple[str, bytes, bytes]],
         curve_dir: str = "",
+        library: Library | None = None,
     ) -> None:
         check_address(address, curve_dir, "wires.weights_address")
         self.context = zmq.Context()
@@ -84,6 +95,7 @@ class ChunkServer(Server):
         self.crowd = Crowd(self.socket)
         self.manifest = manifest
         self.read = read
+        self.library = library
         self.bytes_sent = 0
         self.answered = self.refused = 0
         self._end = False
@@ -115,6 +127,8 @@ class ChunkServer(Server):
             return None
         try:
             ask = self._decoder.decode(frames[0].buffer)
+            if ask.label == FILES:
+                return self._file(ask)
             if ask.offset < 0:
                 data = msgspec.msgpack.encode(self.manifest)
                 return _Chunk("manifest", data, xxhash.xxh3_64_intdigest(data), b"")
@@ -123,6 +137,24 @@ class ChunkServer(Server):
         except UNDECODABLE:  # also a ring that is being closed
             return None
         return _Chunk(digest, data, xxhash.xxh3_64_intdigest(data), probe)
+
+    def _file(self, ask: _ChunkAsk) -> _Chunk | None:
+        """The list of files, empty while it is being made; or bytes of one of them."""
+        if self.library is None:
+            return None
+        if ask.offset < 0:
+            entries = self.library.listing()
+            data = b"" if entries is None else msgspec.msgpack.encode(entries)
+            said = self.library.wrong if entries is None else "files"
+        else:
+            size = min(max(ask.size, 0), CHUNK_BYTES)
+            try:
+                found = self.library.read(ask.digest, ask.offset, size)
+            except OSError:
+                found = None
+            data = found or b""
+            said = ask.digest if found is not None else ""
+        return _Chunk(said, data, xxhash.xxh3_64_intdigest(data), b"")
 
     def close(self) -> None:
         self._end = True
@@ -221,9 +253,59 @@ class ChunkClient:
             got += 1
         return found if xxhash.xxh3_64_hexdigest(into) == found else ""
 
+    # ---- files -----------------------------------------------------------------------------------
+
+    def listing(self) -> list[Entry]:
+        """The files that a generator of the run needs.  Raises PeerUnreachable when the learner's
+        machine cannot read them.
+        """
+        while True:
+            self.socket.send(_encoder.encode(_ChunkAsk(FILES, "", -1, 0)))
+            chunk = self._receive()
+            if chunk.data:
+                return msgspec.msgpack.decode(chunk.data, type=list[Entry])
+            if chunk.digest:
+                raise PeerUnreachable(
+                    f"the learner at {self.address} cannot read its files: {chunk.digest}"
+                )
+            time.sleep(LISTING_POLL_S)  # a large model's digest is being computed
+
+    def file(self, digest: str, begin: int, size: int) -> Iterator[bytes]:
+        """The bytes of a file from `begin` to `size`, in order."""
+        offsets = list(range(begin, size, CHUNK_BYTES))
+        for number in range(len(offsets)):
+            ahead = offsets[number + AHEAD - 1 : number + AHEAD] if number else offsets[:AHEAD]
+            for offset in ahead:
+                wanted = min(CHUNK_BYTES, size - offset)
+                self.socket.send(_encoder.encode(_ChunkAsk(FILES, digest, offset, wanted)))
+            chunk = self._receive()
+            if chunk.digest != digest or len(chunk.data) != min(
+                CHUNK_BYTES, size - offsets[number]
+            ):
+                self.socket.close()  # with the answers that are under way
+                self.socket = self._connect()
+                raise PeerUnreachable(f"{self.address} does not give the file {digest[:12]}")
+            yield chunk.data
+
     def close(self) -> None:
         self.socket.close()
         self.context.term()
+
+
+def reachable(address: str, buffer: str) -> str:
+    """Where to connect to a server that listens at `address`: on the buffer's host, when that is
+    every host.
+
+    >>> reachable("tcp://0.0.0.0:5556", "tcp://10.0.0.1:5555")
+    'tcp://10.0.0.1:5556'
+    >>> reachable("tcp://10.0.0.2:5556", "tcp://10.0.0.1:5555")
+    'tcp://10.0.0.2:5556'
+    """
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if host.strip("[]") not in ANYWHERE:
+        return address
+    there = urlsplit(buffer).netloc.rpartition("@")[2].rpartition(":")[0]
+    return f"tcp://{there}:{port}" if there else address
 
 
 def serve(config: Config, ring: Ring) -> ChunkServer | None:
@@ -231,7 +313,11 @@ def serve(config: Config, ring: Ring) -> ChunkServer | None:
     if not config.wires.weights_address:
         return None
     return ChunkServer(
-        config.wires.weights_address, ring.rows, ring.read_part, config.wires.curve_dir
+        config.wires.weights_address,
+        ring.rows,
+        ring.read_part,
+        config.wires.curve_dir,
+        Library(config),
     )
 
 
@@ -243,4 +329,5 @@ def connect(config: Config, source: WeightsSource, name: str) -> ChunkClient:
             "this host cannot read; "
             "set wires.weights_address to a tcp address of the learner"
         )
-    return ChunkClient(source.address, config.wires.connect_s, config.wires.curve_dir, name)
+    address = reachable(source.address, config.wires.address)
+    return ChunkClient(address, config.wires.connect_s, config.wires.curve_dir, name)

@@ -41,6 +41,8 @@ def allowed(name: str, message: m.FromPeer) -> bool:
     """
     if isinstance(message, m.Watch):
         return True
+    if isinstance(message, m.Join):
+        return message.producer in ("", name) and GENERATOR.fullmatch(name) is not None
     if isinstance(message, m.GeneratorHello | m.Want | m.Deliver | m.Renew | m.Leaving):
         return name == message.producer and GENERATOR.fullmatch(name) is not None
     return name == LEARNER

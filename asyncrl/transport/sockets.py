@@ -122,6 +122,7 @@ class BufferSocket:
         self.head = head(run)
         self.most = most
         self.refused: Callable[[str, str], None] = lambda reason, line: None
+        self.speaker = ""  # whose key the last message came with
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 200)
@@ -158,6 +159,7 @@ class BufferSocket:
             return None
         theirs, payload = frames
         name = None if self._guard is None else self._guard.name(payload)
+        self.speaker = name or ""
         if self._guard is not None:
             theirs, payload = theirs.bytes, payload.buffer
         if theirs != self.head and theirs != head(""):

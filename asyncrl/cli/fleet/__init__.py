@@ -1,0 +1,1 @@
+"""Commands of runs on several machines: who joins, how many there are."""

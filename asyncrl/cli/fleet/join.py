@@ -1,0 +1,58 @@
+"""`asyncrl join`: this machine becomes a generator of a running run."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import click
+
+from asyncrl.cli import result
+from asyncrl.cli.base import PATH, say
+from asyncrl.contract import refusal
+from asyncrl.records import lives
+
+
+@click.command()
+@click.argument("address", metavar="tcp://HOST:PORT")
+@click.option("--keys", type=PATH, help="this generator's keys; none for tcp://127.0.0.1 alone")
+@click.option("--index", type=click.IntRange(0), help="its number; else what the key says")
+@click.option("--cache", type=PATH, help="where fetched files stay  [default: ~/.cache/asyncrl]")
+@click.option("--wait", default=120.0, help="seconds to wait for the run")
+@click.option("--json", "as_json", is_flag=True)
+def join(
+    address: str,
+    keys: Path | None,
+    index: int | None,
+    cache: Path | None,
+    wait: float,
+    as_json: bool,
+) -> None:
+    """Become a generator of the run whose buffer listens at the address.
+
+    Config, model and prompts come from the run.  Ctrl-C leaves it, and gives back what was not
+    finished.
+    """
+    from asyncrl.cli.processes import recorded
+    from asyncrl.records import rundir
+    from asyncrl.supervise import join as joining
+
+    refusal.listen()
+    place = joining.prepare(
+        address,
+        str(keys.resolve()) if keys else "",
+        index=index,
+        cache=(cache or joining.cache_dir()).resolve(),
+        patience_s=wait,
+        say=say,
+    )
+    try:
+        code = recorded("generator", place.config, place.run_dir, place.number)
+    finally:
+        rundir.clean(place.run_dir)
+    if code in (0, lives.INTERRUPTED):
+        shutil.rmtree(place.run_dir, ignore_errors=True)
+    if as_json:
+        result.put({"address": address, "generator": place.number})
+    sys.exit(code)

@@ -1,0 +1,172 @@
+"""A machine that has the package and a key becomes a generator of a running run.
+
+```
+join --Watch--> buffer          which run is it?
+     --Join---> buffer          its config, this generator's name, where the chunk server is
+     --files--> chunk server    model, prompts, reward function: by digest, kept in a cache
+```
+
+From then on it is a generator like any other."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asyncrl.config import load
+from asyncrl.config.tree import Config
+from asyncrl.contract import messages as m
+from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo, PeerUnreachable
+from asyncrl.records import private, rundir
+from asyncrl.supervise import live
+from asyncrl.transport import keys, library
+from asyncrl.transport.chunks import ChunkClient, reachable
+from asyncrl.transport.library import Entry
+from asyncrl.transport.sockets import PeerSocket
+
+ASK_S = 1.0
+
+Say = Callable[[str], None]
+
+
+class Place(NamedTuple):
+    """What a generator needs to begin."""
+
+    config: Config
+    run_dir: Path  # of this generator alone, on this machine
+    number: int
+
+
+def cache_dir() -> Path:
+    """Where fetched files stay, unless told otherwise."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "asyncrl"
+
+
+def ask(address: str, curve_dir: str, name: str, patience_s: float) -> m.Joined:
+    """What the buffer says to somebody who joins; asks until a learner is there, too.
+
+    name: "" for whichever the key says.  Raises PeerUnreachable, NothingToDo, and what it
+    refuses."""
+    until = time.monotonic() + patience_s
+    late = PeerUnreachable(
+        f"no buffer at {address} says what to join within {patience_s:g} s (--wait): is it running "
+        "with keys of the same `asyncrl keys`, and its learner?"
+    )
+    while (status := live.ask(address, curve_dir, ASK_S)) is None:
+        if time.monotonic() > until:
+            raise late
+    if status.finished:
+        raise NothingToDo(f"the run at {address} has ended")
+    socket = PeerSocket(address, curve_dir, name or keys.VIEWER, run=status.run)
+    try:
+        while time.monotonic() < until:
+            socket.send(m.Join(name))
+            reply = socket.recv(ASK_S)
+            if isinstance(reply, m.Refused):
+                refusal = AsyncrlError(reply.reason)
+                refusal.exit_code = reply.exit_code
+                raise refusal
+            if isinstance(reply, m.Joined) and reply.weights:
+                return reply
+            if isinstance(reply, m.Joined):
+                time.sleep(ASK_S / 2)  # no learner yet
+    finally:
+        socket.close()
+    raise late
+
+
+def number_of(producer: str) -> int:
+    """Of a generator's name.  Raises ConfigError for a name of no generator."""
+    if not keys.GENERATOR.fullmatch(producer):
+        raise ConfigError(f"--keys: the key is of {producer!r}, and only generators can join")
+    return int(producer.rpartition("-")[2])
+
+
+def own_key(curve_dir: str, index: int | None) -> str:
+    """The name to ask for: "" with a copied key, which says it by itself.  Raises ConfigError."""
+    where = Path(curve_dir)
+    if index is not None:
+        return f"generator-{index}"
+    if curve_dir and not (where / "client.key_secret").exists():
+        raise ConfigError(
+            f"--keys: {where} holds no client.key_secret: name the directory of one generator "
+            f"({where / 'generator-0'}, or a copy), or give --index"
+        )
+    return ""
+
+
+def settled(
+    said: m.Joined, address: str, curve_dir: str, folders: dict[str, Path], files: list[Entry]
+) -> Config:
+    """The run's config as it holds on this machine: every path is one of the cache's."""
+    raw: dict[str, Any] = tomllib.loads(said.config)
+    raw["model"]["path"] = str(folders["model"])
+    for part in ("prompts", "heldout", "ood"):
+        if part in folders:
+            name = next(entry.name for entry in files if entry.part == part)
+            raw["task"][part] = str(folders[part] / name)
+    if "reward" in folders:
+        name = next(entry.name for entry in files if entry.part == "reward")
+        attribute = raw["reward"]["function"].rpartition(":")[2]
+        raw["reward"]["function"] = f"{folders['reward'] / name}:{attribute}"
+    raw["wires"]["address"] = address
+    raw["wires"]["curve_dir"] = curve_dir
+    # more than one, whatever it was: nobody takes all tickets for itself any more
+    raw["generators"] = max(2, raw.get("generators", 1))
+    return load.convert(raw, f"the config of the run at {address}")
+
+
+def gather(
+    client: ChunkClient, config: str, cache: Path, say: Say
+) -> tuple[dict[str, Path], list[Entry]]:
+    """Every file of the run, in the cache.  Returns the folder of each part, and the files."""
+    files = client.listing()
+    folders = {}
+    for part in dict.fromkeys(entry.part for entry in files):
+        entries = [entry for entry in files if entry.part == part]
+        if all(entry.given for entry in entries):
+            folders[str(part)] = library.bring(client, entries, cache, say)
+    if "model" not in folders:
+        raise PeerUnreachable(f"the learner at {client.address} has no model to give")
+    if function := tomllib.loads(config).get("reward", {}).get("function", ""):
+        code = next((entry for entry in files if entry.part == "reward"), None)
+        if "reward" in folders and code is not None:
+            say(
+                f"reward.function = {function}: code of the run's ({code.name}, SHA-256 "
+                f"{code.digest[:16]}) runs here, as reward.share = true allows"
+            )
+        else:
+            library.local_code(function, code)
+            say(f"reward.function = {function}: the one that is here")
+    return folders, files
+
+
+def prepare(
+    address: str,
+    curve_dir: str,
+    *,
+    index: int | None,
+    cache: Path,
+    patience_s: float,
+    say: Say,
+) -> Place:
+    """Everything up to a generator's start.  Raises AsyncrlError."""
+    said = ask(address, curve_dir, own_key(curve_dir, index), patience_s)
+    weights = reachable(said.weights, address)
+    client = ChunkClient(weights, patience_s, curve_dir, said.producer)
+    try:
+        folders, files = gather(client, said.config, cache, say)
+    finally:
+        client.close()
+    config = settled(said, address, curve_dir, folders, files)
+    runs = private.directory(private.directory(cache) / "runs")
+    run_dir = Path(tempfile.mkdtemp(prefix=f"{said.run}-{said.producer}-", dir=runs))
+    rundir.ensure(config, load.dump(config), run_dir, said.run)
+    say(f"joining run {said.run} at {address} as {said.producer}")
+    return Place(config, run_dir, number_of(said.producer))

@@ -1,0 +1,373 @@
+"""`asyncrl join` and `asyncrl scale`: what is fetched, from whom, what a live run makes of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from conftest import ENV, ROOT
+from test_hosts import Pretender, maker, said, supervisor
+from test_several_hosts import free_address, other_machine
+
+from asyncrl.config import load
+from asyncrl.contract.errors import AsyncrlError, ConfigError, Damaged, PeerUnreachable
+from asyncrl.contract.messages import Joined, Status
+from asyncrl.records import lives, rundir
+from asyncrl.supervise import join, launch, live, scaling
+from asyncrl.supervise.launch import Supervisor
+from asyncrl.tasks import get_task
+from asyncrl.transport import library
+from asyncrl.transport.chunks import CHUNK_BYTES, ChunkClient, ChunkServer
+from asyncrl.transport.keys import make_keys
+from asyncrl.transport.library import Entry, Library
+
+__all__ = ["said", "supervisor"]  # fixtures
+WAIT_S = 600.0
+
+# ---- files ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory with all that a run reads."""
+    (tmp_path / "run" / "model").mkdir(parents=True)
+    (tmp_path / "run" / "model" / "config.json").write_text("{}")
+    (tmp_path / "run" / "model" / "model.safetensors").write_bytes(os.urandom(3 * CHUNK_BYTES + 7))
+    (tmp_path / "run" / "model" / "old.bin").write_text("a second copy")
+    (tmp_path / "run" / "prompts.jsonl").write_text("{}\n")
+    (tmp_path / "run" / "mine.py").write_text("def reward(prompt, text): return 1.0\n")
+    monkeypatch.chdir(tmp_path / "run")
+    return tmp_path / "run"
+
+
+SETS = [
+    "model.path='model'",
+    "task.name='file'",
+    "task.prompts='prompts.jsonl'",
+    "reward.function='mine.py:reward'",
+]
+
+
+@pytest.fixture
+def served(place: Path) -> Iterator[Callable[..., ChunkClient]]:
+    ends: list[ChunkClient | ChunkServer] = []
+
+    def serve(*sets: str) -> ChunkClient:
+        config = load.load(ROOT / "configs" / "demo.toml", [*SETS, *sets])
+        server = ChunkServer(
+            "tcp://127.0.0.1:*", [], lambda *_: ("", b"", b""), "", Library(config)
+        )
+        client = ChunkClient(server.address, 30.0)
+        ends.extend((client, server))
+        return client
+
+    yield serve
+    for end in ends:
+        end.close()
+
+
+def test_files_come_by_digest_and_stay_in_the_cache(
+    served: Callable[..., ChunkClient], place: Path, tmp_path: Path
+) -> None:
+    client = served("reward.share=true")
+    entries = client.listing()
+    assert [(e.part, e.name, e.given) for e in entries] == [
+        ("model", "config.json", True),
+        ("model", "model.safetensors", True),
+        ("prompts", "prompts.jsonl", True),
+        ("reward", "mine.py", True),
+    ]
+    lines: list[str] = []
+    where = library.bring(client, entries[:2], tmp_path / "cache", lines.append)
+    assert (where / "model.safetensors").read_bytes() == (
+        place / "model" / "model.safetensors"
+    ).read_bytes()
+    assert (where.stat().st_mode & 0o777, len(lines)) == (0o700, 2)
+    received = client.bytes_received
+    assert library.bring(client, entries[:2], tmp_path / "cache", lines.append) == where
+    assert client.bytes_received == received and "from the cache" in lines[-1]
+    # what was damaged there comes again
+    (where / "config.json").write_text("[]")
+    library.bring(client, entries[:2], tmp_path / "cache", lines.append)
+    assert (where / "config.json").read_text() == "{}" and client.bytes_received == received + 2
+
+
+def test_code_that_the_run_does_not_allow_is_not_given(
+    served: Callable[..., ChunkClient], place: Path, tmp_path: Path
+) -> None:
+    client = served()
+    code = client.listing()[-1]
+    assert (code.part, code.given) == ("reward", False)
+    with pytest.raises(PeerUnreachable, match="does not give the file"):
+        list(client.file(code.digest, 0, code.size))
+    assert client.listing()[0].name == "config.json"  # it goes on
+    library.local_code("mine.py:reward", code)
+    library.local_code("package.module:reward", None)
+    (place / "mine.py").write_text("def reward(prompt, text): return 0.0\n")
+    with pytest.raises(ConfigError, match=r"mine\.py differs from mine\.py.*reward\.share = true"):
+        library.local_code("mine.py:reward", code)
+    (place / "mine.py").unlink()
+    with pytest.raises(ConfigError, match="is not here; copy it here"):
+        library.local_code("mine.py:reward", code)
+
+
+class Broken:
+    """A source whose connection breaks after each chunk."""
+
+    def __init__(self, data: bytes, wrong: bool = False) -> None:
+        self.data, self.wrong = data, wrong
+        self.begun: list[int] = []
+
+    def file(self, digest: str, begin: int, size: int) -> Iterator[bytes]:
+        self.begun.append(begin)
+        if begin < size:
+            yield b"x" * 4 if self.wrong else self.data[begin : begin + 4]
+        if begin + 4 < size:
+            raise PeerUnreachable("gone")
+
+
+def entry(data: bytes, name: str = "a.json") -> Entry:
+    import hashlib
+
+    return Entry("model", name, len(data), hashlib.sha256(data).hexdigest(), True)
+
+
+def test_a_broken_connection_is_gone_on_with_where_it_broke(tmp_path: Path) -> None:
+    data = os.urandom(4 * library.TRIES)
+    source = Broken(data)
+    library.fetch(source, entry(data), tmp_path / "a.json")
+    assert (tmp_path / "a.json").read_bytes() == data
+    assert source.begun == list(range(0, len(data), 4))
+    longer = data + b"more"
+    with pytest.raises(PeerUnreachable):
+        library.fetch(Broken(longer), entry(longer), tmp_path / "b.json")
+    library.fetch(source := Broken(longer), entry(longer), tmp_path / "b.json")
+    assert source.begun == [len(data)] and (tmp_path / "b.json").read_bytes() == longer
+
+
+def test_wrong_bytes_and_names_that_lead_elsewhere_are_refused(tmp_path: Path) -> None:
+    data = b"abcdefgh"
+    with pytest.raises(Damaged, match=r"a\.json does not match its digest"):
+        library.fetch(Broken(data, wrong=True), entry(data), tmp_path / "a.json")
+    assert list(tmp_path.iterdir()) == []
+    for name in ("../a", "/etc/passwd", "..", "", "a/b", "a\n"):
+        with pytest.raises(Damaged, match="no cache takes"):
+            library.bring(Broken(data), [entry(data, name)], tmp_path / "cache", print)
+
+
+def test_the_config_of_a_joined_generator(place: Path, tmp_path: Path) -> None:
+    config = load.load(ROOT / "configs" / "demo.toml", [*SETS, "staleness.max_lag=0"])
+    files = [entry(b"", "config.json"), msgspec.structs.replace(entry(b"", "p"), part="prompts")]
+    reward = msgspec.structs.replace(entry(b"", "mine.py"), part="reward")
+    folders = {"model": tmp_path / "m", "prompts": tmp_path / "p", "reward": tmp_path / "r"}
+    told = Joined("r", "generator-3", load.dump(config), "tcp://127.0.0.1:2")
+    found = join.settled(told, "tcp://127.0.0.1:1", "keys", folders, [*files, reward])
+    assert found.model.path == str(tmp_path / "m")
+    assert found.task.prompts == str(tmp_path / "p" / "p")
+    assert found.reward.function == f"{tmp_path / 'r' / 'mine.py'}:reward"
+    assert (found.wires.address, found.wires.curve_dir) == ("tcp://127.0.0.1:1", "keys")
+    assert found.generators == 2  # or it would take every ticket there is, at a limit of 0
+    assert msgspec.structs.replace(found, generators=1).learner == config.learner
+
+
+def test_which_key_and_which_number(tmp_path: Path) -> None:
+    make_keys(tmp_path / "keys", 1)
+    assert join.own_key(str(tmp_path / "keys" / "generator-0"), None) == ""
+    assert join.own_key(str(tmp_path / "keys"), 3) == "generator-3" and join.own_key("", None) == ""
+    with pytest.raises(ConfigError, match=r"holds no client\.key_secret"):
+        join.own_key(str(tmp_path / "keys"), None)
+    assert join.number_of("generator-12") == 12
+    with pytest.raises(ConfigError, match="only generators can join"):
+        join.number_of("viewer")
+
+
+# ---- the number of generators --------------------------------------------------------------------
+
+
+def names(s: Supervisor) -> list[str]:
+    return [c.name for c in s.children if c.name.startswith("generator")]
+
+
+def test_generators_are_added_and_leave_without_loss(
+    supervisor: Supervisor, said: list[str]
+) -> None:
+    supervisor.status = Status("r", 1, 9, 1, {}, {}, [], {"generator-2": 0.1}, False)
+    assert supervisor.resize(4) == ""
+    # 2 has joined by itself
+    assert names(supervisor) == ["generator-0", "generator-1", "generator-3", "generator-4"]
+    assert supervisor.resize(1) == ""
+    leaving = ["generator-1", "generator-3", "generator-4"]
+    assert maker(supervisor).events == [f"{name} SIGTERM" for name in leaving]
+    assert not supervisor.poll() and names(supervisor) == ["generator-0"]
+    assert [line for line in said if "left" in line] == [f"{name} has left" for name in leaving]
+    # the numbers are free again, and a crash is one as before
+    assert supervisor.resize(2) == "" and names(supervisor) == ["generator-0", "generator-1"]
+    maker(supervisor).newest("generator-1").code = 1
+    supervisor.poll()
+    assert maker(supervisor).newest("generator-1").code is None
+
+
+def test_who_does_not_leave_is_killed(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "END_S", -1.0)
+    maker(supervisor).newest("generator-1").deaf = True
+    supervisor.resize(1)
+    # its name is taken until it has gone
+    supervisor.resize(2)
+    assert names(supervisor) == ["generator-0", "generator-1", "generator-2"]
+    supervisor.poll()
+    assert maker(supervisor).events[-1] == "generator-1 killed"
+    supervisor.poll()
+    assert names(supervisor) == ["generator-0", "generator-2"]
+
+
+def test_a_run_that_ends_or_has_no_keys_starts_no_more(
+    supervisor: Supervisor, tmp_path: Path
+) -> None:
+    make_keys(tmp_path / "keys", 3)
+    wires = msgspec.structs.replace(supervisor.config.wires, curve_dir=str(tmp_path / "keys"))
+    supervisor.config = msgspec.structs.replace(supervisor.config, wires=wires)
+    assert "no key for generator-3" in supervisor.resize(4)
+    assert names(supervisor) == ["generator-0", "generator-1"] and not supervisor.resize(3)
+    supervisor.interrupts = 1
+    assert supervisor.resize(1) == "the run is ending"
+
+
+def test_a_request_is_answered_once_and_by_its_id(
+    supervisor: Supervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.toml").write_text("")
+    with pytest.raises(ConfigError, match="no `asyncrl run` is going on"):
+        scaling.ask(tmp_path, 3, 5.0)
+    lock = rundir.Lock(tmp_path)
+    turns = []
+
+    def turn(_seconds: float) -> None:
+        turns.append(1)
+        supervisor.scale_looked = 0.0
+        supervisor.scale()
+
+    monkeypatch.setattr(scaling.time, "sleep", turn)
+    assert scaling.ask(tmp_path, 3, 60.0) == 3 and len(names(supervisor)) == 3
+    assert scaling.ask(tmp_path, 2, 60.0) == 2 and len(turns) == 2
+    supervisor.interrupts = 1
+    with pytest.raises(AsyncrlError, match="the run is ending"):
+        scaling.ask(tmp_path, 3, 60.0)
+    monkeypatch.setattr(scaling.time, "sleep", lambda _: scaling.forget(tmp_path))
+    with pytest.raises(PeerUnreachable, match="has not answered within"):
+        scaling.ask(tmp_path, 3, 0.2)
+    lock.close()
+    for text in ("{", "[]", '{"id": "a"}', '{"id": "a", "generators": 0}'):
+        (tmp_path / "scale.asked").write_text(text)
+        assert scaling.asked(tmp_path) is None
+    assert isinstance(supervisor.maker, Pretender)
+
+
+# ---- a real run ----------------------------------------------------------------------------------
+
+
+def wait_for(what: Callable[[], bool], *processes: subprocess.Popen[str]) -> None:
+    until = time.monotonic() + WAIT_S
+    while not what():
+        assert time.monotonic() < until and all(p.poll() is None for p in processes)
+        time.sleep(0.05)
+
+
+def test_a_machine_with_nothing_but_keys_joins_a_run_that_is_then_scaled(
+    tmp_path: Path, small_model: Path
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    there.mkdir()
+    make_keys(tmp_path / "keys", 3)
+    other_machine(tmp_path / "keys", there / "copied", "generator-2")
+    task = get_task(load.load(ROOT / "configs" / "demo.toml").task)
+    rows = [task.prompt("train", index, 0) for index in range(64)]
+    (here / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": row.text, "answer": row.answer}) + "\n" for row in rows)
+    )
+    (here / "mine.py").write_text("def reward(prompt, text):\n    return len(text) % 5 / 4\n")
+    address = free_address()
+    sets = [
+        "name='r'",
+        f"model.path={str(small_model)!r}",
+        "task.name='file'",
+        "task.prompts='prompts.jsonl'",
+        "reward.function='mine.py:reward'",
+        "reward.share=true",
+        "reward.workers=1",
+        "learner.steps=100000",
+        "learner.groups=2",
+        "learner.group_size=4",
+        "generator.max_new_tokens=12",
+        "generator.slots=8",
+        "evaluation.every=0",
+        "evaluation.final_prompts=4",
+        f"wires.address={address!r}",
+        f"wires.weights_address={free_address()!r}",
+        f"wires.curve_dir={str(tmp_path / 'keys')!r}",
+        "wires.lease_s=2",
+        "weights.transport='tcp'",
+    ]
+    command = [sys.executable, "-m", "asyncrl.cli"]
+    demo = str(ROOT / "configs" / "demo.toml")
+
+    def start(name: str, where: Path, *words: str) -> subprocess.Popen[str]:
+        log = (tmp_path / f"{name}.log").open("w")
+        return subprocess.Popen([*command, *words], cwd=where, env=ENV, stderr=log, text=True)
+
+    def log(name: str) -> str:
+        return (tmp_path / f"{name}.log").read_text()
+
+    def status() -> Status:
+        found = live.ask(address, str(tmp_path / "keys"), 5.0)
+        return found or Status("", 0, 0, 0, {}, {}, [], {}, False)
+
+    def scale(number: int) -> subprocess.CompletedProcess[str]:
+        words = [*command, "scale", str(here / "runs" / "r"), str(number), "--json"]
+        return subprocess.run(words, cwd=there, env=ENV, capture_output=True, text=True)
+
+    run = start("run", here, "run", demo, *[word for each in sets for word in ("--set", each)])
+    cache = ["--cache", str(there / "cache")]
+    joined = start("join", there, "join", address, "--keys", "copied", *cache)
+    try:
+        wait_for(lambda: "generator-2" in status().peers, run, joined)
+        rows = lives.rows(here / "runs" / "r")
+        alone = next(row["pid"] for row in rows if row["name"] == "generator-0")
+        os.kill(alone, signal.SIGSTOP)
+        before = status().committed
+        # more batches than the stopped one can have written ahead: the other machine's
+        wait_for(lambda: status().committed >= before + 12, run, joined)
+        os.kill(alone, signal.SIGCONT)
+        assert json.loads(scale(2).stdout)["generators"] == 2
+        wait_for(lambda: "generator-1" in status().peers, run, joined)
+        joined.send_signal(signal.SIGINT)
+        assert joined.wait(WAIT_S) == 130
+        wait_for(lambda: "generator-2" not in status().peers, run)
+        assert json.loads(scale(1).stdout)["generators"] == 1
+        wait_for(lambda: "generator-1 has left" in log("run"), run)
+        run.send_signal(signal.SIGINT)
+        assert run.wait(WAIT_S) == 130, log("run")
+    finally:
+        for process in (joined, run):
+            process.kill()
+            process.wait()
+    assert "code of the run's (mine.py, SHA-256" in log("join")
+    assert "reward.share: who joins this run is given the file of mine.py:reward" in log("run")
+    drawn = re.search(r"generator-2: ended after (\d+) tokens", log("join"))
+    assert drawn and int(drawn[1]) > 0
+    kept = sorted(p.name.partition("-")[0] for p in (there / "cache").iterdir() if p.is_dir())
+    assert kept == ["model", "prompts", "reward", "runs"]
+    assert not list((there / "cache" / "runs").iterdir())
+    ledger = json.loads((here / "runs" / "r" / "summary.json").read_text())["ledger"]
+    assert ledger["generated"] == sum(ledger.values()) - ledger["generated"] > 0
