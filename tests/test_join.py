@@ -78,6 +78,10 @@ def served(place: Path) -> Iterator[Callable[..., ChunkClient]]:
 def test_files_come_by_digest_and_stay_in_the_cache(
     served: Callable[..., ChunkClient], place: Path, tmp_path: Path
 ) -> None:
+    (place / "judge").mkdir()
+    (place / "judge" / "config.json").write_text("{}")
+    client = served("reward.share=true", "reward.function=''", "reward.model.path='judge'")
+    assert [(e.part, e.name) for e in client.listing()][2] == ("reward_model", "config.json")
     client = served("reward.share=true")
     entries = client.listing()
     assert [(e.part, e.name, e.given) for e in entries] == [
@@ -177,6 +181,11 @@ def test_the_config_of_a_joined_generator(place: Path, tmp_path: Path) -> None:
     assert (found.wires.address, found.wires.curve_dir) == ("tcp://127.0.0.1:1", "keys")
     assert found.generators == 2  # or it would take every ticket there is, at a limit of 0
     assert msgspec.structs.replace(found, generators=1).learner == config.learner
+    judged = load.load(ROOT / "configs" / "demo.toml", ["reward.model.path='judge'"])
+    told = msgspec.structs.replace(told, config=load.dump(judged))
+    folders = {"model": tmp_path / "m", "reward_model": tmp_path / "j"}
+    found = join.settled(told, "tcp://127.0.0.1:1", "keys", folders, files)
+    assert found.reward.model.path == str(tmp_path / "j")
 
 
 def test_which_key_and_which_number(tmp_path: Path) -> None:

@@ -107,10 +107,17 @@ def settled(
     """The run's config as it holds on this machine: every path is one of the cache's."""
     raw: dict[str, Any] = tomllib.loads(said.config)
     raw["model"]["path"] = str(folders["model"])
-    for part in ("prompts", "heldout", "ood"):
+    if "reward_model" in folders:
+        raw["reward"]["model"]["path"] = str(folders["reward_model"])
+    for part, section in (
+        ("prompts", raw["task"]),
+        ("heldout", raw["task"]),
+        ("ood", raw["task"]),
+        ("template", raw["reward"].get("judge")),
+    ):
         if part in folders:
             name = next(entry.name for entry in files if entry.part == part)
-            raw["task"][part] = str(folders[part] / name)
+            section[part] = str(folders[part] / name)
     if "reward" in folders:
         name = next(entry.name for entry in files if entry.part == "reward")
         attribute = raw["reward"]["function"].rpartition(":")[2]

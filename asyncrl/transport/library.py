@@ -21,7 +21,7 @@ from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError, Damaged, PeerUnreachable
 from asyncrl.records import private
 
-Part = Literal["model", "prompts", "heldout", "ood", "reward"]
+Part = Literal["model", "reward_model", "prompts", "heldout", "ood", "template", "reward"]
 # of a model directory; no second copy of the weights in another format, no code
 MODEL_FILES = (".json", ".safetensors", ".model", ".txt", ".jinja")
 TRIES = 5  # connections that a file may take
@@ -67,10 +67,15 @@ def code_file(function: str) -> Path | None:
 
 def files(config: Config) -> list[tuple[Part, Path, bool]]:
     """What a generator of this run reads: (part, file, may it be fetched)."""
-    model = Path(config.model.path)
+    directories: tuple[tuple[Part, str], ...] = (
+        ("model", config.model.path),
+        ("reward_model", config.reward.model.path),
+    )
     found: list[tuple[Part, Path, bool]] = [
-        ("model", path, True)
-        for path in sorted(model.iterdir())
+        (part, path, True)
+        for part, name in directories
+        if name
+        for path in sorted(Path(name).iterdir())
         if path.suffix in MODEL_FILES and path.is_file()
     ]
     task = config.task
@@ -78,6 +83,7 @@ def files(config: Config) -> list[tuple[Part, Path, bool]]:
         ("prompts", task.prompts),
         ("heldout", task.heldout),
         ("ood", task.ood),
+        ("template", config.reward.judge.template),
     )
     found += [(part, Path(name), True) for part, name in prompts if name]
     code = code_file(config.reward.function) if config.reward.function else None
