@@ -18,6 +18,7 @@ import numpy as np
 
 from actors.gateway.chat import Chat
 from actors.gateway.forest import Node
+from actors.gateway.pushed.pushing import Pushing
 from actors.gateway.requests import Manners
 from actors.gateway.sessions import Call, CallRefused, Session
 from actors.gateway.web import Bind, Endpoint, Opened
@@ -47,6 +48,7 @@ class Door:
         self.begun: set[tuple[int, int]] = set()  # (ticket, sample) that some session has had
         self.news = asyncio.Event()
         self.bell, self.ring = socket.socketpair()
+        self.pushing: Pushing | None = None  # who plays sessions here
         self.bell.setblocking(False)
         self.ring.setblocking(False)
 
@@ -60,6 +62,12 @@ class Door:
     def ending(self) -> bool:
         return self.gateway.ending
 
+    @property
+    def descriptors(self) -> list[int]:
+        """What the gateway is to wait for."""
+        wires = self.pushing.descriptors if self.pushing is not None else []
+        return [self.bell.fileno(), *wires]
+
     def now(self) -> float:
         return time.monotonic()
 
@@ -72,7 +80,7 @@ class Door:
         self.wake()
         try:
             while True:
-                found = self.leases.get(lease) or self._take(lease)
+                found = self.leases.get(lease) or self.take(lease)
                 left = until - self.now()
                 if found is not None or left <= 0 or self.over or self.ending:
                     return found
@@ -84,7 +92,7 @@ class Door:
         finally:
             self.asks -= 1
 
-    def _take(self, lease: str) -> Opened | None:
+    def take(self, lease: str) -> Opened | None:
         """The next sample as a session."""
         gateway = self.gateway
         held = next((held for held in gateway.line() if held.waiting), None)
@@ -172,6 +180,15 @@ class Door:
                     why = f"session {session.name} is lost: lease another"
                     answer.set_exception(CallRefused(410, "session_lost", why))
 
+    def lost(self, opened: Opened) -> None:
+        """Its agent went with another's: the sample waits again, as one that may have acted."""
+        episode = self.episodes.get(opened.session.name)
+        if episode is not None and episode.session.state == "open":
+            session = episode.session
+            self.gateway.drop(episode)
+            held = self.gateway.held[session.ticket.ticket, session.attempt]
+            held.waiting.append(session.sample)
+
     def wake(self) -> None:
         """Have the gateway take its turn now."""
         try:
@@ -205,18 +222,24 @@ async def serve(gateway: Gateway) -> None:
     told(gateway.run_dir, endpoint.url, door.run_key)
     loop = asyncio.get_running_loop()
     gateway.greet()
+    if agent.command or agent.function:
+        door.pushing = Pushing(door, endpoint.url)
     try:
         with ThreadPoolExecutor(1) as pool:
             while True:
                 await loop.run_in_executor(pool, gateway.wait)
                 if gateway.turn():
                     break
+                if door.pushing is not None:
+                    door.pushing.turn()
                 door.turned()
         gateway.turned_last()
         door.news.set()
         if gateway.over:
             await asyncio.sleep(OVER_S)
     finally:
+        if door.pushing is not None:
+            door.pushing.close()
         await endpoint.stop()
         door.bell.close()
         door.ring.close()

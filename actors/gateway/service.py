@@ -131,8 +131,8 @@ class Gateway:
                 "agent.env"
             )
         self.door: Door | None = None  # where a harness asks, in the place of environments
-        self.drive = None if config.agent.serve else Drive(config.agent)
-        judges = bool(config.agent.tools) or config.agent.serve
+        self.drive = None if config.agent.http else Drive(config.agent)
+        judges = bool(config.agent.tools) or config.agent.http
         self.rewards = RewardRunner(config, get_task(config.task), run_dir) if judges else None
         self.judged: dict[tuple[int, int, int], Episode] = {}
         self.outbox = Outbox(config.wires, self.producer, self.session)
@@ -169,7 +169,7 @@ class Gateway:
     def wait(self) -> None:
         """Until there is news, or a look at the clock is due."""
         descriptors = list(self.drive.descriptors) if self.drive is not None else []
-        descriptors += [self.door.bell.fileno()] if self.door is not None else []
+        descriptors += self.door.descriptors if self.door is not None else []
         sockets.wait([self.socket, self.calls_socket], descriptors, POLL_S)
 
     def turn(self) -> bool:
@@ -671,7 +671,8 @@ def door_of() -> Callable[[Gateway], Coroutine[Any, Any, None]]:
         from actors.gateway import door
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"agent.serve: {error.name} is not installed: pip install 'asyncrl[agents]'"
+            f"agent: sessions over HTTP need {error.name}, which is not installed: pip install "
+            "'asyncrl[agents]'"
         ) from error
     return door.serve
 
@@ -686,7 +687,7 @@ def main(config: Config, run_dir: Path, index: int) -> bool:
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN if os.environ.get("ASYNCRL_SUPERVISED") else stop)
     try:
-        if config.agent.serve:
+        if config.agent.http:
             asyncio.run(door_of()(gateway))
         else:
             gateway.loop()

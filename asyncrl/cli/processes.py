@@ -84,8 +84,8 @@ def lived(name: str, config: Any, where: Path, index: int) -> bool:
     if name == "gateway":
         if not config.agent.on:
             raise ConfigError(
-                "agent: the config has no sessions to serve; set agent.env, agent.tools or "
-                "agent.serve"
+                "agent: the config has no sessions to serve; set agent.env, agent.tools, "
+                "agent.serve, agent.command or agent.function"
             )
         with no_garbage():
             from actors.gateway.service import main as start_gateway

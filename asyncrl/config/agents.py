@@ -32,6 +32,24 @@ class Agent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             "RUN/agent.url, RUN/agent.key"
         ),
     ] = False
+    command: Annotated[
+        list[str],
+        Meta(
+            description="a program and its arguments, started for each session: it asks the "
+            "endpoint, and its last line is the reward; empty: none"
+        ),
+    ] = []
+    function: Annotated[
+        str,
+        Meta(
+            description="module:function or file.py:function of (prompt, session), called for each "
+            "session: it asks the endpoint, and returns the reward; empty: none"
+        ),
+    ] = ""
+    at_once: Annotated[
+        Positive,
+        Meta(description="programs of command, or calls of function, at once in the gateway"),
+    ] = 16
     host: Annotated[str, Meta(description="address of the endpoint")] = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535, description="0: a free one")] = 0
     certificate: Annotated[str, Meta(description="file of the TLS certificate; empty: none")] = ""
@@ -69,7 +87,9 @@ class Agent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         float, Meta(ge=0, description="seconds without a call or a beat after which it has failed")
     ] = 300.0
     sessions: Annotated[Positive, Meta(description="open at once, in the gateway")] = 256
-    workers: Annotated[Positive, Meta(description="processes that run environments")] = 1
+    workers: Annotated[
+        Positive, Meta(description="processes that run environments, or command or function")
+    ] = 1
     step_s: Annotated[float, Meta(gt=0, description="seconds for one reset or step")] = 10.0
     max_calls: Annotated[Count, Meta(description="calls of a session; 0: no limit")] = 32
     max_tokens: Annotated[Positive, Meta(description="tokens that a session may draw")] = 4096
@@ -93,4 +113,9 @@ class Agent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     @property
     def on(self) -> bool:
         """Are samples sessions?"""
-        return bool(self.env or self.tools or self.serve)
+        return bool(self.env or self.tools or self.http)
+
+    @property
+    def http(self) -> bool:
+        """Do agents ask over HTTP?"""
+        return bool(self.serve or self.command or self.function)

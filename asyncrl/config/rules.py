@@ -634,6 +634,9 @@ def _reward(config: Config) -> list[str]:
     return out
 
 
+DOORS = ("env", "tools", "serve", "command", "function")
+
+
 def _agent(config: Config) -> list[str]:
     """What sessions cannot be combined with, or were never tried with."""
     agent = config.agent
@@ -642,6 +645,16 @@ def _agent(config: Config) -> list[str]:
         out.append("agent.env: an environment has its own tools; leave agent.tools out")
     if agent.serve and (agent.env or agent.tools):
         out.append("agent.serve: the harness has its own environment; leave env and tools out")
+    for key in ("command", "function"):
+        others = [name for name in DOORS if name != key and getattr(agent, name)]
+        if getattr(agent, key) and others:
+            said = " and ".join(f"agent.{name}" for name in others)
+            out.append(f"agent.{key}: it is the agent itself; leave {said} out")
+    if agent.command and not all(agent.command):
+        out.append('agent.command: a word is empty; write a list like ["python", "agent.py"]')
+    module, colon, name = agent.function.rpartition(":")
+    if agent.function and not (module and colon and name.isidentifier()):
+        out.append(f"agent.function: {agent.function}; write module:function or file.py:function")
     refused = (
         (config.exact, "exact: encodes calls otherwise than the learner their rows"),
         (config.staleness.inject is not None, "staleness.inject: knows single answers only"),

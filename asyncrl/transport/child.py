@@ -28,6 +28,24 @@ def frame(payload: bytes) -> bytes:
     return len(payload).to_bytes(4, "big") + payload
 
 
+def whole(incoming: bytearray) -> list[bytes]:
+    """The payloads of the frames that are there whole, which are taken out.  Raises
+    msgspec.DecodeError for a frame that is too large.
+    """
+    found = []
+    at = 0
+    while len(incoming) - at >= 4:
+        size = int.from_bytes(incoming[at : at + 4], "big")
+        if size > FRAME_BYTES:
+            raise msgspec.DecodeError(f"a frame of {size} bytes")
+        if len(incoming) - at - 4 < size:
+            break
+        found.append(bytes(incoming[at + 4 : at + 4 + size]))
+        at += 4 + size
+    del incoming[:at]
+    return found
+
+
 class Child:
     """The parent's side: the process that runs `module`, what is to go to it and what has come."""
 
@@ -55,18 +73,7 @@ class Child:
             pass
         except OSError:
             closed = True
-        found = []
-        at = 0
-        while len(self.incoming) - at >= 4:
-            size = int.from_bytes(self.incoming[at : at + 4], "big")
-            if size > FRAME_BYTES:
-                raise msgspec.DecodeError(f"a frame of {size} bytes")
-            if len(self.incoming) - at - 4 < size:
-                break
-            found.append(bytes(self.incoming[at + 4 : at + 4 + size]))
-            at += 4 + size
-        del self.incoming[:at]
-        return found, closed
+        return whole(self.incoming), closed
 
     def flush(self) -> None:
         """Write what its socket takes; a dead process is noticed when it is next read from."""

@@ -1,0 +1,301 @@
+"""A process that starts agent.command: `python -m actors.gateway.pushed.commands FD PARENT`.
+
+Each session is a program with a process group of its own.  When the program ends, is to stop, or
+this process ends, its whole family is killed: its group, and what left the group, which comes to
+this process when its parent ends and is known by the session's name in its environment."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from actors.gateway.pushed.log import Log
+from actors.gateway.pushed.seats import NO_REWARD, Asked, Left, Seat, Setup, outcome, send
+from actors.reward_worker import Bounded, one_line
+from asyncrl.transport import child
+
+KEPT_BYTES = 64 << 10  # of each of a program's two streams, the last ones
+POLITE_S = 5.0  # from SIGTERM to SIGKILL
+CHUNK = 1 << 16
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
+NAME = "ASYNCRL_SESSION"
+
+_libc = ctypes.CDLL(None)
+
+
+def told(seat: Seat) -> dict[str, Any]:
+    """What a program reads of its sample: all but the answer."""
+    prompt = seat.prompt
+    return {
+        "id": prompt.id,
+        "text": prompt.text,
+        "messages": prompt.messages,
+        "meta": prompt.meta,
+        "split": prompt.split,
+        "session": seat.name,
+        "seed": seat.seed,
+        "attempt": seat.attempt,
+        "first": seat.first,
+        "deadline_s": seat.deadline_s,
+        "model": seat.model,
+    }
+
+
+def environment(seat: Seat, folder: Path) -> dict[str, str]:
+    """What a session's program finds in its environment, as OpenAI's and Anthropic's clients do."""
+    return os.environ | {
+        "OPENAI_BASE_URL": seat.base_url,
+        "OPENAI_API_KEY": seat.api_key,
+        "ANTHROPIC_BASE_URL": seat.url,
+        "ANTHROPIC_API_KEY": seat.api_key,
+        "ASYNCRL_URL": seat.url,
+        "ASYNCRL_MODEL": seat.model,
+        "ASYNCRL_TASK": str(folder / "task.json"),
+        "ASYNCRL_REWARD": str(folder / "reward"),
+        NAME: seat.name,
+    }
+
+
+def judged(number: int, code: int, out: bytes, err: bytes, written: bytes | None) -> Left:
+    """What came of a program that ended by itself: its exit code, the last bytes that it printed,
+    the file that it wrote.
+    """
+    last = [line.strip() for line in out.decode("utf-8", "replace").splitlines() if line.strip()]
+    if code:
+        how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+        words = err.decode("utf-8", "replace").splitlines() or last
+        why = next((line for line in reversed(words) if line.strip()), "")
+        return Left(number, "failed", why=one_line(f"{how}: {why}" if why else how))
+    text = written.decode("utf-8", "replace").strip() if written is not None else ""
+    text = text or (last[-1] if last else "")
+    if not text:
+        why = f"{NO_REWARD}: print it as the last line, or write it to the file $ASYNCRL_REWARD"
+        return Left(number, "failed", why=why)
+    try:
+        value = json.loads(text)
+    except ValueError:
+        why = f"gave what is no reward, a number or JSON: {one_line(text)!r:.100}"
+        return Left(number, "failed", why=why)
+    return outcome(number, value)
+
+
+def _of_its_own() -> None:
+    """In the new process: it ends with ours, should ours be killed; Ctrl-C means what it does."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+class Program:
+    """A session's program: its process, what it has printed, its folder."""
+
+    def __init__(self, seat: Seat, command: list[str]) -> None:
+        self.seat = seat
+        self.began = time.monotonic()
+        self.kill_at = 0.0  # when SIGKILL follows SIGTERM; 0: it was not asked to end
+        self.folder = Path(tempfile.mkdtemp(prefix="asyncrl-agent-"))
+        try:
+            task = self.folder / "task.json"
+            task.write_text(json.dumps(told(seat)))
+            with task.open("rb") as stdin:
+                self.process = subprocess.Popen(
+                    command,
+                    stdin=stdin,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    env=environment(seat, self.folder),
+                    start_new_session=True,
+                    preexec_fn=_of_its_own,  # no other thread is in this process
+                )
+        except BaseException:
+            shutil.rmtree(self.folder, ignore_errors=True)
+            raise
+        assert self.process.stdout is not None and self.process.stderr is not None
+        self.streams: tuple[IO[bytes], IO[bytes]] = (self.process.stdout, self.process.stderr)
+        self.printed = (bytearray(), bytearray())
+        for stream in self.streams:
+            os.set_blocking(stream.fileno(), False)
+        self.ended = os.pidfd_open(self.process.pid)
+
+    def read(self, stream: IO[bytes]) -> bool:
+        """Take in what it has printed on one stream; False when that is at its end."""
+        kept = self.printed[self.streams.index(stream)]
+        try:
+            while data := os.read(stream.fileno(), CHUNK):
+                kept += data
+                del kept[:-KEPT_BYTES]
+            return False
+        except BlockingIOError:
+            return True
+
+    def signal(self, number: int) -> None:
+        """To its whole group: its first process is not reaped before it is finished."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def finish(self, others: set[int]) -> Left:
+        """It has ended, or ends now, with its family.  Its folder is gone then.  others: processes
+        of sessions that go on.
+        """
+        self.signal(signal.SIGKILL)
+        code = self.process.wait()
+        while end_strays(self.seat.name, others):
+            pass  # the children of those that were killed are ours now
+        for stream in self.streams:
+            self.read(stream)
+        out, err = map(bytes, self.printed)
+        reward = self.folder / "reward"
+        written = None
+        if reward.is_file():
+            with reward.open("rb") as file:
+                written = file.read(KEPT_BYTES)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for stream in self.streams:
+            stream.close()
+        os.close(self.ended)
+        if self.kill_at:
+            return Left(self.seat.number, "failed", why="was ended: its session was over")
+        return judged(self.seat.number, code, out, err, written)
+
+
+def end_strays(name: str, others: set[int]) -> int:
+    """Kill the children of this process that are of this session, and reap whoever has ended by
+    himself; how many were killed.
+    """
+    killed = 0
+    children = Path(f"/proc/self/task/{os.getpid()}/children")
+    for pid in set(map(int, children.read_text().split())) - others:
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            if f"{NAME}={name}".encode() in variables:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+                killed += 1
+            else:
+                os.waitpid(pid, os.WNOHANG)
+    return killed
+
+
+class Programs:
+    """The programs of this process, and the loop that waits for them."""
+
+    def __init__(self, wire: socket.socket, setup: Setup) -> None:
+        self.wire = wire
+        self.setup = setup
+        self.log = Log(Path(setup.log))
+        self.running: dict[int, Program] = {}
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(wire, selectors.EVENT_READ)
+        self.incoming = bytearray()
+
+    @property
+    def processes(self) -> set[int]:
+        return {program.process.pid for program in self.running.values()}
+
+    def begin(self, seat: Seat) -> None:
+        try:
+            program = self.running[seat.number] = Program(seat, self.setup.command)
+        except OSError as error:
+            why = f"cannot be started: {error.strerror or error}"
+            send(self.wire, Left(seat.number, "failed", why=why))
+            return
+        for stream in program.streams:
+            self.selector.register(stream, selectors.EVENT_READ, (program, stream))
+        self.selector.register(program.ended, selectors.EVENT_READ, (program, None))
+
+    def stop(self, number: int) -> None:
+        program = self.running.get(number)
+        if program is not None and not program.kill_at:
+            program.kill_at = time.monotonic() + POLITE_S
+            program.signal(signal.SIGTERM)
+
+    def finish(self, program: Program) -> None:
+        for each in (*program.streams, program.ended):
+            with contextlib.suppress(KeyError):
+                self.selector.unregister(each)
+        del self.running[program.seat.number]
+        left = program.finish(self.processes)
+        what = f"{left.kind} {left.reward:g}" if left.kind == "scored" else left.why or left.kind
+        took = time.monotonic() - program.began
+        head = f"session {program.seat.name} {took:.1f} s: {what}"
+        self.log.write(head, *map(bytes, program.printed))
+        send(self.wire, left)
+
+    def heard(self) -> bool:
+        """Begin and stop what was asked; False when nobody is there any more."""
+        data = self.wire.recv(CHUNK)
+        self.incoming += data
+        for payload in child.whole(self.incoming):
+            self.take(msgspec.msgpack.decode(payload, type=Asked))
+        return bool(data)
+
+    def take(self, asked: Asked) -> None:
+        for seat in asked.seats:
+            self.begin(seat)
+        for number in asked.stop:
+            self.stop(number)
+
+    def turn(self) -> bool:
+        """What has happened, or the next deadline; False when the gateway has gone."""
+        due = [program.kill_at for program in self.running.values() if program.kill_at]
+        wait = max(0.0, min(due) - time.monotonic()) if due else None
+        going = True
+        for key, _ in self.selector.select(wait):
+            if key.data is None:
+                going = self.heard() and going
+                continue
+            program, stream = key.data
+            if program.seat.number not in self.running:
+                continue
+            if stream is None:
+                self.finish(program)
+            elif not program.read(stream):  # closed, and the program may live on
+                self.selector.unregister(stream)
+        for program in list(self.running.values()):
+            if program.kill_at and time.monotonic() >= program.kill_at:
+                self.finish(program)
+        return going
+
+    def close(self) -> None:
+        while self.running:
+            _, program = self.running.popitem()
+            program.finish(self.processes)
+
+
+def serve(wire: socket.socket) -> None:
+    """Start and end programs until the other side closes, then end all of them."""
+    _libc.prctl(PR_SET_PDEATHSIG, 0)  # not at once: its programs first; the wire says it
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+    incoming = bytearray()
+    while not (payloads := child.whole(incoming)):
+        if not (data := wire.recv(CHUNK)):
+            return
+        incoming += data
+    programs = Programs(wire, msgspec.msgpack.decode(payloads[0], type=Setup))
+    programs.incoming = incoming
+    send(wire, Left(-1, "ready"))
+    try:
+        for payload in payloads[1:]:
+            programs.take(msgspec.msgpack.decode(payload, type=Asked))
+        while programs.turn():
+            pass
+    finally:
+        programs.close()
+
+
+if __name__ == "__main__":
+    child.run(int(sys.argv[1]), int(sys.argv[2]), serve, Bounded)

@@ -1,0 +1,236 @@
+"""The gateway's side of agents that it starts itself: samples go to the processes that play them,
+what they return ends their sessions.
+
+An agent that ends badly has failed its session, and the sample is written again; one whose session
+had reached a limit is judged by the config's reward: to write only those again would censor the
+long.  A process that dies fails all its sessions; one that is ended because an agent does not stop
+loses the others through no fault of theirs, and they begin again."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from actors.gateway.pushed.seats import Asked, Left, Seat, Setup
+from actors.gateway.sessions import CallRefused
+from asyncrl.config.agents import Agent
+from asyncrl.contract.errors import ConfigError
+from asyncrl.transport import child
+from asyncrl.transport.child import frame
+
+if TYPE_CHECKING:
+    from actors.gateway.door import Door
+    from actors.gateway.web import Opened
+
+GRACE_S = 60.0  # the first import may be slow
+STOP_S = 10.0  # from being told to stop to having stopped
+START_TRIES = 3
+
+_decode = msgspec.msgpack.Decoder(Left).decode
+
+
+@dataclass(eq=False)
+class Player:
+    """A session that an agent plays.  stop_at: when it is told to stop; dead_at: when its process
+    is ended for not having done so.
+    """
+
+    opened: Opened
+    stop_at: float = math.inf
+    dead_at: float = math.inf
+
+
+class _Worker(child.Child):
+    """A process and the sessions in it, by their numbers."""
+
+    def __init__(self, agent: Agent, setup: bytes) -> None:
+        kind = "commands" if agent.command else "functions"
+        super().__init__(f"actors.gateway.pushed.{kind}", setup)
+        self.playing: dict[int, Player] = {}
+        self.since = time.monotonic()
+        self.ready = False
+        self.fresh: list[Seat] = []
+        self.stop: list[int] = []
+
+    def receive(self) -> tuple[list[Left], bool]:
+        """What has come, and whether it has closed."""
+        try:
+            payloads, closed = self.payloads()
+            return [_decode(payload) for payload in payloads], closed
+        except msgspec.MsgspecError:  # it is broken, as one that has ended
+            return [], True
+
+    def flush(self) -> None:
+        if self.fresh or self.stop:
+            self.outgoing += frame(msgspec.msgpack.encode(Asked(self.fresh, self.stop)))
+            self.fresh, self.stop = [], []
+        super().flush()
+
+    def kill(self) -> int:
+        self.process.kill()
+        self.wire.close()
+        return self.process.wait()
+
+
+class Pushing:
+    """All agents of a gateway.  door: where sessions come from and what ends them; url: the
+    endpoint's.  Raises ConfigError for a command that is not there.
+    """
+
+    def __init__(self, door: Door, url: str) -> None:
+        agent = self.agent = door.gateway.config.agent
+        if agent.command and shutil.which(agent.command[0]) is None:
+            raise ConfigError(
+                f"agent.command: there is no program {agent.command[0]!r}: give its path, or have "
+                "it on PATH"
+            )
+        self.door = door
+        self.url = url
+        self.each = math.ceil(agent.at_once / agent.workers)
+        run_dir = door.gateway.run_dir
+        self.setups = [
+            msgspec.msgpack.encode(
+                Setup(agent.command, agent.function, str(run_dir / f"agent-{index}.log"))
+            )
+            for index in range(min(agent.workers, agent.at_once))
+        ]
+        self.workers = [_Worker(agent, setup) for setup in self.setups]
+        self.numbers = 0
+        self.asked = 0  # samples asked for and not had
+        self.unborn = 0  # processes in a row that ended before they were ready
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [worker.wire.fileno() for worker in self.workers]
+
+    def turn(self) -> None:
+        """Take in what was returned, end what is overdue, begin what there is room for.  Raises
+        ConfigError where no process can start.
+        """
+        now = self.door.now()
+        for index, worker in enumerate(self.workers):
+            dead = worker.process.poll() is not None
+            found, closed = worker.receive()
+            for left in found:
+                self._left(worker, left, now)
+            if closed or dead:
+                self._replace(index, now, "its process ended ({code})")
+            elif not worker.ready and time.monotonic() > worker.since + GRACE_S:
+                self._replace(index, now, f"importing it takes more than {GRACE_S:g} s")
+            else:
+                self._watch(index, worker, now)
+        self._begin()
+        for worker in self.workers:
+            worker.flush()
+
+    def _left(self, worker: _Worker, left: Left, now: float) -> None:
+        if left.kind == "broken":
+            raise ConfigError(left.why)
+        if left.kind == "ready":
+            worker.ready = True
+            self.unborn = 0
+            return
+        self._ended(worker.playing.pop(left.number).opened, left, now)
+
+    def _ended(self, opened: Opened, left: Left, now: float) -> None:
+        """What an agent returned, to its session; one that has ended by HTTP needs nothing."""
+        session = opened.session
+        try:
+            if session.state != "open":
+                return
+            if session.limit and self.agent.at_limit == "fail":
+                session.fail(f"it reached agent.{session.limit}", now)
+            elif left.kind == "scored":
+                session.reward(left.reward, left.parts, now=now)
+            elif left.kind == "judge" or session.limit:
+                session.judge(now)
+            else:
+                session.fail(f"the agent {left.why}", now)
+        except CallRefused:  # its time is over, this moment
+            pass
+        finally:
+            self.door.changed(session)
+
+    def _watch(self, index: int, worker: _Worker, now: float) -> None:
+        """Whose session is over is to stop: at once if it has failed, else when it has had time."""
+        for number, player in worker.playing.items():
+            session = player.opened.session
+            if session.state != "open" and player.stop_at == math.inf:
+                failed = session.outcome is not None and session.outcome.failed
+                player.stop_at = now + (0.0 if failed else session.limits.grace_s)
+            if now >= player.stop_at and player.dead_at == math.inf:
+                player.dead_at = now + STOP_S
+                worker.stop.append(number)
+        if any(now >= player.dead_at for player in worker.playing.values()):
+            self._replace(index, now)
+
+    def _replace(self, index: int, now: float, why: str = "") -> None:
+        """A new process in the place of one that has ended, or must.  why: its sessions have
+        failed; without it they begin again.
+        """
+        worker = self.workers[index]
+        code = worker.kill()
+        self.unborn += not worker.ready
+        if self.unborn >= START_TRIES:
+            key = "command" if self.agent.command else "function"
+            raise ConfigError(
+                f"agent.{key}: {self.unborn} processes ended or hung before they were ready"
+            )
+        self.workers[index] = _Worker(self.agent, self.setups[index])
+        for player in worker.playing.values():
+            session = player.opened.session
+            if session.state != "open":
+                continue
+            if why:
+                session.fail(f"the agent failed: {why.replace('{code}', str(code))}", now)
+                self.door.changed(session)
+            else:
+                self.door.lost(player.opened)
+
+    def _begin(self) -> None:
+        """Samples to where fewest are played; as many are asked for as there is room for."""
+        able = [worker for worker in self.workers if worker.ready]
+        free = min(
+            sum(self.each - len(worker.playing) for worker in able),
+            self.agent.at_once - sum(len(worker.playing) for worker in self.workers),
+        )
+        while free and (opened := self.door.take(f"played here {self.numbers + 1}")):
+            worker = min(able, key=lambda worker: len(worker.playing))
+            free -= 1
+            self.numbers += 1
+            worker.playing[self.numbers] = Player(opened)
+            worker.fresh.append(self._seat(opened))
+        self.door.asks += free - self.asked
+        self.asked = free
+
+    def _seat(self, opened: Opened) -> Seat:
+        session = opened.session
+        return Seat(
+            number=self.numbers,
+            name=session.name,
+            url=f"{self.url}/s/{session.name}",
+            api_key=opened.key,
+            model=self.agent.model,
+            prompt=session.ticket.prompt,
+            seed=opened.seed,
+            attempt=session.attempt,
+            first=opened.first,
+            deadline_s=session.limits.deadline_s,
+        )
+
+    def close(self) -> None:
+        """End all agents: those of commands when their process has seen that nobody listens."""
+        for worker in self.workers:
+            worker.wire.close()
+        for worker in self.workers:
+            try:
+                worker.process.wait(STOP_S if self.agent.command else 0.0)
+            except subprocess.TimeoutExpired:
+                worker.process.kill()
+                worker.process.wait()

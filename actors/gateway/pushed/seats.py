@@ -1,0 +1,83 @@
+"""What the gateway and the processes that play its sessions say to each other: frames as those of
+reward processes.  In: Setup, then lists of Seat and of sessions to stop.  Out: Left("ready" or
+"broken"), then one for each seat, in any order.
+"""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, Literal
+
+import msgspec
+
+from actors.reward_worker import checked, one_line, said
+from asyncrl.contract.messages import Prompt
+from asyncrl.transport.child import frame
+
+NO_REWARD = "ended and gave no reward"
+
+
+class Setup(msgspec.Struct, frozen=True):
+    """Once: what agent.command or agent.function names, and the file for what agents print."""
+
+    command: list[str]
+    function: str
+    log: str
+
+
+class Seat(msgspec.Struct, frozen=True, array_like=True):
+    """A session as an agent is given it.  url: for its reward; base_url: for OpenAI's client.
+    seed: the same for all samples of a group; first: no earlier attempt at this sample may have
+    acted; deadline_s: seconds until its calls are refused.
+    """
+
+    number: int
+    name: str
+    url: str
+    api_key: str
+    model: str
+    prompt: Prompt
+    seed: int
+    attempt: int
+    first: bool
+    deadline_s: float
+
+    @property
+    def base_url(self) -> str:
+        return f"{self.url}/v1"
+
+
+class Asked(msgspec.Struct, frozen=True):
+    """Sessions that begin, and numbers of those that are to end now."""
+
+    seats: list[Seat] = []
+    stop: list[int] = []
+
+
+class Left(msgspec.Struct, frozen=True, array_like=True):
+    """How an agent's session ended.  judge: the config's reward is asked; failed: why says it."""
+
+    number: int
+    kind: Literal["ready", "broken", "scored", "judge", "failed"]
+    reward: float = 0.0
+    parts: dict[str, float] = {}
+    why: str = ""
+
+
+def outcome(number: int, value: Any) -> Left:
+    """What an agent returned: a number; a dict of parts with `reward`; None: the config's reward
+    judges.
+    """
+    if value is None:
+        return Left(number, "judge")
+    try:
+        reward, parts, _ = checked(value, 0)
+    except Exception as error:
+        why = str(error) if type(error) is ValueError else said(error)
+        return Left(number, "failed", why=f"gave what is no reward: {one_line(why)}")
+    return Left(number, "scored", reward, parts)
+
+
+def send(wire: socket.socket, left: Left) -> None:
+    """To the gateway."""
+    wire.sendall(frame(msgspec.msgpack.encode(left)))

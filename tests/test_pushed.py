@@ -1,0 +1,397 @@
+"""Agents that the gateway starts: programs with their families, functions in processes, what they
+return and what becomes of those that fail, hang or die.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from gateway_kit import Served
+from test_gateway_service import AT, PATIENCE_S, Wire
+
+from actors.gateway import service
+from actors.gateway.door import Door
+from actors.gateway.pushed import log, pushing
+from actors.gateway.pushed.commands import judged
+from actors.gateway.pushed.pushing import Pushing, _Worker
+from actors.gateway.pushed.seats import Left, Seat, Setup
+from asyncrl.config import load
+from asyncrl.config.agents import Agent
+from asyncrl.config.tree import Config, Model, Task
+from asyncrl.contract import messages as m
+from asyncrl.contract.errors import ConfigError
+from asyncrl.models.policy import build_model
+
+HERE = Path(__file__).parent
+
+
+def until(what: Callable[[], Any]) -> Any:
+    end = time.monotonic() + PATIENCE_S
+    while not (found := what()):
+        assert time.monotonic() < end
+        time.sleep(0.002)
+    return found
+
+
+# ---- what a program said -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code", "out", "err", "written", "expected"),
+    [
+        (0, "a\n0.5\n\n", "", None, Left(7, "scored", 0.5)),
+        (0, "x", "", "3", Left(7, "scored", 3.0)),
+        (0, '{"reward": 1, "a": 2}', "", None, Left(7, "scored", 1.0, {"reward": 1.0, "a": 2.0})),
+        (0, "1", "", " \n", Left(7, "scored", 1.0)),
+        (0, "null", "", None, Left(7, "judge")),
+        (0, "\n", "oh", None, "gave no reward"),
+        (0, "well done", "", None, "gave what is no reward, a number or JSON: 'well done'"),
+        (0, "NaN", "", None, "reward is nan, not a finite number"),
+        (0, '"2"', "", None, "reward is a str, not a number"),
+        (0, "{}", "", None, "a dict without `reward`"),
+        (3, "1", "first\nlast\n\n", None, "ended with 3: last"),
+        (3, "1", "", "1", "ended with 3: 1"),
+        (-9, "1", "", None, "was ended by SIGKILL"),
+    ],
+)
+def test_a_programs_end_is_a_reward_or_says_why_not(
+    code: int, out: str, err: str, written: str | None, expected: Left | str
+) -> None:
+    found = judged(
+        7, code, out.encode(), err.encode(), None if written is None else written.encode()
+    )
+    if isinstance(expected, Left):
+        assert found == expected
+    else:
+        assert found.kind == "failed" and expected in found.why and "\n" not in found.why
+
+
+def test_the_log_is_bounded_and_a_disk_that_fails_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "MOST_BYTES", 30)
+    kept = log.Log(tmp_path / "agent-0.log")
+    for number in range(3):
+        kept.write(f"session {number}", b"said", b"", b"more\n")
+    assert (tmp_path / "agent-0.log.old").read_text().startswith("--- session 0\nsaid\nmore\n---")
+    assert (tmp_path / "agent-0.log").read_text() == "--- session 2\nsaid\nmore\n"
+    log.Log(tmp_path / "nowhere" / "agent-0.log").write("session 3")
+
+
+# ---- programs ------------------------------------------------------------------------------------
+
+
+class Commands:
+    """A process that starts programs, and what it said."""
+
+    def __init__(self, path: Path) -> None:
+        agent = Agent(command=["sh", str(HERE / "agent_command.sh")])
+        self.log = path / "agent-0.log"
+        setup = Setup(agent.command, "", str(self.log))
+        self.worker = _Worker(agent, msgspec.msgpack.encode(setup))
+        self.lefts: dict[int, Left] = {}
+
+    def begin(self, number: int, kind: str, url: str = "http://a/s/1.2.3", key: str = "k") -> None:
+        prompt = m.Prompt(5, "ab=", answer="secret", meta={"kind": kind})
+        seat = Seat(number, f"{number}.2.3", url, key, "policy", prompt, 9, 1, True, 60.0)
+        self.worker.fresh.append(seat)
+
+    def left(self, number: int) -> Left:
+        def look() -> bool:
+            self.worker.flush()
+            found, closed = self.worker.receive()
+            assert not closed
+            self.lefts |= {each.number: each for each in found}
+            return number in self.lefts
+
+        until(look)
+        return self.lefts[number]
+
+
+@pytest.fixture()
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Commands]:
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    monkeypatch.setenv("PYTHON", sys.executable)
+    monkeypatch.setenv("ASKS", str(HERE / "agent_asks.py"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    made = Commands(tmp_path)
+    yield made
+    made.worker.kill()
+
+
+def alive(pid: int) -> bool:
+    """Whether it runs: one that waits to be reaped does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_programs_are_told_their_session_and_their_last_line_is_its_reward(
+    commands: Commands, tmp_path: Path
+) -> None:
+    served = Served()
+    opened = served.do(served.service.open)
+    url = f"{served.url}/s/{opened.session.name}"
+    for number, kind in enumerate(("pays", "file", "told", "fails", "family")):
+        commands.begin(number, kind)
+    commands.begin(9, "asks", url, opened.key)
+    try:
+        assert commands.left(0) == Left(0, "scored", 0.5)
+        assert commands.left(1) == Left(1, "scored", 2.0, {"reward": 2.0, "neat": 1.0})
+        assert commands.left(2).reward == 1.0
+        assert commands.left(3) == Left(3, "failed", why="ended with 3: because")
+        assert commands.left(9) == Left(9, "scored", float(len("answer 0")))
+        assert opened.session.calls == 1
+    finally:
+        served.close()
+    assert commands.left(4).reward == 1.0  # its family has ended with it, wherever it went
+    family = list(map(int, (tmp_path / "pids").read_text().split()))
+    assert len(family) == 2 and not any(map(alive, family))
+    kept = commands.log.read_text()
+    assert "http://a/s/1.2.3/v1 k http://a/s/1.2.3 k\nhttp://a/s/1.2.3 policy\n" in kept
+    task = msgspec.json.decode(next(line for line in kept.splitlines() if line.startswith("{")))
+    assert (task["text"], task["session"], task["seed"], task["first"]) == ("ab=", "2.2.3", 9, True)
+    assert "secret" not in kept
+    assert "--- session 0.2.3 " in kept and "thinking\n0.5\n" in kept
+    assert not list(tmp_path.glob("asyncrl-agent-*"))
+
+
+def test_a_program_that_is_to_stop_is_ended_and_all_end_with_the_gateway(
+    commands: Commands, tmp_path: Path
+) -> None:
+    pids = tmp_path / "pids"
+    commands.begin(1, "sleeps")
+    commands.worker.flush()
+    until(pids.exists)
+    commands.worker.stop.append(1)
+    assert commands.left(1) == Left(1, "failed", why="was ended: its session was over")
+    pids.unlink()
+    commands.begin(2, "stubborn")
+    commands.worker.flush()
+    until(pids.exists)
+    first = int(pids.read_text())
+    commands.worker.stop.append(2)  # it does not hear SIGTERM
+    assert commands.left(2).kind == "failed" and not alive(first)
+    pids.unlink()
+    commands.begin(3, "stubborn")
+    commands.worker.flush()
+    until(pids.exists)
+    third = int(pids.read_text())
+    commands.worker.wire.close()  # as when the gateway is killed
+    assert commands.worker.process.wait(PATIENCE_S) == 0 and not alive(third)
+    assert not list(tmp_path.glob("asyncrl-agent-*"))
+
+
+def test_programs_do_not_outlive_a_process_of_theirs_that_is_killed(
+    commands: Commands, tmp_path: Path
+) -> None:
+    pids = tmp_path / "pids"
+    commands.begin(1, "stubborn")
+    commands.worker.flush()
+    until(pids.exists)
+    program = int(pids.read_text())
+    commands.worker.process.send_signal(signal.SIGKILL)
+    until(lambda: not alive(program))
+
+
+# ---- the gateway's side --------------------------------------------------------------------------
+
+
+class World:
+    """A gateway with agents of its own; its buffer and generators are the test."""
+
+    def __init__(self, run_dir: Path, model: Path, **agent: Any) -> None:
+        (run_dir / "run_id").write_text("run")
+        given: dict[str, Any] = {"function": "agent_envs:plays"} | agent
+        config = Config(model=Model(path=str(model)), task=Task(name="sort"), agent=Agent(**given))
+        self.gateway = service.Gateway(config, run_dir)
+        self.gateway.socket.close()
+        self.gateway.socket = self.wire = Wire()  # type: ignore[assignment]
+        self.door = self.gateway.door = Door(self.gateway)
+        self.tickets = 0
+        try:
+            self.door.pushing = self.pushing = Pushing(self.door, "http://here")
+        except ConfigError:
+            self.close()
+            raise
+
+    def take(self, kind: str, **meta: str) -> str:
+        """A ticket of one sample; its session's name."""
+        self.tickets += 1
+        prompt = m.Prompt(5, "ab=", "secret", meta={"kind": kind, **meta})
+        sampling = m.Sampling(max_new_tokens=6)
+        number = self.tickets
+        ticket = m.Ticket(number, number, "train", prompt, [0], sampling, AT, None, 3)
+        self.gateway.take([ticket])
+        return f"{number}.0.{number}"
+
+    def turn(self) -> None:
+        self.pushing.turn()
+        self.gateway.read_rewards()
+        self.gateway.tick(time.monotonic())
+
+    def ended(self, name: str) -> Any:
+        """How the session ended."""
+
+        def look() -> Any:
+            self.turn()
+            found = self.door.find(name)
+            return found is not None and found.session.outcome
+
+        return until(look)
+
+    def begun(self, name: str) -> Any:
+        """The session, once an agent plays it."""
+
+        def look() -> Any:
+            self.turn()
+            players = [p for worker in self.pushing.workers for p in worker.playing.values()]
+            return next((p.opened for p in players if p.opened.session.name == name), None)
+
+        return until(look)
+
+    def close(self) -> None:
+        if self.door.pushing is not None:
+            self.door.pushing.close()
+        self.door.bell.close()
+        self.door.ring.close()
+        self.gateway.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pushed") / "m"
+    build_model(path, "abcdefgh0123456789=", hidden=32, layers=1)
+    return path
+
+
+@pytest.fixture()
+def world(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Iterator[World]:
+    made = World(tmp_path, model, **getattr(request, "param", {}))
+    yield made
+    made.close()
+
+
+def answered(world: World, opened: Any) -> None:
+    """A call of the session is drawn."""
+    session = opened.session
+    call = session.place_text("ab=", now=world.door.now())
+    world.door.episodes[session.name].last = call
+    logprob = np.zeros(1, np.float32)
+    session.drawn(call, np.ones(1, np.int32), logprob, [m.Span(AT, "d", 0, 1, AT)], "stop")
+
+
+@pytest.mark.parametrize("world", [{"at_once": 3}], indirect=True)
+def test_what_functions_return_ends_their_sessions(world: World, tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    until(lambda: world.turn() or world.pushing.workers[0].ready)
+    world.turn()
+    world.gateway.want()
+    assert [x.samples for x in world.wire.sent if isinstance(x, m.Want)] == [3]
+    waits = world.take("judge", gate=str(gate))
+    opened = world.begun(waits)
+    assert world.door.asks == 2  # as many as have room
+    names = {kind: world.take(kind) for kind in ("pays", "parts", "raises", "nan", "judge")}
+    found = {kind: world.ended(name) for kind, name in names.items()}
+    assert (found["pays"].reward, found["parts"].parts["neat"]) == (0.5, 2.0)
+    assert found["raises"].failed == "the agent raised KeyError: 'gone'"
+    assert "the agent gave what is no reward: reward is a str" in found["nan"].failed
+    assert "judged before its first answer" in found["judge"].failed
+    assert "KeyError" in (tmp_path / "agent-0.log").read_text()
+    answered(world, opened)
+    gate.touch()
+    assert world.ended(waits).failed == ""  # the config's reward has judged it
+    assert world.door.asks == 3 and not world.pushing.workers[0].playing
+
+
+@pytest.mark.parametrize("world", [{}, {"at_limit": "fail"}], indirect=True)
+def test_an_agent_that_fails_at_a_limit_of_its_session_is_judged(
+    world: World, tmp_path: Path
+) -> None:
+    """To write only those again would leave out the long ones."""
+    gate = tmp_path / "gate"
+    name = world.take("raises", gate=str(gate))
+    opened = world.begun(name)
+    answered(world, opened)
+    opened.session.limit = "max_calls"
+    gate.touch()
+    keeps = world.gateway.config.agent.at_limit == "keep"
+    assert world.ended(name).failed == ("" if keeps else "it reached agent.max_calls")
+    assert opened.session.finish == "length"
+
+
+def test_a_function_that_does_not_stop_loses_its_process_and_the_others_begin_again(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pushing, "STOP_S", 0.2)
+    gate = tmp_path / "gate"
+    hangs = world.begun(world.take("pays", gate=str(tmp_path / "never")))
+    other = world.take("pays", gate=str(gate))
+    before = world.begun(other)
+    assert before.first
+    process = world.pushing.workers[0].process.pid
+    hangs.session.fail("the learner was started again", world.door.now())
+    until(lambda: world.turn() or world.pushing.workers[0].process.pid != process)
+    again = until(lambda: world.begun(other) is not before and world.begun(other))
+    assert not again.first and again.key != before.key and before.session.outcome.failed
+    gate.touch()
+    assert until(lambda: world.turn() or again.session.outcome).reward == 0.5
+
+
+def test_a_process_that_dies_fails_its_sessions(world: World, tmp_path: Path) -> None:
+    beside = world.take("pays", gate=str(tmp_path / "never"))
+    world.begun(beside)
+    dies = world.take("dies")
+    assert world.ended(dies).failed == "the agent failed: its process ended (3)"
+    assert world.ended(beside).failed
+    assert world.ended(world.take("pays")).reward == 0.5  # another process is there
+
+
+@pytest.mark.parametrize("world", [{"function": "agent_envs:plays_later"}], indirect=True)
+def test_a_function_may_be_a_coroutine(world: World) -> None:
+    assert world.ended(world.take("pays")).reward == 1.0 + len("v1")
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        ({"function": "agent_envs:nobody"}, r"agent.function = agent_envs:nobody: importing it"),
+        ({"function": "agent_envs:os"}, "os is no function; write module:function"),
+        ({"function": "", "command": ["no-such-agent"]}, "there is no program 'no-such-agent'"),
+    ],
+)
+def test_an_agent_that_is_not_there_is_named(
+    tmp_path: Path, model: Path, agent: dict[str, Any], said: str
+) -> None:
+    world = None
+    with pytest.raises(ConfigError, match=said):
+        world = World(tmp_path, model, **agent)
+        until(lambda: world and world.turn())
+    if world is not None:
+        world.close()
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ("agent.env='m:C'", "agent.function: it is the agent itself; leave agent.env out"),
+        ("agent.serve=true", "agent.function: it is the agent itself; leave agent.serve out"),
+        ("agent.command=['a']", "agent.command: it is the agent itself; leave agent.function out"),
+        ("agent.function='';agent.command=['a', '']", "agent.command: a word is empty"),
+        ("agent.function='play'", "agent.function: play; write module:function or file.py:fun"),
+        ("agent.at_once=0", "agent.at_once"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_one_line(item: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as caught:
+        load.load("calc_http", item.split(";"))
+    assert all(len(line) < 300 for line in str(caught.value).splitlines())
