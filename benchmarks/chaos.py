@@ -1,18 +1,25 @@
-"""Kills and stops at chosen points of a real run of four processes, with messages lost, doubled and
-late; then a checker of its own counts what became of every sample.
+"""Faults at chosen points of real runs of six processes under the product's own supervisor, with
+messages lost, doubled and late; then a checker of its own counts what became of every sample.
 
-    python benchmarks/chaos.py [--quick] [--json] [--seed N] [--faults N] [--disable MECHANISM]
+    python benchmarks/chaos.py [--quick] [--json] [--seed N] [--disable MECHANISM]
+        [--faults N] [--minutes M] [--learner real] [--kinds K,K] [--points P,P] [--actions A,A]
 
-Buffer, learner and two generators are forked from one warm process, so that recovery is measured
-without imports.  The next victim, what happens to it (SIGKILL, or SIGSTOP and SIGCONT) and at which
-point of its work (POINTS in lib/chaos_points.py) are drawn by the seed; a point that does not come
-in time is given up, and the victim killed where it is.  --disable: switch a mechanism off, after
-which the checker (lib/chaos_checker.py) must find something; exit code 0 then means that it did."""
+Supervisor, buffer, learner, generators and reward processes are forked from one warm process, so
+that a fault costs no imports.  One to three faults at a time are drawn by the seed: the victim, at
+which point of its work it is held, and what happens to it there (lib/chaos/board.py).  A point that
+does not come in time is given up, and the victim killed where it is.  A full disk, a supervisor's
+death and a flipped byte of the journal end the run, which is resumed.
+
+Fake learner: its update is one number, all else of it is real (--learner real: PPO by torch).
+--disable: switch a mechanism off, after which the checker (lib/chaos/checker.py) must find
+something; exit code 0 then means that it did."""
 
 from __future__ import annotations
 
 import argparse
 import collections
+import ctypes
+import errno
 import importlib
 import json
 import os
@@ -23,22 +30,22 @@ import statistics
 import sys
 import tempfile
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
-from lib import chaos_checker, chaos_points, results_file
+from lib import results_file
+from lib.chaos import board as b
+from lib.chaos import checker, forks, points
+from lib.chaos.faults import Fault, Wanted
 
 from asyncrl.config import load
+from asyncrl.contract.errors import AsyncrlError
 from asyncrl.records import rundir
 
-GROUPS = 4
-SIZE = 4
-LIMIT = 1
-AWAIT_S = 5.0
-END_S = 300.0
+RECOVER_S = 60.0  # a fault that has not been recovered from by then never is
 GENERATORS = 2
-ROLES = ["buffer", "learner", *(f"generator-{n}" for n in range(GENERATORS))]
+EACH = 40  # faults a run
+_SUBREAPER = 36
 
 
 def warm(model: Path) -> None:
@@ -53,27 +60,44 @@ def warm(model: Path) -> None:
     from asyncrl.records.metrics import _summary_writer
     from asyncrl.tasks import get_task
 
-    for name in ("actors.generator", "buffer.service", "learner.loop"):
+    for name in (
+        "actors.engine_embedded",
+        "actors.generator",
+        "actors.reward_worker",
+        "asyncrl.cli.processes",
+        "asyncrl.supervise.run",
+        "asyncrl.supervise.cleanup",
+        "buffer.service",
+        "learner.loop",
+    ):
         importlib.import_module(name)
     torch.set_num_threads(1)
-    policy.build_model(model, get_task(Task(name="sort")).symbols, hidden=32, kv_heads=2, seed=1)
+    policy.build_model(model, get_task(Task(name="sort")).symbols, hidden=16, kv_heads=2, seed=1)
     policy.load_policy(model)
     load_tokenizer(model)
     _summary_writer()
 
 
 class Run:
-    """One run and its processes."""
+    """One run, its supervisor and what that one starts."""
 
-    def __init__(self, work: Path, model: Path, steps: int, seed: int, off: str) -> None:
-        mode = "memory" if off == "cursor" else "process"
+    def __init__(
+        self, work: Path, model: Path, steps: int, seed: int, off: str, *, real: bool
+    ) -> None:
+        choice = random.Random(f"shape {seed}")
+        self.groups = choice.choice((2, 2, 4))
+        self.size = choice.choice((2, 4))
+        self.limit = choice.choice((1, 1, 1, 0, 2))
+        mode = "memory" if off == "cursor" else choice.choice(("process", "process", "disk"))
+        if off == "ticket_order":
+            self.groups, self.size, self.limit = 4, 4, 1
         sets = [
             f"model.path={str(model)!r}",
             f"learner.steps={steps}",
-            f"learner.groups={GROUPS}",
-            f"learner.group_size={SIZE}",
+            f"learner.groups={self.groups}",
+            f"learner.group_size={self.size}",
             f"generators={GENERATORS}",
-            f"staleness.max_lag={LIMIT}",
+            f"staleness.max_lag={self.limit}",
             f"durability.mode={mode!r}",
             f"seed={seed}",
             "learner.checkpoint_every=2",
@@ -86,224 +110,319 @@ class Run:
             "record.samples_every=0",
             "record.split_every=0",
             "record.reference_kl_every=0",
+            "reward.workers=1",
+            "reward.machinery_budget=1.0",
+            "watchdog.restarts=1000000",
             "wires.lease_s=3",
             "wires.retry_s=0.3",
         ]
         self.config = load.load(results_file.ROOT / "configs" / "demo.toml", sets)
         self.dir = work / f"run_{seed}"
         self.notes = self.dir / "chaos"
-        self.off = off
         self.steps = steps
         self.memory = mode == "memory"
         rundir.prepare(self.config, load.dump(self.config), self.dir)
         self.notes.mkdir()
-        self.orders = chaos_points.Orders(ROLES)
-        self.pids: dict[str, int] = {}
-        self.ended: dict[str, int] = {}  # of those that ended well
-        self.deaths = 0
+        self.board = b.Board()
+        self.hook = points.Hook(
+            self.board, self.notes, off, 0.0 if self.memory else 0.03, real=real
+        )
+        self.pid = 0
+        self.over = False
+        self.resumed = 0
+        self.disk_full = False  # it has been, for one of its processes
+        self.flip_next = False
+        self.flipped: tuple[Path, int, bytes] | None = None
+        self.noticed = self.unnoticed = 0
 
-    def spawn(self, role: str) -> None:
-        pid = os.fork()
-        if pid:
-            self.pids[role] = pid
-            return
-        code = 1
-        try:
-            log = os.open(self.dir / "logs" / f"{role}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    def spawn(self) -> None:
+        """The supervisor, as `asyncrl run` and `asyncrl run --resume` start it."""
+        from asyncrl.supervise import run as supervised
+
+        def life() -> int:
+            os.setsid()
+            log = os.open(self.notes / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
-            hook = chaos_points.HOOKS[role.split("-")[0]]
-            hook(role, self.orders, self.notes, self.off, 0.0 if self.memory else 0.03)
-            self.live(role)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
+            forks.begin(self.board, "supervisor")
+            self.hook("supervisor")
+            forks.install(self.board, self.notes, self.config, self.hook)
+            os.environ["NO_COLOR"] = "1"
+            try:
+                return supervised.supervise(
+                    self.config, self.dir, supervised.Watcher(self.dir, supervised.say)
+                )
+            except AsyncrlError as error:
+                print(f"ended with {error.exit_code}: {error}", file=sys.stderr, flush=True)
+                return error.exit_code
 
-    def live(self, role: str) -> None:
-        if role == "buffer":
-            from buffer.service import main as buffer
-
-            buffer(self.config, self.dir)
-        elif role == "learner":
-            from learner.loop import main as learner
-
-            learner(self.config, self.dir)
-        else:
-            from actors.generator import main as generator
-
-            generator(self.config, self.dir, int(role.removeprefix("generator-")))
+        self.pid = forks.fork(life)
 
     def look(self) -> None:
-        """Start again whoever was killed.  Raises RuntimeError for one that failed by itself."""
-        for role, pid in list(self.pids.items()):
-            found, status = os.waitpid(pid, os.WNOHANG)
-            if not found:
-                continue
-            del self.pids[role]
-            code = os.waitstatus_to_exitcode(status)
-            if code == -signal.SIGKILL:
-                self.deaths += 1
-                if self.memory and role == "buffer":
-                    self.end()  # `memory`: its death ends every process
-                    for other in ROLES:
-                        self.spawn(other)
-                    return
-                self.spawn(role)
-            elif code:
-                log = (self.dir / "logs" / f"{role}.log").read_text()
-                raise RuntimeError(f"{role} ended with {code}: {log[-1500:]}")
-            else:
-                self.ended[role] = pid
+        """Reap; start the supervisor again if it was killed, or the run has ended for a reason that
+        a user mends and resumes.  Raises RuntimeError for an end that no fault asked for.
+        """
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if not pid:
+                return
+            if pid == self.pid:
+                self.died(os.waitstatus_to_exitcode(status))
+
+    def died(self, code: int) -> None:
+        self.pid = 0
+        if code == 0:
+            self.over = True
+            return
+        log = "\n".join((self.notes / "log").read_text().splitlines()[-40:])
+        # a disk stays full for a process until its end
+        full = code == 1 and self.disk_full and os.strerror(errno.EFBIG) in log
+        asked = code == -signal.SIGKILL or full or (self.memory and code == 3)
+        # 2: what is left of the one before holds the directory for a moment
+        if not asked and code != 2 and not (code == 5 and self.flipped):
+            raise RuntimeError(f"the run ended with {code}: {log[-3500:]}")
+        self.all_gone()
+        if self.flipped is not None:
+            b.mend(self.flipped)
+            self.flipped = None
+            self.noticed += code == 5
+        elif code == -signal.SIGKILL and self.flip_next:
+            self.flip_next = False
+            segments = sorted((self.dir / "journal").glob("*.log"))
+            if segments:
+                self.flipped = b.flip(segments[-1], random.Random(self.resumed))
+        self.resumed += 1
+        self.spawn()
+
+    def all_gone(self) -> None:
+        """The children of a dead supervisor die with it, in the kernel's own time."""
+        until = time.perf_counter() + RECOVER_S
+        for role in b.ROLES:
+            pid = self.board.number(role, b.PID)
+            while pid and role != "supervisor" and alive(pid):
+                if time.perf_counter() > until:
+                    raise RuntimeError(f"{role} outlives its supervisor")
+                os.waitpid(pid, os.WNOHANG) if is_child(pid) else time.sleep(0.001)
 
     def end(self) -> None:
-        for pid in self.pids.values():
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        self.pids = {}
-
-    def batches(self) -> int:
-        """Batches trained so far, those repeated, too: it grows while the run goes on."""
-        path = self.notes / "learner.jsonl"
-        return path.read_bytes().count(b'{"trained"') if path.exists() else 0
+        if self.pid:
+            os.kill(self.pid, signal.SIGKILL)
+            os.waitpid(self.pid, 0)
+            self.pid = 0
+        self.all_gone()
 
 
-class Fault:
-    """One fault, from the order to the first batch after it."""
-
-    def __init__(self, run: Run, choice: random.Random) -> None:
-        kind = choice.choice(("buffer",) if run.memory else tuple(chaos_points.POINTS))
-        names = [role for role in ROLES if role.startswith(kind)]
-        self.role = choice.choice(names)
-        self.point = choice.choice(chaos_points.POINTS[kind])
-        self.action = chaos_points.KILL
-        if not run.memory and choice.random() < 0.3:
-            self.action = chaos_points.STOP
-        if run.off == "sync":  # what is lost then is lost when a buffer dies behind its words
-            self.role, self.point, self.action = "buffer", "idle", chaos_points.KILL
-        self.stop_s = choice.uniform(0.1, 1.0)
-        self.run = run
-
-    def commit(self) -> str:
-        """Make it happen; returns what it was, "" when the run ended before."""
-        run = self.run
-        pid = run.pids.get(self.role)
-        if pid is None:
-            return ""
-        run.orders.give(self.role, self.point, self.action)
-        until = time.monotonic() + AWAIT_S
-        deaths = run.deaths
-        while time.monotonic() < until and self.role in run.pids:
-            run.look()
-            if run.deaths > deaths:
-                return f"{self.role.split('-')[0]}: killed {self.point}"
-            if run.orders.stopped(self.role):
-                time.sleep(self.stop_s)
-                os.kill(pid, signal.SIGCONT)
-                return f"{self.role.split('-')[0]}: stopped {self.point}"
-            time.sleep(0.002)
-        if not run.orders.take_back(self.role) or self.role not in run.pids:
-            return ""
-        os.kill(run.pids[self.role], signal.SIGKILL)
-        return f"{self.role.split('-')[0]}: killed anywhere"
-
-
-def chaos(work: Path, model: Path, faults: int, seed: int, off: str = "") -> dict[str, Any]:
-    """One run with `faults` faults; what the checker found, and how it recovered."""
-    choice = random.Random(seed)
-    run = Run(work, model, 8 + 3 * faults, seed, off)
-    done: collections.Counter[str] = collections.Counter()
-    took: list[float] = []
-    error = ""
-    began = time.monotonic()
+def alive(pid: int) -> bool:
     try:
-        for role in ROLES:
-            run.spawn(role)
-        for _ in range(faults):
-            reached = run.batches() + choice.randint(1, 2)
-            while run.batches() < reached and "buffer" not in run.ended:
-                run.look()
-                within(began, run)
-                time.sleep(0.005)
-            what = Fault(run, choice).commit()
-            if not what:
-                break
-            done[what] += 1
-            at = time.monotonic()
-            known = run.batches()
-            while run.batches() == known and "buffer" not in run.ended:
-                run.look()
-                within(began, run)
-                time.sleep(0.005)
-            took.append(time.monotonic() - at)
-        while run.pids:
-            run.look()
-            within(began, run)
-            time.sleep(0.01)
-    except RuntimeError as problem:
-        error = str(problem)
-    finally:
-        run.end()
-        rundir.clean(run.dir)
-    found: dict[str, Any] = {"faults": sum(done.values()), "recovered": len(took), "error": error}
-    if not error:
-        history = chaos_checker.read(run.dir, set(run.ended.values()))
-        found |= chaos_checker.check(history, run.steps, GROUPS, SIZE, LIMIT, memory=run.memory)
-    found |= {
-        "what": dict(done),
-        "recovery_median_s": round(statistics.median(took), 3) if took else None,
-        "recovery_max_s": round(max(took), 3) if took else None,
-        "seconds": round(time.monotonic() - began, 1),
-    }
-    shutil.rmtree(run.dir, ignore_errors=True)
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def is_child(pid: int) -> bool:
+    try:
+        return not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) or True
+    except ChildProcessError:
+        return False
+
+
+def draw(run: Run, wanted: Wanted, off: str, choice: random.Random) -> list[Fault]:
+    """One to three faults of different victims; of a supervisor, or a full disk, one alone."""
+    # without a sync, what is lost is lost when a buffer dies behind its words
+    if off == "sync" or run.memory:
+        wanted = Wanted(("buffer",), ("idle",), ("kill",))
+    choices = wanted.choices()
+    kinds = sorted({kind for kind, _, _ in choices})
+    found: list[Fault] = []
+    for _ in range(choice.randint(1, 3)):
+        kind = choice.choice(kinds)
+        drawn = choice.choice([x for x in choices if x[0] == kind])
+        alone = drawn[0] == "supervisor" or drawn[2] == "disk"
+        if found and (alone or any(x.kind == kind for x in found)):
+            continue
+        found.append(Fault(run.board, drawn, choice))
+        run.disk_full |= drawn[2] == "disk"
+        run.flip_next = drawn[0] == "supervisor" and drawn[2] == "flip"
+        if drawn[1] == "mid-start":  # something must be started
+            os.kill(run.board.number(f"generator-{choice.randrange(2)}", b.PID), signal.SIGKILL)
+        if alone:
+            break
     return found
 
 
-def within(began: float, run: Run) -> None:
-    if time.monotonic() - began > END_S:
-        raise RuntimeError(f"{sorted(run.pids)} did not end within {END_S:.0f} s")
+def commit(run: Run, wanted: Wanted, off: str, choice: random.Random) -> list[Fault]:
+    """Some faults at once, to their end; those that came about."""
+    faults = draw(run, wanted, off, choice)
+    until = time.perf_counter() + RECOVER_S
+    while any(fault.state not in ("over", "none") for fault in faults):
+        run.look()
+        for fault in faults:
+            if run.over:
+                fault.give_up()
+            else:
+                fault.turn()
+        if time.perf_counter() > until:
+            left = [f"{x.name} ({x.role}, {x.state})" for x in faults if x.state != "over"]
+            raise RuntimeError(f"not recovered from within {RECOVER_S:.0f} s: {', '.join(left)}")
+        time.sleep(0.002)
+    if run.flipped is not None:  # it went on: the byte was of no consequence
+        run.flipped = None
+        run.unnoticed += 1
+    return [fault for fault in faults if fault.state == "over"]
+
+
+def chaos(
+    work: Path,
+    model: Path,
+    faults: int,
+    seed: int,
+    off: str = "",
+    wanted: Wanted = Wanted(),
+    *,
+    real: bool = False,
+) -> dict[str, Any]:
+    """One run with about `faults` faults; what the checker found, and how it recovered."""
+    choice = random.Random(seed)
+    run = Run(work, model, 8 + 3 * faults, seed, off, real=real)
+    done: list[Fault] = []
+    error = ""
+    began = time.perf_counter()
+    try:
+        run.spawn()
+        while not run.over:
+            reached = run.board.number("learner", b.WORK) + choice.randint(0, 1)
+            if len(done) >= faults:
+                reached = 1 << 60
+            until = time.perf_counter() + 5 * RECOVER_S
+            while not run.over and run.board.number("learner", b.WORK) < max(1, reached):
+                run.look()
+                if time.perf_counter() > until:
+                    raise RuntimeError("the run stands still")
+                time.sleep(0.002)
+            if not run.over:
+                done += commit(run, wanted, off, choice)
+    except RuntimeError as problem:
+        error = f"seed {seed}: {problem}"
+    finally:
+        run.end()
+        rundir.clean(run.dir)
+    found: dict[str, Any] = {"faults": len(done), "recovered": len(done), "error": error}
+    if not error:
+        history = checker.read(run.dir)
+        limits = (run.steps, run.groups, run.size, run.limit)
+        found |= checker.check(history, *limits, memory=run.memory)
+    found |= {
+        "seed": seed,
+        "each": [fault.row() for fault in done],
+        "messages": {
+            name: sum(run.board.number(role, offset) for role in b.ROLES)
+            for name, offset in (("lost", b.LOST), ("doubled", b.DOUBLED), ("held", b.HELD))
+        },
+        "resumed": run.resumed,
+        "flips_refused": run.noticed,
+        "flips_without_consequence": run.unnoticed,
+        "seconds": round(time.perf_counter() - began, 1),
+    }
+    shutil.rmtree(run.dir, ignore_errors=True)
+    return found
 
 
 WRONG = ("lost", "duplicated", "over_limit", "miscounted", "foreign")
 
 
 def summed(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    what: collections.Counter[str] = collections.Counter()
-    for one in runs:
-        what.update(one["what"])
-    numbers = ("faults", "recovered", *WRONG, "trained")
-    medians = [one["recovery_median_s"] for one in runs if one["recovery_median_s"] is not None]
+    """All runs together: faults by victim, by state, by action, and how they were recovered."""
+    each = [row for one in runs for row in one["each"]]
+    what = collections.Counter(row["what"] for row in each)
+    kinds = collections.Counter(row["kind"] for row in each)
+    seconds = {kind: [x["seconds"] for x in each if x["kind"] == kind] for kind in kinds}
+    numbers = (
+        "faults",
+        "recovered",
+        *WRONG,
+        "trained",
+        "replaced",
+        "resumed",
+        "flips_refused",
+        "flips_without_consequence",
+    )
+    spent = sum(one["seconds"] for one in runs)
     return {name: sum(one.get(name, 0) for one in runs) for name in numbers} | {
+        "victims": dict(sorted(kinds.items())),
         "what": dict(sorted(what.items())),
-        "recovery_median_s": statistics.median(medians) if medians else None,
+        "messages": {
+            name: sum(one["messages"][name] for one in runs) for name in ("lost", "doubled", "held")
+        },
+        "recovery_median_s": round(statistics.median(row["seconds"] for row in each), 3)
+        if each
+        else None,
+        "recovery_s": {
+            kind: {
+                "median": round(statistics.median(values), 3),
+                "p95": round(sorted(values)[int(0.95 * len(values))], 3),
+                "max": round(max(values), 3),
+            }
+            for kind, values in sorted(seconds.items())
+        },
+        "faults_per_minute": round(60 * len(each) / max(spent, 1e-9), 1),
+        "seconds": round(spent, 1),
         "errors": [one["error"] for one in runs if one["error"]],
         "runs": len(runs),
     }
 
 
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument("--quick", action="store_true")
+    made.add_argument("--json", action="store_true")
+    made.add_argument("--seed", type=int, default=0)
+    made.add_argument("--faults", type=int, default=5000, help=f"in all, {EACH} a run")
+    made.add_argument("--minutes", type=float, default=1e9, help="no run begins after these")
+    made.add_argument("--disable", default="", choices=["", *points.MECHANISMS])
+    made.add_argument("--learner", default="fake", choices=["fake", "real"])
+    for name in ("kinds", "points", "actions"):
+        made.add_argument(f"--{name}", default="", help="of these alone, with commas between")
+    made.add_argument("--name", default="chaos", help="of the result's file")
+    return made
+
+
 def main() -> None:
-    p = argparse.ArgumentParser(description=__doc__)
-    p.add_argument("--quick", action="store_true")
-    p.add_argument("--json", action="store_true")
-    p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--faults", type=int, default=1000, help="in all, 25 a run")
-    p.add_argument("--disable", default="", choices=["", *chaos_points.MECHANISMS])
-    args = p.parse_args()
-    each, many = (8, 1) if args.quick else (25, max(1, args.faults // 25))
+    args = parser().parse_args()
+    wanted = Wanted(
+        *(
+            tuple(x for x in getattr(args, name).split(",") if x)
+            for name in ("kinds", "points", "actions")
+        )
+    )
+    if not wanted.choices():
+        parser().error("there is no such fault")
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1)  # orphans are reaped here
+    each, many = (10, 1) if args.quick else (EACH, max(1, args.faults // EACH))
+    runs: list[dict[str, Any]] = []
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as work:
         model = Path(work) / "model"
         warm(model)
-        runs = []
         for number in range(many):
-            runs.append(chaos(Path(work), model, each, args.seed + number, args.disable))
-            print(json.dumps(runs[-1]), file=sys.stderr, flush=True)
+            if time.monotonic() - began > 60 * args.minutes:
+                break
+            seed = args.seed + number
+            real = args.learner == "real"
+            runs.append(chaos(Path(work), model, each, seed, args.disable, wanted, real=real))
+            brief = {k: v for k, v in runs[-1].items() if k != "each"}
+            print(json.dumps(brief), file=sys.stderr, flush=True)
     found = summed(runs)
     wrong = any(found[name] for name in WRONG)
     found["met"] = wrong if args.disable else not wrong and not found["errors"]
     if not args.quick and not args.disable:
-        found["file"] = results_file.write("chaos", {"what": __doc__, **found}).name
+        said = {"what_it_is": __doc__, "learner": args.learner, "first_seed": args.seed}
+        found["file"] = results_file.write(args.name, said | found).name
     print(json.dumps(found) if args.json else "\n".join(f"{k:18} {v}" for k, v in found.items()))
     sys.exit(0 if found["met"] else 1)
 

@@ -14,17 +14,17 @@ import pytest
 from conftest import ENV, ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
-from lib import chaos_checker
+from lib.chaos import checker
 
 STEPS, GROUPS, SIZE = 6, 1, 2
 WRONG = ("lost", "duplicated", "over_limit", "miscounted", "foreign")
 
 
-def sound() -> chaos_checker.History:
+def sound() -> checker.History:
     """Two lives: the second goes on from version 2 of the first, and version 3 comes out as it had
     been.
     """
-    history = chaos_checker.History(lives={1: (0, 0), 2: (1, 2)})
+    history = checker.History(lives={1: (0, 0), 2: (1, 2)})
     for epoch, numbers in ((1, range(4)), (2, range(2, STEPS + 1))):
         for number in numbers:
             same = number <= 3
@@ -45,16 +45,16 @@ def sound() -> chaos_checker.History:
     return history
 
 
-def wrong(history: chaos_checker.History, **more: Any) -> dict[str, int]:
-    found = chaos_checker.check(history, STEPS, GROUPS, SIZE, 1, **more)
+def wrong(history: checker.History, **more: Any) -> dict[str, int]:
+    found = checker.check(history, STEPS, GROUPS, SIZE, 1, **more)
     return {name: found[name] for name in WRONG if found[name]}
 
 
 def test_a_sound_history_has_nothing_wrong() -> None:
     assert wrong(sound()) == {}
-    assert chaos_checker.lag(sound(), (1, 3), (2, 3)) == 0, "the same weights, whatever their name"
-    assert chaos_checker.lag(sound(), (2, 3), (2, 5)) == 2
-    assert chaos_checker.ancestors(sound(), 2) == {1}
+    assert checker.lag(sound(), (1, 3), (2, 3)) == 0, "the same weights, whatever their name"
+    assert checker.lag(sound(), (2, 3), (2, 5)) == 2
+    assert checker.ancestors(sound(), 2) == {1}
 
 
 def test_each_kind_of_wrong_is_counted_apart() -> None:
@@ -97,6 +97,17 @@ def test_an_answer_that_was_taken_and_then_called_a_duplicate_counts_twice() -> 
     assert wrong(history) == {"duplicated": 1}
 
 
+def test_a_group_whose_answers_failed_three_times_leaves_the_plan_and_no_other() -> None:
+    history = sound()
+    moved = [(row[0], row[1], row[2] + (row[2] >= 3), *row[3:]) for row in history.witness]
+    history.witness = moved
+    history.acks = {key: said for key, said in history.acks.items() if key[0] < 3}
+    history.acks |= {(3, 0, 50): {"failed"}, (3, 1, 50): {"failed"}}
+    assert wrong(history)["lost"] == SIZE, "two failures are no reason"
+    history.acks[3, 0, 51] = {"failed"}
+    assert wrong(history) == {}
+
+
 def test_an_answer_that_nobody_acknowledged_is_lost_if_its_generator_lived() -> None:
     history = sound()
     history.made[1, 0, 9] = 5
@@ -125,5 +136,5 @@ def test_kills_and_stops_at_points_of_the_work_lose_and_double_nothing(seed: int
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
     assert {name: found[name] for name in WRONG} == dict.fromkeys(WRONG, 0)
-    assert found["faults"] == found["recovered"] == 8 and found["errors"] == []
-    assert found["trained"] == (8 + 3 * 8) * 16
+    assert found["faults"] == found["recovered"] >= 10 and found["errors"] == []
+    assert found["trained"] > 100 and len(found["victims"]) >= 3

@@ -4,6 +4,7 @@ of the product.
 ```
 chaos/generator-N.PID.jsonl   every sample made, every acknowledgement heard
 chaos/learner.jsonl           every life, publication and trained batch
+chaos/ended.jsonl             which processes ended well
 checkpoints/.../witness.json  what the weights of that checkpoint were trained on
 buffer_summary.json           the ledger
 ```
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 Key = tuple[int, int]  # (ticket, sample)
-EVAL_BASE = 1 << 40
+MOST_FAILURES = 3
 
 
 @dataclass
@@ -49,9 +50,10 @@ def rows(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def read(run_dir: Path, survivors: set[int]) -> History:
-    """survivors: pids of the generators that lived to the end."""
+def read(run_dir: Path) -> History:
     history = History()
+    # pids of the processes that ended well
+    survivors = {row["pid"] for row in rows(run_dir / "chaos" / "ended.jsonl")}
     for path in sorted((run_dir / "chaos").glob("generator-*.jsonl")):
         alive = int(path.name.split(".")[1]) in survivors
         for row in rows(path):
@@ -105,8 +107,10 @@ def check(
     history: History, steps: int, groups: int, size: int, limit: float, *, memory: bool = False
 ) -> dict[str, Any]:
     """Counts of what should not be.  memory: acknowledged samples may die with the buffer."""
-    planned = {(t, s) for t in range(steps * groups) for s in range(size)}
     count = collections.Counter[Key]((t, s) for _, _, t, s, *_ in history.witness)
+    given_up_on = abandoned(history, {ticket for ticket, _ in count})
+    tickets = [t for t in range(steps * groups + len(given_up_on)) if t not in given_up_on]
+    planned = {(t, s) for t in tickets[: steps * groups] for s in range(size)}
     final = {(t, s): a for _, _, t, s, a, _ in history.witness}
     batches = {(number, epoch) for number, epoch, *_ in history.witness}
     never = [key for key in planned if not count[key]]
@@ -155,6 +159,14 @@ def check(
         "replaced": len(replaced),
         "given_up": given_up,
     }
+
+
+def abandoned(history: History, trained: set[int]) -> set[int]:
+    """Groups that left the plan by rule: three of their answers failed, each acknowledged so."""
+    failures = collections.Counter(
+        ticket for (ticket, *_), said in history.acks.items() if "failed" in said
+    )
+    return {t for t, count in failures.items() if count >= MOST_FAILURES and t not in trained}
 
 
 def ancestors(history: History, epoch: int) -> set[int]:

@@ -1,0 +1,357 @@
+"""What `benchmarks/chaos.py` hooks into the processes that it forks: named points where a process
+does to itself what it is ordered, records of its own, messages that are lost, doubled or held back,
+mechanisms switched off.  The product knows nothing of this."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from lib.chaos.board import DOUBLED, HELD, LOST, WORK, Board, Notes
+
+MECHANISMS = ("dedupe", "redelivery", "sync", "cursor", "ticket_order", "epoch_fence")
+
+
+class Hook:
+    """What all hooks know.  off: the mechanism that is switched off; loss: share of the messages
+    that are lost, doubled, held back, each; real: the learner trains as it is."""
+
+    def __init__(self, board: Board, notes: Path, off: str, loss: float, *, real: bool) -> None:
+        self.board = board
+        self.notes = notes
+        self.off = off
+        self.loss = loss
+        self.real = real
+
+    def __call__(self, role: str) -> None:
+        HOOKS[role.partition("-")[0]](self, role)
+
+    def look(self, role: str, point: str, **more: Any) -> None:
+        if self.board.reached(role, point):
+            self.board.obey(role, **more)
+
+    def worked(self, role: str) -> None:
+        self.board.count(role, WORK)
+
+
+def before(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    plain = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        call(*args, **kwargs)
+        return plain(*args, **kwargs)
+
+    setattr(owner, name, wrapped)
+
+
+def after(owner: Any, name: str, call: Callable[..., Any]) -> None:
+    """call(result, *args)"""
+    plain = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        result = plain(*args, **kwargs)
+        call(result, *args, **kwargs)
+        return result
+
+    setattr(owner, name, wrapped)
+
+
+def lossy(socket: Any, hook: Hook, role: str, which: tuple[str, ...]) -> None:
+    """`socket.send` loses, doubles or holds back (behind the next one) a share of the messages of
+    these kinds.
+    """
+    plain = socket.send
+    choice = random.Random(os.getpid())
+    held: list[tuple[Any, ...]] = []
+
+    def send(*args: Any) -> None:
+        what = choice.random() if type(args[-1]).__name__ in which else 1.0
+        if what < hook.loss:
+            hook.board.count(role, LOST)
+            return
+        if what < 2 * hook.loss:
+            hook.board.count(role, DOUBLED)
+            plain(*args)
+        elif what < 3 * hook.loss:
+            hook.board.count(role, HELD)
+            held.append(args)
+            return
+        plain(*args)
+        while held:
+            plain(*held.pop())
+
+    socket.send = send
+
+
+def messages(owner: Any, hook: Hook, role: str, which: tuple[str, ...]) -> None:
+    plain_init = owner.__init__
+
+    def init(socket: Any, *args: Any, **kwargs: Any) -> None:
+        plain_init(socket, *args, **kwargs)
+        lossy(socket, hook, role, which)
+
+    owner.__init__ = init
+
+
+def generator(hook: Hook, role: str) -> None:
+    from actors import delivery
+    from actors import generator as module
+    from actors.engine_embedded import EmbeddedEngine
+    from asyncrl.transport.sockets import PeerSocket
+
+    kept = Notes(hook.notes / f"{role}.{os.getpid()}.jsonl")
+
+    def made(box: Any, sample: Any) -> None:
+        kept.add({"made": [sample.ticket, sample.sample, sample.attempt, sample.length]})
+        hook.worked(role)
+
+    def point(name: str) -> Callable[..., None]:
+        return lambda *_args, **_kwargs: hook.look(role, name)
+
+    before(delivery.Outbox, "add", made)
+    before(delivery.Outbox, "on_acks", lambda box, reply: kept.add({"acks": reply.acks}))
+    before(EmbeddedEngine, "step", point("mid-answer"))
+    before(delivery.Outbox, "_frame", point("mid-send"))
+    before(module.Generator, "wait", lambda g, what: what and hook.look(role, "idle"))
+    if hook.off == "redelivery":
+        plain = delivery.Outbox.frames
+
+        def frames(box: Any, now: float, *, flush: bool) -> Any:
+            box.retry_s = 1e9
+            return plain(box, now, flush=flush)
+
+        delivery.Outbox.frames = frames  # type: ignore[method-assign]
+    messages(PeerSocket, hook, role, ("Deliver", "Want", "Renew"))
+
+
+def reward(hook: Hook, role: str) -> None:
+    from actors import reward_worker
+
+    before(reward_worker, "_read", lambda stream: hook.look(role, "idle"))
+    before(reward_worker, "judge", lambda *_: hook.look(role, "mid-answer"))
+
+    def judged(_reply: Any, *_args: Any) -> None:
+        hook.worked(role)
+        hook.look(role, "mid-send")
+
+    after(reward_worker, "judge", judged)
+
+
+def supervisor(hook: Hook, role: str) -> None:
+    from asyncrl.supervise.launch import Supervisor
+
+    def looked(*_args: Any) -> None:
+        hook.worked(role)
+        hook.look(role, "idle")
+
+    before(Supervisor, "look", looked)
+    after(Supervisor, "spawn", lambda *_: hook.look(role, "mid-start"))
+
+
+def unreal(core: Any, batch: Any) -> dict[str, float]:
+    """An update that costs nothing and is another one for other samples."""
+    import torch
+
+    ids = [(s.ticket, s.sample, s.attempt) for s in batch.samples]
+    with torch.no_grad():
+        weights = next(core.model.hf.parameters())
+        weights[0, batch.number % weights.shape[1]] += 1e-4 * (1 + hash(tuple(ids)) % 97)
+    core.unused = []
+    core.state.number = batch.number + 1
+    return {"optim/lr": 1e-4, "optim/steps": 1, "optim/grad_norm": 1.0}
+
+
+def learner(hook: Hook, role: str) -> None:
+    from asyncrl.transport.ring import Ring
+    from asyncrl.transport.sockets import PeerSocket
+    from learner import checkpoint, loop
+    from learner.backend import TorchBackend
+    from learner.publisher import Publisher
+    from learner.state import Cursor
+    from learner.step import LearnerCore
+
+    kept = Notes(hook.notes / "learner.jsonl")
+    witness: list[list[int]] = []
+    life: list[Any] = [0, Path()]
+
+    def look(name: str, **more: Any) -> None:
+        hook.look(role, name, where=newest(hook.notes.parent), **more)
+
+    def trained(_metrics: Any, core: Any, batch: Any) -> None:
+        rows = [
+            [s.ticket, s.sample, s.attempt, s.length, sorted({tuple(x.label) for x in s.spans})]
+            for s in batch.samples
+        ]
+        witness.extend([batch.number, life[0], *row[:4]] for row in rows)
+        kept.add({"trained": batch.number, "epoch": life[0], "samples": rows})
+        hook.worked(role)
+        look("mid-step")
+
+    def filling(_part: Path, *_rest: Any) -> None:
+        if hook.board.action(role) == "disk":
+            look("mid-checkpoint", room=random.Random(os.getpid()).choice((0, 2000, 20_000)))
+
+    def filled(_none: Any, part: Path, *_rest: Any) -> None:
+        (part / "witness.json").write_text(json.dumps(witness))
+        files = json.loads((part / "manifest").read_text())
+        import xxhash
+
+        data = (part / "witness.json").read_bytes()
+        files["witness.json"] = [len(data), xxhash.xxh3_64_hexdigest(data)]
+        (part / "manifest").write_text(json.dumps(files))
+        look("mid-checkpoint")
+
+    def restored(_extra: Any, _core: Any, path: Path) -> None:
+        witness[:] = json.loads((path / "witness.json").read_text())
+
+    def begun(found: Any, *_args: Any) -> None:
+        life[0] = found[0]
+
+    def published(digest: str, publisher: Any, number: int) -> None:
+        kept.add({"published": [publisher.epoch, number], "digest": digest})
+
+    def greeted(one: Any) -> None:
+        kept.add({"life": one.epoch, "origin": one.origin, "number": one.number})
+
+    if hook.real:  # between the gradient and the optimizer's step
+        before(TorchBackend, "step", lambda *_: look("mid-step"))
+    else:
+        LearnerCore.train = unreal  # type: ignore[method-assign]
+    after(LearnerCore, "train", trained)
+    before(checkpoint, "_fill", filling)
+    after(checkpoint, "_fill", filled)
+    after(checkpoint, "restore", restored)
+    after(checkpoint, "begin", begun)
+    after(Publisher, "publish", published)
+    before(loop.Learner, "hello", greeted)
+    before(loop.Learner, "wait", lambda one, what: what and look("idle"))
+    messages(PeerSocket, hook, role, ("Ask", "Commit", "Goodbye"))
+    plain_write = Ring.write
+
+    def write(ring: Any, label: Any, fill: Any, *args: Any, **kwargs: Any) -> str:
+        def half(buffer: memoryview) -> None:
+            fill(buffer)
+            look("mid-publication")
+
+        return plain_write(ring, label, half, *args, **kwargs)
+
+    Ring.write = write  # type: ignore[method-assign]
+    if hook.off == "cursor":
+        Cursor.read = staticmethod(  # type: ignore[method-assign,assignment]
+            lambda extra: Cursor(parent=extra["parent"])
+        )
+
+
+def newest(run_dir: Path) -> Path | None:
+    """The newest checkpoint of the newest learner, if there is one before it to fall back to."""
+    epochs = [x for x in (run_dir / "checkpoints").glob("epoch_*") if x.name[6:].isdigit()]
+    if not epochs:
+        return None
+    found = sorted(
+        max(epochs, key=lambda x: int(x.name[6:])).glob("number_*"), key=lambda x: int(x.name[7:])
+    )
+    return found[-1] if len(found) > 1 else None
+
+
+def buffer(hook: Hook, role: str) -> None:
+    from asyncrl.transport.sockets import BufferSocket
+    from buffer import journal
+    from buffer.service import Service
+    from buffer.store import Store
+
+    board, off = hook.board, hook.off
+    plain = journal._write
+
+    def write(fd: int, data: bytes) -> None:
+        if board.reached(role, "mid-journal"):
+            half = len(data) // 2
+            if board.action(role) == "disk":  # the kernel takes half of it
+                board.obey(role, room=os.fstat(fd).st_size + half)
+            else:
+                plain(fd, data[:half])
+                board.obey(role)
+                data = data[half:]
+        plain(fd, data)
+
+    def flushing(service: Any) -> None:
+        hook.worked(role)
+        if service.outgoing:
+            hook.look(role, "mid-answer")
+
+    journal._write = write
+    before(Service, "flush", flushing)
+    if off != "sync":
+        before(BufferSocket, "recv", lambda _, timeout: timeout and hook.look(role, "idle"))
+    if off == "dedupe":
+        Store.disposition = lambda store, group, trajectory: None  # type: ignore[method-assign]
+    elif off == "ticket_order":
+        any_order()
+    elif off == "sync":
+        unsynced(hook, role)
+    elif off == "epoch_fence":
+        Service.fenced = lambda service, peer, epoch: (  # type: ignore[method-assign]
+            service.store.policy is None
+        )
+    messages(BufferSocket, hook, role, ("Acks", "Batch", "Committed", "Welcome", "Heard"))
+
+
+def any_order() -> None:
+    """Batches take what is complete, and nobody looks at what is too old for them."""
+    from buffer import batches
+    from buffer.store import Store
+
+    plain = batches.judge
+
+    def judge(store: Any, groups: Any, number: int) -> Any:
+        limit, store.max_lag = store.max_lag, math.inf
+        try:
+            return plain(store, groups, number)
+        finally:
+            store.max_lag = limit
+
+    batches.judge = judge
+    Store.in_order = property(lambda store: False)  # type: ignore[method-assign,assignment]
+
+
+def unsynced(hook: Hook, role: str) -> None:
+    """Answers are acknowledged a pass before they are written, and "idle" comes in between."""
+    from buffer.durable_store import RecordedStore
+    from buffer.service import Service
+
+    plain = RecordedStore.settle
+    held = [False]
+
+    def taken(_what: Any, store: Any, _samples: Any) -> None:
+        held[0] = True
+
+    def settle(store: Any) -> None:
+        # a frame, and the count that came with it: nothing else rests on this pass
+        held[0] = held[0] and len(store.journal.waiting) <= 2
+        if not held[0]:
+            plain(store)
+        store.journal.durable = store.journal.appended  # so it says
+
+    def said(_none: Any, _service: Any) -> None:
+        if held[0] and hook.board.reached(role, "idle"):
+            time.sleep(0.05)  # the words are on their way
+            hook.board.obey(role)
+        held[0] = False
+
+    after(RecordedStore, "take_all", taken)
+    RecordedStore.settle = settle  # type: ignore[method-assign]
+    after(Service, "flush", said)
+
+
+HOOKS = {
+    "supervisor": supervisor,
+    "buffer": buffer,
+    "learner": learner,
+    "generator": generator,
+    "reward": reward,
+}
