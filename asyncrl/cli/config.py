@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from typing import Any
 
 import click
 
@@ -51,16 +53,25 @@ def task() -> None:
 
 @task.command(name="try")
 @options()
-@click.option("-n", "count", default=3, help="prompts to show")
-def try_task(source: str, sets: tuple[str, ...], as_json: bool, count: int) -> None:
+@click.option("-n", "count", default=3, help="prompts to show; sessions to play with --model")
+@click.option("--model", default="", metavar="DIR", help="play sessions with this model")
+def try_task(source: str, sets: tuple[str, ...], as_json: bool, count: int, model: str) -> None:
     """Show prompts of the task and what the reward function says of the right answer and of an
     empty one.
+
+    With [agent], play a session: by hand, an answer a line of standard input (\\n in it is a line's
+    end), or with --model.
     """
     from actors.rewards import judge_all
     from asyncrl.config import load
     from asyncrl.tasks import get_task
 
     loaded = load.load(source, sets)
+    if loaded.agent.env or loaded.agent.tools:
+        _play(loaded, model, count, as_json)
+        return
+    if model:
+        raise ConfigError("--model plays sessions, and this config has no agent.env or agent.tools")
     tasks = get_task(loaded.task)
     prompts = [tasks.prompt("train", index, loaded.seed) for index in range(count)]
     asked = [
@@ -85,3 +96,43 @@ def try_task(source: str, sets: tuple[str, ...], as_json: bool, count: int) -> N
         )
     if failed := next((why for *_, why in found if why), ""):
         raise ConfigError(f"reward.function = {loaded.reward.function}: {failed}")
+
+
+def _play(config: Any, model: str, count: int, as_json: bool) -> None:
+    """One session by hand, or `count` with a model."""
+    import msgspec
+
+    from asyncrl.experiments import play
+
+    if model:
+        at = msgspec.structs.replace(config.model, path=model)
+        config = msgspec.structs.replace(config, model=at)
+    for index in range(count if model else 1):
+        ticket = play.ticket_of(config, index)
+        player: play.Player = play.ByModel(config, ticket) if model else play.ByHand(config, _line)
+        for shown in play.play(config, ticket, player):
+            if as_json:
+                print(json.dumps({"session": index, **msgspec.to_builtins(shown)}), flush=True)
+            else:
+                print(_written(shown), flush=True)
+
+
+def _line() -> str | None:
+    """The next answer by hand; the prompt goes to stderr, so that what is played can be kept."""
+    if sys.stdin.isatty():
+        print("> ", end="", file=sys.stderr, flush=True)
+    line = sys.stdin.readline()
+    return line.rstrip("\n").replace("\\n", "\n") if line else None
+
+
+def _written(shown: Any) -> str:
+    """A turn as a reader sees it."""
+    parts = "".join(f", {name} {value:g}" for name, value in shown.parts.items())
+    tokens = f" ({shown.tokens} tokens)" if shown.tokens else ""
+    if shown.kind == "asked":
+        row = ", a row of its own" if shown.row and shown.turn > 1 else ""
+        paid = f" reward {shown.reward:g}{parts}" if shown.turn > 1 else ""
+        return f"--- turn {shown.turn}{tokens}{row}{paid}\n{shown.text}"
+    if shown.kind == "answered":
+        return f"<<<{tokens} {shown.text}" if tokens else f"<<< {shown.text}"
+    return f"=== reward {shown.reward:g}{parts}: {shown.text}"
