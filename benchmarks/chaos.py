@@ -311,10 +311,12 @@ def chaos(
         run.end()
         rundir.clean(run.dir)
     found: dict[str, Any] = {"faults": len(done), "recovered": len(done), "error": error}
-    if not error:
-        history = checker.read(run.dir)
-        limits = (run.steps, run.groups, run.size, run.limit)
-        found |= checker.check(history, *limits, memory=run.memory)
+    limits = (run.steps, run.groups, run.size, run.limit)
+    try:
+        if not error:
+            found |= checker.check(checker.read(run.dir), *limits, memory=run.memory)
+    except (OSError, ValueError) as problem:
+        found["error"] = f"seed {seed}: what it left cannot be read: {problem}"
     found |= {
         "seed": seed,
         "each": [fault.row() for fault in done],
@@ -405,6 +407,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(_SUBREAPER, 1)  # orphans are reaped here
     each, many = (10, 1) if args.quick else (EACH, max(1, args.faults // EACH))
     runs: list[dict[str, Any]] = []
+    measured = results_file.commit()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as work:
         model = Path(work) / "model"
@@ -422,7 +425,7 @@ def main() -> None:
     found["met"] = wrong if args.disable else not wrong and not found["errors"]
     if not args.quick and not args.disable:
         said = {"what_it_is": __doc__, "learner": args.learner, "first_seed": args.seed}
-        found["file"] = results_file.write(args.name, said | found).name
+        found["file"] = results_file.write(args.name, said | found, measured).name
     print(json.dumps(found) if args.json else "\n".join(f"{k:18} {v}" for k, v in found.items()))
     sys.exit(0 if found["met"] else 1)
 

@@ -156,8 +156,9 @@ def install(board: Board, notes: Path, config: Any, hook: Callable[[str], None])
     from actors import reward_worker
     from asyncrl.cli import main
     from asyncrl.config import load
-    from asyncrl.supervise import cleanup, launch
+    from asyncrl.supervise import cleanup
     from asyncrl.supervise import run as supervised
+    from asyncrl.supervise.hosts import local
     from asyncrl.transport import child
 
     load.load = lambda *_: config
@@ -188,5 +189,5 @@ def install(board: Board, notes: Path, config: Any, hook: Callable[[str], None])
             Notes(notes / "ended.jsonl").add({"role": role, "pid": os.getpid()})
         return code
 
-    for module in (launch, supervised, child):
+    for module in (local, supervised, child):
         module.subprocess = instead(make)  # type: ignore[attr-defined]
