@@ -132,7 +132,6 @@ def until(what: Callable[[], bool]) -> None:
 @pytest.mark.parametrize(
     ("item", "said"),
     [
-        ("exact=true", "exact: encodes calls otherwise"),
         ("staleness.inject=1", "staleness.inject: knows single answers only"),
         ("staleness.delay=1.0", "staleness.delay: knows single answers only"),
         ("generator.engine='vllm'", "generator.engine: vllm draws no calls yet"),

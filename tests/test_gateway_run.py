@@ -4,7 +4,6 @@ client: leased, drawn, scored, trained.
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -57,22 +56,6 @@ def test_a_harness_is_trained_over_http(tmp_path: Path) -> None:
     out_text = said(tmp_path)
     assert "2 steps, 16 trajectories" in out_text and "trained 100.0%" in out_text, out_text
     assert "was still" not in out_text
-
-
-def test_an_agent_is_called_for_each_session(tmp_path: Path) -> None:
-    """Its evaluation too; the sessions that it began are all delivered once."""
-    build_model(tmp_path / "m", Calc.symbols, hidden=32, layers=1)
-    given = [*SETS[2:], "model.path=m", "agent.at_once=4", "evaluation.every=1"]
-    sets = [word for each in given for word in ("--set", each)]
-    config = str(ROOT / "configs" / "calc_http.toml")
-    run = [sys.executable, "-m", "asyncrl.cli", "run", config, "--json", *sets]
-    done = subprocess.run(run, cwd=tmp_path, env=ENV, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-3000:]
-    summary = json.loads(done.stdout)
-    ledger = summary["ledger"]
-    assert summary["trajectories"] == 16 and summary["lag"]["max"] <= 2
-    assert ledger["trained"] == ledger["generated"] > 16 and not ledger["failed"]
-    assert "was still" not in done.stderr
 
 
 def said(path: Path) -> str:

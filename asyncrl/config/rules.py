@@ -656,7 +656,6 @@ def _agent(config: Config) -> list[str]:
     if agent.function and not (module and colon and name.isidentifier()):
         out.append(f"agent.function: {agent.function}; write module:function or file.py:function")
     refused = (
-        (config.exact, "exact: encodes calls otherwise than the learner their rows"),
         (config.staleness.inject is not None, "staleness.inject: knows single answers only"),
         (config.staleness.delay > 0, "staleness.delay: knows single answers only"),
         (config.generator.engine == "vllm", "generator.engine: vllm draws no calls yet"),
