@@ -22,6 +22,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Span
 from asyncrl.contract.versions import Label
 from asyncrl.models import exact_operators, memory
+from asyncrl.models.adapters import Base
 from asyncrl.models.policy import PolicyModel, load_policy
 
 CHUNK = 64  # rows refilled at a time: an admission costs about as much as a few decode steps
@@ -45,7 +46,7 @@ class EmbeddedEngine:
 
     fixed: by the operators of exact mode (asyncrl/models/exact_operators.py), with every key at the
     column of its position. mantissa_bits: what the weights are rounded to when they are loaded; 0:
-    not."""
+    not.  base: what `load` adds each version of an adapter to; None: versions are whole."""
 
     def __init__(
         self,
@@ -57,12 +58,14 @@ class EmbeddedEngine:
         max_new_tokens: int = 64,
         fixed: bool = False,
         mantissa_bits: int = 0,
+        base: Base | None = None,
     ) -> None:
         assert model.fast is not None
         self.slots = slots
         self.in_flight = in_flight
         self.lay = model.fast
         self.mantissa_bits = mantissa_bits
+        self.base = base
         self.context = context
         self.weights = decoder.FusedWeights(
             model.fast,
@@ -109,6 +112,8 @@ class EmbeddedEngine:
     def load(
         self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b""
     ) -> None:
+        if self.base is not None:
+            weights = self.base.merged(weights, probe)
         self.weights.load(
             {name: rounded(weight, self.mantissa_bits) for name, weight in weights.items()}
             if self.mantissa_bits
@@ -539,6 +544,7 @@ def make_engine(config: Config) -> Engine:
         context=settings.context,
         in_flight=config.weights.in_flight,
         max_new_tokens=settings.max_new_tokens,
+        base=Base(model, config.lora) if config.lora.rank else None,
         **(
             {"fixed": bool(config.exact), "mantissa_bits": settings.mantissa_bits}
             if kind is EmbeddedEngine

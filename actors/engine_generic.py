@@ -19,6 +19,7 @@ from actors.decoder import sample
 from actors.engine import Answer, Key, Request, uniforms
 from asyncrl.contract.messages import Span
 from asyncrl.contract.versions import Label
+from asyncrl.models.adapters import Base
 from asyncrl.models.policy import PolicyModel, load_weights
 
 
@@ -42,7 +43,9 @@ class GenericEngine:
         context: int,
         in_flight: str = "recompute_kv",
         max_new_tokens: int = 64,
+        base: Base | None = None,
     ) -> None:
+        self.base = base
         self.model = model
         self.slots = slots
         self.context = context
@@ -58,6 +61,8 @@ class GenericEngine:
     def load(
         self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b""
     ) -> None:
+        if self.base is not None:
+            weights = self.base.merged(weights, probe)
         load_weights(self.model, weights)
         self.label = label
         self.digest = digest

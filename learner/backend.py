@@ -18,7 +18,7 @@ import torch
 
 from asyncrl.config.engines import ENGINES
 from asyncrl.config.tree import Config
-from asyncrl.models.policy import PolicyModel, copy_flat, manifest, probe_logprobs
+from asyncrl.models.policy import PolicyModel, copy_flat, manifest, named_weights, probe_logprobs
 from learner.gradients import Alignment
 
 
@@ -66,8 +66,14 @@ class TorchBackend:
         self.model = model
         self.layout = manifest(model)
         # looking through the modules would take half the time of a small model's publication
-        self.weights = list(model.hf.named_parameters(remove_duplicate=True))
-        self.optimizer = optimizer_for(config, list(model.hf.parameters()))
+        self.weights: list[tuple[str, torch.Tensor]] = (
+            list(model.hf.named_parameters(remove_duplicate=True))
+            if model.adapter is None
+            else named_weights(model)
+        )
+        self.optimizer = optimizer_for(
+            config, [p for p in model.hf.parameters() if p.requires_grad]
+        )
         how = config.learner.gradient_cosine
         self.alignment = (
             None
@@ -160,8 +166,10 @@ class TorchBackend:
 
     def probe(self) -> bytes:
         """The weights' log-probabilities of the probe's tokens (float32), for engines that check a
-        swap; nothing for the others.
+        swap; nothing for the others.  Of adapters: digest of the base that they belong to.
         """
+        if self.model.adapter is not None:
+            return self.model.adapter.base.encode()
         return (
             probe_logprobs(self.model).astype("<f4").tobytes()
             if ENGINES[self.config.generator.engine].probed

@@ -4,7 +4,7 @@
 checkpoints/epoch_E.new/   made exclusively by a learner's life; links to what it resumes from
 checkpoints/epoch_E/       the same, claimed by a rename when the buffer welcomed it: the highest
                            one counts
-    number_N/model/        a Hugging Face directory
+    number_N/model/        a Hugging Face directory; with LoRA the adapter alone
     number_N/state.pt      optimizer, learner state, cursor, ledger totals
     number_N/older_M.bin   flat weights of version M < N (lag injection)
     number_N/manifest      size and xxh3-64 of every file; written last, before the directory gets
@@ -29,6 +29,7 @@ import torch
 import xxhash
 
 from asyncrl.contract.errors import AsyncrlError, Damaged, Fenced
+from asyncrl.models import adapters
 from asyncrl.models.policy import export, load_policy, load_weights, manifest, named_weights
 from asyncrl.records import atomic_write
 from learner.state import State
@@ -228,6 +229,23 @@ def restore(core: LearnerCore, path: Path) -> dict[str, Any]:
     another model's checkpoint.
     """
     core.backend.tell("restore", str(path))
+    if core.model.adapter is not None:
+        adapters.restore(core.model, path / "model")
+    else:
+        _restore_weights(core, path)
+    data = torch.load(path / "state.pt", weights_only=True)
+    core.backend.load_state(data["optimizer"], path)
+    if core.critic is not None:
+        core.critic.load_state(data.get("critic"), path)
+    core.state = State(**data["state"])
+    # only the adaptive controller has a coefficient of its own to go on with
+    if core.config.kl.reward.controller == "fixed":
+        core.state.beta = core.config.kl.reward.coefficient
+    return dict(data["extra"])
+
+
+def _restore_weights(core: LearnerCore, path: Path) -> None:
+    """Every weight of the model.  Raises Damaged."""
     saved = load_policy(path / "model", core.config.model.dtype, core.config.model.device)
     theirs = [row[:3] for row in manifest(saved)]
     ours = [row[:3] for row in core.layout]
@@ -238,15 +256,6 @@ def restore(core: LearnerCore, path: Path) -> dict[str, Any]:
         )
     with core.backend.whole():
         load_weights(core.model, dict(named_weights(saved)))
-    data = torch.load(path / "state.pt", weights_only=True)
-    core.backend.load_state(data["optimizer"], path)
-    if core.critic is not None:
-        core.critic.load_state(data.get("critic"), path)
-    core.state = State(**data["state"])
-    # only the adaptive controller has a coefficient of its own to go on with
-    if core.config.kl.reward.controller == "fixed":
-        core.state.beta = core.config.kl.reward.coefficient
-    return dict(data["extra"])
 
 
 def older(path: Path) -> dict[int, bytes]:

@@ -21,6 +21,7 @@ from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, Fenced, NothingToDo, PeerUnreachable
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BUFFER, Wait, WaitLog
+from asyncrl.models import adapters, policy
 from asyncrl.models.devices import bind_learner
 from asyncrl.models.policy import export, weights_digest
 from asyncrl.records import atomic_write, lives
@@ -46,6 +47,8 @@ class Learner:
     def __init__(self, config: Config, run_dir: Path) -> None:
         self.config, self.run_dir, self.run = config, run_dir, run_id(run_dir)
         self.core = LearnerCore(config, config.model.path, run_dir)
+        adapter = self.core.model.adapter
+        self.full_bytes = adapter.base_bytes if adapter else policy.flat_bytes(self.core.layout)
         self.epoch, self.origin, self.directory = checkpoint.begin(run_dir / "checkpoints")
         self.cursor = Cursor()
         older: dict[int, bytes] = {}
@@ -245,7 +248,10 @@ class Learner:
         """
         self.core.backend.tell("export")
         with self.core.backend.whole():
-            export(self.core.model, self.run_dir / "model")
+            model = self.core.model
+            if model.adapter is not None and self.config.export.lora == "merged":
+                model = adapters.merged_model(model, self.config.model.device)
+            export(model, self.run_dir / "model")
             atomic_write.sync_tree(self.run_dir / "model")
             atomic_write.sync_path(self.run_dir)
             digest = weights_digest(self.core.model)
@@ -286,6 +292,8 @@ class Learner:
             "time/step": whole,
             "time/learner_idle_share": max(0.0, 1.0 - (now - began) / max(whole, 1e-9)),
             "throughput/learner_tokens_per_s": tokens / max(whole, 1e-9),
+            "weights/bytes": self.publisher.ring.size,
+            "weights/full_bytes": self.full_bytes,
             "memory/learner_mb": psutil.Process().memory_info().rss / 2**20,
         }
         self.mark = now

@@ -8,6 +8,7 @@ step, whose forward was the learner's start."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch, Trajectory
 from asyncrl.contract.versions import Label
+from asyncrl.models import adapters
 from asyncrl.models.policy import Manifest, PolicyModel, load_policy, load_weights, read_flat
 from learner.batch import Packed
 
@@ -132,6 +134,10 @@ class Measure:
         data = self.weights_of(label)
         if not data:
             return None
+        if self.model.adapter is not None:
+            flat = read_flat(memoryview(bytearray(data)), self.layout)
+            with adapters.replaced(self.model, flat):
+                return self.forward(self.model, packed, answers)
         if self.shadow is None:
             self.shadow = frozen(
                 load_policy(
@@ -150,9 +156,11 @@ class Measure:
         """
         if self.reference is None:
             settings = self.config.model
-            self.reference = frozen(
-                load_policy(settings.reference or settings.path, settings.dtype, settings.device)
-            )
+            path = Path(settings.reference or settings.path)
+            if self.model.adapter is not None and path.resolve() == Path(settings.path).resolve():
+                self.reference = adapters.without(self.model)
+            else:
+                self.reference = frozen(load_policy(path, settings.dtype, settings.device))
         part = packed.part(answers)
         part = part[prep.valid[part]]
         moved = ratios.log_ratio(

@@ -20,7 +20,7 @@ from asyncrl.algorithms.settings import KLLoss, KLReward
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFinite
 from asyncrl.contract.messages import Batch
-from asyncrl.models import memory, packed_forward
+from asyncrl.models import adapters, memory, packed_forward
 from asyncrl.models.policy import PolicyModel, load_policy, manifest
 from learner import gradients, schedule
 from learner.backend import TorchBackend
@@ -58,6 +58,8 @@ class LearnerCore:
             model_dir, config.model.dtype, config.model.device, whole=by_modules
         )
         self.model.exact = bool(config.exact)
+        if config.lora.rank:
+            adapters.attach(self.model, config.lora, config.seed)
         self._load_references()
         self.full_kl = config.kl.loss.coefficient > 0 and config.kl.loss.off_policy == "prefix_full"
         if self.full_kl and (
@@ -92,9 +94,12 @@ class LearnerCore:
     def _load_references(self) -> None:
         """`reference`: the policy that KL in the loss is towards, `reward_reference` the one of KL
         in the reward; one model where both are the same directory.  With one term alone, the
-        metrics are of its reference."""
+        metrics are of its reference.  With adapters the base is there already: the model with them
+        off."""
         config = self.config
         loaded: dict[Path, PolicyModel] = {}
+        if self.model.adapter is not None:
+            loaded[Path(self.model.tokenizer_dir).resolve()] = adapters.without(self.model)
 
         def load(term: KLReward | KLLoss) -> PolicyModel | None:
             if term.coefficient <= 0:

@@ -29,6 +29,7 @@ PAGES = [
     "docs/own-project.md",
     "docs/rewards.md",
     "docs/sft.md",
+    "docs/lora.md",
     "docs/agents.md",
     "docs/staleness.md",
     "docs/simulate.md",

@@ -92,6 +92,7 @@ def export(run_dir: Path, path: Path, as_json: bool) -> None:
     """Copy the newest trained model of RUN_DIR to PATH, as a Hugging Face directory."""
     import shutil
 
+    from asyncrl.config import load
     from learner import checkpoint
 
     if path.exists():
@@ -104,5 +105,12 @@ def export(run_dir: Path, path: Path, as_json: bool) -> None:
         if newest is None:
             raise ConfigError(f"{run_dir}: no model and no checkpoint in it")
         source = newest / "model"
-    shutil.copytree(source, path)
+    config = load.load(run_dir / "config.toml")
+    if (source / "adapter_config.json").is_file() and config.export.lora == "merged":
+        from asyncrl.models import adapters, policy
+
+        base = policy.load_policy(config.model.path, config.model.dtype, "cpu")
+        policy.export(adapters.merged_directory(base, source), path)
+    else:
+        shutil.copytree(source, path)
     emit({"model": str(path), "from": str(source)}, as_json)

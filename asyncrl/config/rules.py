@@ -21,6 +21,7 @@ def check(config: Config) -> list[str]:
         + _sizes(config)
         + _needless(config)
         + _backend(config)
+        + _lora(config)
         + _limit(config)
         + _correction(config)
         + _surrogate(config)
@@ -148,6 +149,43 @@ def _backend(config: Config) -> list[str]:
             "tcp://127.0.0.1:0"
         )
     return out
+
+
+def _lora(config: Config) -> list[str]:
+    """What adapters cannot be combined with, or were never tried with."""
+    lora = config.lora
+    plain = type(lora)()
+    if not lora.rank:
+        given = [
+            key for key in ("alpha", "target_modules") if getattr(lora, key) != getattr(plain, key)
+        ]
+        out = [f"lora.{key}: without adapters nothing reads it; give lora.rank" for key in given]
+        if config.export.lora != "merged":
+            out.append("export.lora: without adapters (lora.rank = 0) there are none to export")
+        return out
+    dtypes = ("same", config.model.dtype)
+    refused = (
+        (
+            config.generator.engine != "embedded",
+            f"generator.engine: {config.generator.engine} takes whole weights only; use embedded",
+        ),
+        (
+            config.learner.backend != "torch",
+            f"learner.backend: {config.learner.backend} trains whole weights only; use torch",
+        ),
+        (
+            config.generator.dtype not in dtypes,
+            "generator.dtype: base and adapter belong together bit for bit; use same",
+        ),
+        (
+            config.weights.transport in ("nccl", "gloo"),
+            f"weights.transport: {config.weights.transport} sends whole weights only; use auto",
+        ),
+        (bool(config.exact), "exact: the learner computes beside the base, the engine merged"),
+        (config.record.stream, "record.stream: replay trains whole weights only"),
+        (config.advantage.name == "gae", "advantage.name: gae was never tried with adapters"),
+    )
+    return [f"{why} (lora.rank = {lora.rank})" for wrong, why in refused if wrong]
 
 
 def _limit(config: Config) -> list[str]:

@@ -208,6 +208,32 @@ class Learner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     ] = []
 
 
+class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    rank: Annotated[
+        Count,
+        Meta(description="of the adapters, which alone are trained and published; 0: all weights"),
+    ] = 0
+    alpha: Annotated[float, Meta(gt=0, description="the adapters' product counts alpha / rank")] = (
+        16.0
+    )
+    target_modules: Annotated[
+        list[str],
+        Meta(
+            description="the linear layers that get one, by the end of their names, such as "
+            "q_proj; empty: all but the head"
+        ),
+    ] = []
+
+
+class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    lora: Annotated[
+        Literal["merged", "adapter"],
+        Meta(
+            description="RUN/model: base and adapter as one model, or the adapter in peft's format"
+        ),
+    ] = "merged"
+
+
 class Staleness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     max_lag: Annotated[
         float, Meta(ge=0, description="versions; a whole number or inf; 0: synchronous")
@@ -399,6 +425,8 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     agent: Agent = Agent()
     generator: Generator = Generator()
     learner: Learner = Learner()
+    lora: Lora = Lora()
+    export: Export = Export()
     staleness: Staleness = Staleness()
     advantage: Advantage = Advantage()
     value: Value = Value()

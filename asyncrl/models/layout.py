@@ -4,7 +4,10 @@ parameter with its shape.  Imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+from asyncrl.contract.errors import ConfigError
 
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
@@ -83,6 +86,34 @@ def names(raw: dict[str, Any]) -> dict[str, tuple[int, ...]]:
     if not raw["tie_word_embeddings"]:
         out["lm_head.weight"] = (raw["vocab_size"], width)
     return out
+
+
+def linears(raw: dict[str, Any]) -> list[str]:
+    """The linear layers of such a model, but its head."""
+    outside = ("model.embed_tokens.weight", "lm_head.weight")
+    return [
+        name.removesuffix(".weight")
+        for name, shape in names(raw).items()
+        if len(shape) == 2 and name not in outside
+    ]
+
+
+def targets(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    """Those of `names` that end with one of `wanted`, all for none.  Raises ConfigError for one
+    that names none.
+
+    >>> targets(["model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"], ["up_proj"])
+    ['model.layers.0.mlp.up_proj']
+    """
+    for each in wanted:
+        if not any(name == each or name.endswith(f".{each}") for name in names):
+            known = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in names}))
+            raise ConfigError(
+                f"lora.target_modules: no linear layer of the model is called {each!r}; there are "
+                f"{known or 'none'}"
+            )
+    ends = tuple(f".{each}" for each in wanted)
+    return [name for name in names if not wanted or f".{name}".endswith(ends)]
 
 
 def plain(raw: dict[str, Any]) -> bool:

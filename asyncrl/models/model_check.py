@@ -7,6 +7,7 @@ because only its own classes know which weights they need."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import subprocess
 import sys
@@ -66,6 +67,7 @@ def check(config: Config) -> Any:
         )
     complete(raw, path, config.model.dtype, "model.path")
     finite(path, "model.path")
+    adapted(config, raw)
     if config.model.reference:
         other = Path(config.model.reference)
         theirs = settings(other, "model.reference")
@@ -79,6 +81,16 @@ def check(config: Config) -> Any:
         complete(theirs, other, config.model.dtype, "model.reference")
         finite(other, "model.reference")
     return tokenizer
+
+
+def adapted(config: Config, raw: dict[str, Any]) -> None:
+    """Whether adapters can be put where the config says.  Raises ConfigError."""
+    if not config.lora.rank:
+        return
+    if importlib.util.find_spec("peft") is None:
+        raise ConfigError("lora.rank: needs peft: pip install 'asyncrl[lora]'")
+    if layout.plain(raw):  # of any other the learner says it
+        layout.targets(layout.linears(raw), config.lora.target_modules)
 
 
 def settings(path: Path, key: str) -> dict[str, Any]:

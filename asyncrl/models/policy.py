@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from asyncrl.models import packed_forward, without_transformers
 from asyncrl.models.packed_forward import ForwardOut
 from asyncrl.models.tokenizer import lacks
 from asyncrl.records import atomic_write
+
+if TYPE_CHECKING:
+    from asyncrl.models.adapters import Adapter
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -49,6 +52,8 @@ class PolicyModel:
     # plain path: one forward a call and nothing recomputed, as hooks on the modules may need
     one_pass: bool = False
     exact: bool = False  # by the operators of exact mode (asyncrl/models/exact_operators.py)
+    # with low-rank adapters: they alone are its weights, for all who publish, load or keep them
+    adapter: Adapter | None = None
 
     def __post_init__(self) -> None:
         self.fast = packed_forward.Layout.of(self.hf)
@@ -285,11 +290,16 @@ def transformers_tokenizer(path: str | Path) -> Any:
 
 def export(model: PolicyModel, path: str | Path) -> None:
     """Write a Hugging Face directory with model and tokenizer, atomically: it is there whole or not
-    at all.
+    at all.  Of a model with adapters, the adapter alone.
     """
     own_part = Path(f"{path}.part{os.getpid()}")
     with atomic_write.replacing(Path(path), part=own_part) as part:
         part.mkdir(parents=True)
+        if model.adapter is not None:
+            from asyncrl.models import adapters
+
+            adapters.save(model, part)
+            return
         model.hf.save_pretrained(part)
         copy_tokenizer(model.tokenizer_dir, part)
 
@@ -381,7 +391,13 @@ def character_tokenizer(symbols: str) -> Any:
 
 
 def named_weights(model: PolicyModel) -> list[tuple[str, torch.Tensor]]:
-    """(name, tensor) of every parameter in a fixed order, tied ones once."""
+    """(name, tensor) of every parameter in a fixed order, tied ones once; of a model with adapters,
+    those of the adapters alone.
+    """
+    if model.adapter is not None:
+        from asyncrl.models import adapters
+
+        return adapters.weights(model.hf)
     return [(n, p.detach()) for n, p in model.hf.named_parameters(remove_duplicate=True)]
 
 

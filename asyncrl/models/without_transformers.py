@@ -54,13 +54,14 @@ class Rotary(torch.nn.Module):
         return both.cos().to(like.dtype), both.sin().to(like.dtype)
 
 
-class Linear(torch.nn.Module):
-    """x W^T + b, made without the random start of torch's."""
-
-    bias: torch.nn.Parameter | None
+class Linear(torch.nn.Linear):
+    """x W^T + b, made without the random start of torch's; one of torch's for peft, which puts
+    adapters beside nothing else.
+    """
 
     def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None) -> None:
-        super().__init__()
+        torch.nn.Module.__init__(self)
+        self.out_features, self.in_features = weight.shape
         self.weight = weight
         self.register_parameter("bias", bias)
 

@@ -136,6 +136,8 @@ METRICS: dict[str, Metric] = {
     "time/step": Metric("s", "wall time of the learner's step"),
     "time/train": Metric("s", "time in forward, backward and update"),
     "time/publish": Metric("s", "time to write the weights into the ring"),
+    "weights/bytes": Metric("bytes", "a version as it is published; with LoRA the adapter alone"),
+    "weights/full_bytes": Metric("bytes", "all weights of the model"),
     "time/learner_idle_share": Metric("share", "of the learner's time spent waiting for a batch"),
     "time/generator_idle_share": Metric("share", "of the generators' time with no row to decode"),
     "time/reward_wait_share": Metric(
