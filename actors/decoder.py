@@ -1,15 +1,16 @@
 """Decoding kernels of the embedded engine for Llama-like models: fused weights, a cache of shared
 columns, sampling.
 
-The cache holds [rows, kv heads, columns, d].  The first columns are for prompts; the rest is a ring
-in which every row writes the same column at each step, so that a write is one slice and a version
-is one number per column."""
+The cache holds [rows, kv heads, columns, d].  The first columns are for prompts; in the rest every
+row writes the same column at each step (`StepColumns` says which), so that a write is one slice and
+a version is one number per column."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -17,6 +18,7 @@ from asyncrl.models import exact_operators
 from asyncrl.models.packed_forward import Layout, rotate
 
 MASKED = -1e30
+BLOCK = 64  # steps between two looks at which columns are free; columns that attention takes more
 
 
 Turns = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -147,14 +149,12 @@ class ColumnCache:
     """
 
     def __init__(
-        self, lay: Layout, layers: int, rows: int, prompt: int, ring: int, like: torch.Tensor
+        self, lay: Layout, layers: int, rows: int, columns: int, like: torch.Tensor
     ) -> None:
-        shape = (layers, rows, lay.kv_heads, prompt + ring, lay.head_dim)
+        shape = (layers, rows, lay.kv_heads, columns, lay.head_dim)
         self.k = like.new_zeros(shape)
         self.v = like.new_zeros(shape)
-        self.bias = like.new_full((rows, 1, prompt + ring), MASKED, dtype=torch.float32)
-        self.prompt = prompt
-        self.ring = ring
+        self.bias = like.new_full((rows, 1, columns), MASKED, dtype=torch.float32)
 
     def forget(self, rows: torch.Tensor) -> None:
         self.bias[rows] = MASKED
@@ -165,6 +165,51 @@ class ColumnCache:
         for t in (self.k, self.v):
             t[:, :n] = t.index_select(1, rows)
         self.bias[:n] = self.bias[rows]
+
+
+class StepColumns:
+    """The column that every row writes at each decode step: the lowest that no live row has keys
+    in.  So attention goes over as many columns as the longest live answers take, and not over
+    `count`, which the longest answer allowed may take."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+        self.clear()
+
+    def clear(self) -> None:
+        """No row is live, and steps begin at 0 again."""
+        self.written = np.full(self.count, -1)  # the last step at each column
+        self.at = np.zeros(self.count, np.int64)  # the column of a step, at step % count
+        self.free: list[int] = []  # descending
+        self.high = 0  # columns from here on are empty
+
+    def grow(self, count: int) -> None:
+        """More columns, behind those that there are."""
+        self.written = np.pad(self.written, (0, count - self.count), constant_values=-1)
+        self.count = count
+        self.at = np.zeros(count, np.int64)
+        order = self.written.argsort()  # of two steps at one place the later one is live
+        used = order[self.written[order] >= 0]
+        self.at[self.written[used] % count] = used
+        self.free = []
+
+    def take(self, step: int, oldest: Callable[[], int]) -> int:
+        """A column for `step`; oldest(): the first step of the oldest live row, fewer than `count`
+        steps ago."""
+        if not self.free or step % BLOCK == 0:
+            live = self.written >= oldest()
+            self.free = np.flatnonzero(~live)[::-1].tolist()
+            self.high = int(np.flatnonzero(live).max(initial=-1)) + 1
+        column = self.free.pop()
+        self.written[column] = step
+        self.at[step % self.count] = column
+        self.high = max(self.high, column + 1)
+        return column
+
+    def of(self, first: int, end: int) -> np.ndarray:
+        """The columns [end - first] of steps that a live row made."""
+        found: np.ndarray = self.at[np.arange(first, end) % self.count]
+        return found
 
 
 def decode(

@@ -26,7 +26,6 @@ from asyncrl.models.adapters import Base
 from asyncrl.models.policy import PolicyModel, load_policy
 
 CHUNK = 64  # rows refilled at a time: an admission costs about as much as a few decode steps
-BLOCK = 64  # columns of keys that attention takes more at a time
 SHRINK = 0.75  # live share of the rows in use below which they are moved together
 
 
@@ -76,12 +75,13 @@ class EmbeddedEngine:
         self.dtype = next(model.hf.parameters()).dtype
         self.device = model.device
         self.cache: decoder.ColumnCache | None = None
-        self.ring_needed = max_new_tokens
+        self.answer_needed = max_new_tokens
         self.prompt_needed = 8
         self.queue: deque[Request] = deque()
         self.rows: list[Row | None] = []
         self.live = 0
-        self.clock = 0  # decode steps so far; the ring column is clock % ring
+        self.clock = 0  # decode steps so far
+        self.columns = decoder.StepColumns(max_new_tokens)
         self.label = Label(0, 0)
         self.digest = ""
         rows = slots
@@ -175,6 +175,7 @@ class EmbeddedEngine:
         if not self.live:
             self.rows = []
             self.clock = 0
+            self.columns.clear()
         if self.queue:
             free = self.slots - self.live
             if free >= min(CHUNK, max(1, self.slots // 4), len(self.queue)) or not self.live:
@@ -255,46 +256,37 @@ class EmbeddedEngine:
         come; rare.
         """
         prompt = max(self.prompt_needed, *(len(request.prompt) - 1 for request in requests))
-        ring = max(self.ring_needed, *(request.max_new_tokens for request in requests))
+        answer = max(self.answer_needed, *(request.max_new_tokens for request in requests))
         stops = max(1, *(len(request.stop) for request in requests))
         if stops > self.stop.shape[1]:
             self.stop = torch.nn.functional.pad(
                 self.stop, (0, stops - self.stop.shape[1]), value=-1
             )
-        if self.cache is not None and prompt == self.prompt_needed and ring == self.ring_needed:
+        if self.cache is not None and prompt == self.prompt_needed and answer == self.answer_needed:
             return
         old = self.cache
         old_prompt = self.prompt_needed
-        old_ring = self.ring_needed
         self.prompt_needed = -(-prompt // 8) * 8
-        self.ring_needed = ring
+        self.answer_needed = answer
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         self.cache = decoder.ColumnCache(
-            self.lay,
-            self.weights.layers,
-            self.slots,
-            self.prompt_needed,
-            self._ring_columns(),
-            like,
+            self.lay, self.weights.layers, self.slots, self._cache_columns(), like
         )
-        if ring > self.uniform.shape[1]:
-            more = ring - self.uniform.shape[1]
+        if answer > self.columns.count:
+            more = answer - self.columns.count
+            self.columns.grow(answer)
             pad = torch.nn.functional.pad
             self.uniform, self.out_token, self.out_logprob = (
                 pad(tensor, (0, more))
                 for tensor in (self.uniform, self.out_token, self.out_logprob)
             )
         if old is not None:
-            self._move(old, old_prompt, old_ring)
+            self._move(old, old_prompt)
 
-    def _ring_columns(self) -> int:
-        """Columns beside the prompt's: in exact mode they are all one axis, padded."""
-        return (
-            exact_operators.up(self.prompt_needed + self.ring_needed, exact_operators.KEYS)
-            - self.prompt_needed
-            if self.fixed
-            else self.ring_needed
-        )
+    def _cache_columns(self) -> int:
+        """Of prompts and of steps; in exact mode they are all one axis, padded."""
+        columns = self.prompt_needed + self.answer_needed
+        return exact_operators.up(columns, exact_operators.KEYS) if self.fixed else columns
 
     def _encode(self, ids: np.ndarray) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Keys and values of padded rows, as wide as ids."""
@@ -309,31 +301,18 @@ class EmbeddedEngine:
             )
         ]
 
-    def _move(self, old: decoder.ColumnCache, prompt: int, ring: int) -> None:
-        """Copy a smaller cache into the new one, ring columns by their step."""
+    def _move(self, old: decoder.ColumnCache, prompt: int) -> None:
+        """Copy a smaller cache into the new one: columns of prompts, then those of steps."""
         assert self.cache is not None
-        steps = np.arange(max(0, self.clock - ring), self.clock)
-        if self.fixed:
-            count = old.bias.shape[2]
-            (
-                self.cache.k[:, :, :, :count],
-                self.cache.v[:, :, :, :count],
-                self.cache.bias[:, :, :count],
-            ) = (
-                old.k,
-                old.v,
-                old.bias,
-            )
-            return
-        source = torch.from_numpy(np.concatenate([np.arange(prompt), prompt + steps % ring])).to(
-            self.device
+        count = old.bias.shape[2]
+        parts = (
+            [(0, 0, count)] if self.fixed else [(0, 0, prompt), (self.prompt_needed, prompt, count)]
         )
-        target = torch.from_numpy(
-            np.concatenate([np.arange(prompt), self.prompt_needed + steps % self.ring_needed])
-        ).to(self.device)
-        for new, was in ((self.cache.k, old.k), (self.cache.v, old.v)):
-            new[:, :, :, target] = was[:, :, :, source]
-        self.cache.bias[:, :, target] = old.bias[:, :, source]
+        for to, first, end in parts:
+            target = slice(to, to + end - first)
+            for new, was in ((self.cache.k, old.k), (self.cache.v, old.v)):
+                new[:, :, :, target] = was[:, :, :, first:end]
+            self.cache.bias[:, :, target] = old.bias[:, :, first:end]
 
     def _write_prompts(self, rows: list[int], prompts: list[np.ndarray], groups: list[Any]) -> None:
         """Encode each distinct prompt without its last token; give its keys and values to the rows
@@ -384,7 +363,7 @@ class EmbeddedEngine:
                     [
                         np.arange(prompt),
                         self.prompt_needed
-                        + np.arange(request.born, request.born + known - prompt) % self.ring_needed,
+                        + self.columns.of(request.born, request.born + known - prompt),
                     ]
                 )
                 if self.fixed:
@@ -401,7 +380,7 @@ class EmbeddedEngine:
     def _decode(self) -> list[Answer]:
         assert self.cache is not None
         count = len(self.rows)
-        column = self.clock % self.ring_needed
+        column = self.columns.take(self.clock, self._oldest)
         if self.fixed:
             longest = max(
                 len(request.request.prompt) - 1 + self.clock - request.born
@@ -441,24 +420,26 @@ class EmbeddedEngine:
         self.position[:count].add_(1).clamp_(max=self.context)
         return self._answers(ended.nonzero()[:, 0])
 
+    def _oldest(self) -> int:
+        return min(row.born for row in self.rows if row is not None)
+
     def _seen(self) -> int:
-        """Columns that attention looks at: until the ring has gone round once, those behind this
-        step's hold nothing.  In whole BLOCKs, so that short rings take one kernel for all steps.
+        """Columns that attention looks at: those behind the highest in use hold nothing.  In whole
+        BLOCKs, so that short answers take one kernel for all steps.
         """
         assert self.cache is not None
-        columns = self.cache.bias.shape[2]
-        used = self.prompt_needed + self.clock + 1
-        return min(-(-used // BLOCK) * BLOCK, columns) if self.clock < self.ring_needed else columns
+        used = self.prompt_needed + self.columns.high
+        return min(exact_operators.up(used, decoder.BLOCK), self.cache.bias.shape[2])
 
     def _written(self, index: int, row: Row) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and logprobs of row i so far, read out of the ring."""
-        columns = torch.arange(row.born, self.clock, device=self.device) % self.ring_needed
+        """Tokens and logprobs of row i so far."""
+        columns = torch.from_numpy(self.columns.of(row.born, self.clock)).to(self.device)
         return self.out_token[index, columns].cpu().numpy().astype(np.int32), self.out_logprob[
             index, columns
         ].cpu().numpy()
 
     def _answers(self, ended: torch.Tensor) -> list[Answer]:
-        """Those of the rows `ended` [n], read out of the ring together; the rows are free."""
+        """Those of the rows `ended` [n], read out of the columns together; the rows are free."""
         if not len(ended):
             return []
         written = self.out_token[ended].cpu().numpy().astype(np.int32)
@@ -468,7 +449,7 @@ class EmbeddedEngine:
         for at, slot in enumerate(ended.tolist()):
             row = self.rows[slot]
             assert row is not None
-            columns = np.arange(row.born, self.clock) % self.ring_needed
+            columns = self.columns.of(row.born, self.clock)
             tokens = written[at, columns]
             finish: Literal["stop", "length"] = (
                 "stop" if int(tokens[-1]) in row.request.stop else "length"

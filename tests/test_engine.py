@@ -4,14 +4,17 @@ really sampled from.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from actors import decoder, engine_embedded
+from actors import decoder
 from actors.engine import Answer, Request, uniform_rows, uniforms
 from actors.engine_embedded import EmbeddedEngine, rounded
 from asyncrl.contract.versions import Label
@@ -207,8 +210,8 @@ def test_uniforms_are_a_counter_stream() -> None:
 def test_attention_looks_at_the_columns_in_use_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A long limit costs short answers nothing, and the answers are what they were: before the ring
-    has gone round, when it does, and where it grows."""
+    """A long limit costs short answers nothing, and the answers are what they were, also where
+    the columns grow."""
     model = policy.build_model(tmp_path, "abcdefgh", hidden=32, layers=2)
     looked: list[int] = []
     plain = decoder.decode
@@ -220,7 +223,7 @@ def test_attention_looks_at_the_columns_in_use_alone(
     monkeypatch.setattr(decoder, "decode", spy)
     answers = []
     for block in (4, 10**6):
-        monkeypatch.setattr(engine_embedded, "BLOCK", block)
+        monkeypatch.setattr(decoder, "BLOCK", block)
         one = EmbeddedEngine(model, slots=4, context=60, max_new_tokens=24)
         one.load(dict(policy.named_weights(model)), Label(1, 0), "d")
         looked.clear()
@@ -243,3 +246,73 @@ def test_attention_looks_at_the_columns_in_use_alone(
     for key, found in answers[0].items():
         assert (found.tokens == answers[1][key].tokens).all()
         np.testing.assert_allclose(found.logprobs, answers[1][key].logprobs, atol=1e-5)
+
+
+def test_a_generator_that_never_runs_dry_pays_for_its_answers_not_for_their_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Answers of 5 to 12 tokens where 200 are allowed, always some waiting: attention looks at a
+    few blocks of columns at the three-hundredth step as at the tenth, and at the limit's own where
+    one answer is as long."""
+    model = policy.build_model(tmp_path, "abcdefgh", hidden=32, layers=1)
+    looked: list[int] = []
+    plain = decoder.decode
+
+    def spy(*args: Any) -> torch.Tensor:
+        looked.append(args[-1])
+        return plain(*args)
+
+    monkeypatch.setattr(decoder, "decode", spy)
+    monkeypatch.setattr(decoder, "BLOCK", 16)
+    one = EmbeddedEngine(model, slots=4, context=220, max_new_tokens=200)
+    one.load(dict(policy.named_weights(model)), Label(1, 0), "d")
+    prompt = np.array([3, 4, 5], np.int32)
+
+    def more(first: int, count: int, most: Callable[[int], int]) -> None:
+        one.add(
+            Request((i, 0, 1), prompt, i, most(i), 1.0, 1.0, 0, (), 0)
+            for i in range(first, first + count)
+        )
+
+    done = 0
+    for first in range(0, 160, 8):
+        more(first, 8, lambda i: 5 + i % 8)
+        done += len(one.step(16))
+    assert len(looked) == 320 and done > 140 and set(looked) <= {16, 32, 48}
+    more(160, 1, lambda _: 200)
+    looked.clear()
+    while one.active:
+        done += len(one.step())
+    assert done == 161 and 200 <= max(looked) <= 208 and len(looked) >= 200
+
+
+@given(st.data())
+def test_a_column_is_taken_again_when_no_live_row_has_keys_in_it(data: st.DataObject) -> None:
+    """The lowest free one at each look; what rows wrote is found by their steps, also after
+    growing; the highest in use is never below one that a row has."""
+    count = data.draw(st.integers(1, 12))
+    columns = decoder.StepColumns(count)
+    rows: dict[int, int] = {}  # row -> the step it was born at
+    where: dict[int, int] = {}
+    for step in range(data.draw(st.integers(1, 80))):
+        for row, born in list(rows.items()):
+            if step - born >= count - 1 or data.draw(st.booleans()):
+                del rows[row]
+        rows[step] = step
+        oldest = min(rows.values())
+        column = columns.take(step, lambda oldest=oldest: oldest)  # type: ignore[misc]
+        live = {where[at] for at in range(oldest, step)}
+        assert column not in live and 0 <= column < columns.count
+        where[step] = column
+        assert columns.of(oldest, step + 1).tolist() == [
+            where[at] for at in range(oldest, step + 1)
+        ]
+        assert columns.high > max(live | {column})
+        if data.draw(st.booleans()) and count < 12:
+            count += 1
+            columns.grow(count)
+            assert columns.of(oldest, step + 1).tolist() == [
+                where[at] for at in range(oldest, step + 1)
+            ]
+    columns.clear()
+    assert columns.high == 0 and columns.take(0, lambda: 0) == 0
