@@ -40,6 +40,7 @@ from lib.chaos.faults import Fault, Wanted
 
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.parent import die_with_parent
 from asyncrl.records import rundir
 
 RECOVER_S = 60.0  # a fault that has not been recovered from by then never is
@@ -141,6 +142,7 @@ class Run:
 
         def life() -> int:
             os.setsid()
+            die_with_parent()
             log = os.open(self.notes / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)
@@ -329,6 +331,10 @@ def chaos(
         "flips_without_consequence": run.unnoticed,
         "seconds": round(time.perf_counter() - began, 1),
     }
+    if (found["error"] or any(found.get(name) for name in WRONG)) and not off:
+        kept = Path(tempfile.mkdtemp(prefix=f"chaos_{seed}_"))  # to look at what went wrong
+        shutil.move(run.dir, kept)
+        found["kept"] = str(kept)
     shutil.rmtree(run.dir, ignore_errors=True)
     return found
 
@@ -348,6 +354,7 @@ def summed(runs: list[dict[str, Any]]) -> dict[str, Any]:
         *WRONG,
         "trained",
         "replaced",
+        "set_aside",
         "resumed",
         "flips_refused",
         "flips_without_consequence",

@@ -108,6 +108,15 @@ def test_a_group_whose_answers_failed_three_times_leaves_the_plan_and_no_other()
     assert wrong(history) == {}
 
 
+def test_a_batch_that_was_set_aside_leaves_the_plan_and_no_other() -> None:
+    history = sound()
+    history.witness = [(*row[:2], row[2] + (row[2] >= 3), *row[3:]) for row in history.witness]
+    history.acks = {key: said for key, said in history.acks.items() if key[0] < 3}
+    assert wrong(history)["lost"] == SIZE
+    history.set_aside = {3, 4}
+    assert wrong(history) == {}, "what is in the file and was trained was not set aside"
+
+
 def test_an_answer_that_nobody_acknowledged_is_lost_if_its_generator_lived() -> None:
     history = sound()
     history.made[1, 0, 9] = 5

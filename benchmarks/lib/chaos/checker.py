@@ -7,6 +7,7 @@ chaos/learner.jsonl           every life, publication and trained batch
 chaos/ended.jsonl             which processes ended well
 checkpoints/.../witness.json  what the weights of that checkpoint were trained on
 buffer_summary.json           the ledger
+set_aside/*.jsonl             batches on which learner after learner died
 ```
 """
 
@@ -37,6 +38,8 @@ class History:
     # (batch, epoch) -> samples: ticket, sample, attempt, tokens, labels
     trained: dict[tuple[int, int], list[Any]] = field(default_factory=dict)
     ledger: dict[str, int] = field(default_factory=dict)  # line -> tokens
+    # tickets of batches that killed their learner again and again, kept for a look
+    set_aside: set[int] = field(default_factory=set)
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
@@ -72,6 +75,8 @@ def read(run_dir: Path) -> History:
             history.digests[epoch, number] = row["digest"]
         elif "trained" in row:
             history.trained[row["trained"], row["epoch"]] = row["samples"]
+    for path in (run_dir / "set_aside").glob("*.jsonl"):
+        history.set_aside |= {row["ticket"] for row in rows(path)}
     epochs = [p for p in (run_dir / "checkpoints").glob("epoch_*") if p.name[6:].isdigit()]
     newest = max(epochs, key=lambda p: int(p.name[6:]))
     last = max(newest.glob("number_*"), key=lambda p: int(p.name[7:]))
@@ -108,7 +113,8 @@ def check(
 ) -> dict[str, Any]:
     """Counts of what should not be.  memory: acknowledged samples may die with the buffer."""
     count = collections.Counter[Key]((t, s) for _, _, t, s, *_ in history.witness)
-    given_up_on = abandoned(history, {ticket for ticket, _ in count})
+    trained = {ticket for ticket, _ in count}
+    given_up_on = abandoned(history, trained) | (history.set_aside - trained)
     tickets = [t for t in range(steps * groups + len(given_up_on)) if t not in given_up_on]
     planned = {(t, s) for t in tickets[: steps * groups] for s in range(size)}
     final = {(t, s): a for _, _, t, s, a, _ in history.witness}
@@ -123,7 +129,7 @@ def check(
     ]
     given_up = sum(
         history.ledger.get(line, 0)
-        for line in ("orphaned", "dropped_stale", "abandoned", "filtered")
+        for line in ("orphaned", "dropped_stale", "abandoned", "filtered", "fatal")
     )
     twice = [key for key, said in history.acks.items() if {"accepted", "duplicate"} <= said]
     unanswered = [
@@ -158,6 +164,7 @@ def check(
         "trained": len(history.witness),
         "replaced": len(replaced),
         "given_up": given_up,
+        "set_aside": len(history.set_aside),
     }
 
 

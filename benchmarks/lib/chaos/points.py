@@ -120,13 +120,7 @@ def generator(hook: Hook, role: str) -> None:
     before(delivery.Outbox, "_frame", point("mid-send"))
     before(module.Generator, "wait", lambda g, what: what and hook.look(role, "idle"))
     if hook.off == "redelivery":
-        plain = delivery.Outbox.frames
-
-        def frames(box: Any, now: float, *, flush: bool) -> Any:
-            box.retry_s = 1e9
-            return plain(box, now, flush=flush)
-
-        delivery.Outbox.frames = frames  # type: ignore[method-assign]
+        switch_off(hook.off)
     messages(PeerSocket, hook, role, ("Deliver", "Want", "Renew"))
 
 
@@ -173,7 +167,6 @@ def learner(hook: Hook, role: str) -> None:
     from learner import checkpoint, loop
     from learner.backend import TorchBackend
     from learner.publisher import Publisher
-    from learner.state import Cursor
     from learner.step import LearnerCore
 
     kept = Notes(hook.notes / "learner.jsonl")
@@ -243,9 +236,7 @@ def learner(hook: Hook, role: str) -> None:
 
     Ring.write = write  # type: ignore[method-assign]
     if hook.off == "cursor":
-        Cursor.read = staticmethod(  # type: ignore[method-assign,assignment]
-            lambda extra: Cursor(parent=extra["parent"])
-        )
+        switch_off(hook.off)
 
 
 def newest(run_dir: Path) -> Path | None:
@@ -263,7 +254,6 @@ def buffer(hook: Hook, role: str) -> None:
     from asyncrl.transport.sockets import BufferSocket
     from buffer import journal
     from buffer.service import Service
-    from buffer.store import Store
 
     board, off = hook.board, hook.off
     plain = journal._write
@@ -288,17 +278,40 @@ def buffer(hook: Hook, role: str) -> None:
     before(Service, "flush", flushing)
     if off != "sync":
         before(BufferSocket, "recv", lambda _, timeout: timeout and hook.look(role, "idle"))
-    if off == "dedupe":
-        Store.disposition = lambda store, group, trajectory: None  # type: ignore[method-assign]
-    elif off == "ticket_order":
-        any_order()
+    if off in ("dedupe", "ticket_order", "epoch_fence"):
+        switch_off(off)
     elif off == "sync":
         unsynced(hook, role)
-    elif off == "epoch_fence":
-        Service.fenced = lambda service, peer, epoch: (  # type: ignore[method-assign]
-            service.store.policy is None
-        )
     messages(BufferSocket, hook, role, ("Acks", "Batch", "Committed", "Welcome", "Heard"))
+
+
+def switch_off(mechanism: str) -> None:
+    """In this process, for good."""
+    from actors.delivery import Outbox
+    from buffer import checks
+    from buffer.service import Service
+    from buffer.store import Store
+    from learner.state import Cursor
+
+    if mechanism == "dedupe":
+        Store.disposition = lambda store, group, trajectory: None  # type: ignore[method-assign]
+    elif mechanism == "ticket_order":
+        any_order()
+    elif mechanism == "epoch_fence":
+        Service.fenced = lambda service, *_: service.store.policy is None  # type: ignore[method-assign]
+        checks.commit = lambda *_: None  # it looks at the epoch again
+    elif mechanism == "cursor":
+        Cursor.read = staticmethod(  # type: ignore[method-assign,assignment]
+            lambda extra: Cursor(parent=extra["parent"])
+        )
+    elif mechanism == "redelivery":
+        plain = Outbox.frames
+
+        def frames(box: Any, now: float, *, flush: bool) -> Any:
+            box.retry_s = 1e9
+            return plain(box, now, flush=flush)
+
+        Outbox.frames = frames  # type: ignore[method-assign]
 
 
 def any_order() -> None:
