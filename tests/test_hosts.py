@@ -59,10 +59,17 @@ class Pretender:
     def __init__(self) -> None:
         self.made: list[Pretended] = []
         self.events: list[str] = []
+        self.places: int | None = None
+
+    def prepare(self) -> None:
+        self.events.append("prepared")
 
     def start(self, order: Order) -> Pretended:
         self.made.append(Pretended(order, self.events))
         return self.made[-1]
+
+    def room(self) -> int | None:
+        return self.places
 
     def close(self) -> None:
         self.events.append("closed")

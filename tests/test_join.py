@@ -248,6 +248,9 @@ def test_a_run_that_ends_or_has_no_keys_starts_no_more(
     supervisor.config = msgspec.structs.replace(supervisor.config, wires=wires)
     assert "no key for generator-3" in supervisor.resize(4)
     assert names(supervisor) == ["generator-0", "generator-1"] and not supervisor.resize(3)
+    maker(supervisor).places = 3
+    assert "the cluster has places for 3 generators" in supervisor.resize(4)
+    assert supervisor.resize(3) == ""
     supervisor.interrupts = 1
     assert supervisor.resize(1) == "the run is ending"
 

@@ -16,8 +16,14 @@ from asyncrl.contract.errors import ConfigError
 @options(source=False)
 @click.option("--resume", type=PATH, help="go on with this run directory")
 @click.option("--dry-run", is_flag=True, help="print the resolved config and what would start")
+@click.option("--on", default="local", help="local, ray, or ray://HOST:PORT  [default: local]")
 def run(
-    source: str | None, sets: tuple[str, ...], as_json: bool, resume: Path | None, dry_run: bool
+    source: str | None,
+    sets: tuple[str, ...],
+    as_json: bool,
+    resume: Path | None,
+    dry_run: bool,
+    on: str,
 ) -> None:
     """Run all processes of CONFIG, supervised; or go on with a run by --resume."""
     from asyncrl.config import load
@@ -25,6 +31,8 @@ def run(
     from asyncrl.records import rundir
     from asyncrl.supervise import run as runner
 
+    if on not in ("local", "ray") and not on.startswith("ray://"):
+        raise ConfigError(f"--on {on}: choose one of local, ray, ray://HOST:PORT")
     if (source is None) == (resume is None):
         raise ConfigError("give either a CONFIG or --resume RUN_DIR")
     if resume is not None:
@@ -40,7 +48,7 @@ def run(
             file=sys.stderr,
         )
         return
-    code, summary = runner.run(config, run_dir, resume=resume is not None)
+    code, summary = runner.run(config, run_dir, resume=resume is not None, on=on)
     emit(summary if as_json or not summary else outline(summary), as_json)
     sys.exit(code)
 

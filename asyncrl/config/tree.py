@@ -26,6 +26,7 @@ from asyncrl.algorithms.settings import (
 )
 from asyncrl.config.agents import Agent
 from asyncrl.config.engines import EngineName
+from asyncrl.config.placement import Placement
 from asyncrl.config.scorers import Judge, RewardModel
 from asyncrl.config.transports import TransportName
 
@@ -440,4 +441,5 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     evaluation: Evaluation = Evaluation()
     wires: Wires = Wires()
     watchdog: Watchdog = Watchdog()
+    placement: Placement = Placement()
     record: Record = Record()

@@ -156,6 +156,8 @@ class Supervisor:
         """
         if self.ended or self.interrupts:
             return "the run is ending"
+        if (room := self.maker.room()) is not None and generators > room:
+            return f"the cluster has places for {room} generators (placement.generator.count)"
         mine = [c for c in self.children if c.name.startswith("generator-") and not c.leaving]
         # also of those that joined by themselves, and of those that are leaving
         taken = {c.name for c in self.children} | set(self.status.peers if self.status else ())

@@ -22,6 +22,8 @@ from asyncrl.contract.messages import Status
 from asyncrl.models import devices, fetch
 from asyncrl.records import atomic_write, lives, metrics, rundir, signs, stream, trace
 from asyncrl.supervise import live, run_page
+from asyncrl.supervise.hosts import Maker
+from asyncrl.supervise.hosts.local import Local
 from asyncrl.supervise.launch import Supervisor
 from asyncrl.supervise.summary import about, task_signs
 from asyncrl.supervise.summary import write as summarise
@@ -186,14 +188,14 @@ def removed(run_dir: Path) -> AsyncrlError:
     )
 
 
-def supervise(config: Config, run_dir: Path, watcher: Watcher) -> int:
+def supervise(config: Config, run_dir: Path, watcher: Watcher, maker: Maker) -> int:
     """Run all processes to their end; 130 when interrupted.  Raises what ended the run
     otherwise.
     """
     lock = rundir.Lock(run_dir)
     outside = rundir.outside(run_dir)
     lives.note(run_dir, "supervisor", os.getpid(), "began")
-    supervisor = Supervisor(config, run_dir, say)
+    supervisor = Supervisor(config, run_dir, say, maker)
     sweeper = subprocess.Popen(
         importing.command("asyncrl.supervise.cleanup", str(run_dir)),
         stdin=subprocess.PIPE,
@@ -217,6 +219,7 @@ def supervise(config: Config, run_dir: Path, watcher: Watcher) -> int:
 
     previous = {s: signal.signal(s, interrupt) for s in (signal.SIGINT, signal.SIGTERM)}
     try:
+        maker.prepare()
         supervisor.start()
         live.follow(
             rundir.buffer_address(config, run_dir),
@@ -246,8 +249,26 @@ def within(summary: Mapping[str, Any]) -> str:
     return f" +-{sure['half']:.3f} (n = {sure['n']:,})" if sure else ""
 
 
-def run(config: Config, run_dir: Path, *, resume: bool) -> tuple[int, dict[str, Any]]:
-    """The whole of `asyncrl run`; returns the exit code and the summary."""
+def run(
+    config: Config, run_dir: Path, *, resume: bool, on: str = "local"
+) -> tuple[int, dict[str, Any]]:
+    """The whole of `asyncrl run`; returns the exit code and the summary.  on: where its processes
+    run, this machine or `ray[://ADDRESS]`.
+    """
+    if on == "local":
+        return run_by(config, run_dir, Local(), resume=resume)
+    from asyncrl.supervise.hosts import on_ray
+
+    run_dir = run_dir.resolve()
+    config = on_ray.fitting(config)
+    with on_ray.placed(config, run_dir, on, say) as (config, maker):
+        return run_by(config, run_dir, maker, resume=resume)
+
+
+def run_by(
+    config: Config, run_dir: Path, maker: Maker, *, resume: bool
+) -> tuple[int, dict[str, Any]]:
+    """The same, by the processes of `maker`."""
     for warning in rules.warnings(config):
         say(f"note: {warning}")
     preflight(config)
@@ -264,7 +285,7 @@ def run(config: Config, run_dir: Path, *, resume: bool) -> tuple[int, dict[str, 
         say("all its steps are made: what was missing is its summary")
         return 0, conclude(config, run_dir, 0, began)
     try:
-        code = supervise(config, run_dir, watcher)
+        code = supervise(config, run_dir, watcher, maker)
     except BaseException as error:
         why = str(error) if isinstance(error, AsyncrlError) else f"{type(error).__name__}: {error}"
         lives.note(

@@ -49,8 +49,16 @@ class Process(Protocol):
 class Maker(Protocol):
     """Starts processes at one kind of place."""
 
+    def prepare(self) -> None:
+        """Once, before the first process: the run directory is there.  Raises AsyncrlError when
+        nothing can be started.
+        """
+
     def start(self, order: Order) -> Process:
         """Raises AsyncrlError or OSError where it cannot be started."""
+
+    def room(self) -> int | None:
+        """How many generators it has places for; None: any number."""
 
     def close(self) -> None:
         """No process is started from here on; what still runs is ended."""

@@ -68,8 +68,14 @@ class LocalProcess:
 class Local:
     """The maker of this machine."""
 
+    def prepare(self) -> None:
+        """Nothing is needed."""
+
     def start(self, order: Order) -> LocalProcess:
         return LocalProcess(order)
+
+    def room(self) -> int | None:
+        return None
 
     def close(self) -> None:
         """Nothing: children die with this process."""
