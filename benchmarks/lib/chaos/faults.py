@@ -92,27 +92,34 @@ class Fault:
                 os.kill(self.board.number(self.role, b.PID), signal.SIGCONT)
             self.state = "going on"
             self.went_on = now
+        elif self.state == "dead" and self.board.number(self.role, b.LIVES) > self.reported[0]:
+            # from here on: what others did meanwhile is no sign that it is back
+            self.reported = self.numbers()
+            self.state = "going on"
         elif self.state == "going on":
-            lives, work, batches = self.numbers()
-            died = self.anywhere or self.action in ("kill", "flip")
-            if (
-                lives >= self.reported[0] + died
-                and work > self.reported[1]
-                and batches > self.reported[2]
-            ):
+            _, work, batches = self.numbers()
+            if work > self.reported[1] and batches > self.reported[2]:
                 self.state = "over"
                 self.seconds = now - self.went_on
 
     def strike(self, now: float) -> None:
         self.struck = self.went_on = now
         self.reported = self.numbers()
-        self.state = "stopped" if self.action == "stop" and not self.anywhere else "going on"
+        if self.anywhere or self.action in ("kill", "flip"):
+            self.state = "dead"
+        else:
+            self.state = "stopped" if self.action == "stop" else "going on"
 
     def give_up(self) -> None:
         """The run has ended: what was done and needs no more is over; the rest never was."""
         self.board.take_back(self.role)
-        self.state = "over" if self.state == "going on" else "none"
+        self.state = "over" if self.state in ("dead", "going on") else "none"
         self.seconds = time.perf_counter() - self.went_on
 
     def row(self) -> dict[str, Any]:
-        return {"what": self.name, "kind": self.kind, "seconds": round(self.seconds, 4)}
+        return {
+            "what": self.name,
+            "kind": self.kind,
+            "killed": self.anywhere or self.action in ("kill", "flip"),
+            "seconds": round(self.seconds, 4),
+        }
