@@ -80,7 +80,7 @@ class Generator:
         self.producer = f"generator-{index}"
         self.session = time.time_ns()
         self.run = run_id(run_dir)
-        self.lockstep = config.staleness.max_lag == 0 and config.generators == 1
+        self.lockstep = config.staleness.limit == 0 and config.generators == 1
         self.calls: CallPeer | None = None  # what it draws when samples are sessions
         self.turn: Turn
         if config.agent.on:

@@ -26,7 +26,7 @@ PLANTED = [
     Planted(
         "on_exceed = mask leaves the token in the loss",
         ALGORITHMS + "batch.py",
-        "keep &= batch.token_lag <= config.staleness.max_lag",
+        "keep &= batch.token_lag <= config.staleness.limit",
         "pass",
         SETTINGS + "masked_tokens_leave_the_loss_and_its_denominator",
     ),

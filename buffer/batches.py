@@ -92,6 +92,13 @@ def drop_stale(store: Store, line: list[Group], number: int) -> None:
         store.lacking = True
 
 
+def announced(store: Store, group: Group, stored: Stored) -> float:
+    """The lag up to which a sample may be trained: the run's limit, or the one that its ticket
+    announced."""
+    grant = group.grants.get(stored.trajectory.attempt)
+    return store.max_lag if grant is None else min(store.max_lag, grant.limit)
+
+
 def judge(store: Store, groups: list[Group], number: int) -> list[list[tuple[int, int, int]]]:
     """Lag is judged at the lease: orphans of an earlier epoch are written again; in this epoch it
     is a bug of ours.  Returns the runs (start, end, lag) of each sample that stays.
@@ -116,14 +123,15 @@ def judge(store: Store, groups: list[Group], number: int) -> list[list[tuple[int
                     * (1 - 0.5 ** (max(0.0, lag - store.max_lag) / store.settings.half_life))
                     for b, e, lag in runs
                 )
-            if not hard or admission.sample_lag(runs) <= store.max_lag:
+            limit = announced(store, group, stored)
+            if not hard or admission.sample_lag(runs) <= limit:
                 out.append(runs)
                 continue
             if min(x.label.epoch for x in stored.trajectory.all_spans()) >= store.epoch:
                 raise ProtocolError(
                     f"ticket {group.ticket}, sample {index} would train "
                     f"{admission.sample_lag(runs)} versions late in batch {number}, "
-                    f"past the limit {store.max_lag:g}: a bug of ours; keep the run directory "
+                    f"past the limit {limit:g}: a bug of ours; keep the run directory "
                     "and report it"
                 )
             group.other.append(("orphaned", stored.trajectory.length, stored.trajectory.reward))
@@ -147,6 +155,7 @@ def message(store: Store, groups: list[Group], epoch: int, number: int) -> Batch
         t for t in range(first, store.cursor) if t not in store.alive or t in trained
     ] + sorted(store.skip)
     return Batch(
+        limit=store.limit.now if store.settings.ess_floor else 0,
         epoch=epoch,
         number=number,
         samples=[s.trajectory for s in stored],

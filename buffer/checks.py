@@ -438,6 +438,7 @@ def hello(message: LearnerHello) -> None:
         f"{who} says that it resumed from epoch {message.origin}",
     )
     need(message.max_lag >= 0, f"{who} has the limit {message.max_lag}")
+    need(message.limit >= 0, f"{who} says that its limit stood at {message.limit}")
     need(
         0 <= message.next_ticket < TICKET_END
         and all(0 <= ticket < TICKET_END for ticket in message.trained_above),

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from asyncrl.contract.admission import Seen
 from asyncrl.contract.errors import AsyncrlError, Damaged
 from asyncrl.contract.messages import (
     Disposition,
@@ -80,6 +81,7 @@ class Committed(msgspec.Struct, tag="commit", array_like=True):
     label: Label
     digest: str
     unused: list[tuple[int, int]] = []
+    seen: Seen | None = None  # which older journals lack
 
 
 class Retired(msgspec.Struct, tag="checkpointed", array_like=True):
@@ -200,7 +202,7 @@ class RecordedStore(Store):
         elif isinstance(record, Asked):
             super().ask(record.epoch, record.number)
         elif isinstance(record, Committed):
-            super().commit(record.number, record.label, record.digest, record.unused)
+            super().commit(record.number, record.label, record.digest, record.unused, record.seen)
         elif isinstance(record, Retired):
             super().checkpointed(record.oldest)
         elif isinstance(record, Told):
@@ -279,11 +281,16 @@ class RecordedStore(Store):
         return answer
 
     def commit(
-        self, number: int, label: Label, digest: str, unused: Sequence[tuple[int, int]] = ()
+        self,
+        number: int,
+        label: Label,
+        digest: str,
+        unused: Sequence[tuple[int, int]] = (),
+        seen: Seen | None = None,
     ) -> bool | None:
-        done = super().commit(number, label, digest, unused)
+        done = super().commit(number, label, digest, unused, seen)
         if done:
-            self._record(Committed(number, label, digest, list(unused)))
+            self._record(Committed(number, label, digest, list(unused), seen))
         return done
 
     def checkpointed(self, oldest: int) -> None:

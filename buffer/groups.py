@@ -4,6 +4,7 @@ ledger.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -34,6 +35,7 @@ class Settings:
     machinery_budget: float = 1.0
     byte_limit: int = 1 << 30
     context: int = 0  # tokens of prompt and answer at most; 0: not said
+    ess_floor: float = 0.0  # of a limit that sets itself; 0: it is constant
     session_tokens: int = 0  # that a session's calls may draw; 0: samples are single answers
 
     @property
@@ -67,6 +69,7 @@ def settings(config: Config) -> Settings:
         order=staleness.order,
         inject=staleness.inject,
         half_life=staleness.half_life,
+        ess_floor=staleness.ess_floor,
         filter_no_spread=config.advantage.no_spread == "filter",
         lease_s=config.wires.lease_s,
         error_budget=config.reward.error_budget,
@@ -87,10 +90,13 @@ class Lease:
 
 
 class Grant(NamedTuple):
-    """What may write an attempt: versions from `label` on, of its epoch; or exactly that one."""
+    """What may write an attempt: versions from `label` on, of its epoch; or exactly that one.
+
+    limit: the lag up to which it may be trained, where the limit sets itself."""
 
     label: Label
     exact: bool
+    limit: float = math.inf
 
 
 @dataclass

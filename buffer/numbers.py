@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from asyncrl.config.tree import Record
+from asyncrl.contract.admission import Limit
 from asyncrl.contract.messages import Batch, Trajectory
 from buffer.store import Store
 from buffer.trained import Trained, mean, quantile
@@ -38,6 +39,16 @@ def of_batch(batch: Batch, counts: dict[int, int]) -> dict[str, float]:
         "lag/in_queue": (sum(batch.lags) - sum(batch.in_flight)) / many,
         "answer/length": sum(sample.length for sample in batch.samples) / many,
     } | {name: sum(values) / len(values) for name, values in parts.items()}
+
+
+def of_limit(store: Store, before: Limit) -> dict[str, float]:
+    """A limit that sets itself, after a commit; where the commit moved it, why.  {}: it is
+    constant."""
+    now = store.limit
+    if not store.settings.ess_floor:
+        return {}
+    moved = {"limit/before": now.before, "limit/ess": now.ess, "limit/idle": now.idle}
+    return {"limit/now": now.now} | (moved if now.now != before.now else {})
 
 
 def shown(batch: Batch, record: Record) -> Iterator[dict[str, Any]]:

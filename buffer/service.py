@@ -23,6 +23,7 @@ import psutil
 
 from asyncrl.config import load
 from asyncrl.config.tree import Config
+from asyncrl.contract import admission
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, BadMessage
 from asyncrl.contract.versions import Label
@@ -547,11 +548,13 @@ class Service:
                 self.store.alive[t] for t in self.store.comps[commit.number - self.store.base]
             ]
             self.leased[commit.number] = self.store.batch(groups, commit.epoch, commit.number)
-        done = self.store.commit(commit.number, commit.label, commit.digest, commit.unused)
+        before = self.store.limit
+        seen = admission.seen(commit.metrics, self.store.settings.ess_floor)
+        done = self.store.commit(commit.number, commit.label, commit.digest, commit.unused, seen)
         if done is None:
             return
         if done:
-            self.committed(commit)
+            self.committed(commit, numbers.of_limit(self.store, before))
         self.send(peer, m.Committed(commit.epoch, commit.number, self.store.keep()))
 
     def on_Checkpointed(self, peer: bytes, message: m.Checkpointed) -> None:
@@ -663,8 +666,8 @@ class Service:
 
     # ---- numbers ---------------------------------------------------------------------------------
 
-    def committed(self, commit: m.Commit) -> None:
-        """A batch is trained: its metrics, its lags, some of its samples."""
+    def committed(self, commit: m.Commit, limit: dict[str, float]) -> None:
+        """A batch is trained: its metrics, its lags, the limit from now on, some of its samples."""
         now = time.monotonic()
         self.progress += 1
         self.taken = 0
@@ -690,6 +693,7 @@ class Service:
             "buffer/leases": sum(g.lease is not None for g in self.store.alive.values()),
             **({"buffer/set_aside": self.store.aside} if self.store.aside else {}),
             **{f"refused/{reason}": count for reason, count in self.refused.items()},
+            **limit,
         }
         self.latest |= values
         self.metrics.write(commit.number, values, self.clock.at(now), histogram)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import msgspec
 
+from asyncrl.contract.admission import Limit
 from asyncrl.contract.messages import Disposition, WeightsSource
 from asyncrl.contract.versions import Label, TreeState
 from buffer.evaluation import EvaluationsState
@@ -57,3 +58,4 @@ class Snapshot(msgspec.Struct, tag="snapshot", kw_only=True):
     # which older snapshots lack
     suspect: tuple[list[int], int] = ([], 0)
     aside: int = 0
+    limit: Limit = Limit()

@@ -66,7 +66,8 @@ class Store:
         self.prompt = prompt
         self.tree = PolicyTree()
         self.epoch = self.active = 0
-        self.max_lag = math.inf
+        self.max_lag = math.inf  # where the limit sets itself: its hard bound
+        self.limit = admission.Limit()  # where it sets itself: the one for tickets from now on
         self.cursor = self.attempts = self.committed = self.base = 0
         self.policy: Label | None = None
         self.source: WeightsSource | None = None
@@ -137,6 +138,7 @@ class Store:
             evaluations=self.evaluations.snapshot(),
             suspect=self.suspect,
             aside=self.aside,
+            limit=self.limit,
         )
 
     def restore(self, state: Snapshot) -> None:
@@ -175,6 +177,7 @@ class Store:
         self.lacking = True
         self.suspect = state.suspect
         self.aside = state.aside
+        self.limit = state.limit
 
     def leases_anew(self, now: float) -> None:
         """The clock of the life before says nothing: every lease runs its full time from now."""
@@ -193,6 +196,14 @@ class Store:
     def in_room(self, place: int, room: float) -> bool:
         """May a group with so many before it be granted again?"""
         return place < room
+
+    def announced(self) -> float:
+        """The limit of a ticket granted now."""
+        return self.limit.now if self.settings.ess_floor else self.max_lag
+
+    def admits_to(self) -> float:
+        """The limit that room is reckoned by: the announced one."""
+        return self.announced()
 
     def places_taken(self) -> int:
         """How many groups stand before a new one: the leased batches' too, until their commit."""
@@ -269,7 +280,7 @@ class Store:
         ones, as long as there is room.  It ends where lag injection wants a version to come.
         """
         room = admission.room(
-            self.max_lag, self.settings.batch, self.stored_bytes, self.settings.byte_limit
+            self.admits_to(), self.settings.batch, self.stored_bytes, self.settings.byte_limit
         )
         for place, group in self._line() if self.lacking else ():
             if not self.in_room(place, room):
@@ -322,7 +333,10 @@ class Store:
             self.attempts, producer, session, now + self.settings.lease_s, set(todo), self.policy
         )
         group.attempts[self.attempts] = [0, 0, 0]
-        group.grants[self.attempts] = Grant(exact or least, exact is not None)
+        limit = self.announced()
+        group.grants[self.attempts] = Grant(
+            exact or least, exact is not None, limit if self.settings.ess_floor else math.inf
+        )
         return Ticket(
             ticket=group.ticket,
             attempt=self.attempts,
@@ -333,6 +347,7 @@ class Store:
             min_version=least,
             exact_version=exact,
             seed=self.settings.seed,
+            limit=limit,
         )
 
     def renew(
@@ -618,6 +633,9 @@ class Store:
             parent if parent is not None else (before if before in self.tree else None),
             hello.digest,
         )
+        # a buffer that has followed nobody yet takes the limit of the learner's checkpoint
+        known = self.limit if self.epoch or not hello.limit else admission.Limit(hello.limit)
+        self.limit = admission.within(known, int(min(hello.max_lag, 1 << 30)))
         self.epoch = hello.epoch
         self.max_lag = hello.max_lag
         self.source = hello.source
@@ -739,13 +757,21 @@ class Store:
         return batches.message(self, groups, epoch, number)
 
     def commit(
-        self, number: int, label: Label, digest: str, unused: Sequence[tuple[int, int]] = ()
+        self,
+        number: int,
+        label: Label,
+        digest: str,
+        unused: Sequence[tuple[int, int]] = (),
+        seen: admission.Seen | None = None,
     ) -> bool | None:
         """Batch `number` is trained: True; False: told before; None: an earlier commit is still on
         its way.
 
         unused: per sample of the batch, in its order, tokens that were skipped and rejected; empty:
-        none. Raises BadMessage for a batch that nobody can have been given."""
+        none.  seen: what moves a limit that sets itself; None: nothing.
+
+        Raises BadMessage for a batch that nobody can have been given.
+        """
         checks.commit(self, number, label, unused)
         if number != self.committed:
             return None if number > self.committed else False
@@ -774,6 +800,10 @@ class Store:
         self.policy = label
         self.failed_samples = 0
         self.failed_machinery = 0
+        if seen is not None and self.settings.ess_floor:
+            self.limit = admission.next_limit(
+                self.limit, seen, self.settings.ess_floor, int(self.max_lag)
+            )
         self.evaluations.committed(label, self.settings.steps)
         if len(self.tree) > 2 * VERSIONS:
             self._prune()

@@ -201,13 +201,14 @@ class Learner:
             digest=self.digest,
             next_ticket=self.cursor.next_ticket,
             origin=self.origin,
-            max_lag=self.config.staleness.max_lag,
+            max_lag=self.config.staleness.limit,
             source=self.publisher.source,
             ring=self.ring,
             ledger=self.cursor.ledger,
             trained_above=self.cursor.trained_above,
             pid=os.getpid(),
             vocabulary=int(self.core.model.hf.config.get_text_config().vocab_size),
+            limit=self.cursor.limit,
             before=lives.before(self.run_dir, "learner", os.getpid()),
         )
         self.wait("the buffer's welcome")
@@ -302,6 +303,7 @@ class Learner:
             next_ticket=batch.next_ticket,
             ledger=batch.ledger,
             trained_above=batch.trained_above,
+            limit=batch.limit,
             parent=[self.epoch, self.number - 1],
         )
         commit = m.Commit(

@@ -28,13 +28,14 @@ class Cursor(msgspec.Struct, frozen=True):
     """What a learner's hello tells the buffer, so that both go on from the same batch; a checkpoint
     keeps it beside the `State`.
 
-    next_ticket, ledger, trained_above: as the last batch brought them; parent: epoch and number of
-    the weights that it was trained on."""
+    next_ticket, ledger, trained_above, limit: as the last batch brought them; parent: epoch and
+    number of the weights that it was trained on."""
 
     next_ticket: int = 0
     ledger: dict[str, dict[str, float]] = {}
     trained_above: list[int] = []
     parent: list[int] | None = None
+    limit: int = 0
 
     def kept(self) -> dict[str, Any]:
         """As a checkpoint keeps it, for `read`."""

@@ -77,6 +77,8 @@ class Bounds(NamedTuple):
     same: bool = False  # an update computed again from the same samples is the same
     filtered: tuple[int, ...] = ()  # tickets whose group has no reward spread
     refiltered: tuple[int, ...] = ()  # tickets whose group has none when written again
+    # a limit that sets itself: what it may become at a commit, by whatever rule; (): it is constant
+    moves: tuple[int, ...] = ()
     off: frozenset[str] = frozenset()
 
 
@@ -99,6 +101,8 @@ class Buffer(NamedTuple):
     comps: tuple[tuple[int, ...], ...] = ()  # tickets of batch base, base + 1, ...
     known: frozenset[Version] = frozenset()
     lines: frozenset[tuple[Key, str]] = frozenset()
+    now: int = -1  # where the limit sets itself: the one for tickets from now on, k at most
+    said: frozenset[tuple[int, int]] = frozenset()  # (attempt, the limit its ticket announced)
 
 
 class Generator(NamedTuple):
@@ -166,7 +170,8 @@ def grantable(c: Bounds, b: Buffer) -> Group | None:
     """The group whose ticket may go out now, again or for the first time: fewer than (k + 1) *
     batch alive come before it.
     """
-    line, room = alive(b), (b.k + 1) * c.batch
+    k = b.now if c.moves and "announced_room" not in c.off else b.k
+    line, room = alive(b), (k + 1) * c.batch
     for place, g in enumerate(line):
         if place >= room and "reissue_paced" not in c.off:
             break
@@ -185,6 +190,8 @@ def on_grant(b: Buffer, g: Group, i: int, session: int) -> tuple[Buffer, tuple[A
     a, todo = b.attempts + 1, tuple(s for s, got in enumerate(g.samples) if not got)
     new = g._replace(lease=(a, i, session, todo))
     groups = swap(b.groups, new) if g.ticket < b.cursor else (*b.groups, new)
+    said = b.said | {(a, b.now)} if b.now >= 0 else b.said
+    b = b._replace(said=said)
     return b._replace(attempts=a, cursor=max(b.cursor, g.ticket + 1), groups=groups), (
         g.ticket,
         a,
@@ -263,6 +270,11 @@ def on_ask(c: Bounds, b: Buffer, number: int) -> list[tuple[Buffer, tuple[Any, .
     return [judge(c, b2, comp, number) for b2, comp in ways]
 
 
+def promised(b: Buffer, attempt: int) -> int:
+    """The lag up to which what an attempt wrote may be trained."""
+    return min(b.k, dict(b.said).get(attempt, b.k))
+
+
 def judge(
     c: Bounds, b: Buffer, comp: tuple[int, ...], number: int
 ) -> tuple[Buffer, tuple[Any, ...]]:
@@ -273,13 +285,14 @@ def judge(
         for s, got in enumerate(g.samples):
             if (
                 got
-                and max(distance(v[1], b.policy, number) for v in got[1]) > b.k
+                and max(distance(v[1], b.policy, number) for v in got[1]) > promised(b, got[0])
                 and "orphans" not in c.off
             ):
                 need(
                     got[1][0][0][0] < b.epoch or "lineage" in c.off,
                     "I1",
-                    f"sample {g.ticket}.{s} of this epoch would train past {b.k} in batch {number}",
+                    f"sample {g.ticket}.{s} of this epoch would train past "
+                    f"{promised(b, got[0])} in batch {number}",
                 )
                 late.append((g.ticket, s, got[0]))
                 g = g._replace(samples=(*g.samples[:s], (), *g.samples[s + 1 :]))
@@ -301,7 +314,7 @@ def on_hello(c: Bounds, b: Buffer, epoch: int, policy: int, k: int) -> Buffer | 
     b = register(b, (label(c, epoch, number), policy))
     if "hello_leases" not in c.off:
         b = end_leases(b, lambda g: True)
-    b = b._replace(epoch=epoch, k=k)
+    b = b._replace(epoch=epoch, k=k, now=min(max(b.now, c.moves[0]), k) if c.moves else -1)
     if "hello_truth" not in c.off:
         b = b._replace(committed=number, policy=policy)
     return b._replace(comps=b.comps[: number - b.base]) if "composition" in c.off else b
@@ -456,9 +469,8 @@ def train(c: Bounds, w: World, x: Learner) -> World:
     before = {k[:2] for p in path(x.policy) for k in p[1]}
     for key, versions in samples:
         far = max(distance(v[1], x.policy, depth) for v in versions)
-        need(
-            far <= x.k, "I1", f"{key} is trained {far} versions late in batch {number}, limit {x.k}"
-        )
+        k = min(x.k, dict(w.buffer.said).get(key[2], x.k))
+        need(far <= k, "I1", f"{key} is trained {far} versions late in batch {number}, limit {k}")
         need(key[:2] not in before, "I2", f"sample {key[:2]} is trained twice")
     update = (0 if c.same else x.epoch, tuple(k for k, _ in samples))
     return with_learner(w, x, policy=grow(x.policy, update), queue=x.queue[1:])
@@ -483,10 +495,12 @@ class _Updates(dict[int, Any]):
 UPDATE_OF = _Updates()
 
 
-def commit(c: Bounds, w: World, x: Learner) -> World:
+def commit(c: Bounds, w: World, x: Learner, to: int = -1) -> World:
+    """to: what the limit becomes, where it sets itself."""
     if x.epoch < w.buffer.epoch and "fencing" not in c.off:
         return fenced(w, x)
     b = on_commit(c, w.buffer, x.epoch, x.told, ancestor(x.policy, x.told + 1))
+    b = b._replace(now=to) if to >= 0 and x.epoch == b.epoch else b
     return with_learner(w._replace(buffer=b), x, told=x.told + 1)
 
 
@@ -602,7 +616,8 @@ def learner_steps(c: Bounds, w: World, x: Learner) -> Iterator[tuple[tuple[Any, 
     if x.queue:
         yield (train, x), False
     if x.told < DEPTH[x.policy]:
-        yield (commit, x), False
+        for to in [k for k in c.moves if k <= x.k and not old] or [-1]:
+            yield (commit, x, to) if to >= 0 else (commit, x), False
     elif x.epoch == w.kept[0] and not old and DEPTH[x.policy] > DEPTH[w.kept[1][-1]]:
         yield (checkpoint, x), False
 
@@ -702,6 +717,7 @@ RUNS: tuple[dict[str, Any], ...] = (
     {"k": (1, 0), "kinds": "learner older", "keep": 2},
     {"k": (1,), "prefetch": 1, "kinds": "gen second"},
     {"k": (0, 1), "same": True, "kinds": "learner"},
+    {"k": (1, 0), "moves": (0, 1), "kinds": "learner slow"},
 )
 LARGE: tuple[dict[str, Any], ...] = (
     {"k": (0,), "faults": 2},
@@ -709,12 +725,14 @@ LARGE: tuple[dict[str, Any], ...] = (
     {"k": (1, 0), "kinds": "learner older second", "keep": 2, "steps": 3},
     {"k": (1, 0), "kinds": "learner", "steps": 3, "refiltered": (1,)},
     {"k": (1,), "slots": 2, "kinds": "gen slow"},
+    {"k": (1, 0), "moves": (0, 1), "kinds": "learner slow", "steps": 3},
 )
 # rule -> (invariant that breaks without it, bounds that show it)
 OFF: dict[str, tuple[str, dict[str, Any]]] = {
     "ticket_order": ("I1", {"faults": 0, "gens": 2, "slots": 2, "steps": 4}),
     "count_leased": ("I1", {"k": (0,), "faults": 0}),
     "reissue_paced": ("I1", {"k": (1, 0), "kinds": "learner", "steps": 3, "slots": 2}),
+    "announced_room": ("I1", {"moves": (0, 1), "faults": 0, "slots": 2}),
     "min_version": ("I1", {"k": (0,), "faults": 0}),
     "epoch_tickets": ("I1", {"k": (0,), "kinds": "learner"}),
     "orphans": ("I1", {"k": (1, 0), "kinds": "learner", "steps": 3}),

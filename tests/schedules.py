@@ -13,6 +13,7 @@ from typing import Any
 
 from weakened import weakened
 
+from asyncrl.contract.admission import Seen
 from asyncrl.contract.messages import (
     Batch,
     LearnerHello,
@@ -110,7 +111,7 @@ class World:
         self.settings = Settings(
             r.choice((1, 1, 2, 3)),
             r.choice((1, 2)),
-            r.randint(3, 6),
+            more.pop("steps", r.randint(3, 6)),
             Sampling(),
             lease_s=LEASE_S,
             filter_no_spread=filters,
@@ -134,7 +135,8 @@ class World:
         self.leased: dict[int, list[tuple[int, int]]] = {}
         # per batch of the surviving history: (keys, tokens, masked)
         self.trained: list[tuple[set[tuple[int, int]], int, int]] = []
-        self.epochs = self.at_limit = 0
+        self.epochs = self.at_limit = self.moves = 0
+        self.announced: dict[tuple[int, int], float] = {}  # (ticket, attempt) -> its limit
         self.more_faults: list[Callable[[], bool]] = []
         self.learner = self.start((), Label(0, 0))
         self.checkpoints = [((), self.learner.label)]
@@ -202,7 +204,12 @@ class World:
                 max(mine) <= x.k or not hard,
                 f"ticket {s.ticket} trained {max(mine)} versions late, limit {x.k:g}",
             )
-            self.at_limit += max(mine) == x.k > 0
+            limit = self.announced[s.ticket, s.attempt]
+            need(
+                max(mine) <= limit or not (hard and self.settings.ess_floor),
+                f"ticket {s.ticket} trained {max(mine)} versions late, announced {limit:g}",
+            )
+            self.at_limit += max(mine) == min(x.k, limit) > 0
             need(
                 max(mine) <= lag and all(b >= a for a, (_, _, b) in zip(mine, runs, strict=True)),
                 f"ticket {s.ticket} has lag {mine}, reckoned {runs}",
@@ -232,11 +239,20 @@ class World:
     def commit(self) -> bool:
         if not self.learner.commits:
             return False
+        before = self.store.limit
+        # of no floor: a constant limit draws nothing, and keeps its schedules
+        seen = self.seen() if self.settings.ess_floor else None
         need(
-            self.store.commit(*self.learner.commits.pop(0)) is True,
+            self.store.commit(*self.learner.commits.pop(0), seen=seen) is True,
             "a commit in order was not taken",
         )
+        self.moves += self.store.limit.now != before.now
         return True
+
+    def seen(self) -> Seen:
+        """Ratios and idle times that move the limit up and down."""
+        r = self.r
+        return Seen(r.choice((0.2, 0.9, 0.9)), r.choice((0, 1, math.inf)), r.choice((0.0, 0.3)))
 
     def checkpoint(self) -> bool:
         x = self.learner
@@ -268,6 +284,7 @@ class World:
         for t in tickets:
             g.rows += [Row(t, s, self.r.random() < self.slow_share) for s in t.samples]
             self.counts[t.ticket, t.attempt] = [0, 0]
+            self.announced[t.ticket, t.attempt] = t.limit
         return bool(tickets)
 
     def pick_up(self) -> bool:

@@ -274,6 +274,7 @@ def test_a_killed_buffer_folds_to_the_same_state_and_the_run_goes_on(
             make=make,
             on_exceed=on_exceed,
             order="freshest" if on_exceed != "pace" and seed % 2 else "auto",
+            **({"limits": (1, 2, 3), "ess_floor": 0.5} if on_exceed == "pace" and seed % 2 else {}),
         )
 
         def kill(world: World = world, make: Any = make) -> bool:

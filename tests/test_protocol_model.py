@@ -12,6 +12,7 @@ import protocol_model as pm
 import pytest
 from weakened import weakened
 
+from asyncrl.contract.admission import Limit
 from asyncrl.contract.errors import ProtocolError
 from asyncrl.contract.messages import (
     LearnerHello,
@@ -65,6 +66,7 @@ class SideBySide:
             Sampling(),
             filter_no_spread=bool(c.filtered),
             lease_s=1e9,
+            ess_floor=0.5 if c.moves else 0.0,
         )
         self.store = weakened(off)(settings, lambda i: Prompt(i, ""))
         self.parent: dict[int, Label | None] = {0: None}
@@ -97,8 +99,8 @@ class SideBySide:
         t, a, todo, least, _ = self.w.gens[i].held[-1]
         got = self.store.grant(f"g{i}", before.gens[i].session, 1, 0.0)
         same(
-            [(t, a, list(todo), least)],
-            [(x.ticket, x.attempt, x.samples, tuple(x.min_version)) for x in got],
+            [(t, a, list(todo), least, self.w.buffer.now if self.c.moves else self.w.buffer.k)],
+            [(x.ticket, x.attempt, x.samples, tuple(x.min_version), x.limit) for x in got],
             "ticket",
         )
 
@@ -142,10 +144,12 @@ class SideBySide:
         policy = next(y for y in self.w.learners if y.epoch == x.epoch).policy
         self.parent[policy] = Label(x.epoch, pm.DEPTH[policy] - 1)
 
-    def do_commit(self, before: pm.World, x: pm.Learner) -> None:
+    def do_commit(self, before: pm.World, x: pm.Learner, to: int = -1) -> None:
         if x.epoch == before.buffer.epoch:  # else the service fences it
             policy = pm.ancestor(x.policy, x.told + 1)
             assert self.store.commit(x.told, Label(x.epoch, x.told + 1), str(policy))
+            if to > 0:  # by whatever rule
+                self.store.limit = Limit(to)
 
     def do_checkpoint(self, before: pm.World, x: pm.Learner) -> None:
         self.store.checkpointed(pm.DEPTH[self.w.kept[1][0]])
@@ -221,6 +225,17 @@ WALKS: list[dict[str, Any]] = [
         "faults": 5,
         "keep": 2,
         "filtered": (0, 3),
+    },
+    {
+        "k": (3, 1),
+        "moves": (1, 2, 3),
+        "batch": 1,
+        "group": 2,
+        "gens": 2,
+        "slots": 3,
+        "steps": 6,
+        "faults": 3,
+        "prefetch": 1,
     },
     {
         "k": (0, 1),

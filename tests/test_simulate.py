@@ -232,6 +232,7 @@ SITUATIONS: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({}, ["staleness.max_lag=3", "staleness.inject=2"]),
     ({}, ["staleness.max_lag=inf", "generators=2"]),
+    ({"ess": 0.8}, ["staleness.max_lag={auto='ess',floor=0.7,most=3}", "generators=2"]),
     (
         {"reward": "pareto(0.05, 2.5, 1)"},
         ["staleness.max_lag=2", "reward.workers=4", "advantage.no_spread='filter'"],

@@ -86,6 +86,36 @@ def test_a_run_resumed_at_another_limit_or_order_keeps_the_bound_and_never_stand
             raise AssertionError(f"seed {seed}: {e}") from e
 
 
+AUTO = {"limits": (1, 2, 3, 4), "ess_floor": 0.5, "steps": 14}
+
+
+def test_a_limit_that_sets_itself_keeps_what_each_ticket_announced() -> None:
+    """Up, down, over lives of the learner with other bounds: no token past the limit of its ticket
+    (schedules.World reckons it), none past the bound, no standing still."""
+    seen: Counter[str] = Counter()
+    for seed in range(250):
+        world = World(seed, **AUTO)
+        try:
+            world.run()
+        except Exception as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        seen.update({str(limit) for limit in world.announced.values()})
+        seen["moves"] += world.moves
+        seen["at the limit"] += world.at_limit
+    assert all(seen[f"{limit}"] > 30 for limit in (1, 2, 3)), seen
+    assert seen["moves"] > 200 and seen["at the limit"] > 1000, seen
+
+
+def test_room_by_the_bound_breaks_what_a_ticket_announced() -> None:
+    for seed in range(400):
+        try:
+            World(seed, frozenset(["announced_room"]), **AUTO).run()
+        except (Broken, ProtocolError) as error:
+            assert "versions late" in str(error), f"seed {seed}: {error}"
+            return
+    raise AssertionError("tickets go out by the bound, and nothing breaks")
+
+
 @pytest.mark.parametrize(
     ("off", "what"),
     [

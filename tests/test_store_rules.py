@@ -58,7 +58,7 @@ def test_nothing_is_granted_after_the_end_or_before_a_learner() -> None:
 def test_a_ticket_carries_its_version_and_the_settings() -> None:
     store = make(1, 1, 2, seed=11)
     (t,) = store.grant("g", 1, 2, 0.0)
-    assert t == Ticket(0, 1, "train", prompt(0), [0, 1], Sampling(), Label(1, 0), None, 11)
+    assert t == Ticket(0, 1, "train", prompt(0), [0, 1], Sampling(), Label(1, 0), None, 11, 1)
     lease = store.alive[0].lease
     assert lease is not None and (
         lease.attempt,

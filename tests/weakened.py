@@ -23,6 +23,13 @@ class ReissuedUnpaced(Store):
         return True
 
 
+class RoomToTheBound(Store):
+    """A ticket announces the limit of now, and goes out by the hard bound."""
+
+    def admits_to(self) -> float:
+        return self.max_lag
+
+
 class LeasedUncounted(Store):
     def places_taken(self) -> int:
         return super().places_taken() - len(self.composed & self.alive.keys())
@@ -59,6 +66,7 @@ RULES: dict[str, type[Store]] = {
     "ticket_order": AnyOrder,
     "reissue_paced": ReissuedUnpaced,
     "count_leased": LeasedUncounted,
+    "announced_room": RoomToTheBound,
     "min_version": AnyVersion,
     "dedupe": Forgetful,
     "filter_leaves": FilteredStay,

@@ -68,7 +68,7 @@ def kept(batch: LossBatch, config: Settings) -> torch.Tensor:
     """Tokens that staleness.on_exceed = mask and advantage.truncated = mask leave in the loss."""
     keep = torch.ones_like(batch.mask)
     if config.staleness.on_exceed == "mask":
-        keep &= batch.token_lag <= config.staleness.max_lag
+        keep &= batch.token_lag <= config.staleness.limit
     if config.advantage.truncated == "mask":
         keep &= ~batch.truncated[batch.seq]
     return keep
@@ -82,7 +82,7 @@ def fade(batch: LossBatch, config: Settings) -> torch.Tensor:
     if config.staleness.on_exceed == "downweight":
         factor = torch.pow(
             0.5,
-            (batch.token_lag - config.staleness.max_lag).clamp(min=0).to(factor.dtype)
+            (batch.token_lag - config.staleness.limit).clamp(min=0).to(factor.dtype)
             / config.staleness.half_life,
         )
     return factor

@@ -92,7 +92,7 @@ def simulate(
             )
     base = questions.several(config, known, seeds, evaluate=evaluate)
     if not (limits or more or syncs):
-        limit = config.staleness.max_lag
+        limit = config.staleness.limit
         inject = config.staleness.inject
         limits = [] if inject is not None or limit == math.inf else [2 * limit or 1]
         more = [1]
@@ -110,7 +110,7 @@ def simulate(
         "answers": [msgspec.structs.asdict(a) for a in answers],
     }
     if generators or plot is not None:
-        now = config.staleness.max_lag
+        now = config.staleness.limit
         line = (
             sorted({*map(float, LIMITS), *map(float, limits), now})
             if plot is not None and config.staleness.inject is None
@@ -128,12 +128,20 @@ def simulate(
     return out
 
 
+def limit_text(base: dict[str, Any]) -> str:
+    """The limit; where it set itself, its mean and its bound."""
+    mean = base["limit_mean"]
+    if base["max_lag"] in ("inf", mean):
+        return str(base["max_lag"])
+    return f"{mean:.2f} on average, at most {base['max_lag']}"
+
+
 def text(out: dict[str, Any]) -> str:
     """The same for a reader."""
     base = out["base"]
     lines = [
         f"times: {out['times']}",
-        f"{base['steps']} steps, {base['generators']:,} generator(s), limit {base['max_lag']}: "
+        f"{base['steps']} steps, {base['generators']:,} generator(s), limit {limit_text(base)}: "
         f"{base['step_s']:.3g} s a step, {base['tokens_per_s']:,.0f} tokens/s trained",
         f"idle: generators {base['idle_generator']:.1%}, learner {base['idle_learner']:.1%}; "
         f"{out['limited_by']}",

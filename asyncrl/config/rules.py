@@ -50,8 +50,13 @@ def _name(config: Config) -> list[str]:
 def _staleness(config: Config) -> list[str]:
     """The limit, and what is injected under it."""
     out = []
-    lag = config.staleness.max_lag
+    lag = config.staleness.limit
     inject = config.staleness.inject
+    if config.staleness.ess_floor and (inject is not None or config.staleness.on_exceed != "pace"):
+        out.append(
+            "staleness.max_lag: a limit that sets itself is a promise to each ticket, which needs "
+            "staleness.on_exceed = pace and no injected lag"
+        )
     if math.isnan(lag) or (not math.isinf(lag) and lag != int(lag)):
         out.append(f"staleness.max_lag: {lag:g} is neither a whole number nor inf")
     most = inject if isinstance(inject, int) else (len(inject) - 1 if inject else 0)
@@ -192,7 +197,7 @@ def _limit(config: Config) -> list[str]:
     """What happens above a limit, where there is none."""
     out = []
     if config.staleness.on_exceed in ("drop", "mask", "downweight") and math.isinf(
-        config.staleness.max_lag
+        config.staleness.limit
     ):
         out.append(
             f"staleness.on_exceed: {config.staleness.on_exceed} never acts without a limit "
@@ -204,7 +209,7 @@ def _limit(config: Config) -> list[str]:
 def _order(config: Config) -> list[str]:
     """Where `staleness.order` cannot be what it says."""
     staleness = config.staleness
-    free = math.isinf(staleness.max_lag)
+    free = math.isinf(staleness.limit)
     if staleness.order == "auto" or (
         staleness.order == "ticket" and staleness.on_exceed == "pace" and not free
     ):
@@ -219,7 +224,7 @@ def _order(config: Config) -> list[str]:
             "staleness.order: with ticket order nothing passes the limit, so on_exceed = "
             f"{staleness.on_exceed} has nothing to do; that is on_exceed = pace"
         ]
-    if config.exact or staleness.max_lag == 0:
+    if config.exact or staleness.limit == 0:
         what = "exact" if config.exact else "synchronous (staleness.max_lag = 0)"
         return [
             f"staleness.order: {staleness.order} makes batches of what happens to be ready; runs "
@@ -265,7 +270,7 @@ def _exact(config: Config) -> list[str]:
         )
     if (
         config.weights.in_flight == "keep_kv"
-        and config.staleness.max_lag > 0
+        and config.staleness.limit > 0
         and config.staleness.inject is None
     ):
         out.append(
@@ -805,7 +810,7 @@ def _kl_warnings(config: Config) -> list[str]:
     in_loss = config.kl.loss
     on = config.kl.loss.coefficient > 0
     in_reward = config.kl.reward
-    stale = config.staleness.max_lag > 0 or config.learner.epochs * config.learner.minibatches > 1
+    stale = config.staleness.limit > 0 or config.learner.epochs * config.learner.minibatches > 1
     if on and in_loss.estimator == "k1" and in_loss.off_policy == "none":
         tail = (
             "; off policy, as here, it pushes away from the data (minus the gradient of KL(mu || "
@@ -816,7 +821,7 @@ def _kl_warnings(config: Config) -> list[str]:
         out.append("kl: k1 in the loss has no expected gradient on policy" + tail)
     if in_reward.coefficient > 0 and in_reward.estimator == "k3":
         out.append("kl: k3 in the reward has a strongly biased gradient and is known to collapse")
-    if in_reward.coefficient > 0 and in_reward.at == "behavior" and config.staleness.max_lag > 0:
+    if in_reward.coefficient > 0 and in_reward.at == "behavior" and config.staleness.limit > 0:
         out.append(
             "kl: kl.reward.at = behavior takes the KL of the policy that wrote the tokens, whose "
             "gradient is more than half wrong off policy; use start"

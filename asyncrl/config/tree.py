@@ -235,9 +235,26 @@ class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     ] = "merged"
 
 
+class AutoLimit(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A limit that sets itself, from 1 to `most`."""
+
+    auto: Annotated[
+        Literal["ess"],
+        Meta(description="by the effective sample size (is/ess) and the learner's idle time"),
+    ]
+    floor: Annotated[
+        float, Meta(gt=0, lt=1, description="the limit falls while is/ess is below this")
+    ] = 0.5
+    most: Annotated[int, Meta(ge=1, description="versions; never more")] = 16
+
+
 class Staleness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     max_lag: Annotated[
-        float, Meta(ge=0, description="versions; a whole number or inf; 0: synchronous")
+        Annotated[float, Meta(ge=0)] | AutoLimit,
+        Meta(
+            description='versions; a whole number or inf; 0: synchronous; or { auto = "ess", '
+            "floor = 0.5, most = 16 }: it sets itself"
+        ),
     ] = 4.0
     on_exceed: Literal["pace", "drop", "mask", "downweight"] = "pace"
     half_life: Annotated[
@@ -261,6 +278,17 @@ class Staleness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             "come late; scale of a draw per ticket; 0: none"
         ),
     ] = 0.0
+
+    @property
+    def limit(self) -> float:
+        """Versions that no token may pass: where the limit sets itself, its hard bound."""
+        limit = self.max_lag
+        return float(limit.most) if isinstance(limit, AutoLimit) else limit
+
+    @property
+    def ess_floor(self) -> float:
+        """Of a limit that sets itself; 0: it is constant."""
+        return self.max_lag.floor if isinstance(self.max_lag, AutoLimit) else 0.0
 
 
 class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

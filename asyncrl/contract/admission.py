@@ -6,13 +6,21 @@ the others in ticket order, which is how they train. They only leave (trained, f
 under injection another takes the place), none enters before it, and compositions are durable, so
 its batch is at most c + floor(p / batch) <= c + k.  Its tokens carry (e, n) with n >= c: lag <= k
 within the epoch. Later epochs judge the tree distance again at the lease; what exceeds k there is
-an orphan and is written again."""
+an orphan and is written again.
+
+**A limit that sets itself** (`next_limit`) moves between commits, within hard bounds.  The proof
+above is about one grant and the k of that moment: an attempt granted under k_t at p < (k_t+1) *
+batch trains in batch c + k_t at the latest, whatever the limit is later, because its place depends
+on nobody admitted after it.  So the guarantee is: no token passes the limit that its ticket
+announced, and none passes `most`.  The run cannot stand still: a limit is at least 1, so the oldest
+batch always has room."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
 import xxhash
 
 from asyncrl.contract.messages import Span
@@ -26,6 +34,92 @@ def room(max_lag: float, batch: int, stored_bytes: int = 0, byte_limit: int = 1 
     if math.isinf(max_lag):
         return math.inf if stored_bytes < byte_limit else 0
     return (int(max_lag) + 1) * batch
+
+
+LEAST = 1  # versions: at 0 the learner always waits, and the limit would rise at once
+AVERAGED = 3  # batches whose means decide
+IDLE = 0.05  # of the learner's time: more is worth a higher limit
+CLEAR = 0.25  # of the way from the floor to 1: the ESS that a higher limit needs
+# upper edges of the buckets of by_lag/ess_*
+EDGES = {"0": 0.0, "1": 1.0, "2": 2.0, "3to4": 4.0, "5to8": 8.0, "9plus": math.inf}
+
+
+class Seen(msgspec.Struct, frozen=True, array_like=True):
+    """What a committed batch says of the limit."""
+
+    ess: float  # of the raw ratios start/behaviour, share
+    held: float  # the largest lag up to which the ESS at every lag keeps the floor
+    idle: float  # share of the learner's step in which it waited for the batch
+
+
+class Limit(msgspec.Struct, frozen=True, array_like=True):
+    """A limit that sets itself, and what moved it last."""
+
+    now: int = LEAST
+    settling: int = 0  # batches to come that may hold tickets of the limit before
+    seen: tuple[Seen, ...] = ()
+    before: int = 0  # the last move: from which limit, by which means; 0: it has not moved
+    ess: float = 0.0
+    idle: float = 0.0
+
+
+def seen(metrics: Mapping[str, float], floor: float) -> Seen | None:
+    """What a commit's metrics say; None: not what the rule needs.
+
+    >>> seen({"is/ess": 0.9, "by_lag/ess_0": 1.0, "by_lag/ess_1": 0.8, "by_lag/ess_2": 0.4}, 0.5)
+    Seen(ess=0.9, held=1.0, idle=0.0)
+    """
+    ess = metrics.get("is/ess", math.nan)
+    if not math.isfinite(ess):
+        return None
+    held = math.inf
+    reached = 0.0
+    for bucket, edge in EDGES.items():
+        here = metrics.get(f"by_lag/ess_{bucket}")
+        if here is not None and here < floor:
+            held = reached
+            break
+        reached = edge
+    return Seen(ess, held, metrics.get("time/learner_idle_share", 0.0))
+
+
+def next_limit(limit: Limit, batch: Seen, floor: float, most: int) -> Limit:
+    """The limit for tickets from now on, after another batch.
+
+    It falls while the mean ESS is below `floor`, to the largest lag whose own ESS holds, at least
+    by one; it rises by one while the learner waits for batches and the ESS is clear of the floor.
+    After a move it rests until batches of the limit before are through.
+
+    >>> starved = Seen(ess=0.95, held=math.inf, idle=0.3)
+    >>> limit = Limit()
+    >>> for _ in range(3): limit = next_limit(limit, starved, 0.5, 16)
+    >>> limit.now, limit.settling
+    (2, 2)
+    >>> stale = Seen(ess=0.3, held=4.0, idle=0.0)
+    >>> limit = Limit(now=8)
+    >>> for _ in range(3): limit = next_limit(limit, stale, 0.5, 16)
+    >>> limit.now, limit.settling
+    (4, 8)
+    """
+    if limit.settling:
+        return msgspec.structs.replace(limit, settling=limit.settling - 1)
+    last = (*limit.seen, batch)[-AVERAGED:]
+    ess = sum(one.ess for one in last) / len(last)
+    idle = sum(one.idle for one in last) / len(last)
+    to = limit.now
+    if len(last) == AVERAGED and ess < floor:
+        to = max(LEAST, int(min(limit.now - 1, max(one.held for one in last))))
+    elif len(last) == AVERAGED and idle > IDLE and ess >= floor + CLEAR * (1 - floor):
+        to = min(most, limit.now + 1)
+    if to == limit.now:
+        return msgspec.structs.replace(limit, seen=last)
+    return Limit(to, max(to, limit.now), (), limit.now, ess, idle)
+
+
+def within(limit: Limit, most: int) -> Limit:
+    """The same as a new life of the learner takes it up, within its own hard bound."""
+    now = max(LEAST, min(limit.now, most))
+    return Limit(now, now, (), limit.before, limit.ess, limit.idle)
 
 
 def planned_batch(committed: int, place: int, batch: int) -> int:

@@ -7,6 +7,7 @@ are repeated until they are answered and are idempotent."""
 
 from __future__ import annotations
 
+import math
 from typing import Literal, get_args
 
 import msgspec
@@ -317,6 +318,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     # evaluation and lag injection: the whole answer with exactly these weights
     exact_version: Label | None
     seed: int  # of the random stream: (seed, ticket, sample, position)
+    limit: float = math.inf  # the staleness limit announced for it, in versions
 
 
 class Tickets(msgspec.Struct, frozen=True, tag="tickets"):
@@ -446,6 +448,7 @@ class LearnerHello(msgspec.Struct, frozen=True, tag="learner_hello"):
     # how the learner's life before this one ended: well or told to, by a signal that nothing
     # explains, by itself; "": nobody knows
     before: Literal["", "ended", "killed", "crashed"] = ""
+    limit: int = 0  # where the limit sets itself: the one at the checkpoint; 0: none
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
@@ -478,6 +481,7 @@ class Batch(msgspec.Struct, frozen=True, tag="batch"):
     next_ticket: int
     ledger: dict[str, dict[str, float]]  # totals, for the checkpoint
     trained_above: list[int] = []
+    limit: int = 0  # where the limit sets itself: the one for tickets then; 0: it is constant
 
 
 class Commit(msgspec.Struct, frozen=True, tag="commit"):

@@ -38,6 +38,7 @@ from actors.delay import decode_steps
 from actors.engine import Engine, engine_for
 from actors.turn import Turn, trajectory
 from asyncrl.config.tree import Config
+from asyncrl.contract import admission
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NotFinite
 from asyncrl.contract.messages import LearnerHello, WeightsSource
 from asyncrl.contract.versions import Label
@@ -45,6 +46,7 @@ from asyncrl.experiments.one_process import cold
 from asyncrl.experiments.serial_record import Record, RunRecord
 from asyncrl.models.policy import named_weights, weights_digest
 from buffer.groups import settings
+from buffer.numbers import of_limit
 from buffer.service import evaluations
 from buffer.store import Store
 from learner.step import LearnerCore
@@ -61,6 +63,7 @@ class Update(NamedTuple):
     label: Label
     digest: str
     ends: int  # in decode steps
+    metrics: dict[str, float]
 
 
 class Weights(NamedTuple):
@@ -82,7 +85,7 @@ class Run:
         self.config = config
         self.watch = watch
         self.core = LearnerCore(config, config.model.path)
-        self.turn = Turn(config, engine_of(config), lockstep=config.staleness.max_lag == 0)
+        self.turn = Turn(config, engine_of(config), lockstep=config.staleness.limit == 0)
         task = self.turn.task
         self.store = Store(
             settings(config),
@@ -92,6 +95,7 @@ class Run:
         self.ring: dict[Label, Weights] = {}
         self.loaded: Label | None = None  # in the engine
         self.clock = 0  # decode steps
+        self.ended = 0  # when the last update was over
         self.update: Update | None = None  # the one under way
         self.numbers = Record()
 
@@ -131,7 +135,7 @@ class Run:
                 digest=digest,
                 next_ticket=0,
                 origin=0,
-                max_lag=self.config.staleness.max_lag,
+                max_lag=self.config.staleness.limit,
                 source=WeightsSource(EPOCH, "", "", ""),
                 ring=[],
             )
@@ -208,7 +212,11 @@ class Run:
         metrics = self.core.train(batch)
         self.numbers.learn_s += time.monotonic() - began
         self.numbers.batch_trained(batch, metrics)
-        self.update = Update(number, *self.publish(), self.clock + update_steps(self.config))
+        # in decode steps, as the time is here: what the learner waited, of the whole step
+        waited = self.clock - self.ended
+        length = update_steps(self.config)
+        told = metrics | {"time/learner_idle_share": waited / (waited + length)}
+        self.update = Update(number, *self.publish(), self.clock + length, told)
         return True
 
     def publish(self) -> tuple[Label, str]:
@@ -223,9 +231,12 @@ class Run:
         """End an update whose time is over: the version counts, and frees room for new tickets."""
         if self.update is None or self.clock < self.update.ends:
             return False
-        number, label, digest, _ = self.update
+        number, label, digest, self.ended, metrics = self.update
         self.update = None
-        self.store.commit(number, label, digest, self.core.unused)
+        before = self.store.limit
+        seen = admission.seen(metrics, self.config.staleness.ess_floor)
+        self.store.commit(number, label, digest, self.core.unused, seen)
+        self.numbers.curve[-1].update(of_limit(self.store, before))
         self.store.checkpointed(number + 1)
         keep = {*self.store.keep(), label, self.loaded}
         self.ring = {name: weights for name, weights in self.ring.items() if name in keep}

@@ -111,7 +111,7 @@ class Record:
                 counted[lag] = counted.get(lag, 0) + end - start
         audit(batch.number, batch.samples, counted)
         if staleness.on_exceed == "mask":  # what lies past the limit is not trained
-            counted = {lag: tokens for lag, tokens in counted.items() if lag <= staleness.max_lag}
+            counted = {lag: tokens for lag, tokens in counted.items() if lag <= staleness.limit}
         for lag, tokens in counted.items():
             self.lags[lag] = self.lags.get(lag, 0) + tokens
         self.batch_lags = counted

@@ -37,6 +37,12 @@ METRICS: dict[str, Metric] = {
     "lag/in_flight": Metric("versions", "part of the mean sample lag that arose until delivery"),
     "lag/in_queue": Metric("versions", "part of the mean sample lag that arose in the buffer"),
     "lag/samples": Metric("versions", "histogram of the samples' lag"),
+    "limit/now": Metric(
+        "versions", "the staleness limit of tickets from this step on, where it sets itself"
+    ),
+    "limit/before": Metric("versions", "at a step that moved it: the limit before"),
+    "limit/ess": Metric("share", "at such a step: the mean is/ess that moved it"),
+    "limit/idle": Metric("share", "at such a step: the learner's mean idle share that moved it"),
     "is/mean_weight": Metric("-", "mean importance weight: an effective learning rate"),
     "is/ess": Metric(
         "share",

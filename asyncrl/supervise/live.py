@@ -117,6 +117,28 @@ def unused(ledger: Mapping[str, Mapping[str, float]]) -> str:
     return f"of the tokens of its batches {', '.join(said)}" if said else ""
 
 
+def limit(metrics: Mapping[str, float]) -> str:
+    """The limit that sets itself, and what moved it last; "" where it is constant.
+
+    >>> limit({"limit/now": 3.0, "limit/before": 2.0, "limit/ess": 0.91, "limit/idle": 0.2})
+    'limit 3 (was 2: ESS 0.91, learner idle 20%)'
+    >>> limit({"limit/now": 1.0})
+    'limit 1'
+    """
+    if "limit/now" not in metrics:
+        return ""
+    now = f"limit {metrics['limit/now']:.0f}"
+    return f"{now} ({moved(metrics)})" if "limit/before" in metrics else now
+
+
+def moved(metrics: Mapping[str, float]) -> str:
+    """What moved the limit at a step that has `limit/before`."""
+    return (
+        f"was {metrics['limit/before']:.0f}: ESS {metrics['limit/ess']:.2f}, learner idle "
+        f"{metrics['limit/idle']:.0%}"
+    )
+
+
 def line(status: Status, left: float | None = None) -> str:
     """One line: progress, seconds left if known, accuracy, speed of both sides, lag, who waits."""
     metrics = status.metrics
@@ -133,6 +155,7 @@ def line(status: Status, left: float | None = None) -> str:
         f"generate {show('throughput/generator_tokens_per_s', ',.0f')} tok/s  learn "
         f"{show('throughput/learner_tokens_per_s', ',.0f')} tok/s  "
         f"lag {show('lag/mean', '.2f')} (max {show('lag/max', '.0f')})"
+        + (f"  {said}" if (said := limit(metrics)) else "")
         + (f"  {waits}" if waits else "")
     )
 
@@ -202,6 +225,8 @@ def table(status: Status, left: float | None = None) -> Any:
         ("length", "answer/length", ".1f"),
         ("grad norm", "optim/grad_norm", ".3f"),
     )
+    if said := limit(metrics):
+        grid.add_row("limit", "", said)
     if said := unused(status.ledger):
         grid.add_row("not used", "", said)
     for who, what, on, age in status.waits:

@@ -174,8 +174,8 @@ def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
             f"{run_dir} has made all its {config.learner.steps} steps; raise it by --set "
             "learner.steps=N to train on"
         )
-    if config.staleness.max_lag != before.staleness.max_lag:
-        rundir.note_limit(run_dir, before.staleness.max_lag)
+    if config.staleness.limit != before.staleness.limit:
+        rundir.note_limit(run_dir, before.staleness.limit)
     if config != before:
         atomic_write.write(run_dir / "config.toml", load.dump(config), sync=True)
     return config

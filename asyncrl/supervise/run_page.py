@@ -14,6 +14,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, jsonl, lives, metrics, page_kit, trace
 from asyncrl.records.signs import interval
+from asyncrl.supervise.live import moved
 
 TIMELINE_S = 3.0
 # Of the timeline: a kind of work has the same colour on every page.
@@ -27,6 +28,7 @@ KINDS = {
     "checkpoint": "#6b7280",
 }
 OTHER_KIND = "#111827"
+MOVES = 8  # of the limit, told in words; all of them are in the plot
 
 
 class Lines(NamedTuple):
@@ -59,6 +61,7 @@ LINES = (
             ("lag/max", "max"),
             ("lag/in_flight", "in flight"),
             ("lag/in_queue", "in queue"),
+            ("limit/now", "limit of new tickets"),
         ),
     ),
     Lines(
@@ -293,7 +296,7 @@ def _cards(
             "largest lag / limit",
             f"{summary['lag']['max']} / {summary['lag']['limit']}",
             "lag-max",
-            "",
+            moves(rows),
         ),
         ("generated", f"{summary['speed']['generator_tokens_per_s']:,.0f} tok/s", "gen", ""),
         ("trained", f"{summary['speed']['learner_tokens_per_s']:,.0f} tok/s", "learn", ""),
@@ -304,6 +307,22 @@ def _cards(
             "",
         ),
     ]
+
+
+def moves(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Where a limit that sets itself was moved, and by what; the last ones, "" where it was not.
+
+    >>> row = {"step": 9, "limit/now": 2.0, "limit/before": 1.0, "limit/ess": 0.9}
+    >>> moves([{"step": 8}, row | {"limit/idle": 0.25}])
+    'limit from step 9 on 2 (was 1: ESS 0.90, learner idle 25%)'
+    """
+    said = [
+        f"from step {row['step']} on {row['limit/now']:.0f} ({moved(row)})"
+        for row in rows
+        if "limit/before" in row
+    ]
+    more = f"{len(said) - MOVES} earlier moves, then " if len(said) > MOVES else ""
+    return f"limit {more}{'; '.join(said[-MOVES:])}" if said else ""
 
 
 def _ledger(summary: dict[str, Any]) -> list[tuple[str, ...]]:

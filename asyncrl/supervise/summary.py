@@ -135,7 +135,7 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
     read = metrics.read(run_dir)
     rows = [r for r in read if "reward/mean" in r]
     digest = run_dir / "weights_digest"
-    now = config.staleness.max_lag
+    now = config.staleness.limit
     limit = max([now, *rundir.limits(run_dir)])  # the one that all its tokens kept to
     first = {
         split: next(

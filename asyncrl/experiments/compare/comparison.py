@@ -111,7 +111,7 @@ def parse_arm(text: str) -> Arm:
 
 def default_arms(config: Config) -> list[Arm]:
     """Synchronous; as configured; without correction; at an injected lag."""
-    limit = config.staleness.max_lag
+    limit = config.staleness.limit
     lag = int(limit) if 0 < limit < math.inf else INJECTED
     plain = ["correction.preset=none", "correction.proximal=recompute", "loss.surrogate=vanilla"]
     on = [f"staleness.max_lag={lag}"] if limit == 0 else []
@@ -355,7 +355,7 @@ def warm_arms(configs: dict[str, Config]) -> set[str]:
         name for name, config in configs.items() if not cold(config) and not config.reward.apart
     }
     injected = {name for name in able if configs[name].staleness.inject is not None}
-    sync = {name for name, config in configs.items() if config.staleness.max_lag == 0}
+    sync = {name for name, config in configs.items() if config.staleness.limit == 0}
     return injected | ((sync & able) if len(injected | sync) == len(configs) else set())
 
 

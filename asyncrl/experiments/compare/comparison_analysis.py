@@ -112,7 +112,7 @@ def cause(config: Config, trouble: Sequence[str]) -> str:
         return ""
     if config.kl.reward.coefficient > 0 and config.kl.reward.estimator == "k3":
         return "k3 in the reward is known to collapse: use k1 in the reward or k3 in the loss"
-    lagged = config.staleness.max_lag > 0
+    lagged = config.staleness.limit > 0
     if (
         lagged
         and config.correction.level == "none"
@@ -123,7 +123,7 @@ def cause(config: Config, trouble: Sequence[str]) -> str:
             "stale samples without correction: anchor PPO on the behaviour policy, or set "
             "correction.preset = tis"
         )
-    if lagged and config.staleness.max_lag >= 8:
+    if lagged and config.staleness.limit >= 8:
         return "a large lag: lower staleness.max_lag or learner.lr"
     return "lower learner.lr, or set stop.kl_max with more than one optimizer step a batch"
 

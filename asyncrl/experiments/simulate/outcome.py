@@ -31,6 +31,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     max_lag: float
+    limit_mean: float  # of new tickets, over the commits: less where the limit sets itself
     generators: int
     steps: int
     seconds: float  # first ticket to last commit
@@ -146,7 +147,8 @@ class Simulation:
         ledger = buffer.store.ledger()
         samples = steps * config.learner.groups * config.learner.group_size
         return Outcome(
-            max_lag=config.staleness.max_lag,
+            max_lag=config.staleness.limit,
+            limit_mean=average(buffer.limits),
             generators=config.generators,
             steps=steps,
             seconds=seconds,

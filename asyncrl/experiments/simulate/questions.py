@@ -174,7 +174,7 @@ def answers(
 ) -> list[Answer]:
     """Each question in turn, simulated with the seeds of `base`."""
     count = len(base)
-    now = config.staleness.max_lag
+    now = config.staleness.limit
     out = []
     for limit in limits:
         other = with_limit(config, limit)

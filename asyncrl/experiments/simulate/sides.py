@@ -140,7 +140,7 @@ class Generator:
         self.clock, self.buffer, self.draws, self.times = clock, buffer, shared, shared.times
         self.slots = config.generator.slots
         self.frame_bytes = config.wires.frame_bytes
-        self.lockstep = config.staleness.max_lag == 0 and config.generators == 1
+        self.lockstep = config.staleness.limit == 0 and config.generators == 1
         self.drain = config.weights.in_flight == "between_groups"
         self.workers = _reward_processes(config)
         self.deadline = config.reward.deadline_s
@@ -452,7 +452,7 @@ class Learner:
             shared.times,
             config.learner,
         )
-        self.max_lag = config.staleness.max_lag
+        self.max_lag = config.staleness.limit
         self.at_commit = at_commit
         self.number = 0
         self.batches: dict[int, int] = {}  # number -> tokens
@@ -492,7 +492,8 @@ class Learner:
         self.idle = self.idle + whole - seconds
         self.mark = now
         self.number += 1
-        self.buffer.tell(self.buffer.on_commit, number, work=self.draws.commit())
+        idle = self.shares[-1]
+        self.buffer.tell(self.buffer.on_commit, number, idle, work=self.draws.commit())
         pause = 0.0
         if self.number % self.settings.checkpoint_every == 0 or self.number == self.settings.steps:
             pause = self.draws.checkpoint()

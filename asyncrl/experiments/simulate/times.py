@@ -116,6 +116,15 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     look: Annotated[
         float, Meta(ge=0, description="between two decode calls: messages, requests")
     ] = 0.002
+    ess: Annotated[
+        float,
+        Meta(
+            gt=0,
+            le=1,
+            description="no time: effective sample size of tokens of lag 1, at lag k its k-th "
+            "power; it moves a limit that sets itself",
+        ),
+    ] = 0.97
     beside: Annotated[
         float,
         Meta(

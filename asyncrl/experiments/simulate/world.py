@@ -6,8 +6,10 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
+from math import inf
 from typing import TYPE_CHECKING, Any
 
+from asyncrl.contract.admission import Seen
 from asyncrl.contract.messages import LearnerHello, Prompt, Ticket, Trajectory, WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.experiments.simulate.times import Times
@@ -102,6 +104,7 @@ class Buffer:
         self.out = self.most_out = 0  # tickets in flight: groups that generators hold
         self.out_since = self.out_seconds = 0.0  # and their integral over time
         self.lags: dict[int, dict[int, int]] = {}  # batch -> trained tokens by lag
+        self.limits: list[float] = []  # of new tickets, after each commit
         # batch -> mean lag of its samples in flight, in queue
         self.splits: dict[int, tuple[float, float]] = {}
 
@@ -176,13 +179,25 @@ class Buffer:
     def on_ask(self, number: int) -> None:
         self.asks.append(number)
 
-    def on_commit(self, number: int) -> None:
-        self.store.commit(number, Label(EPOCH, number + 1), str(number + 1))
+    def on_commit(self, number: int, idle: float) -> None:
+        seen = self._seen(number, idle) if self.store.settings.ess_floor else None
+        self.store.commit(number, Label(EPOCH, number + 1), str(number + 1), seen=seen)
+        self.limits.append(self.store.announced())
         self.announced_at = self.clock.now
         self.learner.at_commit()
         for generator in list(self.awake.values()):
             if generator.name in self.wants:
                 self._news(generator)
+
+    def _seen(self, number: int, idle: float) -> Seen:
+        """What moves a limit that sets itself: no token has a ratio here, so the ESS at lag k is
+        `times.ess` to the k-th power.
+        """
+        counts = self.lags[number]
+        floor = self.store.settings.ess_floor
+        ess = sum(n * self.times.ess**lag for lag, n in counts.items()) / sum(counts.values())
+        below = [lag for lag in counts if self.times.ess**lag < floor]
+        return Seen(ess, min(below) - 1 if below else inf, idle)
 
     def on_checkpointed(self, oldest: int) -> None:
         self.store.checkpointed(oldest)

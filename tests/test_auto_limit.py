@@ -1,0 +1,238 @@
+"""A limit that sets itself: the rule by hand, what a ticket is told, what survives a restart, and
+that real runs move it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+
+import msgspec
+import pytest
+from test_service import Run, answers, ask, want
+from test_simulate import BARE
+from test_simulate import run as simulated
+from test_warm_run import SMALL
+
+from asyncrl.config import load
+from asyncrl.contract import messages as m
+from asyncrl.contract.admission import AVERAGED, CLEAR, IDLE, Limit, Seen, next_limit, seen, within
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import LearnerHello, Prompt, Sampling, WeightsSource
+from asyncrl.contract.versions import Label
+from asyncrl.experiments import serial
+from asyncrl.experiments.simulate.times import change
+from asyncrl.models.policy import build_model
+from asyncrl.records import metrics
+from asyncrl.supervise import live, run_page
+from buffer.groups import Settings
+from buffer.state import Snapshot
+from buffer.store import Store
+
+FLOOR = 0.5
+MOST = 16
+STARVED = Seen(0.95, math.inf, 0.3)
+AUTO = "staleness.max_lag={auto='ess',floor=0.5,most=4}"
+
+
+def after(limit: Limit, *batches: Seen, most: int = MOST) -> Limit:
+    for batch in batches:
+        limit = next_limit(limit, batch, FLOOR, most)
+    return limit
+
+
+# ---- the rule --------------------------------------------------------------------------------
+
+
+def test_it_rises_by_one_when_the_learner_has_waited_and_rests_as_long_as_the_limit() -> None:
+    start = Limit(now=4)
+    assert after(start, *[STARVED] * (AVERAGED - 1)).now == 4, "not by two batches"
+    risen = after(start, *[STARVED] * AVERAGED)
+    assert risen == Limit(5, 5, (), 4, pytest.approx(0.95), pytest.approx(0.3))
+    rested = after(risen, *[STARVED] * 5)
+    assert (rested.now, rested.settling, rested.seen) == (5, 0, ())
+    assert after(rested, *[STARVED] * AVERAGED).now == 6
+    assert after(Limit(now=MOST), *[STARVED] * 9).now == MOST
+
+
+def test_it_falls_to_the_lag_that_holds_and_rests_until_the_old_tickets_are_through() -> None:
+    start = Limit(now=9)
+    stale = Seen(0.4, 4.0, 0.9)
+    fallen = after(start, *[stale] * AVERAGED)
+    assert fallen == Limit(4, 9, (), 9, pytest.approx(0.4), pytest.approx(0.9))
+    # the lag that holds in the best of the batches, and at least one less
+    assert after(start, stale, stale, Seen(0.4, 6.0, 0.0)).now == 6
+    assert after(start, *[Seen(0.4, math.inf, 0.0)] * AVERAGED).now == 8
+    assert after(start, *[Seen(0.4, 0.0, 0.0)] * AVERAGED).now == 1
+    assert after(Limit(now=1), *[Seen(0.1, 0.0, 0.9)] * 9).now == 1, "never synchronous"
+
+
+def test_it_stays_between_the_floor_and_what_a_rise_needs_and_judges_the_last_batches() -> None:
+    clear = FLOOR + CLEAR * (1 - FLOOR)
+    assert after(Limit(now=3), *[Seen(clear, math.inf, 0.9)] * AVERAGED).now == 4
+    assert after(Limit(now=3), *[Seen(clear - 1e-6, math.inf, 0.9)] * 9).now == 3
+    assert after(Limit(now=3), *[Seen(FLOOR, 0.0, 0.0)] * 9).now == 3
+    assert after(Limit(now=3), *[Seen(0.95, math.inf, 0.99 * IDLE)] * 9).now == 3
+    calm = Seen(0.95, math.inf, 0.0)
+    kept = after(Limit(now=3), *[calm] * 50)
+    assert kept.seen == (calm,) * AVERAGED
+    # (0.95 + 0.2 + 0.2) / 3 < 0.5, and the first of the three holds at any lag
+    assert after(kept, *[Seen(0.2, 1.0, 0.0)] * 2).now == 2
+
+
+def test_what_a_commit_says() -> None:
+    by_lag = {f"by_lag/ess_{b}": x for b, x in (("0", 1.0), ("1", 0.9), ("3to4", 0.6))}
+    told = {"is/ess": 0.8, "time/learner_idle_share": 0.2, **by_lag}
+    assert seen(told, 0.5) == Seen(0.8, math.inf, 0.2)
+    assert seen(told | {"by_lag/ess_5to8": 0.49}, 0.5) == Seen(0.8, 4.0, 0.2)
+    assert seen(told, 0.7) == Seen(0.8, 2.0, 0.2)
+    assert seen({"is/ess": 0.8, "by_lag/ess_0": 0.1}, 0.5) == Seen(0.8, 0.0, 0.0)
+    assert seen({}, 0.5) is None and seen({"is/ess": math.nan}, 0.5) is None
+
+
+# ---- the store ---------------------------------------------------------------------------------
+
+
+def hello(epoch: int, number: int = 0, bound: float = 8.0, limit: int = 0) -> LearnerHello:
+    source = WeightsSource(epoch, "", "", "")
+    label = Label(epoch, number)
+    return LearnerHello(
+        1, "", epoch, label, None, str(number), 0, epoch - 1, bound, source, [], limit=limit
+    )
+
+
+def new_store(floor: float = FLOOR) -> Store:
+    settings = Settings(1, 1, 99, Sampling(), ess_floor=floor)
+    return Store(settings, lambda number: Prompt(number, ""))
+
+
+def test_tickets_announce_the_limit_of_their_grant_and_room_follows_it() -> None:
+    store = new_store()
+    store.hello(hello(1))
+    assert [t.limit for t in store.grant("g", 1, 99, 0.0)] == [1, 1]
+    store.limit = Limit(3)
+    assert [t.limit for t in store.grant("g", 1, 99, 0.0)] == [3, 3]
+    assert [group.grants[n + 1].limit for n, group in enumerate(store.alive.values())] == [
+        1,
+        1,
+        3,
+        3,
+    ]
+    store.limit = Limit(1)
+    assert store.grant("g", 1, 99, 0.0) == []
+    constant = new_store(0.0)
+    constant.hello(hello(1, bound=2.0))
+    assert [t.limit for t in constant.grant("g", 1, 99, 0.0)] == [2, 2, 2]
+    assert {x.limit for group in constant.alive.values() for x in group.grants.values()} == {
+        math.inf
+    }
+
+
+def test_the_limit_outlives_learners_buffers_and_snapshots() -> None:
+    store = new_store()
+    store.hello(hello(1, limit=5))
+    assert store.limit == Limit(5, 5), "a new buffer takes the checkpoint's"
+    store.limit = Limit(6, 2, (STARVED,), 5, 0.9, 0.2)
+    again = new_store()
+    packed = msgspec.msgpack.encode(store.snapshot())
+    again.restore(msgspec.msgpack.decode(packed, type=Snapshot))
+    assert again.limit == store.limit
+    again.hello(hello(2, limit=3))
+    assert again.limit == Limit(6, 6, (), 5, 0.9, 0.2), "this buffer knows better"
+    again.hello(hello(3, bound=4.0))
+    assert again.limit.now == 4 and within(Limit(2), 4).now == 2
+
+
+# ---- runs --------------------------------------------------------------------------------------
+
+
+def test_a_commit_moves_it_and_the_metrics_say_why(tmp_path: Path) -> None:
+    """The buffer's service: batches for which the learner has waited, then one far too stale."""
+    run = Run(tmp_path, AUTO, "learner.steps=9")
+    try:
+        learner, generator = run.peer(), run.peer()
+        ask(learner, msgspec.structs.replace(run.hello(1), max_lag=4.0), m.Welcome)
+        held: dict[int, m.Ticket] = {}
+        rows = []
+        for number in range(6):
+            for ticket in ask(generator, want(number + 1, 99), m.Tickets).tickets:
+                held[ticket.ticket] = ticket
+            ask(generator, answers(held[number]), m.Acks)
+            batch = ask(learner, m.Ask(1, number), m.Batch)
+            told = {"is/ess": 0.9, "time/learner_idle_share": 0.25}
+            commit = m.Commit(1, number, Label(1, number + 1), f"d{number + 1}", told)
+            ask(learner, commit, m.Committed)
+            status = ask(generator, m.Watch(), m.Status)
+            rows.append((batch.limit, status.metrics["limit/now"], live.limit(status.metrics)))
+        # it rests for one batch after the hello, then three decide
+        assert [now for _, now, _ in rows] == [1, 1, 1, 2, 2, 2]
+        assert [asked for asked, _, _ in rows] == [1, 1, 1, 1, 2, 2]
+        assert rows[2][2] == "limit 1"
+        assert rows[5][2] == "limit 2 (was 1: ESS 0.90, learner idle 25%)"
+        assert [held[n].limit for n in range(8)] == [1, 1, 1, 1, 1, 2, 2, 2]
+    finally:
+        run.end()
+    written = [row for row in metrics.read(run.dir) if "limit/before" in row]
+    assert [(row["step"], row["limit/now"], row["limit/before"]) for row in written] == [(3, 2, 1)]
+    assert run_page.moves(written) == "limit from step 3 on 2 (was 1: ESS 0.90, learner idle 25%)"
+    many = run_page.moves(written * (run_page.MOVES + 2))
+    assert many.startswith("limit 2 earlier moves, then from step 3")
+    assert many.count(";") == run_page.MOVES - 1
+
+
+def test_a_run_in_one_process_moves_it_and_no_token_passes_what_was_announced(
+    tmp_path: Path,
+) -> None:
+    build_model(tmp_path / "model", "0123456789=:,#", hidden=32, layers=1)
+    sets = [f"model.path='{tmp_path / 'model'}'", *SMALL, "learner.steps=14"]
+    auto = serial.one(load.load("configs/demo.toml", [*sets, AUTO]), 3)
+    limits = [row["limit/now"] for row in auto["curve"]]
+    assert limits[0] == 1 and max(limits) > 1 and max(limits) <= 4
+    moved = [row for row in auto["curve"] if "limit/before" in row]
+    assert len(moved) == sum(a != b for a, b in itertools.pairwise([1.0, *limits]))
+    assert all(row["limit/idle"] > IDLE for row in moved if row["limit/now"] > row["limit/before"])
+    assert max(map(int, auto["lag_histogram"])) <= max(limits)
+    constant = serial.one(load.load("configs/demo.toml", [*sets, "staleness.max_lag=1"]), 3)
+    assert "limit/now" not in constant["curve"][0]
+    assert auto["clock"] < constant["clock"], "the learner waits less"
+
+
+def test_the_simulation_moves_it_by_idle_time_and_the_ratios_that_it_is_given() -> None:
+    slow = change(BARE, train=0.64, reward="pareto(0.1, 1.2, 4)")
+    auto = "staleness.max_lag={auto='ess',floor=0.5,most=8}"
+    sets = ["learner.steps=80", "reward.workers=32"]
+    free, low = (simulated(change(slow, ess=ess), auto, *sets) for ess in (1.0, 0.55))
+    one = simulated(slow, "staleness.max_lag=1", *sets)
+    assert free.limit_mean > low.limit_mean >= 1 == one.limit_mean
+    assert free.lag_max <= 8 == free.max_lag
+    assert free.idle_learner < one.idle_learner
+    assert free.seconds < one.seconds
+
+
+@pytest.mark.parametrize(
+    ("sets", "what"),
+    [
+        (["staleness.inject=2"], "needs staleness.on_exceed = pace and no injected lag"),
+        (["staleness.on_exceed='mask'"], "needs staleness.on_exceed = pace and no injected lag"),
+        (["staleness.max_lag={auto='ess',floor=1.0}"], "staleness.max_lag"),
+        (["staleness.max_lag={auto='ess',most=0}"], "staleness.max_lag"),
+        (["staleness.max_lag={auto='kl'}"], "staleness.max_lag"),
+        (["staleness.max_lag={auto='ess',flor=0.4}"], "staleness.max_lag"),
+        (["staleness.max_lag=-1"], "staleness.max_lag"),
+        (["staleness.max_lag=2.5"], "neither a whole number nor inf"),
+    ],
+)
+def test_what_it_cannot_be(sets: list[str], what: str) -> None:
+    with pytest.raises(ConfigError, match=what):
+        load.load("configs/demo.toml", [AUTO, *sets])
+
+
+def test_a_config_that_has_it_is_written_and_read_again(tmp_path: Path) -> None:
+    config = load.load("configs/demo.toml", ["staleness.max_lag={auto='ess',floor=0.4}"])
+    assert (config.staleness.limit, config.staleness.ess_floor) == (16.0, 0.4)
+    path = tmp_path / "c.toml"
+    path.write_text(load.dump(config))
+    assert load.load(path) == config
+    plain = load.load(path, ["staleness.max_lag=3"])
+    assert (plain.staleness.limit, plain.staleness.ess_floor) == (3.0, 0.0)
