@@ -437,6 +437,8 @@ def micro_loss(
     live = valid & fixed.kept
     prep.live[part] = live & (fixed.weight != 0)
     scale = torch.where(live, fixed.weight * prep.fade[part] * factor, 0.0)
+    if c.loss.coefficient != 1:
+        scale = scale * c.loss.coefficient
     coefficient = torch.where(live, trust.coefficient * scale, 0.0)
     safe = torch.where(live, lp, 0.0)
     loss = -(coefficient * safe).sum()

@@ -300,6 +300,13 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     surrogate: Surrogate = "decoupled_ppo"
+    coefficient: Annotated[
+        NonNegative,
+        Meta(
+            description="of the surrogate, which carries the reward, beside the other terms; 0: "
+            "kl.loss and entropy alone, as in distillation"
+        ),
+    ] = 1.0
     eps_low: Annotated[
         NonNegative | None,
         Meta(description="absent: the surrogate's default (0.2; gspo 3e-4; gmpo 0.4 nats)"),
@@ -464,10 +471,11 @@ class KL(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Towards a reference policy: in the reward, in the loss, or both at once."""
 
     preset: Annotated[
-        Literal["", "grpo", "dr_grpo", "rloo"],
+        Literal["", "grpo", "dr_grpo", "rloo", "distill"],
         Meta(
             description="sets the keys that are not given, as published: k3 in the loss with 0.04; "
-            "no KL in the loss; k1 in the reward with 0.05"
+            "no KL in the loss; k1 in the reward with 0.05; distill: the whole KL to the teacher "
+            "in model.reference, token by token"
         ),
     ] = ""
     reward: KLReward = KLReward()

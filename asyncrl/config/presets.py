@@ -24,6 +24,13 @@ KL_PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"loss.coefficient": 0.04, "loss.estimator": "k3"},  # DeepSeekMath's beta
     "dr_grpo": {"loss.coefficient": 0.0},
     "rloo": {"reward.coefficient": 0.05, "reward.estimator": "k1"},
+    # the reverse KL over the vocabulary at each state of the student's own answers
+    "distill": {
+        "loss.coefficient": 1.0,
+        "loss.off_policy": "prefix_full",
+        "loss.discount": 0.0,
+        "loss.truncate": 2.0,
+    },
 }
 
 PRESET_TABLES = (("correction", PRESETS), ("kl", KL_PRESETS))

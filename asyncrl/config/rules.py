@@ -405,6 +405,11 @@ def _surrogate(config: Config) -> list[str]:
     surrogate = config.loss.surrogate
     correction = config.correction
     out = []
+    if config.loss.coefficient == 0 and not (config.kl.loss.coefficient or config.loss.entropy):
+        out.append(
+            "loss.coefficient: 0 leaves nothing to learn from; give kl.loss.coefficient (kl.preset "
+            "= distill), or leave it out"
+        )
     if surrogate in settings.ON_BEHAVIOR and correction.proximal != "behavior":
         out.append(
             f"loss.surrogate: {surrogate} takes its ratio against the behaviour policy; set "

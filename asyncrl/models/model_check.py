@@ -68,19 +68,29 @@ def check(config: Config) -> Any:
     complete(raw, path, config.model.dtype, "model.path")
     finite(path, "model.path")
     adapted(config, raw)
-    if config.model.reference:
-        other = Path(config.model.reference)
-        theirs = settings(other, "model.reference")
-        kind(theirs, other, "model.reference")
+    for key, other in references(config):
+        theirs = settings(other, key)
+        kind(theirs, other, key)
         check_weights(other)
         if text(theirs).get("vocab_size") != text(raw).get("vocab_size"):
             raise ConfigError(
-                f"model.reference: {other} has a vocabulary of {text(theirs).get('vocab_size')}, "
+                f"{key}: {other} has a vocabulary of {text(theirs).get('vocab_size')}, "
                 f"model.path of {text(raw).get('vocab_size')}"
             )
-        complete(theirs, other, config.model.dtype, "model.reference")
-        finite(other, "model.reference")
+        complete(theirs, other, config.model.dtype, key)
+        finite(other, key)
     return tokenizer
+
+
+def references(config: Config) -> list[tuple[str, Path]]:
+    """The reference policies and teachers that the config names, each with its key."""
+    kl = config.kl
+    named = (
+        ("model.reference", config.model.reference),
+        ("kl.loss.reference", kl.loss.reference if kl.loss.coefficient > 0 else ""),
+        ("kl.reward.reference", kl.reward.reference if kl.reward.coefficient > 0 else ""),
+    )
+    return [(key, Path(path)) for key, path in named if path]
 
 
 def adapted(config: Config, raw: dict[str, Any]) -> None:
