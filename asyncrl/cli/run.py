@@ -16,7 +16,7 @@ from asyncrl.contract.errors import ConfigError
 @options(source=False)
 @click.option("--resume", type=PATH, help="go on with this run directory")
 @click.option("--dry-run", is_flag=True, help="print the resolved config and what would start")
-@click.option("--on", default="local", help="local, ray, or ray://HOST:PORT  [default: local]")
+@click.option("--on", default="local", help="local, ray, ray://HOST:PORT, slurm  [local]")
 def run(
     source: str | None,
     sets: tuple[str, ...],
@@ -31,8 +31,10 @@ def run(
     from asyncrl.records import rundir
     from asyncrl.supervise import run as runner
 
-    if on not in ("local", "ray") and not on.startswith("ray://"):
-        raise ConfigError(f"--on {on}: choose one of local, ray, ray://HOST:PORT")
+    if on not in ("local", "ray", "slurm") and not on.startswith("ray://"):
+        raise ConfigError(f"--on {on}: choose one of local, ray, ray://HOST:PORT, slurm")
+    if on == "slurm" and source is None:
+        raise ConfigError("--on slurm: the script of a run resumes it by itself: sbatch it again")
     if (source is None) == (resume is None):
         raise ConfigError("give either a CONFIG or --resume RUN_DIR")
     if resume is not None:
@@ -47,6 +49,13 @@ def run(
             f"would start in {run_dir}: buffer, {', '.join(devices.placement(config))}",
             file=sys.stderr,
         )
+        return
+    if on == "slurm":
+        from asyncrl.supervise.hosts import slurm
+
+        path = Path(f"{run_dir.name}.sbatch")
+        path.write_text(slurm.script(config, str(source), sets, run_dir))
+        emit({"script": str(path)}, as_json)
         return
     code, summary = runner.run(config, run_dir, resume=resume is not None, on=on)
     emit(summary if as_json or not summary else outline(summary), as_json)

@@ -1,0 +1,105 @@
+"""`asyncrl run --on slurm`: a batch script for Slurm, to be looked at and handed to sbatch.
+
+Two components of one job: the first has buffer, learner and one generator, and the batch script
+itself runs there; the second has a task for each further generator, which joins."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+
+from asyncrl.config.placement import Host
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
+
+WARN_S = 120  # before its time is over the job is told, and the learner writes a checkpoint
+
+SCRIPT = """\
+#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --output={out}
+#SBATCH --signal=B:TERM@{warn}
+#SBATCH --requeue
+#SBATCH --nodes=1 --ntasks=1 {first}
+#SBATCH hetjob
+#SBATCH --ntasks={count} {each}
+# Add what your site wants (--partition, --account, --time) and how it finds the package (module
+# load, source .../bin/activate).  The run directory and {cwd}
+# have to be on a disk that all hosts share.
+set -u
+cd {cwd}
+run_dir={run_dir}
+keys=$run_dir.keys
+ip=$(getent ahostsv4 "$(hostname)" | awk 'NR == 1 {{ print $1 }}')
+port=$((20000 + SLURM_JOB_ID % 20000 / 2 * 2))
+wires=(--set "wires.address=tcp://$ip:$port" --set "wires.weights_address=tcp://$ip:$((port + 1))"
+  --set "wires.curve_dir=$keys" --set generators=1)
+[ -e "$keys/server.key" ] || asyncrl keys "$keys" --generators {keys} || exit
+if [ -e "$run_dir/config.toml" ]; then
+  asyncrl run --resume "$run_dir" "${{wires[@]}}" &
+else
+  asyncrl run {command} "${{wires[@]}}" &
+fi
+run=$!
+# not INT: what a shell starts in the background ignores that
+trap 'kill -TERM $run' TERM INT
+srun --het-group=1 --kill-on-bad-exit=0 bash -c 'n=$((SLURM_PROCID + 1))
+  exec asyncrl join "$0" --keys "$1/generator-$n" --index "$n" --wait 600' \\
+  "tcp://$ip:$port" "$keys" &
+joined=$!
+while kill -0 $run 2>/dev/null; do wait $run; code=$?; done
+kill -TERM $joined 2>/dev/null
+wait $joined
+exit $code
+"""
+
+
+def resources(host: Host) -> str:
+    """The options of a task; Slurm counts whole ones.
+
+    >>> resources(Host(cpus=2, gpus=1)), resources(Host())
+    ('--cpus-per-task=2 --gpus-per-task=1', '--cpus-per-task=1')
+    """
+    if host.cpus % 1 or host.gpus % 1:
+        raise ConfigError(
+            f"--on slurm: placement asks for {host.cpus:g} CPUs and {host.gpus:g} GPUs; Slurm "
+            "gives whole ones"
+        )
+    gpus = f" --gpus-per-task={host.gpus:g}" if host.gpus else ""
+    return f"--cpus-per-task={host.cpus:g}{gpus}"
+
+
+def script(config: Config, source: str, sets: Sequence[str], run_dir: Path) -> str:
+    """The text of the script, for the run that `asyncrl run SOURCE --set ...` would be.  Raises
+    ConfigError for what it cannot be.
+    """
+    if config.agent.on:
+        raise ConfigError("--on slurm: sessions of agents ([agent]) run on one machine")
+    if (how := config.weights.transport) not in ("auto", "tcp"):
+        raise ConfigError(
+            f"--on slurm: weights.transport = {how} does not leave a machine; use auto"
+        )
+    more = (config.placement.generator.count or config.generators) - 1
+    if more < 1:
+        raise ConfigError(
+            "--on slurm: one generator needs one machine: run it there, or raise "
+            "placement.generator.count"
+        )
+    where = run_dir.resolve()
+    named = [*sets, f"name={where.name!r}", f"runs={str(where.parent)!r}"]
+    words = [source if not Path(source).exists() else str(Path(source).resolve())]
+    words += [word for each in named for word in ("--set", each)]
+    return SCRIPT.format(
+        name=shlex.quote(f"asyncrl-{where.name}"),
+        out=f"{where}-%j.out",
+        warn=WARN_S,
+        first=resources(config.placement.learner),
+        each=resources(config.placement.generator),
+        count=more,
+        keys=more + 1,
+        cwd=shlex.quote(os.getcwd()),
+        run_dir=shlex.quote(str(where)),
+        command=shlex.join(words),
+    )
