@@ -5,8 +5,13 @@ of real processes, killed and stopped at points of their work, has nothing wrong
 from __future__ import annotations
 
 import json
+import os
+import random
+import socket
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +19,7 @@ import pytest
 from conftest import ENV, ROOT
 
 sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
-from lib.chaos import checker
+from lib.chaos import board, checker, forks
 
 STEPS, GROUPS, SIZE = 6, 1, 2
 WRONG = ("lost", "duplicated", "over_limit", "miscounted", "foreign")
@@ -123,6 +128,77 @@ def test_an_answer_that_nobody_acknowledged_is_lost_if_its_generator_lived() -> 
     assert wrong(history) == {}
     history.made_by_survivors.add((1, 0, 9))
     assert wrong(history) == {"lost": 1}
+
+
+def ended(body: Callable[[], Any]) -> int:
+    """Exit code of a process that runs `body`."""
+    return os.waitstatus_to_exitcode(os.waitpid(forks.fork(body), 0)[1])
+
+
+def test_a_full_disk_takes_half_and_the_record_of_the_faults_goes_on(tmp_path: Path) -> None:
+    def body() -> int:
+        shared = board.Board()
+        shared.give("buffer", "idle", "disk")
+        assert shared.reached("buffer", "idle") and not shared.reached("buffer", "mid-journal")
+        shared.obey("buffer", room=10)
+        assert shared.obeyed("buffer") and not shared.reached("buffer", "idle")
+        board.Notes(tmp_path / "notes").add({"longer": "than ten bytes"})
+        file = os.open(tmp_path / "file", os.O_WRONLY | os.O_CREAT)
+        assert os.write(file, bytes(20)) == 10
+        try:
+            os.write(file, b"x")
+        except OSError:
+            return 7
+        return 0
+
+    assert ended(body) == 7
+    assert json.loads((tmp_path / "notes").read_text()) == {"longer": "than ten bytes"}
+
+
+def test_clocks_jump_for_one_process_and_stay_so_in_its_next_life() -> None:
+    shared = board.Board()
+
+    def body() -> int:
+        shared.own_clocks("learner")
+        wall, monotonic = time.time(), time.monotonic()
+        shared.give("learner", "idle", "clock", 5.0)
+        shared.obey("learner")
+        ahead, away = time.monotonic() - monotonic, abs(time.time() - wall)
+        away_ns = abs(time.time_ns() / 1e9 - wall)
+        return 7 if 5.0 <= ahead < 100.0 and away > 400.0 and away_ns > 400.0 else 1
+
+    assert ended(body) == 7
+    assert shared.seconds("learner", board.MONOTONIC) == 5.0
+    assert shared.seconds("buffer", board.MONOTONIC) == 0.0
+
+
+def test_broken_connections_lose_what_was_under_way_and_spare_the_door() -> None:
+    def body() -> int:
+        name = f"\0chaos-{os.getpid()}"
+        door = socket.socket(socket.AF_UNIX)
+        door.bind(name)
+        door.listen()
+        client = socket.socket(socket.AF_UNIX)
+        client.connect(name)
+        served, _ = door.accept()
+        client.send(b"under way")
+        assert board.cut_connections() == 2
+        again = socket.socket(socket.AF_UNIX)
+        again.connect(name)
+        return 7 if served.recv(100) in (b"", b"under way") and client.recv(1) == b"" else 1
+
+    assert ended(body) == 7
+
+
+def test_a_flipped_bit_is_one_and_is_mended(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    (tmp_path / "file").write_bytes(bytes(range(50)))
+    found = board.flip(tmp_path, random.Random(1))
+    now = (tmp_path / "file").read_bytes()
+    differ = [(a ^ b).bit_count() for a, b in zip(now, bytes(range(50)), strict=True) if a != b]
+    assert found[0] == tmp_path / "file" and differ == [1]
+    board.mend(found)
+    assert (tmp_path / "file").read_bytes() == bytes(range(50))
 
 
 @pytest.mark.parametrize("seed", [5])
