@@ -139,6 +139,7 @@ class Run:
     def spawn(self) -> None:
         """The supervisor, as `asyncrl run` and `asyncrl run --resume` start it."""
         from asyncrl.supervise import run as supervised
+        from asyncrl.supervise.hosts.local import Local
 
         def life() -> int:
             os.setsid()
@@ -151,9 +152,8 @@ class Run:
             forks.install(self.board, self.notes, self.config, self.hook)
             os.environ["NO_COLOR"] = "1"
             try:
-                return supervised.supervise(
-                    self.config, self.dir, supervised.Watcher(self.dir, supervised.say)
-                )
+                watcher = supervised.Watcher(self.dir, supervised.say)
+                return supervised.supervise(self.config, self.dir, watcher, Local())
             except AsyncrlError as error:
                 print(f"ended with {error.exit_code}: {error}", file=sys.stderr, flush=True)
                 return error.exit_code
