@@ -424,7 +424,9 @@ def options() -> argparse.Namespace:
     p.add_argument("--methods", default=",".join(ARMS))
     p.add_argument("--lags", default="16,64,0,4", help="in the order they are made")
     p.add_argument("--updates", default="1,4", help="optimizer steps a batch")
-    p.add_argument("--rates", default="1,0.5,0.25", help="factors of the task's rate to choose from")
+    p.add_argument(
+        "--rates", default="1,0.5,0.25", help="factors of the task's rate to choose from"
+    )
     p.add_argument("--tune-at", type=int, default=16, help="lag of the runs that choose")
     p.add_argument(
         "--budget-minutes", type=float, default=math.inf, help="no run is started after that"
