@@ -8,6 +8,7 @@ parent knows from what is unanswered which session a process was busy with when 
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import socket
@@ -20,6 +21,7 @@ import msgspec
 from actors.reward_worker import Bounded, _read, one_line, said
 from asyncrl.contract import importing
 from asyncrl.contract.messages import Prompt
+from asyncrl.tasks import arena
 from asyncrl.transport import child
 from asyncrl.transport.child import frame
 
@@ -67,8 +69,11 @@ class Happened(msgspec.Struct, frozen=True, array_like=True):
 
 
 def resolve(path: str) -> Any:
-    """`module:name` or `file.py:name`.  Raises whatever importing it raises."""
+    """`module:name`, `file.py:name` or `textarena:GAME`.  Raises whatever importing it raises."""
     module, _, name = path.rpartition(":")
+    if module == "textarena":
+        arena.Game(name)  # now: an unknown game is not every session's failure
+        return functools.partial(arena.Game, name)
     return getattr(importing.module(module), name)
 
 

@@ -15,7 +15,7 @@ class Agent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         str,
         Meta(
             description="module:Class or file.py:Class, an environment with gymnasium's reset and "
-            "step: every sample is a session in one; empty: none"
+            "step, or textarena:GAME: every sample is a session in one; empty: none"
         ),
     ] = ""
     tools: Annotated[

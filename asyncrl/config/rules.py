@@ -665,7 +665,7 @@ def _value(config: Config) -> list[str]:
 
 
 def _reward(config: Config) -> list[str]:
-    """Who judges: the task, a function, a judge or a model."""
+    """Who asks and who judges: the task, an environment, a function, a judge or a model."""
     reward = config.reward
     judge = reward.judge
     out = []
@@ -677,6 +677,18 @@ def _reward(config: Config) -> list[str]:
         out.append("reward.judge: url and model, the name the server knows it by, go together")
     if judge.url and not judge.url.startswith(("http://", "https://")):
         out.append(f"reward.judge.url: {judge.url} begins with neither http:// nor https://")
+    if config.task.name in ("seeds", "guess") and not config.agent.env:
+        out.append(
+            f"task.name: {config.task.name} is for an environment that asks and pays: give "
+            "agent.env"
+        )
+    if config.model.warm_start and config.task.name.startswith(("seeds", "reasoning_gym:")):
+        out.append(
+            f"model.warm_start: {config.task.name} shows no answers to learn from; point "
+            "model.path at a model of your own"
+        )
+    if config.task.options and not config.task.name.startswith("reasoning_gym:"):
+        out.append(f"task.options: {config.task.name} has none; reasoning_gym:GENERATOR does")
     if judge.low >= judge.high:
         out.append(f"reward.judge.low: {judge.low:g} is not below high = {judge.high:g}")
     return out

@@ -6,7 +6,7 @@ generated from here. `load` reads a file, applies `--set` overrides to the raw t
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta
@@ -54,12 +54,22 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
 
 
 class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    name: Annotated[str, Meta(description="a built-in task, or `file` for prompts of your own")]
+    name: Annotated[
+        str,
+        Meta(
+            description="a built-in task, `file` for prompts of your own, or "
+            "reasoning_gym:GENERATOR"
+        ),
+    ]
     prompts: Annotated[
         str, Meta(description="JSONL or parquet with prompt or messages, and answer")
     ] = ""
     heldout: Annotated[str, Meta(description="the same for held-out prompts")] = ""
     ood: Annotated[str, Meta(description="the same for out-of-distribution prompts")] = ""
+    options: Annotated[
+        dict[str, Any],
+        Meta(description="of a reasoning_gym:GENERATOR: its own settings, as max_terms = 3"),
+    ] = {}
 
 
 class Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.tasks import calc, file, synthetic
+from asyncrl.tasks import arena, calc, file, reasoning, synthetic
 
 
 class Task(Protocol):
@@ -28,7 +28,8 @@ class Task(Protocol):
     def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]: ...
 
 
-NAMES = (*synthetic.TASKS, calc.Calc.name, "file")
+OTHERS = {kind.name: kind for kind in (calc.Calc, arena.GuessTask, arena.Seeds)}
+NAMES = (*synthetic.TASKS, *OTHERS, "file", f"{reasoning.PREFIX}GENERATOR")
 
 
 def get_task(config: Any) -> Task:
@@ -37,8 +38,11 @@ def get_task(config: Any) -> Task:
     """
     if config.name == "file":
         return file.FileTask(config.prompts, config.heldout, config.ood)
-    if config.name == calc.Calc.name:
-        return calc.Calc()
+    if config.name.startswith(reasoning.PREFIX):
+        return reasoning.ReasoningGym(config.name, config.options)
+    if config.name in OTHERS:
+        made: Task = OTHERS[config.name]()
+        return made
     if config.name in synthetic.TASKS:
         return synthetic.TASKS[config.name]()
     raise ConfigError(f"task.name = {config.name}: choose one of {', '.join(NAMES)}")

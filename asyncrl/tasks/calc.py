@@ -47,6 +47,11 @@ class Calc(Synthetic):
     name = "calc"
     symbols = "0123456789*+-=?#e"
     steps = 600
+    turns = TURNS
+    longest = LONGEST
+
+    def environment(self) -> Calculator:
+        return Calculator()
 
     def draw(self, rng: random.Random, split: str) -> str:
         left = rng.randint(12, 99)

@@ -17,7 +17,7 @@ from asyncrl.config.sft import Training
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Prompt
 from asyncrl.records import atomic_write
-from asyncrl.tasks import Task, calc, file, fit, get_task, synthetic
+from asyncrl.tasks import Task, arena, calc, file, fit, get_task, synthetic
 
 BATCH = 64
 LR = 3e-3
@@ -103,30 +103,32 @@ def accuracy(model: Any, task: Task, seed: int, count: int = 512) -> float:
     prompts = [task.prompt("heldout", i, seed) for i in range(count)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if isinstance(task, calc.Calc):
-            return _played(model, prompts)
+        if isinstance(task, calc.Calc | arena.GuessTask):
+            return _played(model, task, prompts)
         texts = _drawn(model, [p.text for p in prompts], MOST)
     judged = [task.reward(p, t) for p, t in zip(prompts, texts, strict=True)]
     return sum(j["reward"] if isinstance(j, dict) else j for j in judged) / count
 
 
-def _played(model: Any, prompts: list[Prompt]) -> float:
-    """Mean reward of a session with the calculator to each prompt."""
-    environments = [calc.Calculator() for _ in prompts]
+def _played(model: Any, task: calc.Calc | arena.GuessTask, prompts: list[Prompt]) -> float:
+    """Mean reward of a session in the task's environment to each prompt."""
+    environments = [task.environment() for _ in prompts]
     live = {
-        place: str(env.reset(seed=0, options={"prompt": prompt})[0])
+        place: str(env.reset(seed=place, options={"prompt": prompt})[0])
         for place, (env, prompt) in enumerate(zip(environments, prompts, strict=True))
     }
     total = 0.0
-    while live:
-        written = _drawn(model, list(live.values()), calc.LONGEST)
+    for turn in range(1, task.turns + 1):
+        written = _drawn(model, list(live.values()), task.longest)
         for place, text in zip(list(live), written, strict=True):
             says, reward, terminated, truncated, _ = environments[place].step(text)
             total += reward
-            if terminated or truncated:
+            if terminated or truncated or turn == task.turns:
                 del live[place]
             else:
                 live[place] += text + calc.END + says
+        if not live:
+            break
     return total / len(prompts)
 
 

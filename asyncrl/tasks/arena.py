@@ -1,0 +1,164 @@
+"""textarena's games of one player as environments, and one of them as a task for a tiny model.
+
+`agent.env = "textarena:GuessTheNumber-v0"` is any game by its id, with `task.name = "seeds"`: the
+game asks, and a prompt is only a seed.  `GuessTask` is the prompts and the warm start of that game
+in few characters (guess.py):
+
+```
+1-20:   asked
+10      guessed       <    the number is lower
+5       guessed       >    higher
+7       guessed            and hit: 1
+```
+"""
+
+from __future__ import annotations
+
+import importlib
+import random
+from typing import Any
+
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
+from asyncrl.tasks.calc import END
+from asyncrl.tasks.synthetic import FIXED, Synthetic
+
+RAW = "-raw"  # a game's own messages, each once: its other forms repeat the history at every turn
+FAIREST = 5  # guesses that are enough for 20 numbers
+
+
+def games() -> Any:
+    """textarena.  Raises ConfigError where it is not installed."""
+    try:
+        return importlib.import_module("textarena")
+    except ImportError as error:
+        raise ConfigError(
+            f"agent.env = textarena:...: {error}; pip install 'asyncrl[arena]'"
+        ) from error
+
+
+class Game:
+    """One game by gymnasium's signature.  A turn's observation is what the game said since the
+    last one; the policy's own words are not repeated to it.
+
+    The games draw from Python's global generator: each session keeps a state of its own, so that
+    the sessions of a process do not change one another's."""
+
+    def __init__(self, name: str) -> None:
+        arena = games()
+        self.name = name
+        try:
+            self.game = arena.make(name if name.endswith(RAW) else name + RAW)
+        except ValueError as error:
+            raise ConfigError(f"agent.env = textarena:{name}: {error}") from error
+        self.luck: Any = None
+
+    def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        """Raises what the game raises, for instance when it is for more than one player."""
+        outer = random.getstate()
+        try:
+            random.seed(seed)
+            self.game.reset(num_players=1, seed=seed)
+            return self.heard(), {}
+        finally:
+            self.luck = random.getstate()
+            random.setstate(outer)
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        outer = random.getstate()
+        random.setstate(self.luck)
+        try:
+            done, _ = self.game.step(action=self.action(text))
+            if not done:
+                return self.heard(), 0.0, False, False, {}
+            rewards, info = self.game.close()
+            parts = {"invalid": float(bool((info.get(0) or {}).get("invalid_move")))}
+            return "", self.paid(float(rewards[0])), True, False, {"parts": parts}
+        finally:
+            self.luck = random.getstate()
+            random.setstate(outer)
+
+    def heard(self) -> str:
+        """What the game has said since the last time."""
+        player, messages = self.game.get_observation()
+        return self.said([str(text) for sender, text, *_ in messages if sender != player])
+
+    def action(self, text: str) -> str:
+        return text
+
+    def said(self, messages: list[str]) -> str:
+        return "\n".join(messages)
+
+    def paid(self, reward: float) -> float:
+        return reward
+
+
+class Seeds:
+    """For environments that ask themselves: a prompt is a number."""
+
+    name = "seeds"
+
+    def prompt(self, split: str, index: int, seed: int) -> Prompt:
+        return Prompt(index, str(index), split=split)
+
+    def size(self, split: str) -> int | None:
+        return None if split == "train" else FIXED
+
+    def reward(self, prompt: Prompt, text: str) -> float:
+        raise ValueError("task.name = seeds has no reward of its own: the environment pays")
+
+
+class GuessTask(Synthetic):
+    """Guess a number from 1 to 20; FAIREST guesses are enough for who halves what is left."""
+
+    name = "guess"
+    symbols = "0123456789-:<>!"
+    steps = 500
+    asked = "1-20:"
+    turns = FAIREST
+    longest = 4  # tokens of a guess, its end included
+
+    def environment(self) -> Game:
+        from asyncrl.tasks.guess import Guess
+
+        return Guess()
+
+    def prompt(self, split: str, index: int, seed: int) -> Prompt:
+        return Prompt(index, self.asked, split=split)
+
+    def size(self, split: str) -> int | None:
+        return None if split == "train" else FIXED
+
+    def reward(self, prompt: Prompt, text: str) -> float:
+        raise ValueError("task.name = guess has no reward of its own: the environment pays")
+
+    def demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
+        """One turn each: (all before it, the guess).  Seven of ten guesses fit what was said,
+        the others are any number: something is left to learn.
+        """
+        rng = random.Random(f"{self.name}:demo:{seed}")
+        out: list[tuple[str, str]] = []
+        while len(out) < number:
+            out += self._session(rng)
+        return out[:number]
+
+    def _session(self, rng: random.Random) -> list[tuple[str, str]]:
+        number = rng.randint(1, 20)
+        low, high = 1, 20
+        before = self.asked
+        tried: set[int] = set()
+        turns: list[tuple[str, str]] = []
+        while len(turns) < FAIREST:
+            fits = rng.random() < 0.7
+            guess = rng.randint(low, high) if fits else rng.randint(1, 20)
+            turns.append((before, str(guess)))
+            if guess == number:
+                break
+            says = "!" if guess in tried else "<" if guess > number else ">"
+            tried.add(guess)
+            before += f"{guess}{END}{says}"
+            if guess > number:
+                high = min(high, guess - 1)
+            else:
+                low = max(low, guess + 1)
+        return turns

@@ -1,0 +1,66 @@
+"""reasoning-gym's generators as tasks of one answer: `task.name = "reasoning_gym:chain_sum"`, with
+`task.options` for the generator's own settings.
+
+Its items are a function of (seed, number).  A problem belongs to one split by a hash of its
+question, as everywhere here; the reward is the generator's own judge."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
+from asyncrl.tasks.synthetic import FIXED, _home
+
+PREFIX = "reasoning_gym:"
+TRIES = 64  # items looked at for one of the wanted split; a generator of few problems has none
+WORLD = 1 << 40  # a split's items end before the next one's begin
+PLACES = {"train": 0, "heldout": 1, "ood": 2}
+
+
+class ReasoningGym:
+    """One generator.  Raises ConfigError for a package that is not there, an unknown generator and
+    settings that it refuses.
+    """
+
+    def __init__(self, name: str, options: Mapping[str, Any]) -> None:
+        try:
+            gym = importlib.import_module("reasoning_gym")
+        except ImportError as error:
+            raise ConfigError(
+                f"task.name = {name}: {error}; pip install 'asyncrl[reasoning]'"
+            ) from error
+        self.name = name
+        try:
+            self.items = gym.create_dataset(
+                name.removeprefix(PREFIX), **{**options, "seed": 0, "size": len(PLACES) * WORLD}
+            )
+        except Exception as error:  # its settings are checked by assertions
+            said = " ".join(str(error).split()) or "refused"
+            raise ConfigError(f"task.name = {name}, task.options = {dict(options)}: {said}") from (
+                error
+            )
+        self.item = lru_cache(maxsize=4096)(self.items.__getitem__)
+
+    def prompt(self, split: str, index: int, seed: int) -> Prompt:
+        """The first of TRIES items that is of this split; where none is, the last of them."""
+        fixed = split != "train"
+        run = 0 if fixed else seed % (WORLD >> 32)
+        first = PLACES[split] * WORLD + (run << 32) + (index % FIXED if fixed else index) * TRIES
+        for number in range(first, first + TRIES):
+            item = self.item(number)
+            if _home(f"{self.name}:{item['question']}") == split:
+                break
+        meta = {"item": str(number)}
+        return Prompt(index, item["question"], str(item["answer"]), [], meta, split)
+
+    def size(self, split: str) -> int | None:
+        return None if split == "train" else FIXED
+
+    def reward(self, prompt: Prompt, text: str) -> float:
+        """What the generator's own judge says of the answer, 0 to 1."""
+        item = self.item(int(prompt.meta["item"]))
+        return float(self.items.score_answer(answer=text.strip(), entry=item))
