@@ -16,6 +16,7 @@ import pytest
 import xxhash
 import zmq
 
+from asyncrl.contract.errors import PeerUnreachable
 from asyncrl.contract.versions import Label
 from asyncrl.transport import chunks
 from asyncrl.transport.chunks import CHUNK_BYTES, ChunkClient, ChunkServer
@@ -146,3 +147,36 @@ def test_one_who_asks_and_does_not_read_holds_little(server: ChunkServer, ring: 
     fetched(server, ring)
     slow.close()
     assert grown < asks * CHUNK_BYTES / 4, f"{grown / 2**20:.0f} MiB"
+
+
+def test_a_broken_connection_costs_no_chunk_twice(
+    server: ChunkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = ChunkClient(server.address, WAIT_S)
+    digest = first.fetch(LABEL, "", memoryview(bytearray(SIZE)))
+    first.close()
+    client = ChunkClient(server.address, WAIT_S)
+    into = bytearray(SIZE)
+    receive = client._receive
+    answers = iter([True, True, True, False])
+
+    def breaks() -> Any:
+        if not next(answers, True):
+            raise PeerUnreachable("the cable")
+        return receive()
+
+    monkeypatch.setattr(client, "_receive", breaks)
+    try:
+        with pytest.raises(PeerUnreachable, match="the cable"):
+            client.fetch(LABEL, digest, memoryview(into))
+        assert client.fetch(LABEL, digest, memoryview(into)) == digest
+        assert client.bytes_received == SIZE and into == bytes(range(256)) * (SIZE // 256)
+        # another version begins at its beginning, and so does one that was complete
+        assert client.fetch(LABEL, digest, memoryview(into)) == digest
+        answers = iter([True, False])
+        with pytest.raises(PeerUnreachable):
+            client.fetch(LABEL, digest, memoryview(into))
+        assert client.fetch(LABEL, "", memoryview(into)) == digest
+        assert client.bytes_received == 3 * SIZE + CHUNK_BYTES
+    finally:
+        client.close()

@@ -178,6 +178,8 @@ class ChunkClient:
         self.timeout = timeout
         self.bytes_received = 0
         self.probe = b""  # of the version fetched last
+        # of a fetch that a broken connection ended: version, digest, chunks in the caller's memory
+        self._begun: tuple[Label, str, int] | None = None
         self.context = zmq.Context()
         self.curve_dir = curve_dir
         self.socket = self._connect()
@@ -219,11 +221,21 @@ class ChunkClient:
     def fetch(self, label: Label, digest: str, into: memoryview) -> str:
         """Copy version `label` into `into`; returns its digest, verified over the whole, or "" when
         it is gone.
+
+        After a PeerUnreachable the same version, asked for again with the same `into`, goes on
+        behind what has come: the digest over the whole says whether that was right.
         """
         offsets = list(range(0, len(into), CHUNK_BYTES))
         got = 0
+        if self._begun is not None:
+            label_before, digest_before, chunks = self._begun
+            if digest and (label_before, digest_before) == (label, digest):
+                got = min(chunks, len(offsets))
+            self.socket.close()  # with the answers that are under way
+            self.socket = self._connect()
+        self._begun = (label, digest, got)
         found = digest
-        asked = 0
+        asked = got
         while got < len(offsets):
             while asked < min(len(offsets), got + AHEAD):
                 self.socket.send(
@@ -246,11 +258,14 @@ class ChunkClient:
             ):
                 for _ in range(asked - got - 1):
                     self._receive()
+                self._begun = None
                 return ""
             found = chunk.digest
             self.probe = chunk.probe
             part[:] = chunk.data
             got += 1
+            self._begun = (label, digest, got)
+        self._begun = None
         return found if xxhash.xxh3_64_hexdigest(into) == found else ""
 
     # ---- files -----------------------------------------------------------------------------------
