@@ -5,6 +5,7 @@ see, and that nothing starts.
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 from conftest import ENV, ROOT
 
+from actors.weights_receiver import WeightsReceiver
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import WeightsSource
 from asyncrl.models import devices
 
 NO_GPU = ENV | {"CUDA_VISIBLE_DEVICES": ""}
@@ -105,3 +108,16 @@ def test_each_process_sees_its_own_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_cannot_work_is_refused(sets: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load.load("configs/gpu_many.toml", sets)
+
+
+def test_on_one_gpu_weights_go_through_the_hosts_memory(tmp_path: Path) -> None:
+    """NCCL makes no group of two ranks on one GPU: the config's own way is the ring, a copy to the
+    host and one back, and NCCL by hand is refused."""
+    config = load.load(ROOT / "configs" / "gpu_one.toml")
+    assert config.weights.transport == "auto" and not config.learner.gpus
+    receiver = WeightsReceiver(config, "generator-0")
+    source = WeightsSource(1, socket.gethostname(), str(tmp_path), "")
+    assert receiver.local(source)
+    for gpus in ((), ("learner.gpus=[0]", "generator.gpus=[0]")):
+        with pytest.raises(ConfigError, match=r"weights.transport: nccl .*use auto"):
+            load.load(ROOT / "configs" / "gpu_one.toml", ("weights.transport='nccl'", *gpus))
