@@ -4,6 +4,12 @@ environment would have said.
 
 from __future__ import annotations
 
+import importlib.util
+
+import jinja2
+import pytest
+from conftest import ROOT
+
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks.calc import END, TURNS, Calc, Calculator, calculated
 from asyncrl.tasks.synthetic import FIXED
@@ -60,3 +66,27 @@ def test_fixed_sets_share_no_problem_with_training() -> None:
     shown = {before.split("=")[0] + "=" for before, _ in task.demonstrations(2000, 1)}
     assert not sets[0] & sets[1] and not (train | shown) & (sets[0] | sets[1])
     assert all(0 < int(task.solve(text[:-1])[1:]) < 2000 for text in sets[0] | sets[1])
+
+
+@pytest.mark.parametrize("first", ["?37*8", "37*", "?12-30"])
+def test_a_framework_is_told_and_says_what_the_environment_does(first: str) -> None:
+    """Its messages, written by the template, are the text of a session in the environment."""
+    path = ROOT / "benchmarks" / "openai_agents.py"
+    spec = importlib.util.spec_from_file_location("framework", path)
+    assert spec is not None and spec.loader is not None
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    assert program.solved("37*8+45=") == Calc().solve("37*8+45")
+    assert program.solved("37*8-45=") == Calc().solve("37*8-45")
+    call = program.called(first)
+    (made,) = call["tool_calls"]
+    told = program.calculate(**made["function"]["arguments"])
+    assert told == calculated(first)
+    assert program.called("#341") == {"content": "#341"}
+    messages = [
+        {"role": "user", "content": "37*8+45="},
+        {"role": "assistant", **call},
+        {"role": "tool", "content": told},
+    ]
+    written = jinja2.Template(program.TEMPLATE).render(messages=messages)
+    assert written == f"37*8+45={first}{END}{told}"

@@ -1,0 +1,123 @@
+"""A framework that nobody here wrote, trained through the endpoint: the openai-agents SDK, its
+runner and its tool loop, on the calculator's task.  It is no dependency: have an environment with
+openai-agents in it, and run
+
+    cp -r models/calc models/calc_tools              # a warm start of configs/calc.toml
+    python benchmarks/openai_agents.py template > models/calc_tools/chat_template.jinja
+    asyncrl run configs/calc.toml --set 'agent.env=""' --set agent.serve=true \
+        --set model.path=models/calc_tools --set agent.parser=benchmarks/openai_agents.py:called
+    python benchmarks/openai_agents.py RUN           # by that environment's Python
+
+The model knows no JSON: `called` makes a tool call of what it writes before its answer, and the
+template writes that back as it was.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import sys
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+AT_ONCE = 64
+TURNS = 6
+CALL = re.compile(r"\?(\d{1,4})([*+-])(\d{1,4})")
+TEMPLATE = (
+    "{%- for m in messages -%}{{ m.content or '' }}"
+    "{%- for c in m.tool_calls or [] -%}{{ c.function.arguments.call }}{%- endfor -%}"
+    "{%- if m.role == 'assistant' -%}<eos>{%- endif -%}{%- endfor -%}"
+)
+
+
+def called(text: str) -> dict[str, Any]:
+    """agent.parser: `#341` is an answer, all else a call of the tool."""
+    if text.startswith("#"):
+        return {"content": text}
+    function = {"name": "calculate", "arguments": {"call": text}}
+    return {"content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def calculate(call: str) -> str:
+    """The calculator."""
+    found = CALL.fullmatch(call)
+    if found is None:
+        return "e="
+    left, right = int(found[1]), int(found[3])
+    result = {"*": left * right, "+": left + right, "-": left - right}[found[2]]
+    return f"{result}=" if 0 <= result < 10_000 else "e="
+
+
+def solved(text: str) -> str:
+    """What `37*8+45=` comes to, as an answer."""
+    left, factor, sign, last = re.fullmatch(r"(\d+)\*(\d+)([+-])(\d+)=", text).groups()  # type: ignore[union-attr]
+    product = int(left) * int(factor)
+    return f"#{product + int(last) if sign == '+' else product - int(last)}"
+
+
+async def work(url: str, key: str, http: Any) -> int:
+    """Sessions one after another, until the run is over; how many were scored."""
+    from agents import Agent, MaxTurnsExceeded, OpenAIChatCompletionsModel, Runner, function_tool
+    from openai import APIStatusError, AsyncOpenAI
+
+    tool = function_tool(calculate)
+    scored = 0
+    while True:
+        said = {"lease": uuid.uuid4().hex, "wait_s": 10}
+        try:
+            leased = await http.post(
+                f"{url}/asyncrl/v1/sessions",
+                json=said,
+                headers={"authorization": f"Bearer {key}"},
+            )
+        except Exception:
+            return scored  # the endpoint has gone, and the run with it
+        if leased.status_code == 410:
+            return scored
+        if leased.status_code != 200:
+            continue
+        got = leased.json()
+        client = AsyncOpenAI(base_url=got["base_url"], api_key=got["api_key"], http_client=http)
+        model = OpenAIChatCompletionsModel(model=got["model"], openai_client=client)
+        agent = Agent(name="sums", model=model, tools=[tool])
+        text = got["task"]["text"]
+        own = {"authorization": f"Bearer {got['api_key']}"}
+        at = f"{url}/s/{got['session']}"
+        try:
+            try:
+                result = await Runner.run(agent, text, max_turns=TURNS)
+                reward = float(result.final_output == solved(text))
+            except MaxTurnsExceeded:
+                reward = 0.0
+            except APIStatusError as error:
+                if error.code != "session_limit":
+                    await http.post(f"{at}/end", json={"failed": str(error)}, headers=own)
+                    continue
+                reward = 0.0
+            await http.post(f"{at}/reward", json={"reward": reward}, headers=own)
+        except Exception:
+            return scored
+        scored += 1
+
+
+async def main(run_dir: Path) -> None:
+    import agents
+    from openai import DefaultAsyncHttpxClient
+
+    agents.set_tracing_disabled(True)
+    while not (run_dir / "agent.url").exists():
+        time.sleep(0.1)
+    url = (run_dir / "agent.url").read_text().strip()
+    key = (run_dir / "agent.key").read_text().strip()
+    async with DefaultAsyncHttpxClient(timeout=600) as http:
+        scored = await asyncio.gather(*[work(url, key, http) for _ in range(AT_ONCE)])
+    print(f"{sum(scored)} sessions by openai-agents {agents.version.__version__}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "template":
+        print(TEMPLATE, end="")
+    else:
+        asyncio.run(main(Path(sys.argv[1])))
