@@ -1,4 +1,4 @@
-"""Prompts that are composed once: seven templates against a reference that puts the ids together
+"""Prompts that are composed once: eight templates against a reference that puts the ids together
 token by token, parsers, and what a request's messages may be.
 """
 
@@ -74,7 +74,23 @@ def llama_head(role: str) -> str:
 
 
 DATED = "<|im_start|>system\nToday is {{ strftime_now('%d %b %Y') }}.<|im_end|>{{ '\\n' }}" + CHATML
+# SmolLM2's own: a system turn where the client sends none
+SMOLLM2 = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
+    "{{ '<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+    "<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + "
+    "'<|im_end|>' + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
+    "{% endif %}"
+)
 ZOO = {
+    "smollm2": Kind(
+        SMOLLM2,
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
+        "<|im_end|>\n",
+        chatml_head,
+        "<|im_end|>",
+        "\n",
+    ),
     "append": Kind(APPEND, "", lambda role: "#" if role == "user" else "", "</s>", ""),
     "chatml": Kind(CHATML, "", chatml_head, "<|im_end|>", "\n"),
     "dated": Kind(
