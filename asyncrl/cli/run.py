@@ -122,8 +122,10 @@ def export(run_dir: Path, path: Path, as_json: bool) -> None:
         if newest is None:
             raise ConfigError(f"{run_dir}: no model and no checkpoint in it")
         source = newest / "model"
-    config = load.load(run_dir / "config.toml")
-    if (source / "adapter_config.json").is_file() and config.export.lora == "merged":
+    config = (
+        load.load(run_dir / "config.toml") if (source / "adapter_config.json").is_file() else None
+    )
+    if config is not None and config.export.lora == "merged":
         from asyncrl.models import adapters, policy
 
         base = policy.load_policy(config.model.path, config.model.dtype, "cpu")
