@@ -142,6 +142,7 @@ class Outbox:
         self.sequence += 1
         for sample in samples:
             if (key := (sample.ticket, sample.sample, sample.attempt)) not in self.sent:
-                self.drawn.delivered(sample.ticket, sample.attempt, sample.length + sample.aside)
+                for attempt, tokens in sample.by_attempt:
+                    self.drawn.delivered(sample.ticket, attempt, tokens)
             self.sent[key] = (sample, now)
         return Deliver(self.producer, self.session, self.sequence, samples, self.drawn.total)

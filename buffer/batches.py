@@ -94,9 +94,11 @@ def drop_stale(store: Store, line: list[Group], number: int) -> None:
 
 def announced(store: Store, group: Group, stored: Stored) -> float:
     """The lag up to which a sample may be trained: the run's limit, or the one that its ticket
-    announced."""
-    grant = group.grants.get(stored.trajectory.attempt)
-    return store.max_lag if grant is None else min(store.max_lag, grant.limit)
+    announced; of an adopted session the largest, as its first tokens were drawn under the first."""
+    sample = stored.trajectory
+    attempts = [sample.attempt, *(attempt for attempt, _ in sample.adopted)]
+    limits = [group.grants[attempt].limit for attempt in attempts if attempt in group.grants]
+    return min(store.max_lag, max(limits, default=store.max_lag))
 
 
 def judge(store: Store, groups: list[Group], number: int) -> list[list[tuple[int, int, int]]]:
@@ -124,7 +126,7 @@ def judge(store: Store, groups: list[Group], number: int) -> list[list[tuple[int
                     for b, e, lag in runs
                 )
             limit = announced(store, group, stored)
-            if not hard or admission.sample_lag(runs) <= limit:
+            if not hard or store.may_train(stored.trajectory, admission.sample_lag(runs), limit):
                 out.append(runs)
                 continue
             if min(x.label.epoch for x in stored.trajectory.all_spans()) >= store.epoch:

@@ -8,6 +8,7 @@ every learner after it.  Each refusal has a reason, a key of REFUSALS, by which 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -91,10 +92,26 @@ def sample(store: Store, answer: Trajectory) -> None:
         raise BadMessage(
             f"ticket {answer.ticket} was never granted; the next one is {store.cursor}", "ticket"
         )
+    _adopted(answer)
     group = store.alive.get(answer.ticket) or store.retained.get(answer.ticket)
-    if group is not None and answer.attempt not in group.attempts:
+    for attempt in (answer.attempt, *(attempt for attempt, _ in answer.adopted)):
+        if group is not None and attempt not in group.attempts:
+            raise BadMessage(
+                f"ticket {answer.ticket}: attempt {attempt} is not one of its attempts", "ticket"
+            )
+
+
+def _adopted(answer: Trajectory) -> None:
+    """The earlier attempts of a session that went on: earlier ones, each once, and no more tokens
+    than the session has.
+    """
+    attempts = [*(attempt for attempt, _ in answer.adopted), answer.attempt]
+    rising = all(earlier < later for earlier, later in itertools.pairwise(attempts))
+    if not rising or any(tokens < 0 for _, tokens in answer.by_attempt):
         raise BadMessage(
-            f"ticket {answer.ticket}: attempt {answer.attempt} is not one of its attempts", "ticket"
+            f"ticket {answer.ticket}, attempt {answer.attempt}: it says that it went on from "
+            f"{answer.adopted[:8]}, with {answer.length + answer.aside} tokens in all",
+            "ticket",
         )
 
 
@@ -125,10 +142,12 @@ def _registered(store: Store, answer: Trajectory, span: Span) -> None:
 
 def versions(store: Store, answer: Trajectory) -> None:
     """The versions of an answer keep to its ticket, whose attempt `sample` knows: exactly the one
-    that it names, or from its minimum on in its epoch.
+    that it names, or from its minimum on in its epoch.  Those of an adopted session keep to one of
+    its attempts each.
 
     What is older evades the limit, and what a later epoch drew was never granted."""
     if answer.ticket >= EVAL_BASE:
+        group = None
         out = store.evaluations.out.get(answer.attempt)
         grant = None if out is None else Grant(out.job.label, exact=True)
     else:
@@ -138,17 +157,27 @@ def versions(store: Store, answer: Trajectory) -> None:
     if grant is None:
         return
     least = grant.label
+    earlier = [
+        each
+        for attempt, _ in answer.adopted
+        if group is not None and (each := group.grants.get(attempt)) is not None
+    ]
     for span in answer.all_spans():
         label = span.label
-        if label != least and (
-            grant.exact or label.epoch != least.epoch or label.number < least.number
-        ):
+        if not any(_granted(each, label) for each in (grant, *earlier)):
             raise BadMessage(
                 f"ticket {answer.ticket}, attempt {answer.attempt}: weights {label} wrote tokens, "
                 f"its ticket asked for {'exactly ' if grant.exact else ''}{least}"
                 f"{'' if grant.exact else ' or newer of its epoch'}",
                 "limit",
             )
+
+
+def _granted(grant: Grant, label: Label) -> bool:
+    """May this version write under the grant?"""
+    least = grant.label
+    newer = label.epoch == least.epoch and label.number >= least.number
+    return label == least or (newer and not grant.exact)
 
 
 def answers(samples: Sequence[Trajectory], vocabulary: int, settings: Settings) -> None:
@@ -182,7 +211,7 @@ def parts(answer: Trajectory) -> Sequence[Trajectory | Row]:
 
 
 def _single(answer: Trajectory) -> None:
-    if answer.rows or answer.aside or answer.calls:
+    if answer.rows or answer.aside or answer.calls or answer.adopted:
         raise BadMessage(
             f"{_name(answer)}: {len(answer.rows) + 1} rows of {answer.calls} calls, and the run "
             "has no [agent]",

@@ -225,6 +225,10 @@ class Store:
         """What became of the sample when it was delivered before; None: it is new."""
         return group.finals.get((sample.sample, sample.attempt))
 
+    def may_train(self, sample: Trajectory, lag: float, limit: float) -> bool:
+        """Under a hard limit, as the batch is handed out."""
+        return lag <= limit
+
     def without_spread(self, group: Group) -> None:
         """A complete group teaches nothing."""
         self.leave(group, "filtered")
@@ -470,12 +474,9 @@ class Store:
             if key not in self.gone:
                 self.past.add("duplicate", sample.length, 1, sample.length, sample.reward)
                 self.past.add("set_aside", sample.aside, int(sample.aside > 0), sample.aside)
-                self._stray(
-                    sample.ticket,
-                    sample.attempt,
-                    self.strays.get((sample.ticket, sample.attempt), [0])[0],
-                    sample.length + sample.aside,
-                )
+                for attempt, tokens in sample.by_attempt:
+                    reported = self.strays.get((sample.ticket, attempt), [0])[0]
+                    self._stray(sample.ticket, attempt, reported, tokens)
                 self._remember(key, "duplicate")
             return self.gone[key]
         if (known := self.disposition(group, sample)) is not None:
@@ -485,9 +486,10 @@ class Store:
     def _accept(self, group: Group, sample: Trajectory) -> Disposition:
         what: Disposition
         self._touched(group.ticket)
-        count = group.attempts.setdefault(sample.attempt, [0, 0, 1])
-        count[1] += sample.length + sample.aside
-        count[0] = max(count[0], count[1])
+        for attempt, tokens in sample.by_attempt:
+            count = group.attempts.setdefault(attempt, [0, 0, 1])
+            count[1] += tokens
+            count[0] = max(count[0], count[1])
         if sample.aside:  # whatever becomes of the sample
             group.other.append(("set_aside", sample.aside, 0.0))
         if group.lease is not None and group.lease.attempt == sample.attempt:

@@ -198,7 +198,8 @@ class World:
         keys = {(s.ticket, s.sample) for s in batch.samples}
         need(len(keys) == self.settings.batch * self.settings.group, "an incomplete batch")
         for s, lag, runs in zip(batch.samples, batch.lags, batch.token_lags, strict=True):
-            mine = [far(self.histories[p.label], x.history) for p in s.spans]
+            spans = s.all_spans()
+            mine = [far(self.histories[p.label], x.history) for p in spans]
             hard = self.settings.on_exceed in ("pace", "drop")
             need(
                 max(mine) <= x.k or not hard,
@@ -215,7 +216,7 @@ class World:
                 f"ticket {s.ticket} has lag {mine}, reckoned {runs}",
             )
             need(
-                lag == max(mine) or s.spans[0].label.epoch < x.epoch,
+                lag == max(mine) or spans[0].label.epoch < x.epoch,
                 "a lag within one epoch is exact",
             )
         done = set().union(*(y[0] for y in self.trained)) if self.trained else set()

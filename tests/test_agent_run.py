@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -23,6 +24,8 @@ from asyncrl.experiments.one_process import cold
 from asyncrl.experiments.simulate.outcome import simulate
 from asyncrl.experiments.simulate.times import Times
 from asyncrl.models.policy import build_model
+from asyncrl.records.rundir import buffer_address
+from asyncrl.supervise import live
 from asyncrl.tasks.calc import Calc
 
 PATIENCE_S = 600.0
@@ -120,6 +123,53 @@ def test_a_killed_generators_calls_are_drawn_by_its_next_life(
     check(run, 2, 12)
     ledger = json.loads((run / "summary.json").read_text())["ledger"]
     assert ledger["duplicate"] == ledger["failed"] == 0
+
+
+def test_a_killed_learners_open_sessions_go_on_under_its_next_life(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """An environment holds its session until the next learner has said hello: its first call was
+    drawn for the life before, its last for the next, and both are trained.
+    """
+    run, gate = tmp_path / "adopted", tmp_path / "gate"
+    env = f"{ROOT / 'tests' / 'agent_envs.py'}:Slow"
+    config = command(model_dir, tmp_path, "adopted", "learner.steps=3", "agent.step_s=3600.0")
+    process = subprocess.Popen(
+        [*config, "--set", f"agent.env={env!r}", "--set", "agent.deadline_s=7200.0"],
+        cwd=ROOT,
+        env=ENV | {"AGENT_GATE": str(gate)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        until(gate.with_suffix(".reached").exists)
+        os.kill(int((run / ".learner.alive").read_text().strip()), signal.SIGKILL)
+        until_the_gateway_has_heard(run, 2)
+        gate.touch()
+        _, said = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said[-3000:]
+    assert "learner died: SIGKILL" in said
+    samples = check(run, 2, 3)
+    both = [s for s in samples if len({label.split(".")[0] for label, *_ in s["versions"]}) == 2]
+    assert both
+    ledger = json.loads((run / "summary.json").read_text())["ledger"]
+    assert ledger["duplicate"] == ledger["failed"] == 0
+
+
+def until_the_gateway_has_heard(run: Path, epoch: int) -> None:
+    """Of the learner's life that the buffer follows: the answer to each report tells it."""
+    ages: list[float] = []
+
+    def reported() -> bool:
+        status = live.ask(buffer_address(load.load("calc"), run), "", 10.0)
+        if status is not None and status.epoch == epoch:
+            ages.append(status.peers.get("gateway-0", 0.0))
+        return any(later < before for before, later in itertools.pairwise(ages))
+
+    until(reported)
 
 
 def until(what: Callable[[], bool]) -> None:

@@ -82,14 +82,33 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
         (sample,) = gateway.outbox.fresh
         assert (sample.ticket, sample.reward, sample.calls) == (1, 1.0, 1)
         assert door.find(session.name) is second  # it is told that it has ended
-        # the learner's next life: what is open is lost, and whoever waits hears of it
+        # the learner's next life: an open session waits, its call too, until its sample is granted
         third = await door.lease("c", 0.0)
         assert third is not None
         call = third.session.place_text("ab=", now=door.now())
         drawing = asyncio.create_task(door.draw(third.session, call))
         await asyncio.sleep(0)
+        (was,) = door.drawing
         source = m.WeightsSource(2, "", "", "")
         gateway.announce(m.Announcement(Label(2, 0), "d", source))
+        await asyncio.sleep(0)
+        (number,) = door.drawing
+        assert number != was and not drawing.done() and third.session.state == "open"
+        assert not gateway.board.open.keys() & {was, number}  # drawn by nobody
+        granted = third.session.attempt
+        sample = third.session.sample
+        again = msgspec.structs.replace(ticket(3), ticket=1, samples=[sample])
+        gateway.take([msgspec.structs.replace(again, min_version=Label(2, 0))])
+        assert gateway.board.open[number].min_version == Label(2, 0)
+        gateway.drawn(m.Called(number, one, logprob, [m.Span(Label(2, 0), "d", 0, 1, AT)], "stop"))
+        assert await drawing is third.session.forest.nodes[0]
+        assert third.session.adopted == [(granted, 0)] and door.find(third.session.name) is third
+        # one that nothing adopts ends by its deadline, and whoever waits for it hears of that
+        call = third.session.place_text("ab=", now=door.now())
+        drawing = asyncio.create_task(door.draw(third.session, call))
+        await asyncio.sleep(0)
+        gateway.announce(m.Announcement(Label(3, 0), "d", source))
+        gateway.drop(gateway.parked()[0])
         with pytest.raises(CallRefused) as caught:
             await drawing
         assert caught.value.status == 410 and third.session.state == "ended"
@@ -97,9 +116,10 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
         with pytest.raises(CallRefused):
             await door.draw(third.session, call)
         # the same sample again: it may have acted before
-        gateway.take([msgspec.structs.replace(ticket(3), ticket=1, samples=[1])])
-        again = await door.lease("d", 0.0)
-        assert again is not None and not again.first
+        last = msgspec.structs.replace(ticket(4), ticket=1, samples=[sample])
+        gateway.take([msgspec.structs.replace(last, min_version=Label(3, 0))])
+        again_leased = await door.lease("d", 0.0)
+        assert again_leased is not None and not again_leased.first
         door.bell.close()
         door.ring.close()
 

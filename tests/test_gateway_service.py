@@ -282,22 +282,82 @@ def test_a_session_lost_with_anothers_environment_begins_again(
     assert found[11].failed and not found[12].failed and found[12].calls == 3
 
 
-def test_a_new_epoch_ends_the_sessions_of_the_one_before(world: Callable[..., World]) -> None:
+def test_sessions_of_an_epoch_that_is_over_wait_and_go_on_under_the_next_grant(
+    world: Callable[..., World],
+) -> None:
+    """Nothing of theirs is drawn between; what they drew before stays with their first attempt."""
     w = world()
-    w.take(w.ticket(2), w.ticket(at=Label(2, 1)))
-    calls = w.calls(3)
-    w.answer(next(c for c in calls if c.ticket == 11), "ab")
+    first = w.ticket(2)
+    w.take(first)
+    w.answer(w.calls(2)[0], "ab")
     w.calls(1)
-    assert w.gateway.progress() == [(11, 1, 3), (12, 2, 0)]
-    w.gateway.held[12, 2].tokens = 10**6  # of sessions that began again: no report may say so much
-    most = w.gateway.config.learner.group_size * 64
-    assert w.gateway.progress() == [(11, 1, 3), (12, 2, most)]
-    w.gateway.held[12, 2].tokens = 0
+    gateway = w.gateway
+    assert gateway.progress() == [(11, 1, 3)]
     source = m.WeightsSource(2, "here", "", "")
-    w.gateway.announce(m.Announcement(Label(2, 1), "d", source))
-    assert w.gateway.progress() == [(12, 2, 0)] and len(w.gateway.episodes) == 1
-    assert w.gateway.outbox.drawn.total == 3  # told, though they are lost
-    assert len(w.gateway.board.open) == 1 and len(w.gateway.drawing) == 1
+    gateway.announce(m.Announcement(Label(2, 1), "d", source))
+    assert len(gateway.parked()) == 2 and not gateway.board.open and gateway.room == 256
+    assert gateway.progress() == [(11, 1, 3)]
+    gateway.renewed = 0.0
+    gateway.renew()
+    assert [x.judging for x in w.wire.sent if isinstance(x, m.Renew)] == [[]]
+    gateway.take([msgspec.structs.replace(first, attempt=2, min_version=Label(2, 1))])
+    assert not gateway.parked() and not gateway.put_off
+    assert sorted(gateway.progress()) == [(11, 1, 3), (11, 2, 0)]
+    first_done = next(x.session.sample for x in gateway.episodes.values() if x.session.tokens)
+    texts = {first_done: ["abc", "a"], 1 - first_done: ["ab", "abc", "a"]}
+    calls = w.calls(2)
+    while calls:
+        call = calls.pop()
+        assert call.min_version == Label(2, 1)
+        w.answer(call, texts[call.sample].pop(0), at=Label(2, 1))
+        calls += w.calls(1) if texts[call.sample] else []
+    samples = {s.sample: s for s in w.ended(2)}
+    early = next(s for s in samples.values() if s.spans[0].label == AT)
+    late = next(s for s in samples.values() if s is not early)
+    assert (early.attempt, early.adopted, early.length) == (2, [(1, 3)], 9)
+    assert early.by_attempt == [(2, 6), (1, 3)] and late.adopted == [(1, 0)]
+    assert [x.label for x in early.spans] == [AT, Label(2, 1), Label(2, 1)]
+
+
+def test_what_nothing_adopts_is_given_up_and_told_of(world: Callable[..., World]) -> None:
+    w = world(deadline_s=100.0, sessions=2)
+    w.take(w.ticket(2))
+    w.answer(w.calls(2)[0], "ab")
+    gateway = w.gateway
+    gateway.announce(m.Announcement(Label(2, 1), "d", m.WeightsSource(2, "here", "", "")))
+    now = time.monotonic()
+    gateway.tick(now)
+    assert len(gateway.episodes) == 2
+    gateway.ticked = 0.0
+    gateway.tick(now + 200.0)
+    assert not gateway.episodes and not gateway.held and not gateway.drawing
+    assert not gateway.outbox.fresh and gateway.progress() == [(11, 1, 3)]
+
+
+def test_a_sample_granted_again_while_it_waits_or_is_open_is_written_once(
+    world: Callable[..., World],
+) -> None:
+    w = world(sessions=1)
+    first = w.ticket(2)
+    w.take(first)
+    (call,) = w.calls(1)
+    w.gateway.take([msgspec.structs.replace(first, attempt=2)])
+    assert list(w.gateway.held) == [(11, 2)] and len(w.gateway.episodes) == 1
+    assert w.gateway.held[11, 2].waiting == [1]
+    w.answer(call, "ab")  # of the same epoch: it is still drawn
+    assert w.gateway.progress() == [(11, 2, 3)]
+
+
+def test_an_environment_that_answers_as_its_time_runs_out_ends_no_gateway(
+    world: Callable[..., World],
+) -> None:
+    w = world()
+    w.take(w.ticket())
+    (episode,) = w.gateway.episodes.values()
+    episode.session.fail("its time ran out", time.monotonic())
+    w.gateway.score(episode)
+    w.gateway.judge(episode)
+    assert episode.session.outcome is not None and episode.session.outcome.failed
 
 
 def test_it_vouches_for_open_sessions_and_asks_for_as_many_as_it_may_hold(

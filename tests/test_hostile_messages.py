@@ -416,6 +416,18 @@ def test_versions_that_a_ticket_did_not_ask_for_are_refused() -> None:
         msgspec.structs.replace(greet, epoch=2, label=Label(2, 1), digest="d1", origin=1)
     )
     assert refused(answer(second, Label(2, 1))) == "limit"
+    # a session that the next life's grant adopted: each version keeps to the grant it was drawn for
+    again = next(x for x in store.grant("g", 1, 9, 0.0) if x.ticket == second.ticket)
+    both = answer(again, Label(1, 1), Label(2, 1))
+    assert refused(both) == "limit"
+    adopted = msgspec.structs.replace(both, adopted=[(second.attempt, 1)])
+    checks.sample(store, adopted)
+    checks.versions(store, adopted)
+    older = answer(again, Label(1, 0), Label(2, 1))
+    assert refused(msgspec.structs.replace(older, adopted=[(second.attempt, 1)])) == "limit"
+    for wrong in ([(second.attempt, 3)], [(second.attempt, -1)], [(again.attempt, 1)]):
+        assert refused(msgspec.structs.replace(both, adopted=wrong)) == "ticket"
+    assert refused(msgspec.structs.replace(both, adopted=[(first.attempt, 1)])) == "ticket"
     taken(answer(second, Label(1, 1), kv=Label(1, 0)))
     taken(answer(test, Label(1, 0)))
 

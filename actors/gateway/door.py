@@ -96,7 +96,7 @@ class Door:
         """The next sample as a session."""
         gateway = self.gateway
         held = next((held for held in gateway.line() if held.waiting), None)
-        if held is None or len(gateway.episodes) >= gateway.config.agent.sessions:
+        if held is None or gateway.room < 1:
             return None
         name = (held.ticket.ticket, held.waiting[0])
         episode = gateway.episode(held, held.waiting.pop(0), first=name not in self.begun)
@@ -168,8 +168,12 @@ class Door:
         """The number under which a call is drawn."""
         return next((number for number, (each, _) in self.drawing.items() if each is call), None)
 
+    def renumber(self, was: int, now: int) -> None:
+        """A call is to be drawn anew, under another number."""
+        self.drawing[now] = self.drawing.pop(was)
+
     def dropped(self, episode: Episode) -> None:
-        """The session is no more: delivered, or lost with the learner's life that it was for."""
+        """The session is no more: delivered, or lost."""
         session = episode.session
         self.episodes.pop(session.name, None)
         session.fail("its ticket is no more: the learner was started again", self.now())

@@ -18,12 +18,15 @@ import signal
 import socket
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import xxhash
 
@@ -50,6 +53,7 @@ if TYPE_CHECKING:
 POLL_S = 0.05  # a look at the clock with no news
 TICK_S = 0.25
 GREET_S = 5.0
+LAST_WORDS = 256  # tickets that are over and still told of: a report may be lost
 ENDED_S = 2.0  # of the buffer's silence, before it is looked up whether the run has ended
 
 
@@ -144,12 +148,17 @@ class Gateway:
         self.held: dict[tuple[int, int], Held] = {}
         self.episodes: dict[int, Episode] = {}
         self.drawing: dict[int, Episode] = {}  # by the call's id
-        self.numbers = 0  # of episodes and calls, given so far
+        self.put_off: dict[int, m.Call] = {}  # of these, calls that wait for their session's ticket
+        # (ticket, attempt) that hold nothing any more -> tokens drawn for them
+        self.last_words: OrderedDict[tuple[int, int], int] = OrderedDict()
+        # of episodes and calls, given so far: a generator may still be at calls of the gateway's
+        # life before, whose answers must not be taken for those of this one
+        self.numbers = self.session
         self.announced: m.Announcement | None = None
         self.newest_attempt = 0
         self.want_sequence = self.asked = 0
         self.want_sent = self.renewed = self.greeted = self.ticked = 0.0
-        self.unanswered = 0.0
+        self.unanswered = self.epoch_since = 0.0
         self.ending = self.over = False
         self.ever_served = False
         self.waiting_for = "the buffer's first answer"
@@ -247,38 +256,106 @@ class Gateway:
             )
 
     def announce(self, said: m.Announcement | None) -> None:
-        """Remember the newest weights; sessions of an earlier epoch end with it."""
+        """Remember the newest weights.  With an epoch the leases of those before it are over: what
+        was not begun is forgotten, open sessions wait to be adopted.
+        """
         if said is None or (
             self.announced is not None and said.announcement_key <= self.announced.announcement_key
         ):
             return
+        if self.announced is None or said.label.epoch > self.announced.label.epoch:
+            self.epoch_since = time.monotonic()
         self.announced = said
-        old = [
-            (name, held)
-            for name, held in self.held.items()
-            if held.ticket.min_version.epoch < said.label.epoch
-        ]
-        if old:
-            self.outbox.drawn.reported(self.progress())
-        for name, held in old:
+        for name, held in list(self.held.items()):
+            if not self.over_with(held.ticket):
+                continue
+            held.waiting = []
             for number in list(held.open):
-                self.drop(self.episodes[number])
-            del self.held[name]
+                episode = self.episodes[number]
+                if held.ticket.kind == "eval" or len(self.parked()) > self.config.agent.sessions:
+                    self.drop(episode)
+                else:
+                    self.park(episode)
+            if not held.open:
+                self.settle(name)
+
+    def over_with(self, ticket: m.Ticket) -> bool:
+        """Is the ticket of an epoch that is over?"""
+        said = self.announced
+        return said is not None and ticket.min_version.epoch < said.label.epoch
+
+    def parked(self) -> list[Episode]:
+        """Open sessions whose ticket is over; the next one for their sample adopts them."""
+        over = (x for x in self.episodes.values() if self.over_with(x.session.ticket))
+        return [episode for episode in over if episode.session.ticket.kind == "train"]
+
+    def park(self, episode: Episode) -> None:
+        """Its calls are not drawn by the weights of the epoch that is over, and not yet by others:
+        they wait, under new numbers, as answers to the old ones may be on their way.
+        """
+        mine = [number for number, each in self.drawing.items() if each is episode]
+        for number in mine:
+            del self.drawing[number]
+            call = self.board.forget(number)
+            if call is None:  # it was waiting already
+                call = self.put_off.pop(number)
+            self.numbers += 1
+            self.drawing[self.numbers] = episode
+            self.put_off[self.numbers] = msgspec.structs.replace(call, id=self.numbers)
+            if self.door is not None:
+                self.door.renumber(number, self.numbers)
 
     # ---- sessions --------------------------------------------------------------------------------
 
     def take(self, tickets: list[m.Ticket]) -> None:
+        """Keep those that are new; what is open of their samples goes on under them."""
         for ticket in tickets:
-            if ticket.attempt > self.newest_attempt:
-                self.newest_attempt = ticket.attempt
-                self.held[ticket.ticket, ticket.attempt] = Held(ticket, list(ticket.samples))
+            if ticket.attempt <= self.newest_attempt:
+                continue
+            self.newest_attempt = ticket.attempt
+            new = Held(ticket, list(ticket.samples))
+            for name, held in list(self.held.items()):
+                if name[0] == ticket.ticket:
+                    self.hand_over(held, new)
+                    if not held.waiting and not held.open:
+                        self.settle(name)
+            self.held[ticket.ticket, ticket.attempt] = new
+
+    def hand_over(self, held: Held, new: Held) -> None:
+        """A ticket is granted again: its earlier grant has no sample of the new one any more."""
+        held.waiting = [sample for sample in held.waiting if sample not in new.ticket.samples]
+        for number in sorted(held.open):
+            session = self.episodes[number].session
+            if session.sample not in new.waiting:
+                continue
+            new.waiting.remove(session.sample)
+            held.open.discard(number)
+            held.tokens += session.own
+            session.adopt(new.ticket)
+            new.open.add(number)
+            waiting = [x for x, each in self.drawing.items() if each.number == number]
+            for call in waiting:
+                if call in self.put_off:
+                    self.place(self.put_off.pop(call), new.ticket)
+
+    def place(self, call: m.Call, ticket: m.Ticket) -> None:
+        """Have a call drawn, at or above the minimum of its session's ticket of now."""
+        least = ticket.min_version
+        self.board.place(msgspec.structs.replace(call, min_version=least))
 
     def begin(self) -> None:
         """Open sessions while agent.sessions has room; a harness opens its own."""
         for held in self.line() if self.door is None else ():
-            while held.waiting and len(self.episodes) < self.config.agent.sessions:
+            while held.waiting and self.room > 0:
                 self.open(held, held.waiting.pop(0), first=True)
         self.waits_for("" if self.episodes else "a ticket: none may be granted, or all are out")
+
+    @property
+    def room(self) -> int:
+        """Sessions that may begin.  Those that wait to be adopted do not count: were they to fill
+        all places, no ticket would come that adopts one.
+        """
+        return self.config.agent.sessions - len(self.episodes) + len(self.parked())
 
     def line(self) -> list[Held]:
         """Tickets with samples that wait, evaluation first."""
@@ -328,13 +405,14 @@ class Gateway:
         for number, drawing in list(self.drawing.items()):
             if drawing is episode:
                 self.board.forget(number)
+                self.put_off.pop(number, None)
                 del self.drawing[number]
         session = episode.session
         self.judged.pop((session.ticket.ticket, session.sample, session.attempt), None)
         del self.episodes[episode.number]
         held = self.held[session.ticket.ticket, session.attempt]
         held.open.discard(episode.number)
-        held.tokens += session.tokens
+        held.tokens += session.own
 
     def again(self, episode: Episode) -> None:
         """Its environment was lost with another's: the session begins anew."""
@@ -369,22 +447,24 @@ class Gateway:
         self.numbers += 1
         ticket = session.ticket
         self.drawing[self.numbers] = episode
-        self.board.place(
-            m.Call(
-                id=self.numbers,
-                ticket=ticket.ticket,
-                sample=session.sample,
-                kind=ticket.kind,
-                prompt=np.ascontiguousarray(call.prompt_ids, "<i4").tobytes(),
-                max_new_tokens=call.max_new_tokens,
-                sampling=ticket.sampling,
-                min_version=ticket.min_version,
-                exact_version=ticket.exact_version,
-                seed=ticket.seed,
-                stream=call.stream_key,
-            )
+        asked = m.Call(
+            id=self.numbers,
+            ticket=ticket.ticket,
+            sample=session.sample,
+            kind=ticket.kind,
+            prompt=np.ascontiguousarray(call.prompt_ids, "<i4").tobytes(),
+            max_new_tokens=call.max_new_tokens,
+            sampling=ticket.sampling,
+            min_version=ticket.min_version,
+            exact_version=ticket.exact_version,
+            seed=ticket.seed,
+            stream=call.stream_key,
         )
-        return self.numbers
+        if self.over_with(ticket):
+            self.put_off[asked.id] = asked
+        else:
+            self.place(asked, ticket)
+        return asked.id
 
     def written(self, episode: Episode, obs: Any) -> np.ndarray:
         """Without a template: the ids so far, and the observation's."""
@@ -407,14 +487,20 @@ class Gateway:
             self.score(episode)
 
     def score(self, episode: Episode) -> None:
-        """The environment's rewards are the session's."""
+        """The environment's rewards are the session's, unless its time ran out this moment: then it
+        has failed.
+        """
         calls = episode.shares if self.config.agent.fork == "end" else {}
-        episode.session.reward(episode.reward, episode.parts, calls, now=time.monotonic())
+        with suppress(CallRefused):
+            episode.session.reward(episode.reward, episode.parts, calls, now=time.monotonic())
 
     def judge(self, episode: Episode) -> None:
-        """The config's reward is asked of the last answer, once."""
-        if episode.last is not None and episode.session.judge(time.monotonic()):
-            self.submit(episode)
+        """The config's reward is asked of the last answer, once; not when its time ran out this
+        moment.
+        """
+        with suppress(CallRefused):
+            if episode.last is not None and episode.session.judge(time.monotonic()):
+                self.submit(episode)
 
     def submit(self, episode: Episode) -> None:
         """The same for a session that is being judged."""
@@ -526,19 +612,37 @@ class Gateway:
             session = episode.session
             while session.cuts:
                 self.cut(episode, session.cuts.pop())
-            if session.complete:
+            if self.over_with(session.ticket):
+                self.give_up(episode, now)
+            elif session.complete:
                 self.deliver(episode)
+
+    def give_up(self, episode: Episode, now: float) -> None:
+        """A session that nothing adopted up to its deadline, as its group has its sample or is no
+        more: what it drew is lost, and told of.
+        """
+        session = episode.session
+        begun = max(session.opened + self.limits.deadline_s, self.epoch_since)
+        if now > begun + self.limits.grace_s:
+            held = self.held[session.ticket.ticket, session.attempt]
+            self.drop(episode)
+            if not held.open:
+                self.settle((session.ticket.ticket, session.attempt))
 
     def cut(self, episode: Episode, call: Call) -> None:
         """End a call in the engine; one that no engine has is over now."""
         if self.door is not None:
             asked = self.door.call_of(call)
-            if asked is not None and self.board.cut(asked):
+            if asked is not None and self.never_drawn(asked):
                 self.drawn(m.Called(asked, b"", b"", [], "length"))
             return
         for number, drawing in list(self.drawing.items()):
-            if drawing is episode and episode.call is call and self.board.cut(number):
+            if drawing is episode and episode.call is call and self.never_drawn(number):
                 self.drawn(m.Called(number, b"", b"", [], "length"))
+
+    def never_drawn(self, number: int) -> bool:
+        """End a call; True when no answer will come."""
+        return self.put_off.pop(number, None) is not None or self.board.cut(number)
 
     def deliver(self, episode: Episode) -> None:
         session = episode.session
@@ -547,8 +651,17 @@ class Gateway:
         name = (session.ticket.ticket, session.attempt)
         held = self.held[name]
         if not held.waiting and not held.open:
-            self.outbox.drawn.reported(self.progress())
-            del self.held[name]
+            self.settle(name)
+
+    def settle(self, name: tuple[int, int]) -> None:
+        """Nothing is written for the ticket any more.  What was drawn for it stays in the next
+        reports: sessions that began again have tokens that no sample delivers.
+        """
+        held = self.held.pop(name)
+        if held.tokens:
+            self.last_words[name] = held.tokens
+        while len(self.last_words) > LAST_WORDS:
+            self.last_words.popitem(last=False)
 
     def send_calls(self) -> None:
         for peer, message in self.board.frames(self.announced):
@@ -560,8 +673,8 @@ class Gateway:
         """Ask for as many samples as agent.sessions has room for, and a harness asks for."""
         now = time.monotonic()
         waiting = sum(len(held.waiting) for held in self.held.values())
-        room = self.config.agent.sessions - len(self.episodes)
-        free = (room if self.door is None else min(room, self.door.asks)) - waiting
+        asked_for = self.room if self.door is None else min(self.room, self.door.asks)
+        free = asked_for + (len(self.parked()) if self.door is not None else 0) - waiting
         if self.outbox.full:
             self.waits_for("credit: the buffer has not acknowledged what was delivered")
             return
@@ -578,13 +691,12 @@ class Gateway:
         sessions have begun again so often.
         """
         most = self.config.learner.group_size * self.config.agent.max_tokens
-        return [
-            (
-                *name,
-                min(most, held.tokens + sum(self.episodes[x].session.tokens for x in held.open)),
-            )
+        open_now = {
+            name: held.tokens + sum(self.episodes[x].session.own for x in held.open)
             for name, held in self.held.items()
-        ]
+        }
+        counts = {**self.last_words, **open_now}
+        return [(*name, min(most, tokens)) for name, tokens in counts.items()]
 
     def renew(self) -> None:
         now = time.monotonic()
@@ -607,7 +719,9 @@ class Gateway:
                 progress=progress,
                 stats={},
                 waiting=waiting,
-                judging=sorted(name for name, held in self.held.items() if held.open),
+                judging=sorted(
+                    name for name, held in self.held.items() if not self.over_with(held.ticket)
+                ),
                 drawn=self.outbox.drawn.reported(progress),
             )
         )
@@ -662,6 +776,7 @@ def trajectory(session: Session, tokenizer: Any) -> m.Trajectory:
         rows=rows[1:],
         aside=session.aside,
         calls=session.calls,
+        adopted=session.adopted,
     )
 
 

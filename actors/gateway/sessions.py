@@ -152,6 +152,7 @@ class Session:
         self.calls = 0
         self.tokens = 0  # drawn, those set aside included
         self.aside = 0  # of these, never trained
+        self.adopted: list[tuple[int, int]] = []  # (earlier attempt, tokens drawn under it)
         self.call_at = self.heard_at = self.opened  # last call or answer; those or a beat
         self.shortened = False  # the newest word of the policy was cut by a limit of the run
         self._asked: dict[bytes, int] = {}  # digest of prompt ids -> how often asked
@@ -564,10 +565,19 @@ class Session:
         return self.state == "ended" and not self.open_calls
 
     def adopt(self, ticket: Ticket) -> None:
-        """The session goes on under a new attempt at its sample."""
+        """The session goes on under a new attempt at its sample; what it has drawn stays counted
+        with the attempt before.  Calls that are under way are not of it: those of an epoch that is
+        over are to be drawn again by the new ticket's weights.
+        """
         if ticket.ticket != self.ticket.ticket or self.sample not in ticket.samples:
             raise ProtocolError(f"session {self.name} is no sample of ticket {ticket.ticket}")
+        self.adopted.append((self.attempt, self.own))
         self.ticket, self.attempt = ticket, ticket.attempt
+
+    @property
+    def own(self) -> int:
+        """Tokens drawn under the attempt of now."""
+        return self.tokens - sum(tokens for _, tokens in self.adopted)
 
     # ---- what it is ------------------------------------------------------------------------------
 

@@ -60,10 +60,12 @@ class Switchboard:
         self.open.pop(call, None)
         return True
 
-    def forget(self, call: int) -> None:
-        """Nobody waits for it any more."""
+    def forget(self, call: int) -> m.Call | None:
+        """Nobody waits for it any more; the call, if it was to be drawn."""
+        found = self.open.get(call)
         self.cut(call)
         self.open.pop(call, None)
+        return found
 
     def said(self, peer: bytes, message: m.Serving, now: float) -> m.Refused | None:
         """A generator tells of itself; what to answer if it is none of this run's."""

@@ -158,6 +158,14 @@ class Trajectory(msgspec.Struct, array_like=True):
     rows: list[Row] = []  # of a session: those after the first
     aside: int = 0  # tokens that were drawn and are never trained (ledger: set_aside)
     calls: int = 0  # of a session: generations it asked for; 0: a single answer
+    # of a session that went on under a new attempt: (earlier attempt, tokens drawn under it)
+    adopted: list[tuple[int, int]] = []
+
+    @property
+    def by_attempt(self) -> list[tuple[int, int]]:
+        """(attempt, tokens drawn under it, those set aside included), its own first."""
+        earlier = sum(tokens for _, tokens in self.adopted)
+        return [(self.attempt, self.length + self.aside - earlier), *self.adopted]
 
     @property
     def length(self) -> int:
