@@ -1,14 +1,21 @@
-"""Mutated messages at the buffer's socket: how many are refused, and does any end the run?
+"""Mutated messages behind every socket: how many are refused, and does any end its process?
 
-    OMP_NUM_THREADS=1 python benchmarks/fuzz.py [--mutants N] [--seed S] [--quick] [--json]
+    OMP_NUM_THREADS=1 python benchmarks/fuzz.py [--mutants N] [--only NAME ...] [--seed S]
+                                                [--quick] [--json] [--corpus FILE]
 
-Real messages of a run (a copy of each kind that a generator or learner sends to the service as it
-stands) are changed in their bytes: bits, bytes and whole numbers of msgpack replaced, pieces cut,
-doubled and exchanged.  What still decodes goes through the real service.  In this process, without
-zmq: its frames are bounded before this (asyncrl/transport/sockets.py).
+One target for each socket: the buffer's service, the learner's chunk server and what a generator
+hears of it, what learner and generator hear of the buffer, the gateway's socket of calls and its
+endpoint.  Half of the mutants are real messages of a run changed in their bytes: bits, bytes and
+whole numbers of msgpack replaced, pieces cut, doubled and exchanged.  The other half are changed in
+their values: one to three numbers, texts, arrays or lists replaced.  In this process, without the
+sockets: they bound a message's size (asyncrl/transport/sockets.py), which tests/ show.
 
-Goal: no mutant raises anything but BadMessage, and the ledger stays without negative lines.  What
-does not hold that is written as hex to --keep, for tests/."""
+A mutant in EVERY is traced, and one that reaches lines of ours that none reached before becomes
+material for further ones.  --corpus writes the smallest mutants by which all those lines are
+reached, and the verdict on each, for tests/test_fuzz_corpus.py.
+
+Goal: no mutant raises anything but what its reader answers a peer with.  What does not hold that is
+printed as hex."""
 
 from __future__ import annotations
 
@@ -16,28 +23,42 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import contextlib
+import copy
+import json
 import random
+import re
 import sys
-import tempfile
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from lib import rounds
-from scale import Loop
-
-from asyncrl.contract import messages as m
-from asyncrl.records import rundir
-from asyncrl.transport.sockets import UNDECODABLE
-from buffer.service import Service
+from lib.fuzz_targets import TARGETS, Target
+from lib.results_file import ROOT
 
 EDGES = (b"\xcb\x7f\xf8" + b"\0" * 6, b"\xcb\x7f\xf0" + b"\0" * 6, b"\xd3\x80" + b"\0" * 7)
 EDGES += (b"\xcf" + b"\xff" * 8, b"\xc0", b"\xff", b"\x90", b"\x80", b"\xa0", b"\xc4\x00")
-FRESH = 20_000  # mutants after which the run begins anew
+TEXT_EDGES = (
+    b"null",
+    b"1e999",
+    b"-1",
+    b"[]",
+    b"{}",
+    b'""',
+    b"[[[[",
+    b"99999999999999999999",
+    b"\r\n",
+)
+FRESH = 20_000  # mutants after which a target begins anew
+EVERY = 20  # of so many mutants one is traced
+LARGEST = 1 << 16  # bytes of a mutant that becomes material
+OURS = tuple(f"{ROOT}/{part}/" for part in ("asyncrl", "actors", "buffer", "learner"))
 
 
-def mutant(r: random.Random, frame: bytes, other: bytes) -> bytes:
+def mutant(r: random.Random, frame: bytes, other: bytes, edges: tuple[bytes, ...]) -> bytes:
     """One to four changes."""
     data = bytearray(frame)
     for _ in range(r.randint(1, 4)):
@@ -49,95 +70,200 @@ def mutant(r: random.Random, frame: bytes, other: bytes) -> bytes:
         elif kind == 1 and at < len(data):
             data[at] = r.randrange(256)
         elif kind == 2:
-            data[at:end] = r.choice(EDGES)
+            data[at:end] = r.choice(edges)
         elif kind == 3:
             del data[at:end]
         elif kind == 4:
             data[at:at] = data[at:end]
-        else:
+        elif other:
             start = r.randrange(len(other))
             data[at:end] = other[start : start + end - at]
     return bytes(data)
 
 
-class Victim:
-    """A service in the middle of a run, and frames that its peers would send."""
+def traced(target: Target, data: bytes) -> tuple[str, set[tuple[str, int]]]:
+    """The verdict, and the lines of ours that were run."""
+    lines: set[tuple[str, int]] = set()
 
-    def __init__(self, work: Path) -> None:
-        self.loop = Loop(work, "memory", 3)
-        self.service: Service = self.loop.service
-        self.service.store.settings.error_budget = 1e9
-        self.service.store.settings.machinery_budget = 1e9
-        self.frames: list[bytes] = []
-        hear = self.loop.say
+    def inside(frame: Any, event: str, _: Any) -> Any:
+        lines.add((frame.f_code.co_filename, frame.f_lineno))
+        return inside
 
-        def say(name: str, message: Any) -> None:
-            self.frames.append(msgspec.msgpack.encode(message))
-            hear(name, message)
+    def called(frame: Any, event: str, _: Any) -> Any:
+        return inside if frame.f_code.co_filename.startswith(OURS) else None
 
-        self.loop.say = say  # type: ignore[method-assign]
-        self.loop.batches(2)
-        self.frames = self.frames[-200:]
-        self.frames.append(msgspec.msgpack.encode(self.loop.hello()))
+    before = sys.gettrace()
+    sys.settrace(called)
+    try:
+        return target.feed(data), lines
+    finally:
+        sys.settrace(before)
+
+
+VALUES: tuple[Any, ...] = (
+    *(-1, 0, 1, 2, 3, 5, 17, 2**31, 2**40, 2**62, -(2**63), 2**64 - 1),
+    *(0.0, -1.0, 0.5, 1e308, float("inf"), float("-inf"), float("nan")),
+    *("", "x" * 300, "generator-0", "\x1b[2J", "\0", None, True, [], {}, [0], b"", b"\xff" * 8),
+)
+
+
+def places(value: Any) -> list[tuple[Any, Any]]:
+    """(container, key) of everything inside."""
+    found: list[tuple[Any, Any]] = []
+    inside = [value]
+    while inside:
+        holder = inside.pop()
+        keys = holder if isinstance(holder, dict) else range(len(holder))
+        for key in keys:
+            found.append((holder, key))
+            if isinstance(holder[key], dict | list):
+                inside.append(holder[key])
+    return found
+
+
+def another(r: random.Random, value: Any) -> Any:
+    """What stands there instead: often of its type."""
+    if isinstance(value, bytes) and r.random() < 0.7:
+        return r.choice((value[:-1], value[:-4], value * 2, mutant(r, value, value, EDGES)))
+    if isinstance(value, list) and value and r.random() < 0.7:
+        return copy.deepcopy(r.choice((value[:-1], [*value, *copy.deepcopy(value)], value[::-1])))
+    if isinstance(value, int) and not isinstance(value, bool) and r.random() < 0.5:
+        return value + r.choice((-1, 1))
+    return copy.deepcopy(r.choice(VALUES))
+
+
+def of_values(r: random.Random, value: Any) -> Any:
+    """One to three values changed, in place."""
+    for _ in range(r.randint(1, 3)):
+        if found := places(value):
+            holder, key = r.choice(found)
+            holder[key] = another(r, holder[key])
+    return value
+
+
+def typed(r: random.Random, name: str, frame: bytes) -> bytes:
+    """A mutant that still is msgpack, or HTTP with JSON, if the frame was."""
+    try:
+        if name != "web":
+            return msgspec.msgpack.encode(of_values(r, msgspec.msgpack.decode(frame)))
+        head, _, body = frame.partition(b"\r\n\r\n")
+        changed = json.dumps(of_values(r, json.loads(body)), default=repr).encode()
+        size = f"content-length: {len(changed)}".encode()
+        return re.sub(rb"content-length: \d+", size, head) + b"\r\n\r\n" + changed
+    except (msgspec.MsgspecError, ValueError, TypeError, RecursionError, OverflowError):
+        return frame
+
+
+class Found:
+    """What the mutants of one target came to."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.verdicts: Counter[str] = Counter()
+        self.failed: list[str] = []
+        self.reached: dict[tuple[str, int], bytes] = {}  # line -> the smallest mutant that ran it
+        self.seconds = 0.0
+
+    def learn(self, data: bytes, lines: set[tuple[str, int]]) -> bool:
+        """Keep a mutant for the lines that it reached; True when some are new."""
+        new = not lines <= self.reached.keys()
+        for line in lines:
+            if len(data) < len(self.reached.get(line, data + b"\0")):
+                self.reached[line] = data
+        return new and len(data) <= LARGEST
+
+    def corpus(self) -> list[bytes]:
+        """The mutants that reach a line as the smallest ones."""
+        return sorted(set(self.reached.values()), key=lambda data: (len(data), data))
+
+
+def fuzz(name: str, wanted: int, seed: int) -> Found:
+    r = random.Random(f"{name} {seed}")
+    found = Found(name)
+    edges = TEXT_EDGES if name == "web" else EDGES
+    began = time.process_time()
+    made = 0
+    fresh: list[bytes] = []
+    while made < wanted:
+        target = TARGETS[name]()
+        for frame in target.frames if not made else ():
+            found.learn(frame, traced(target, frame)[1])
+        for _ in range(min(FRESH, wanted - made)):
+            made += 1
+            material = fresh if fresh and r.random() < 0.3 else target.frames
+            data = r.choice(material)
+            data = (
+                mutant(r, data, r.choice(target.frames), edges)
+                if r.random() < 0.5
+                else typed(r, name, data)
+            )
+            try:
+                if made % EVERY:
+                    verdict = target.feed(data)
+                else:
+                    verdict, lines = traced(target, data)
+                    if found.learn(data, lines):
+                        fresh.append(data)
+            except Exception as error:
+                found.failed.append(f"{type(error).__name__} {str(error)[:200]}")
+                print(f"{name}: {found.failed[-1]}\n{data.hex()}", file=sys.stderr)
+                break
+            found.verdicts[verdict] += 1
+        with contextlib.suppress(Exception):  # one that failed may not close either
+            target.close()
+        if len(found.failed) >= 20:
+            break
+    found.seconds = time.process_time() - began
+    return found
+
+
+def write_corpus(path: Path, every: list[Found]) -> None:
+    """The corpus with the verdicts of a first pass through it, in its order."""
+    rows = []
+    for found in every:
+        target = TARGETS[found.name]()
+        for data in found.corpus():
+            rows.append(f"{found.name}\t{target.feed(data)}\t{data.hex()}\n")
+        target.close()
+    path.write_text("".join(rows))
 
 
 def main() -> None:
     p = rounds.parser(__doc__)
-    p.add_argument("--mutants", type=int, default=1_000_000)
+    p.add_argument("--mutants", type=int, help="of each target; a million")
+    p.add_argument("--only", nargs="+", default=list(TARGETS), choices=list(TARGETS))
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--keep", type=Path, help="a file: what fails is added to it")
+    p.add_argument("--corpus", type=Path, help="a file to write")
     args = p.parse_args()
-    wanted = 3000 if args.quick else args.mutants
-    r = random.Random(args.seed)
-    decoder = msgspec.msgpack.Decoder(m.FromPeer)
-    counts = {"undecodable": 0, "refused": 0, "taken": 0}
-    failed: list[str] = []
-    began = time.perf_counter()
-    made = 0
-    while made < wanted:
-        with tempfile.TemporaryDirectory() as work:
-            victim = Victim(Path(work))
-            service = victim.service
-            for _ in range(min(FRESH, wanted - made)):
-                made += 1
-                data = mutant(r, r.choice(victim.frames), r.choice(victim.frames))
-                try:
-                    message = decoder.decode(data)
-                except UNDECODABLE:
-                    counts["undecodable"] += 1
-                    continue
-                if isinstance(message, m.LearnerHello) and message.epoch > 1:
-                    continue  # a well-formed hello of a later life is a learner's right
-                before = service.refused.total()
-                try:
-                    service.handle(b"m", message)
-                    service.answer()
-                    service.flush()
-                except Exception as error:
-                    failed.append(f"{type(error).__name__} {str(error)[:200]}")
-                    print(failed[-1], file=sys.stderr)
-                    if args.keep:
-                        with args.keep.open("a") as file:
-                            file.write(data.hex() + "\n")
-                    break
-                counts["refused" if service.refused.total() > before else "taken"] += 1
-                victim.loop.heard.clear()
-            if not failed and any(x.tokens < 0 for x in service.store.folded().lines.values()):
-                failed.append("a line of the ledger is negative")
-            service.close()
-            rundir.clean(victim.loop.dir)
-    seconds = time.perf_counter() - began
+    wanted = args.mutants or (1000 if args.quick else 1_000_000)
+    every = []
+    for name in args.only:
+        every.append(found := fuzz(name, wanted, args.seed))
+        print(
+            f"{name}: {found.verdicts.total()} mutants in {found.seconds:.0f} CPU s, "
+            f"{len(found.reached)} lines by {len(found.corpus())} of them, "
+            f"{dict(found.verdicts.most_common())}",
+            file=sys.stderr,
+            flush=True,
+        )
+    if args.corpus:
+        write_corpus(args.corpus, every)
+    goals = [
+        rounds.goal(f"{x.name}: mutants that ended it", len(x.failed), 0, at_least=False)
+        for x in every
+    ]
     rounds.report(
         "fuzz",
-        [rounds.goal("mutants that ended the run", len(failed), 0, at_least=False)],
+        goals,
         {
-            "what": "mutated messages at the buffer's service",
-            "mutants": made,
+            "what": "mutated messages behind every socket, in process",
+            "mutants": {x.name: x.verdicts.total() + len(x.failed) for x in every},
+            "cpu_seconds": {x.name: round(x.seconds, 1) for x in every},
+            "lines_reached": {x.name: len(x.reached) for x in every},
+            "verdicts": {x.name: dict(x.verdicts.most_common()) for x in every},
             "seed": args.seed,
-            "seconds": round(seconds, 1),
-            "failed": failed[:50],
-        }
-        | counts,
+            "failed": {x.name: x.failed[:50] for x in every if x.failed},
+        },
         args,
     )
 

@@ -13,8 +13,6 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.messages import (
     DISPOSITIONS,
@@ -28,6 +26,7 @@ from asyncrl.contract.messages import (
 )
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BUFFER
+from asyncrl.transport import arrays
 from buffer.groups import Grant, Settings
 from buffer.ledger import Ledger
 
@@ -44,9 +43,6 @@ ROWS = 1 << 16  # of a list in one message
 TICKET_END = 1 << 48
 MOST_ROWS = 4096  # of a session
 WANTED = 1 << 30  # samples, which is how a generator in lockstep asks for all there are
-LOGPROB_ABOVE_0 = 1e-3  # what rounding may leave of a probability of 1
-LEAST_LOGPROB = -1e4  # nothing drawn is less likely
-REWARD = 1e18  # its square is a float32
 
 
 def need(ok: bool, what: str, reason: str = "message") -> None:
@@ -184,8 +180,7 @@ def answers(samples: Sequence[Trajectory], vocabulary: int, settings: Settings) 
     """The answers of a message by themselves: arrays of one length, numbers where numbers are
     meant, tokens that the model has, no more than the config allows.
 
-    vocabulary: 0 while no learner has said it.  Long arrays are looked at together: most of the
-    time for a short one would be the start of numpy's loops."""
+    vocabulary: 0 while no learner has said it."""
     for answer in samples:
         if settings.session_tokens:
             _session(answer, settings)
@@ -193,28 +188,16 @@ def answers(samples: Sequence[Trajectory], vocabulary: int, settings: Settings) 
             _single(answer)
             _lengths(answer, settings)
             _spans(answer)
-        _scalars(answer)
+        arrays.scalars(answer)
         _texts(answer, settings)
-    if not _arrays([row for answer in samples for row in parts(answer)], vocabulary):
-        for answer in samples:
-            for row in parts(answer):
-                _which_array(row, _name(answer), vocabulary)
-
-
-def _name(answer: Trajectory) -> str:
-    return f"ticket {answer.ticket}, sample {answer.sample}"
-
-
-def parts(answer: Trajectory) -> Sequence[Trajectory | Row]:
-    """Whatever has arrays: the answer, and a session's further rows."""
-    return [answer, *answer.rows]
+    arrays.numbers(samples, vocabulary)
 
 
 def _single(answer: Trajectory) -> None:
     if answer.rows or answer.aside or answer.calls or answer.adopted:
         raise BadMessage(
-            f"{_name(answer)}: {len(answer.rows) + 1} rows of {answer.calls} calls, and the run "
-            "has no [agent]",
+            f"{arrays.name(answer)}: {len(answer.rows) + 1} rows of {answer.calls} calls, and the "
+            "run has no [agent]",
             "shape",
         )
 
@@ -231,12 +214,12 @@ def _session(answer: Trajectory, settings: Settings) -> None:
     most = settings.session_tokens
     if len(answer.rows) >= MOST_ROWS or not 0 < answer.length <= most:
         raise BadMessage(
-            f"{_name(answer)}: {len(answer.rows) + 1} rows with {answer.length} tokens to be "
+            f"{arrays.name(answer)}: {len(answer.rows) + 1} rows with {answer.length} tokens to be "
             f"trained; a session has some and may have {most} (agent.max_tokens)",
             "length",
         )
-    for number, row in enumerate(parts(answer)):
-        which = f"{_name(answer)}, row {number}"
+    for number, row in enumerate(arrays.parts(answer)):
+        which = f"{arrays.name(answer)}, row {number}"
         length = len(row.mask)
         prompt = len(row.prompt_tokens)
         sizes = {len(row.tokens), len(row.behavior_logprobs), 4 * length}
@@ -280,26 +263,26 @@ def _lengths(answer: Trajectory, settings: Settings) -> None:
     prompt = len(answer.prompt_tokens)
     if size != 4 * length or prompt % 4 or not (length or answer.failed):
         raise BadMessage(
-            f"{_name(answer)}: {size} bytes of tokens for {length} mask bytes, {prompt} of its "
-            "prompt; int32, one or more",
+            f"{arrays.name(answer)}: {size} bytes of tokens for {length} mask bytes, {prompt} of "
+            "its prompt; int32, one or more",
             "shape",
         )
     if len(answer.behavior_logprobs) != size:
         raise BadMessage(
-            f"{_name(answer)}: {len(answer.behavior_logprobs)} bytes of behavior_logprobs for "
-            f"{length} tokens; float32 each",
+            f"{arrays.name(answer)}: {len(answer.behavior_logprobs)} bytes of behavior_logprobs "
+            f"for {length} tokens; float32 each",
             "shape",
         )
     if answer.token_rewards and len(answer.token_rewards) != size:
         raise BadMessage(
-            f"{_name(answer)}: {len(answer.token_rewards)} bytes of token_rewards for {length} "
-            "tokens; float32, or none",
+            f"{arrays.name(answer)}: {len(answer.token_rewards)} bytes of token_rewards for "
+            f"{length} tokens; float32, or none",
             "shape",
         )
     most = settings.sampling.max_new_tokens
     if length > most or (settings.context and length + prompt // 4 > settings.context):
         raise BadMessage(
-            f"{_name(answer)}: {length} tokens behind a prompt of {prompt // 4}; generator."
+            f"{arrays.name(answer)}: {length} tokens behind a prompt of {prompt // 4}; generator."
             f"max_new_tokens is {most}, generator.context {settings.context}",
             "length",
         )
@@ -319,22 +302,8 @@ def _spans(answer: Trajectory) -> None:
     if answer.failed and not answer.mask and empty:
         return
     raise BadMessage(
-        f"{_name(answer)}: its spans are not its {len(answer.mask)} tokens in order", "shape"
+        f"{arrays.name(answer)}: its spans are not its {len(answer.mask)} tokens in order", "shape"
     )
-
-
-def _scalars(answer: Trajectory) -> None:
-    if not -REWARD <= answer.reward <= REWARD:  # false for NaN too
-        raise BadMessage(f"{_name(answer)}: its reward is {answer.reward}", "number")
-    if not 0 < answer.temperature < math.inf:
-        raise BadMessage(f"{_name(answer)}: its temperature is {answer.temperature}", "number")
-    if not math.isfinite(answer.generated_at):
-        raise BadMessage(f"{_name(answer)}: it was drawn at {answer.generated_at}", "number")
-    for name, value in answer.reward_parts.items():
-        if not -REWARD <= value <= REWARD:
-            raise BadMessage(
-                f"{_name(answer)}: the part {name[:40]!r} of its reward is {value}", "number"
-            )
 
 
 def _texts(answer: Trajectory, settings: Settings) -> None:
@@ -342,66 +311,29 @@ def _texts(answer: Trajectory, settings: Settings) -> None:
     context = settings.context or ROWS
     if max(len(answer.text), len(answer.prompt_text)) > TEXT_PER_TOKEN * context + TEXT_MORE:
         raise BadMessage(
-            f"{_name(answer)}: texts of {len(answer.text)} and {len(answer.prompt_text)} "
+            f"{arrays.name(answer)}: texts of {len(answer.text)} and {len(answer.prompt_text)} "
             f"characters, of at most {context} tokens",
             "text",
         )
     parts = answer.reward_parts
     if len(parts) > NAMES or any(len(name) > NAME_LENGTH for name in parts):
         raise BadMessage(
-            f"{_name(answer)}: {len(parts)} parts of its reward, or a name of over {NAME_LENGTH} "
-            f"characters; up to {NAMES}",
+            f"{arrays.name(answer)}: {len(parts)} parts of its reward, or a name of over "
+            f"{NAME_LENGTH} characters; up to {NAMES}",
             "text",
         )
     if len(answer.group_key) > NAME_LENGTH or (
         answer.failed and len(answer.failed.why) > WHY_LENGTH
     ):
-        raise BadMessage(f"{_name(answer)}: a text without end", "text")
+        raise BadMessage(f"{arrays.name(answer)}: a text without end", "text")
     length = len(answer.mask)
     if len(answer.segments) > length + 1 or not all(
         0 <= start <= end <= length and len(kind) <= NAME_LENGTH
         for kind, start, end in answer.segments
     ):
-        raise BadMessage(f"{_name(answer)}: its segments are not of its {length} tokens", "shape")
-
-
-def _arrays(samples: Sequence[Trajectory | Row], vocabulary: int) -> bool:
-    """Are the numbers in all arrays of these answers what they may be?  Their lengths agree."""
-    if masks := b"".join([answer.mask for answer in samples]):
-        logprobs = np.frombuffer(b"".join([x.behavior_logprobs for x in samples]), "<f4")
-        # either is false where one is NaN
-        in_range = logprobs.max() <= LOGPROB_ABOVE_0 and logprobs.min() >= LEAST_LOGPROB
-        if not in_range or np.frombuffer(masks, np.uint8).max() > 1:
-            return False
-    least = vocabulary or 1 << 31  # below 0 is above it, as unsigned
-    for ids in (
-        b"".join([answer.tokens for answer in samples]),
-        b"".join([answer.prompt_tokens for answer in samples]),
-    ):
-        if ids and np.frombuffer(ids, "<u4").max() >= least:
-            return False
-    if given := b"".join([answer.token_rewards for answer in samples]):
-        return bool((np.abs(np.frombuffer(given, "<f4")) > REWARD).sum() == 0)
-    return True
-
-
-def _which_array(answer: Trajectory | Row, which: str, vocabulary: int) -> None:
-    """Say what is wrong with the numbers of this answer, if anything is."""
-    if answer.mask.strip(b"\0\1"):
-        raise BadMessage(f"{which}: its mask holds other bytes than 0 and 1", "shape")
-    logprobs = np.frombuffer(answer.behavior_logprobs, "<f4")
-    if not ((logprobs <= LOGPROB_ABOVE_0) & (logprobs >= LEAST_LOGPROB)).all():
-        raise BadMessage(f"{which}: a behavior_logprob is above 0 or not finite", "number")
-    for name, raw in (("prompt_tokens", answer.prompt_tokens), ("tokens", answer.tokens)):
-        ids = np.frombuffer(raw, "<i4")
-        if len(ids) and (ids.min() < 0 or (vocabulary and ids.max() >= vocabulary)):
-            raise BadMessage(
-                f"{which}: {name} from {ids.min()} to {ids.max()}, of a model with "
-                f"{vocabulary} tokens",
-                "token",
-            )
-    if (np.abs(np.frombuffer(answer.token_rewards, "<f4")) > REWARD).any():
-        raise BadMessage(f"{which}: a token reward is not finite (NaN: none was given)", "number")
+        raise BadMessage(
+            f"{arrays.name(answer)}: its segments are not of its {length} tokens", "shape"
+        )
 
 
 def progress(store: Store, rows: list[tuple[int, int, int]]) -> None:
@@ -468,6 +400,7 @@ def hello(message: LearnerHello) -> None:
     )
     need(message.max_lag >= 0, f"{who} has the limit {message.max_lag}")
     need(message.limit >= 0, f"{who} says that its limit stood at {message.limit}")
+    need(0 <= message.vocabulary < 1 << 31, f"{who} has a model with {message.vocabulary} tokens")
     need(
         0 <= message.next_ticket < TICKET_END
         and all(0 <= ticket < TICKET_END for ticket in message.trained_above),

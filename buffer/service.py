@@ -47,9 +47,12 @@ SYNC_POLL_S = 0.001  # while replies wait for the disk
 NOBODY = -1  # no session: all of a producer's leases end
 LINGER_S = 5.0  # how long the end of the run is told to generators that have not asked yet
 ANSWER_BYTES = 1024  # of a token of an answer: ids, logprobs, texts, a version each
-MORE_BYTES = 16 * 1024 * 1024  # of a message that is no answer: ledgers, lists of tickets
+MORE_BYTES = 4 * 1024 * 1024  # of a message that is no answer: ledgers, lists of tickets
 NEWS = 64  # of those that wait for tickets, so many are told at once of a new version
 JOINED = 1000  # numbers of generators that join without a key begin here
+PASS = 500  # messages taken in before the others are answered: whoever sends without end waits too
+OUTGOING = 10_000  # replies that wait for the disk: with more nothing is taken in
+ASKS = 16  # batches that are asked for at once; a learner asks for two
 REFUSALS_SAID = 20  # lines in the log; further ones are only counted
 
 
@@ -126,7 +129,7 @@ class Service:
         # the same of those that want no sample: they draw the calls of sessions, and are told of
         # every version and of the end
         self.followers: dict[str, tuple[bytes, m.Want]] = {}
-        self.fresh: deque[str] = deque()  # of all these, who may not know of the newest version
+        self.fresh: dict[str, None] = {}  # of all these, who may not know of the newest version
         self.told: Label | None = None  # the version that those waiting were told of last
         self.reported: set[str] = set()  # who has told of its work since the last commit
         self.early: dict[str, tuple[bytes, m.Want]] = {}  # of those who have not said hello
@@ -164,10 +167,7 @@ class Service:
     def loop(self) -> None:
         ticked = 0.0
         while not self.stop:
-            got = self.socket.recv(SYNC_POLL_S if self.outgoing else POLL_S)
-            while got is not None:
-                self.handle(*got)
-                got = self.socket.recv(0)
+            self.take_in()
             self.answer()
             now = time.monotonic()
             if now - ticked > TICK_S:
@@ -180,6 +180,20 @@ class Service:
             all_told = not self.generators and not self.told_before
             if self.ended_at and not self.outgoing and (all_told or now - self.ended_at > LINGER_S):
                 return
+
+    def take_in(self) -> None:
+        """What has come, up to PASS messages; nothing while the disk holds up OUTGOING replies."""
+        if len(self.outgoing) >= OUTGOING:
+            time.sleep(SYNC_POLL_S)
+            return
+        got = self.socket.recv(SYNC_POLL_S if self.outgoing else POLL_S)
+        for _ in range(PASS):
+            if got is None:
+                return
+            self.handle(*got)
+            got = self.socket.recv(0)
+        if got is not None:
+            self.handle(*got)
 
     def send(self, peer: bytes, message: m.FromBuffer) -> None:
         """A reply: it leaves once the journal is as durable as the mode promises, up to the record
@@ -358,7 +372,7 @@ class Service:
     def wait_for_tickets(self, peer: bytes, want: m.Want) -> None:
         waiting = self.wants if want.samples else self.followers
         waiting[want.producer] = (peer, want)
-        self.fresh.append(want.producer)
+        self.fresh[want.producer] = None
 
     def forget_wants(self, name: str) -> None:
         self.wants.pop(name, None)
@@ -528,6 +542,8 @@ class Service:
             checks.ask(self.store, ask.number)
             if all(a.number != ask.number for _, a in self.asks):
                 self.asks.append((peer, ask))
+                if len(self.asks) > ASKS:
+                    self.asks.popleft()
             else:
                 self.asks = deque(
                     (peer, a) if a.number == ask.number else (p, a) for p, a in self.asks
@@ -651,10 +667,10 @@ class Service:
             return
         if policy != self.told:
             self.told = policy
-            self.fresh.extend(itertools.islice(self.wants, NEWS))
-            self.fresh.extend(self.followers)
-        while self.fresh:
-            name = self.fresh.popleft()
+            self.fresh |= dict.fromkeys(itertools.islice(self.wants, NEWS))
+            self.fresh |= dict.fromkeys(self.followers)
+        fresh, self.fresh = self.fresh, {}
+        for name in fresh:
             found = self.wants.get(name) or self.followers.get(name)
             if found is None:
                 continue

@@ -27,7 +27,7 @@ from asyncrl.models.policy import export, weights_digest
 from asyncrl.records import atomic_write, lives
 from asyncrl.records.rundir import buffer_address, ended, run_id
 from asyncrl.records.trace import Tracer
-from asyncrl.transport import keys
+from asyncrl.transport import inbound, keys
 from asyncrl.transport.sockets import PeerSocket
 from learner import checkpoint
 from learner.publisher import Publisher
@@ -69,6 +69,8 @@ class Learner:
         self.socket = PeerSocket(
             buffer_address(config, run_dir), config.wires.curve_dir, keys.LEARNER, run=self.run
         )
+        self.vocabulary = int(self.core.model.hf.config.get_text_config().vocab_size)
+        self.socket.check = self.check
         self.tracer = Tracer(run_dir, "learner")
         self.welcomed = self.finished = self.stopping = False
         self.batches: dict[int, m.Batch] = {}
@@ -156,6 +158,15 @@ class Learner:
                 "running? (wires.connect_s)"
             )
 
+    def check(self, reply: m.FromBuffer) -> None:
+        """Raises BadMessage for what this learner would end on, or lose checkpoints by."""
+        inbound.check(reply, vocabulary=self.vocabulary)
+        if isinstance(reply, m.Welcome) and reply.epoch == self.epoch:
+            inbound.need(
+                reply.checkpointed <= self.number,
+                f"checkpoints are kept from {reply.checkpointed}, and this one is {self.number}",
+            )
+
     def handle(self, reply: m.FromBuffer) -> None:
         if isinstance(reply, m.Refused):
             error = AsyncrlError(reply.reason)
@@ -171,7 +182,9 @@ class Learner:
                 (self.run_dir / "weights_digest").unlink(missing_ok=True)
             self.publisher.remove_earlier()
         elif (
-            isinstance(reply, m.Batch) and reply.epoch == self.epoch and reply.number >= self.number
+            isinstance(reply, m.Batch)
+            and reply.epoch == self.epoch
+            and self.number <= reply.number <= self.number + 1  # no other is asked for
         ):
             self.batches.setdefault(reply.number, reply)
         elif isinstance(reply, m.Committed) and reply.epoch == self.epoch:
@@ -207,7 +220,7 @@ class Learner:
             ledger=self.cursor.ledger,
             trained_above=self.cursor.trained_above,
             pid=os.getpid(),
-            vocabulary=int(self.core.model.hf.config.get_text_config().vocab_size),
+            vocabulary=self.vocabulary,
             limit=self.cursor.limit,
             before=lives.before(self.run_dir, "learner", os.getpid()),
         )

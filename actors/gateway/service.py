@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -40,16 +40,32 @@ from actors.rewards import RewardRunner
 from actors.turn import RENEW_S
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
-from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo, PeerUnreachable
+from asyncrl.contract.errors import (
+    AsyncrlError,
+    BadMessage,
+    ConfigError,
+    NothingToDo,
+    PeerUnreachable,
+)
 from asyncrl.contract.waits import BUFFER, Wait, WaitLog
-from asyncrl.models.tokenizer import encode_prompt, has_template, load_tokenizer, stop_tokens
+from asyncrl.models.tokenizer import (
+    encode_prompt,
+    has_template,
+    load_tokenizer,
+    stop_tokens,
+    vocabulary,
+)
 from asyncrl.records.rundir import buffer_address, ended, gateway_address, run_id
 from asyncrl.tasks import get_task
-from asyncrl.transport import sockets
+from asyncrl.transport import inbound, sockets
 
 if TYPE_CHECKING:
     from actors.gateway.door import Door
 
+MOST_AT_ONCE = 1000  # messages of generators in a turn: others are waited for too
+REFUSALS_SAID = 20  # lines in the log; further ones are only counted
+CALLED_BYTES = 128  # of a token of an answer: id, log-probability, a version each
+MORE_BYTES = 1 << 20  # of a message that is no answer
 POLL_S = 0.05  # a look at the clock with no news
 TICK_S = 0.25
 GREET_S = 5.0
@@ -120,6 +136,7 @@ class Gateway:
         self.run = run_id(run_dir)
         self.limits = limits(config)
         self.tokenizer = load_tokenizer(config.model.path)
+        self.vocabulary = vocabulary(config.model.path)
         self.stops = stop_tokens(self.tokenizer, config)
         self.chat = Chat(
             self.tokenizer,
@@ -142,8 +159,14 @@ class Gateway:
         self.outbox = Outbox(config.wires, self.producer, self.session)
         self.socket = sockets.PeerSocket(buffer_address(config, run_dir), run=self.run)
         self.calls_socket = sockets.BufferSocket(
-            gateway_address(run_dir, index), run=self.run, reads=m.FromGenerator, key="agent"
+            gateway_address(run_dir, index),
+            run=self.run,
+            most=CALLED_BYTES * config.generator.context + MORE_BYTES,
+            reads=m.FromGenerator,
+            key="agent",
         )
+        self.refused = Counter[str]()  # messages at calls_socket that were, by reason
+        self.calls_socket.refused = self.refuse
         self.board = Switchboard(self.run, config.wires.lease_s)
         self.held: dict[tuple[int, int], Held] = {}
         self.episodes: dict[int, Episode] = {}
@@ -521,15 +544,35 @@ class Gateway:
 
     def read_calls(self) -> None:
         """Answers to calls, and generators that tell of themselves."""
-        while (got := self.calls_socket.recv(0)) is not None:
+        for _ in range(MOST_AT_ONCE):
+            if (got := self.calls_socket.recv(0)) is None:
+                return
             peer, message = got
+            try:
+                self.hear(peer, message)
+            except BadMessage as error:
+                self.refuse(error.reason, f"refused a {type(message).__name__}: {error}")
+                self.calls_socket.send(peer, m.Refused(str(error), 4))
+
+    def hear(self, peer: bytes, message: m.Serving | m.Called) -> None:
+        """What a generator says.  Raises BadMessage for what cannot be."""
+        if isinstance(message, m.Serving):
+            inbound.serving(message)
             self.ever_served = True
-            if isinstance(message, m.Serving):
-                refused = self.board.said(peer, message, time.monotonic())
-                if refused is not None:
-                    self.calls_socket.send(peer, refused)
-            elif self.board.called(message) is not None:
-                self.drawn(message)
+            refused = self.board.said(peer, message, time.monotonic())
+            if refused is not None:
+                self.calls_socket.send(peer, refused)
+            return
+        if (call := self.board.open.get(message.id)) is not None:
+            inbound.called(message, call, self.vocabulary)
+        if self.board.called(message) is not None:
+            self.drawn(message)
+
+    def refuse(self, reason: str, line: str) -> None:
+        """Count it; the first ones stand in the log."""
+        self.refused[reason] += 1
+        if self.refused.total() <= REFUSALS_SAID:
+            print(f"{self.producer}: {line}", file=sys.stderr, flush=True)
 
     def drawn(self, message: m.Called) -> None:
         episode = self.drawing.pop(message.id, None)

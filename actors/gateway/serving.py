@@ -8,6 +8,7 @@ while one of its calls is drawn."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,9 @@ from asyncrl.config.tree import Config, Reward
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.versions import Label
+from asyncrl.models.tokenizer import vocabulary
 from asyncrl.records.rundir import gateway_address, run_id
+from asyncrl.transport import inbound
 from asyncrl.transport.sockets import PeerSocket
 
 SAY_S = 0.5  # between two words of what is held
@@ -31,6 +34,7 @@ class CallTurn(Turn):
     def __init__(self, config: Config, engine: Engine) -> None:
         judged_elsewhere = msgspec.structs.replace(config, reward=Reward(workers=0))
         super().__init__(judged_elsewhere, engine, lockstep=False)
+        self.vocabulary = vocabulary(config.model.path)
         self.calls: dict[int, m.Call] = {}
         self.keys: dict[int, Key] = {}  # of each call, in the schedule
         self.served = 0  # calls taken, which numbers them
@@ -133,6 +137,7 @@ class CallPeer:
         self.socket = PeerSocket(
             gateway_address(run_dir, 0), reads=m.FromGateway, run=self.run, key="agent"
         )
+        self.socket.check = partial(inbound.check, vocabulary=turn.vocabulary, context=turn.context)
         self.producer = producer
         self.session = session
         self.heard = 0  # the highest number of a message

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
 
+LINES = 4096  # generators of a gateway
 AHEAD = 1.25  # calls given out, as a multiple of the slots: a row that frees finds one there
 
 
@@ -75,6 +76,8 @@ class Switchboard:
                 f"{message.producer} is of {message.run} with {message.protocol}"
             )
         line = self.lines.get(message.producer)
+        if line is None and len(self.lines) >= LINES:
+            return m.Refused(f"{LINES} generators serve, and {message.producer} is one too many", 2)
         if line is None or line.session != message.session:
             if line is not None:
                 self._lose(line)

@@ -31,6 +31,7 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from actors.gateway import replies
 from actors.gateway.chat import Chat
@@ -40,6 +41,9 @@ from actors.gateway.sessions import Call, CallRefused, Request, Session
 from asyncrl.contract.errors import ConfigError
 
 LARGEST_BODY = 8 * 1024 * 1024
+LARGEST_HEAD = 64 * 1024  # bytes that are no body's, between two that are
+HEAD_S = 30.0  # for a request's head to arrive, from its connection or its first byte
+CONNECTIONS = 4096
 BODY_S = 60.0  # for a body to arrive
 KEEP_ALIVE_S = 10.0  # between two signs of life in a stream
 LONGEST_WAIT_S = 60.0  # for a lease
@@ -542,6 +546,55 @@ async def _unknown(request: HttpRequest, error: Exception) -> Response:
 # ---- the server ----------------------------------------------------------------------------------
 
 
+class Bounded(HttpToolsProtocol):
+    """A connection whose requests have heads (and trailers) of bounded size and time; uvicorn's own
+    keeps what a client sends for as long as it sends.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        self.beside = 0  # bytes that came and were no body's
+        self.late: asyncio.TimerHandle | None = None
+        super().connection_made(transport)
+        if len(self.connections) > CONNECTIONS:
+            transport.abort()
+            return
+        self.late = self.loop.call_later(HEAD_S, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._in_time()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self.beside += len(data)
+        super().data_received(data)
+        if self.beside > LARGEST_HEAD:
+            self.transport.abort()
+
+    def on_message_begin(self) -> None:
+        self.beside = 0
+        super().on_message_begin()
+        self._in_time()
+        self.late = self.loop.call_later(HEAD_S, self.transport.abort)
+
+    def on_headers_complete(self) -> None:
+        self._in_time()
+        self.beside = 0
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self.beside = 0
+        super().on_body(body)
+
+    def on_message_complete(self) -> None:
+        self.beside = 0
+        super().on_message_complete()
+
+    def _in_time(self) -> None:
+        if self.late is not None:
+            self.late.cancel()
+            self.late = None
+
+
 class Quiet(uvicorn.Server):
     """A server that leaves the process's signals alone."""
 
@@ -569,7 +622,7 @@ class Endpoint:
         self.server = Quiet(
             uvicorn.Config(
                 self.web.app,
-                http="httptools",
+                http=Bounded,
                 ws="none",
                 lifespan="off",
                 log_config=None,

@@ -140,6 +140,16 @@ def qwens(path: Path) -> bool:
         return False
 
 
+def vocabulary(path: str | Path) -> int:
+    """Tokens of the model in a directory, as its config.json says; 0: it does not say."""
+    try:
+        raw = json.loads((Path(path) / "config.json").read_text())
+        size = raw.get("vocab_size", (raw.get("text_config") or {}).get("vocab_size"))
+    except (OSError, ValueError, AttributeError):
+        return 0
+    return size if isinstance(size, int) else 0
+
+
 def load_tokenizer(path: str | Path) -> Any:
     """The tokenizer in a model directory.  Raises ConfigError when there is none."""
     if not any((Path(path) / name).is_file() for name in KNOWN_FILES):

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from asyncrl.contract.errors import PeerUnreachable
 from asyncrl.contract.messages import Status, Watch
 from asyncrl.records.signs import HELD_UP, calls_explain
 from asyncrl.transport.sockets import PeerSocket
@@ -22,12 +23,23 @@ UNUSED = 0.01  # share of the tokens of trained batches that is worth a word
 PACE_BATCHES = 20
 
 
+def said(socket: PeerSocket, timeout: float) -> object:
+    """What came within `timeout` seconds.  A buffer that says what cannot be, again and again, is
+    one that does not answer: whoever only looks does not end with it.
+    """
+    try:
+        return socket.recv(timeout)
+    except PeerUnreachable:
+        socket.broken_in_a_row = 0
+        return None
+
+
 def ask(address: str, curve_dir: str, timeout: float) -> Status | None:
     """The buffer's status, or None when nobody answers in time."""
     socket = PeerSocket(address, curve_dir)
     try:
         socket.send(Watch())
-        reply = socket.recv(timeout)
+        reply = said(socket, timeout)
         return reply if isinstance(reply, Status) else None
     finally:
         socket.close()
@@ -139,6 +151,15 @@ def moved(metrics: Mapping[str, float]) -> str:
     )
 
 
+def plain(text: str) -> str:
+    """What a generator says of itself, as a terminal may be shown it.
+
+    >>> plain("batch 3\\x1b[2J")
+    'batch 3?[2J'
+    """
+    return "".join(c if c.isprintable() else "?" for c in text)
+
+
 def line(status: Status, left: float | None = None) -> str:
     """One line: progress, seconds left if known, accuracy, speed of both sides, lag, who waits."""
     metrics = status.metrics
@@ -147,7 +168,8 @@ def line(status: Status, left: float | None = None) -> str:
         return format(metrics[name], form) if name in metrics else "-"
 
     rest = f" ({duration(left)} left)" if left else ""
-    held = [f"{who} waits {age:.0f} s for {what}" for who, what, _, age in status.waits if age > 1]
+    waiting = [(plain(who), plain(what), on, age) for who, what, on, age in status.waits]
+    held = [f"{who} waits {age:.0f} s for {what}" for who, what, _, age in waiting if age > 1]
     waits = "; ".join(filter(None, (rewards(metrics), unused(status.ledger), *held)))
     return (
         f"step {status.committed}/{status.steps}{rest}  reward {show('reward/mean', '.3f')}  "
@@ -166,6 +188,7 @@ def table(status: Status, left: float | None = None) -> Any:
     """
     from rich.progress_bar import ProgressBar
     from rich.table import Table
+    from rich.text import Text
 
     metrics = status.metrics
     grid = Table.grid(padding=(0, 2))
@@ -230,7 +253,9 @@ def table(status: Status, left: float | None = None) -> Any:
     if said := unused(status.ledger):
         grid.add_row("not used", "", said)
     for who, what, on, age in status.waits:
-        grid.add_row("waits", who, f"{age:.1f} s for {what} ({on})")
+        grid.add_row(
+            "waits", Text(plain(who)), Text(f"{age:.1f} s for {plain(what)} ({plain(on)})")
+        )
     return grid
 
 
@@ -260,7 +285,7 @@ def follow(
             if now - asked > LIVE_S:
                 asked = now
                 socket.send(Watch())
-            reply = socket.recv(0.05)
+            reply = said(socket, 0.05)
             if isinstance(reply, Status):
                 newest = reply
                 pace.observe(reply.committed, now)

@@ -4,6 +4,7 @@ that a generator there needs to join.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,23 +16,26 @@ import xxhash
 import zmq
 
 from asyncrl.config.tree import Config
-from asyncrl.contract.errors import ConfigError, PeerUnreachable
+from asyncrl.contract.errors import AsyncrlError, BadMessage, ConfigError, PeerUnreachable
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
-from asyncrl.transport import keys
+from asyncrl.transport import inbound, keys
 from asyncrl.transport.crowd import Crowd
 from asyncrl.transport.library import Entry, Library
-from asyncrl.transport.ring import Ring
-from asyncrl.transport.sockets import UNDECODABLE, check_address
+from asyncrl.transport.ring import Ring, Rows
+from asyncrl.transport.sockets import (
+    HEARTBEAT_MS,
+    SILENT_MS,
+    UNDECODABLE,
+    check_address,
+    taken,
+)
 from asyncrl.transport.ways import Server
 
 CHUNK_BYTES = 1 << 20
 AHEAD = 4  # chunks that a client asks for before it has read the first of them
 ASK_BYTES = 4096  # a larger ask is none
 MANIFEST_BYTES = 64 << 20
-# who does not even answer a heartbeat is gone, and what waits for him with him
-HEARTBEAT_MS = 5_000
-SILENT_MS = 60_000
 FILES = Label(-1, 0)  # asks for this are for files, not for weights
 LISTING_POLL_S = 0.2
 ANYWHERE = ("0.0.0.0", "*", "::")  # hosts to listen at, and to connect to nowhere
@@ -55,6 +59,13 @@ class _Chunk(msgspec.Struct, frozen=True):
     data: bytes
     checksum: int
     probe: bytes
+
+
+def layout(data: bytes) -> Rows:
+    """The rows of a manifest.  Raises BadMessage or one of UNDECODABLE."""
+    found = msgspec.msgpack.decode(data, type=Rows)
+    inbound.rows(found)
+    return found
 
 
 class ChunkServer(Server):
@@ -105,9 +116,9 @@ class ChunkServer(Server):
 
     def _serve(self) -> None:
         while not self._end:
-            if self.crowd.relieve(self.address) or not self.socket.poll(100):
+            if self._relieved() or not self.socket.poll(100):
                 continue
-            peer, *frames = self.socket.recv_multipart(copy=False)
+            peer, *frames = taken(self.socket, ASK_BYTES, 2, keep=True)
             answer = self._answer(frames)
             if answer is None:
                 self.refused += 1
@@ -118,6 +129,16 @@ class ChunkServer(Server):
             except zmq.ZMQError:
                 pass  # the peer has gone, or does not read
             self.answered += 1
+
+    def _relieved(self) -> bool:
+        """Were all connections closed?  Without an address there is nobody to answer: it is tried
+        again.
+        """
+        try:
+            return self.crowd.relieve(self.address)
+        except AsyncrlError as error:
+            print(error, file=sys.stderr, flush=True)
+            return True
 
     def _answer(self, frames: list[zmq.Frame]) -> _Chunk | None:
         """What somebody is told who sent these frames; None: nothing."""
@@ -195,28 +216,42 @@ class ChunkClient:
 
     def _receive(self) -> _Chunk:
         if not self.socket.poll(int(self.timeout * 1000)):
-            self.socket.close()
-            self.socket = self._connect()
+            self._anew()
             raise PeerUnreachable(
                 f"the learner's chunk server at {self.address} has not answered for "
                 f"{self.timeout:g} s; is the learner running?"
             )
         try:
-            chunk: _Chunk = self._decoder.decode(self.socket.recv())
-        except UNDECODABLE as error:
+            chunk = self.read(taken(self.socket, MANIFEST_BYTES, 1))
+        except (*UNDECODABLE, BadMessage) as error:
+            self._anew()  # what else is on its way answers earlier asks
             raise PeerUnreachable(
                 f"{self.address} does not speak this protocol: {error}"
             ) from error
-        if xxhash.xxh3_64_intdigest(chunk.data) != chunk.checksum:
-            raise PeerUnreachable(f"a damaged chunk of weights from {self.address}")
         self.bytes_received += len(chunk.data)
         return chunk
 
+    def read(self, frames: list[bytes]) -> _Chunk:
+        """What these frames say.  Raises BadMessage or one of UNDECODABLE."""
+        if len(frames) != 1:
+            raise BadMessage("a message of more than one frame", "frame")
+        chunk: _Chunk = self._decoder.decode(frames[0])
+        if xxhash.xxh3_64_intdigest(chunk.data) != chunk.checksum:
+            raise BadMessage("a damaged chunk of weights")
+        if len(chunk.probe) > inbound.PROBE_BYTES or len(chunk.probe) % 4:
+            raise BadMessage(f"a probe of {len(chunk.probe)} bytes")
+        return chunk
+
+    def _anew(self) -> None:
+        self.socket.close()
+        self.socket = self._connect()
+
     def manifest(self) -> list[Any]:
         self.socket.send(_encoder.encode(_ChunkAsk(Label(0, 0), "", -1, 0)))
-        return msgspec.msgpack.decode(
-            self._receive().data, type=list[tuple[str, str, list[int], int, int]]
-        )
+        try:
+            return layout(self._receive().data)
+        except (*UNDECODABLE, BadMessage) as error:
+            raise PeerUnreachable(f"{self.address} has no layout of weights: {error}") from error
 
     def fetch(self, label: Label, digest: str, into: memoryview) -> str:
         """Copy version `label` into `into`; returns its digest, verified over the whole, or "" when

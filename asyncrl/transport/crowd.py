@@ -38,6 +38,7 @@ class Crowd:
     def __init__(self, socket: Any) -> None:
         self.socket = socket
         self.closed = 0  # times that all connections were closed
+        self.lost = False  # the address could not be had again
         soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         most = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
         if soft != resource.RLIM_INFINITY and soft < most:
@@ -57,16 +58,18 @@ class Crowd:
         """Close all connections when there are too many; True when it had to be.  Raises
         AsyncrlError when the address cannot be had again.
         """
-        if newest() < self.most:
+        if newest() < self.most and not self.lost:
             return False
-        self.closed += 1
-        if self.closed < 4:
+        self.closed += not self.lost
+        if self.closed < 4 and not self.lost:
             print(
                 f"too many connections at {address}: all are closed, and honest peers come again",
                 file=sys.stderr,
                 flush=True,
             )
-        self.socket.unbind(address)
+        if not self.lost:
+            self.socket.unbind(address)
+        self.lost = True
         until = time.monotonic() + PAUSE_S
         while time.monotonic() < until:
             time.sleep(0.01)  # the old listener and its connections end in a thread of their own
@@ -75,6 +78,7 @@ class Crowd:
             try:
                 with keys.for_this_user_alone():
                     self.socket.bind(address)
+                self.lost = False
                 return True
             except zmq.ZMQError:
                 continue

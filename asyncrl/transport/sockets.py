@@ -11,13 +11,14 @@ alone may come from somebody who does not know the run: the answer names it."""
 from __future__ import annotations
 
 import ipaddress
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import msgspec
 import zmq
 
-from asyncrl.contract.errors import ConfigError, PeerUnreachable
+from asyncrl.contract.errors import BadMessage, ConfigError, PeerUnreachable
 from asyncrl.contract.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL,
@@ -28,12 +29,23 @@ from asyncrl.contract.messages import (
     Refused,
     Watch,
 )
-from asyncrl.transport import keys
+from asyncrl.transport import inbound, keys
 from asyncrl.transport.crowd import Crowd
 
 IPC_LIMIT = 107  # bytes of a unix socket's path
-# messages; what may be outstanding is bounded by credit and pacing, far below this
-HIGH_WATER = 10_000
+# Messages to a peer, or to the buffer: what may be outstanding is bounded by credit and pacing, far
+# below this.
+HIGH_WATER = 1000
+# of a peer's messages that have come and wait to be read; what is beyond stays at its side
+WAITING_BYTES = 256 * 1024 * 1024
+LEAST_WAITING = 16  # messages
+# who does not even answer a heartbeat is gone, and what waits for him with him
+HEARTBEAT_MS = 5_000
+SILENT_MS = 60_000
+WAITING = 1000  # messages that have come and nobody has read
+
+BROKEN = 20  # messages in a row that cannot be: whoever sends them is no peer of ours
+BROKEN_SAID = 3  # of these, lines in the log
 
 # what a decoder raises for bytes that somebody else made: wrong types, bad UTF-8, nesting without
 # end, sizes that no memory holds
@@ -45,6 +57,22 @@ _encoder = msgspec.msgpack.Encoder()
 def head(run: str, protocol: int = PROTOCOL) -> bytes:
     """The first frame of every message of a peer; run: "" when it is not known."""
     return f"asyncrl {protocol} {run}".encode()
+
+
+def taken(socket: Any, most: int, frames: int, *, keep: bool = False) -> list[Any]:
+    """The next message, up to so many frames and `most` bytes over all of them; the rest is taken
+    off the socket and not kept, and of one with too many bytes only its first frame.
+
+    keep: as zmq's own frames, which know their sender's key."""
+    found: list[Any] = []
+    size = 0
+    while True:
+        frame = socket.recv(copy=not keep)
+        size += len(frame)
+        if len(found) <= frames and (size <= most or not found):
+            found.append(frame)
+        if not socket.getsockopt(zmq.RCVMORE):
+            return found if size <= most else found[:1]
 
 
 def undecodable(what: str) -> Refused:
@@ -100,9 +128,9 @@ def _loopback(host: str) -> bool:
 class BufferSocket:
     """The buffer's ROUTER.
 
-    A slow peer: its messages queue at its side up to its credit; ours to it up to HIGH_WATER, then
-    they are dropped and the peer's repeated request brings them again.  A dead peer: the same,
-    nothing blocks.  A peer that connects late finds us.
+    A slow peer: its messages queue at its side up to its credit, here up to WAITING_BYTES; ours to
+    it up to HIGH_WATER, then they are dropped and the peer's repeated request brings them again.  A
+    dead peer: the same, nothing blocks.  A peer that connects late finds us.
 
     reads: what peers say; key: the config's, that named the address.  A gateway's is one too.  run:
     whose messages are taken; most: bytes of one, over all its frames."""
@@ -127,8 +155,11 @@ class BufferSocket:
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 200)
         self.socket.setsockopt(zmq.SNDHWM, HIGH_WATER)
-        self.socket.setsockopt(zmq.RCVHWM, HIGH_WATER)
+        waiting = min(HIGH_WATER, max(LEAST_WAITING, WAITING_BYTES // most))
+        self.socket.setsockopt(zmq.RCVHWM, waiting)
         self.socket.setsockopt(zmq.MAXMSGSIZE, most)
+        self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
+        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self._guard = keys.guard(self.socket, curve_dir)
         try:
@@ -151,7 +182,8 @@ class BufferSocket:
             return None
         if not self.socket.poll(int(timeout * 1000)):
             return None
-        peer, *frames = self._frames()
+        found = taken(self.socket, self.most, 3, keep=self._guard is not None)
+        peer, frames = bytes(found[0]), found[1:]
         if len(frames) != 2:
             self._refuse(
                 peer, "frame", undecodable(f"no head and message, or more than {self.most} bytes")
@@ -181,22 +213,6 @@ class BufferSocket:
         self._refuse(peer, "role", Refused(f"wires.curve_dir: {reason}", 2))
         return None
 
-    def _frames(self) -> list[Any]:
-        """The frames of the next message, its peer first; where there are keys, as zmq's own, which
-        know the sender's.
-
-        Of a message with too many, or more bytes than `most`, the rest is taken off the socket and
-        not kept."""
-        keep = self._guard is not None
-        frames: list[Any] = [self.socket.recv()]
-        size = 0
-        while self.socket.getsockopt(zmq.RCVMORE):
-            frame = self.socket.recv(copy=not keep)
-            size += len(frame)
-            if len(frames) < 4 and size <= self.most:
-                frames.append(frame)
-        return frames if size <= self.most else frames[:1]
-
     def _refuse(self, peer: bytes, reason: str, why: Refused) -> None:
         self.refused(reason, f"refused a message: {why.reason}")
         self.send(peer, why)
@@ -223,7 +239,10 @@ class PeerSocket:
     It connects when the buffer comes and again after it was away; what was sent meanwhile queues
     here.  A dead buffer shows as silence: the caller holds the deadline.  name: whose key it
     shows, where there are keys; reads: what the other side says; run: "" for those who only watch;
-    key: the config's, that named the address."""
+    key: the config's, that named the address.
+
+    A message that does not decode, or that `check` refuses, is counted in `broken` and costs the
+    connection: a new one is made, and what was asked is asked again."""
 
     def __init__(
         self,
@@ -237,17 +256,26 @@ class PeerSocket:
     ) -> None:
         check_address(address, curve_dir, key)
         self.address = address
+        self.curve_dir = curve_dir
+        self.name = name
         self.run = run
         self.head = head(run)
+        self.check: Callable[[Any], None] = inbound.check
+        self.broken = self.broken_in_a_row = 0
         self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
-        self.socket.setsockopt(zmq.LINGER, 500)
-        self.socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        self.socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self.socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        keys.lock(self.socket, curve_dir, name)
-        self.socket.connect(address)
+        self.socket = self._connected()
         self._decoder: msgspec.msgpack.Decoder[Any] = msgspec.msgpack.Decoder(reads)
+
+    def _connected(self) -> Any:
+        socket = self.context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 500)
+        socket.setsockopt(zmq.RECONNECT_IVL, 50)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
+        socket.setsockopt(zmq.RCVHWM, WAITING)
+        keys.lock(socket, self.curve_dir, self.name)
+        socket.connect(self.address)
+        return socket
 
     def send(self, message: FromPeer | FromGenerator) -> None:
         """Queue a message; with HIGH_WATER messages unsent (the buffer is away) it is dropped and
@@ -259,17 +287,46 @@ class PeerSocket:
             pass
 
     def recv(self, timeout: float) -> Any:
-        """The next message within `timeout` seconds, or None.  Raises PeerUnreachable for a frame
-        that does not decode.
+        """The next message within `timeout` seconds, or None.  Raises PeerUnreachable after BROKEN
+        in a row that cannot be.
         """
         if not self.socket.poll(int(timeout * 1000)):
             return None
+        frames = taken(self.socket, MAX_FRAME_BYTES, 1)
         try:
-            return self._decoder.decode(self.socket.recv())
-        except UNDECODABLE as error:
+            message = self.read(frames)
+        except (*UNDECODABLE, BadMessage) as error:
+            self._broke(error)
+            return None
+        self.broken_in_a_row = 0
+        return message
+
+    def read(self, frames: list[bytes]) -> Any:
+        """What these frames say.  Raises BadMessage or one of UNDECODABLE."""
+        if len(frames) != 1:
+            raise BadMessage("a message of more than one frame", "frame")
+        message = self._decoder.decode(frames[0])
+        self.check(message)
+        return message
+
+    def _broke(self, error: Exception) -> None:
+        """Count it, and begin with a new connection."""
+        self.broken += 1
+        self.broken_in_a_row += 1
+        why = f"{type(error).__name__}: {str(error)[:200]!r}"
+        if self.broken_in_a_row >= BROKEN:
             raise PeerUnreachable(
-                f"{self.address} does not speak this protocol: {error}"
+                f"{self.address} does not speak this protocol: {self.broken_in_a_row} messages in "
+                f"a row cannot be, the last one {why}"
             ) from error
+        if self.broken <= BROKEN_SAID:
+            print(
+                f"{self.address} sent a message that cannot be, and is connected to anew: {why}",
+                file=sys.stderr,
+                flush=True,
+            )
+        self.socket.close(linger=0)
+        self.socket = self._connected()
 
     def close(self) -> None:
         self.socket.close()

@@ -1,0 +1,119 @@
+"""What the arrays and numbers of an answer may be: looked at by the buffer at its door, and by the
+learner in what the buffer hands it.
+
+Each function raises BadMessage; its reason is a key of REFUSALS."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from asyncrl.contract.errors import BadMessage
+from asyncrl.contract.messages import Row, Trajectory
+
+LOGPROB_ABOVE_0 = 1e-3  # what rounding may leave of a probability of 1
+LEAST_LOGPROB = -1e4  # nothing drawn is less likely
+REWARD = 1e18  # its square is a float32
+
+
+def name(answer: Trajectory) -> str:
+    return f"ticket {answer.ticket}, sample {answer.sample}"
+
+
+def parts(answer: Trajectory) -> Sequence[Trajectory | Row]:
+    """Whatever has arrays: the answer, and a session's further rows."""
+    return [answer, *answer.rows]
+
+
+def scalars(answer: Trajectory) -> None:
+    """Reward, its parts, temperature and time are finite, and what they may be."""
+    if not -REWARD <= answer.reward <= REWARD:  # false for NaN too
+        raise BadMessage(f"{name(answer)}: its reward is {answer.reward}", "number")
+    if not 0 < answer.temperature < math.inf:
+        raise BadMessage(f"{name(answer)}: its temperature is {answer.temperature}", "number")
+    if not math.isfinite(answer.generated_at):
+        raise BadMessage(f"{name(answer)}: it was drawn at {answer.generated_at}", "number")
+    for part, value in answer.reward_parts.items():
+        if not -REWARD <= value <= REWARD:
+            raise BadMessage(
+                f"{name(answer)}: the part {part[:40]!r} of its reward is {value}", "number"
+            )
+
+
+def fits(row: Trajectory | Row, which: str) -> None:
+    """One length for all of a row's arrays; its spans are in order and inside."""
+    length = len(row.mask)
+    sizes = {len(row.tokens), len(row.behavior_logprobs), 4 * length}
+    if (
+        len(sizes) > 1
+        or len(row.prompt_tokens) % 4
+        or len(row.token_rewards) not in (0, 4 * length)
+    ):
+        raise BadMessage(
+            f"{which}: {len(row.tokens)} bytes of tokens, {len(row.behavior_logprobs)} of "
+            f"behavior_logprobs and {len(row.token_rewards)} of token_rewards for {length} mask "
+            f"bytes, {len(row.prompt_tokens)} of its prompt",
+            "shape",
+        )
+    at = 0
+    for span in row.spans:
+        if not at <= span.start <= span.end <= length:
+            raise BadMessage(f"{which}: its spans are not in order in its {length} tokens", "shape")
+        at = span.end
+
+
+def numbers(samples: Sequence[Trajectory], vocabulary: int) -> None:
+    """The numbers in all arrays of these answers, whose lengths agree.  They are looked at
+    together: most of the time for a short one would be the start of numpy's loops.
+    """
+    if not _sound([row for answer in samples for row in parts(answer)], vocabulary):
+        for answer in samples:
+            for row in parts(answer):
+                _which_array(row, name(answer), vocabulary)
+
+
+def numbers_of(row: Row, which: str, vocabulary: int) -> None:
+    """The same of one row."""
+    if not _sound([row], vocabulary):
+        _which_array(row, which, vocabulary)
+
+
+def _sound(samples: Sequence[Trajectory | Row], vocabulary: int) -> bool:
+    """Are the numbers in all arrays of these answers what they may be?"""
+    if masks := b"".join([answer.mask for answer in samples]):
+        logprobs = np.frombuffer(b"".join([x.behavior_logprobs for x in samples]), "<f4")
+        # either is false where one is NaN
+        in_range = logprobs.max() <= LOGPROB_ABOVE_0 and logprobs.min() >= LEAST_LOGPROB
+        if not in_range or np.frombuffer(masks, np.uint8).max() > 1:
+            return False
+    least = vocabulary or 1 << 31  # below 0 is above it, as unsigned
+    for ids in (
+        b"".join([answer.tokens for answer in samples]),
+        b"".join([answer.prompt_tokens for answer in samples]),
+    ):
+        if ids and np.frombuffer(ids, "<u4").max() >= least:
+            return False
+    if given := b"".join([answer.token_rewards for answer in samples]):
+        return bool((np.abs(np.frombuffer(given, "<f4")) > REWARD).sum() == 0)
+    return True
+
+
+def _which_array(answer: Trajectory | Row, which: str, vocabulary: int) -> None:
+    """Say what is wrong with the numbers of this answer, if anything is."""
+    if answer.mask.strip(b"\0\1"):
+        raise BadMessage(f"{which}: its mask holds other bytes than 0 and 1", "shape")
+    logprobs = np.frombuffer(answer.behavior_logprobs, "<f4")
+    if not ((logprobs <= LOGPROB_ABOVE_0) & (logprobs >= LEAST_LOGPROB)).all():
+        raise BadMessage(f"{which}: a behavior_logprob is above 0 or not finite", "number")
+    for what, raw in (("prompt_tokens", answer.prompt_tokens), ("tokens", answer.tokens)):
+        ids = np.frombuffer(raw, "<i4")
+        if len(ids) and (ids.min() < 0 or (vocabulary and ids.max() >= vocabulary)):
+            raise BadMessage(
+                f"{which}: {what} from {ids.min()} to {ids.max()}, of a model with "
+                f"{vocabulary} tokens",
+                "token",
+            )
+    if (np.abs(np.frombuffer(answer.token_rewards, "<f4")) > REWARD).any():
+        raise BadMessage(f"{which}: a token reward is not finite (NaN: none was given)", "number")

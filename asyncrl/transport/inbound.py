@@ -1,0 +1,247 @@
+"""What a server's messages may say to those that ask: learner, generator, gateway, live view.
+
+`check` raises BadMessage for what cannot be, before its reader acts on it: a batch whose arrays do
+not fit would end the learner in its step, a call beyond the context its generator in the engine.
+Whether a message is for this process and of this epoch, its reader looks up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from asyncrl.contract import messages as m
+from asyncrl.contract.errors import BadMessage
+from asyncrl.contract.versions import Label
+from asyncrl.transport.ring import Rows
+
+LIST = 1 << 20  # entries of a list in one message
+TEXT = 1 << 16  # characters of what is only said
+PATH = 4096
+COUNT = 1 << 60
+WEIGHTS_BYTES = 1 << 46
+PROBE_BYTES = 1 << 20
+# dtypes of weights, with bytes of a number
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8, "uint8": 1, "int8": 1}
+DTYPES |= {"int16": 2, "int32": 4, "int64": 8, "bool": 1, "float8_e4m3fn": 1, "float8_e5m2": 1}
+
+
+def need(ok: bool, what: str) -> None:
+    if not ok:
+        raise BadMessage(what)
+
+
+def check(message: object, *, vocabulary: int = 0, context: int = 0) -> None:
+    """vocabulary: tokens of the reader's model; context: tokens that its engine holds of a row; 0:
+    not known.
+    """
+    if isinstance(message, m.Batch):
+        _batch(message, vocabulary)
+    elif isinstance(message, m.Tickets):
+        _tickets(message)
+        _announcement(message.announcement)
+    elif isinstance(message, m.Acks):
+        need(0 <= message.credit < COUNT, f"a credit of {message.credit} bytes")
+        _announcement(message.announcement)
+    elif isinstance(message, m.Heard):
+        _announcement(message.announcement)
+    elif isinstance(message, m.Calls):
+        for call in message.calls:
+            _call(call, vocabulary, context)
+        _announcement(message.announcement)
+    elif isinstance(message, m.Welcome):
+        need(0 <= message.checkpointed < COUNT, f"checkpoints are kept from {message.checkpointed}")
+    elif isinstance(message, m.Committed):
+        _labels(message.keep, "weights to keep")
+    elif isinstance(message, m.Status):
+        _status(message)
+    elif isinstance(message, m.Refused):
+        need(len(message.reason) <= TEXT, f"a refusal of {len(message.reason)} characters")
+        need(0 <= message.exit_code < 256, f"an exit code of {message.exit_code}")
+
+
+def _labels(labels: Sequence[Label], what: str) -> None:
+    need(len(labels) <= LIST, f"{len(labels)} {what}")
+    for label in labels:
+        need(0 <= label.epoch < COUNT and 0 <= label.number < COUNT, f"{what}: {label}")
+
+
+def _announcement(said: m.Announcement | None) -> None:
+    if said is None:
+        return
+    _labels([said.label], "an announcement")
+    source = said.source
+    texts = (said.digest, source.host, source.directory, source.address)
+    need(
+        all(len(text) <= PATH and "\0" not in text for text in texts) and 0 <= source.epoch < COUNT,
+        f"weights {said.label} in epoch {source.epoch}, at {source.address[:80]!r} or in "
+        f"{source.directory[:80]!r}",
+    )
+
+
+def _sampling(given: m.Sampling, what: str) -> None:
+    need(
+        0 < given.temperature < math.inf  # false for NaN too
+        and 0 < given.top_p <= 1
+        and 0 <= given.top_k < 1 << 31
+        and 1 <= given.max_new_tokens < 1 << 31,
+        f"{what}: {given}",
+    )
+
+
+def _tickets(message: m.Tickets) -> None:
+    need(len(message.tickets) <= LIST, f"{len(message.tickets)} tickets")
+    for ticket in message.tickets:
+        what = f"ticket {ticket.ticket}, attempt {ticket.attempt}"
+        need(0 <= ticket.ticket < COUNT and 1 <= ticket.attempt < COUNT, what)
+        need(
+            0 < len(ticket.samples) <= LIST
+            and min(ticket.samples) >= 0
+            and len(set(ticket.samples)) == len(ticket.samples),
+            f"{what}: samples {ticket.samples[:8]}",
+        )
+        _sampling(ticket.sampling, what)
+        exact = ticket.exact_version
+        _labels([ticket.min_version, *([] if exact is None else [exact])], f"{what}: versions")
+        need(exact is None or exact.epoch <= ticket.min_version.epoch, f"{what}: exactly {exact}")
+
+
+def _call(call: m.Call, vocabulary: int, context: int) -> None:
+    what = f"call {call.id} of ticket {call.ticket}"
+    _sampling(call.sampling, what)
+    length = len(call.prompt) // 4
+    need(bool(length) and len(call.prompt) == 4 * length, f"{what}: {len(call.prompt)} bytes")
+    need(
+        call.max_new_tokens >= 1 and (not context or length + call.max_new_tokens <= context),
+        f"{what}: {call.max_new_tokens} tokens behind {length}, of a context of {context}",
+    )
+    exact = call.exact_version
+    _labels([call.min_version, *([] if exact is None else [exact])], f"{what}: versions")
+    need(0 <= call.sample < COUNT and 0 <= call.stream < COUNT, f"{what}: sample {call.sample}")
+    ids = memoryview(call.prompt).cast("i")
+    need(
+        min(ids) >= 0 and (not vocabulary or max(ids) < vocabulary),
+        f"{what}: tokens from {min(ids)} to {max(ids)}, of a model with {vocabulary}",
+    )
+
+
+def called(message: m.Called, call: m.Call, vocabulary: int = 0) -> None:
+    """A call's answer, against the call: made by a generator, read by a gateway."""
+    what = f"call {call.id}"
+    length = len(message.tokens) // 4
+    need(
+        len(message.tokens) == len(message.logprobs) == 4 * length,
+        f"{what}: {len(message.tokens)} bytes of tokens, {len(message.logprobs)} of logprobs",
+    )
+    need(
+        length <= call.max_new_tokens and 0 <= message.lost <= call.max_new_tokens,
+        f"{what}: {length} tokens and {message.lost} lost; it may have {call.max_new_tokens}",
+    )
+    edges = [0] + [span.end for span in message.spans]
+    need(
+        edges[:-1] == [span.start for span in message.spans]
+        and edges[-1] == length
+        and edges == sorted(set(edges)),
+        f"{what}: its spans are not its {length} tokens in order",
+    )
+    _labels([label for x in message.spans for label in (x.label, x.kv)], f"{what}: versions")
+    need(
+        all(x.label.epoch == call.min_version.epoch for x in message.spans)
+        or call.exact_version is not None,
+        f"{what}: tokens of another epoch than {call.min_version.epoch}",
+    )
+    if length:
+        from asyncrl.transport import arrays
+
+        row = m.Row(b"", message.tokens, message.logprobs, b"\1" * length, message.spans)
+        arrays.numbers_of(row, what, vocabulary)
+
+
+def serving(message: m.Serving) -> None:
+    """A generator's word of itself: read by a gateway."""
+    need(
+        0 < len(message.producer) <= 200 and message.producer.isprintable(),
+        f"a generator's name is printable and has 1 to 200 characters, not "
+        f"{message.producer[:40]!r}",
+    )
+    need(
+        0 <= message.slots <= LIST and len(message.held) <= LIST and 0 <= message.heard < COUNT,
+        f"{message.producer} has {message.slots} slots and holds {len(message.held)} calls",
+    )
+
+
+def _batch(message: m.Batch, vocabulary: int) -> None:
+    from asyncrl.transport import arrays  # numpy: not for those that only watch
+
+    what = f"batch {message.number}"
+    need(0 <= message.number < COUNT and 0 <= message.next_ticket < COUNT, what)
+    counts = {len(message.lags), len(message.in_flight), len(message.token_lags)}
+    need(
+        counts == {len(message.samples)} and bool(message.samples),
+        f"{what}: {len(message.samples)} samples with {len(message.lags)} lags, "
+        f"{len(message.in_flight)} in flight, {len(message.token_lags)} by token",
+    )
+    groups: dict[int, list[int]] = {}
+    for sample in message.samples:
+        groups.setdefault(sample.ticket, []).append(sample.sample)
+    need(
+        all(sorted(numbers) == list(range(len(numbers))) for numbers in groups.values()),
+        f"{what}: groups that lack samples, or have one twice",
+    )
+    told = zip(message.samples, message.lags, message.in_flight, message.token_lags, strict=True)
+    for sample, lag, flown, runs in told:
+        which = f"{what}: {arrays.name(sample)}"
+        need(0 <= flown <= lag < COUNT, f"{which}: a lag of {lag}, {flown} of it in flight")
+        for row in arrays.parts(sample):
+            arrays.fits(row, which)
+        arrays.scalars(sample)
+        most = sample.places
+        for start, end, run_lag in runs:
+            need(
+                0 <= start <= end <= most and 0 <= run_lag <= lag,
+                f"{which}: lag {run_lag} from {start} to {end}, of {most} tokens with lag {lag}",
+            )
+    arrays.numbers(message.samples, vocabulary)
+    need(
+        set(message.ledger) <= set(m.DISPOSITIONS)
+        and all(math.isfinite(x) for line in message.ledger.values() for x in line.values()),
+        f"{what}: its ledger is none",
+    )
+
+
+def _status(message: m.Status) -> None:
+    need(
+        len(message.metrics) <= LIST
+        and len(message.peers) <= LIST
+        and len(message.waits) <= LIST
+        and 0 <= message.committed < COUNT
+        and 0 <= message.steps < COUNT,
+        f"{len(message.metrics)} metrics, {len(message.peers)} peers, {len(message.waits)} waits, "
+        f"{message.committed} of {message.steps} batches",
+    )
+    for wait in message.waits:
+        need(
+            len(wait.who) <= TEXT and len(wait.what) <= TEXT and 0 <= wait.seconds < math.inf,
+            f"a wait of {wait.seconds} s",
+        )
+
+
+def rows(layout: Rows) -> None:
+    """The layout of weights: names that differ, known dtypes, pieces that fit their shapes, do not
+    overlap and are of a size that a model may have.
+    """
+    need(0 < len(layout) <= LIST, f"a layout of {len(layout)} tensors")
+    need(len({row[0] for row in layout}) == len(layout), "a layout that names a tensor twice")
+    at = 0
+    for name, dtype, shape, offset, size in layout:
+        what = f"weights {name[:80]!r}"
+        need(dtype in DTYPES, f"{what}: dtype {dtype[:40]!r}; known are {', '.join(DTYPES)}")
+        need(len(shape) <= 16 and all(0 <= side <= WEIGHTS_BYTES for side in shape), what)
+        need(
+            math.prod(shape) * DTYPES[dtype] == size,
+            f"{what}: {size} bytes for shape {shape} of {dtype}",
+        )
+        need(
+            at <= offset <= offset + size <= WEIGHTS_BYTES and offset % DTYPES[dtype] == 0,
+            f"{what}: bytes {offset} to {offset + size}, behind {at}",
+        )
+        at = offset + size
