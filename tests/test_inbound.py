@@ -87,6 +87,10 @@ REFUSED: list[tuple[Any, str]] = [
     (batch(samples=[answer(0), answer(1, token_rewards=b"\0" * 4)]), "4 of token_rewards"),
     (batch(samples=[answer(0), answer(1, prompt_tokens=b"\0" * 3)]), "3 of its prompt"),
     (batch(samples=[answer(0), answer(1, spans=GOOD["spans"][::-1])]), "not in order"),
+    (
+        batch(samples=[answer(0), answer(1, spans=[m.Span(AT, "", 0, 2, Label(1, -(2**63)))])]),
+        "weights 1.3 on keys of 1.-9223372036854775808",
+    ),
     (batch(samples=[answer(0), answer(1, reward=NAN)]), "its reward is nan"),
     (batch(samples=[answer(0), answer(1, temperature=0.0)]), "temperature is 0"),
     (batch(samples=[answer(0), answer(1, tokens=b"\5" + b"\0" * 7)]), "with 5 tokens"),

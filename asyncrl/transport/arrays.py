@@ -15,6 +15,7 @@ from asyncrl.contract.messages import Row, Trajectory
 
 LOGPROB_ABOVE_0 = 1e-3  # what rounding may leave of a probability of 1
 LEAST_LOGPROB = -1e4  # nothing drawn is less likely
+VERSIONS = 1 << 60  # differences of two are int64
 REWARD = 1e18  # its square is a float32
 
 
@@ -61,6 +62,8 @@ def fits(row: Trajectory | Row, which: str) -> None:
     for span in row.spans:
         if not at <= span.start <= span.end <= length:
             raise BadMessage(f"{which}: its spans are not in order in its {length} tokens", "shape")
+        if not all(0 <= x < VERSIONS for x in (*span.label, *span.kv)):
+            raise BadMessage(f"{which}: weights {span.label} on keys of {span.kv}", "version")
         at = span.end
 
 
