@@ -116,7 +116,10 @@ def _call(call: m.Call, vocabulary: int, context: int) -> None:
     )
     exact = call.exact_version
     _labels([call.min_version, *([] if exact is None else [exact])], f"{what}: versions")
-    need(0 <= call.sample < COUNT and 0 <= call.stream < COUNT, f"{what}: sample {call.sample}")
+    need(
+        0 <= call.sample < COUNT and 0 <= call.stream < 1 << 64,
+        f"{what}: sample {call.sample}, stream {call.stream}",
+    )
     ids = memoryview(call.prompt).cast("i")
     need(
         min(ids) >= 0 and (not vocabulary or max(ids) < vocabulary),
