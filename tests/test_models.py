@@ -5,11 +5,14 @@ with transformers.
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import ENV, ROOT
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
@@ -145,3 +148,16 @@ def test_tokenizer_round_trip(tmp_path: Path) -> None:
 def test_a_directory_that_is_no_model(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no config\.json"):
         policy.load_policy(tmp_path)
+
+
+def test_a_model_is_written_without_deepspeed(tmp_path: Path) -> None:
+    """accelerate, where it is installed, would import it to see what it has wrapped."""
+    code = (
+        "import sys; from pathlib import Path; from asyncrl.models import policy; "
+        "policy.build_model(Path(sys.argv[1]), 'abc'); assert 'accelerate' in sys.modules; "
+        "assert 'deepspeed' not in sys.modules; import transformers.modeling_utils as t; "
+        "assert t.unwrap_model.__name__ == 'unwrap_model'"
+    )
+    argv = [sys.executable, "-c", code, str(tmp_path / "m")]
+    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0 and not done.stdout, done.stdout + done.stderr[-2000:]

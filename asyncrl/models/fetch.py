@@ -167,6 +167,8 @@ def convert(file: Path, target: Path, dtype: str) -> None:
     import torch
     import transformers
 
+    from asyncrl.models import policy
+
     named: dict[str, Any] = {"gguf_file": file.name, "local_files_only": True}
     folder = str(file.parent)
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, **named)
@@ -177,7 +179,7 @@ def convert(file: Path, target: Path, dtype: str) -> None:
     model.hf_quantizer = None
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    model.save_pretrained(target)
+    policy.save(model, target)
     tokenizer.save_pretrained(target)
 
 

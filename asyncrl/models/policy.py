@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -300,8 +301,25 @@ def export(model: PolicyModel, path: str | Path) -> None:
 
             adapters.save(model, part)
             return
-        model.hf.save_pretrained(part)
+        save(model.hf, part)
         copy_tokenizer(model.tokenizer_dir, part)
+
+
+def save(hf: Any, path: str | Path) -> None:
+    """`hf.save_pretrained(path)`, of a model that nothing wraps.
+
+    Where accelerate is installed, transformers asks it whether DeepSpeed has wrapped the model;
+    that alone would import DeepSpeed: seconds, and a warning on stdout."""
+    from_transformers = sys.modules.get("transformers.modeling_utils")
+    if from_transformers is None:
+        hf.save_pretrained(str(path))
+        return
+    asked = from_transformers.unwrap_model
+    from_transformers.unwrap_model = lambda model, *_, **__: model  # type: ignore[attr-defined]
+    try:
+        hf.save_pretrained(str(path))
+    finally:
+        from_transformers.unwrap_model = asked  # type: ignore[attr-defined]
 
 
 def copy_tokenizer(source: str | Path, target: Path) -> None:
@@ -367,7 +385,7 @@ def build_model(
     hf = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     Path(path).mkdir(parents=True, exist_ok=True)
     tokenizer.save_pretrained(str(path))
-    hf.save_pretrained(str(path))
+    save(hf, path)
     return PolicyModel(hf.eval(), str(path))
 
 
