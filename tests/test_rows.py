@@ -327,9 +327,11 @@ def test_rows_survive_the_wire_and_older_records_have_none() -> None:
     whole.calls = 2
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(whole), type=Trajectory)
     assert again == whole and again.all_rows() == whole.all_rows()
-    older = msgspec.msgpack.decode(msgspec.msgpack.encode(whole))[:-3]
+    fields = [field.name for field in msgspec.structs.fields(Trajectory)]
+    assert fields[-4:] == ["rows", "aside", "calls", "adopted"]
+    older = msgspec.msgpack.decode(msgspec.msgpack.encode(whole))[:-4]
     read = msgspec.msgpack.decode(msgspec.msgpack.encode(older), type=Trajectory)
-    assert (read.rows, read.aside, read.calls) == ([], 0, 0)
+    assert (read.rows, read.aside, read.calls, read.adopted) == ([], 0, 0, [])
 
 
 def test_the_limit_of_a_report_is_a_sessions() -> None:
