@@ -51,7 +51,9 @@ demo: $(VENV)/.demo
 # CPU seconds by file are printed at the end of every run; 1,420 in all on two cores.  Above 10, not in `make check`:
 SLOW := deepspeed tasks_learn both_engines run bad_input shutdown vllm staleness_property compare losses_by_length one_line any_model durability exact \
   wrong_weights no_collisions installed new notebook kills versions by_hand sweep wrong_model bad_loss mismatch report docs_commands real_model chaos power_cuts
-TESTS := $(PY) -m pytest -n auto --maxprocesses 4 --dist worksteal
+# Three workers for two cores, as many tests wait for processes; six at most.
+WORKERS ?= $(shell n=$$(nproc); w=$$((n + (n + 1) / 2)); echo $$((w < 6 ? w : 6)))
+TESTS := $(PY) -m pytest -n $(WORKERS) --dist worksteal
 
 test: env browser
 	$(TESTS)

@@ -25,6 +25,15 @@ os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 
 
+# Single tests here take up to two minutes: they begin first, so that no worker ends long after the
+# others.
+LONG = ("test_tasks_learn", "test_docs_commands", "test_deepspeed", "test_compare", "test_new")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
 class Ended:
     """A finished command: its exit code, stdout, stderr, and the last stdout line as JSON."""
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -321,8 +322,8 @@ def test_commands_typed_wrong(argv: list[str], code: int, said: str) -> None:
 def test_a_full_disk_at_checkpoint_ends_the_run_with_the_one_before_whole(
     tmp_path: Path, sort_model: Path
 ) -> None:
-    """The run directory's checkpoints lie on a file system of 6 MiB, which the second checkpoint
-    does not fit on.
+    """The run directory lies on a file system of 3 MiB, which a few checkpoints fill: a checkpoint
+    cannot be written, or, while one is half written, the metrics.
     """
     small = tmp_path / "small"
     small.mkdir()
@@ -363,8 +364,8 @@ def test_a_full_disk_at_checkpoint_ends_the_run_with_the_one_before_whole(
         )
         assert (
             done.code == 1
-            and "could not be written" in done.err
-            and "free some space and resume" in done.err
+            and re.search("(could not|cannot) be written", done.err)
+            and "free some space" in done.err
         ), done.err[-3000:]
         left = newest_checkpoints(run_dir)
         from learner import checkpoint

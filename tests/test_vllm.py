@@ -388,7 +388,8 @@ def test_a_head_that_vllm_has_no_kernel_for(tmp_path: Path) -> None:
 
 def test_the_learner_agrees_and_swaps_come_in_mid_answer(tmp_path: Path) -> None:
     """A random model, whose answers are long: some span versions, and the learner finds vLLM's
-    logprobs on tokens of its own version.
+    logprobs on tokens of its own version.  The generator stands still in mid-answer until the next
+    version is there (tests/hold), whatever the speed of the machine.
     """
     policy.build_model(tmp_path / "m", TASKS["sort"].symbols, seed=0, **SHAPE)
     sets = [
@@ -417,7 +418,8 @@ def test_the_learner_agrees_and_swaps_come_in_mid_answer(tmp_path: Path) -> None
         "--json",
         *[x for s in sets for x in ("--set", s)],
     ]
-    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
+    env = ENV | {"PYTHONPATH": f"{ROOT / 'tests' / 'hold'}:{ROOT}"}
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads(done.stdout.strip().splitlines()[-1])
     assert summary["steps"] == 6 and summary["mismatch_k3_max"] < 1e-8
