@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import Ended
+from conftest import ENV, ROOT, Ended
 
 from asyncrl.models import policy
 
@@ -31,8 +31,11 @@ def number(label: str) -> int:
 
 
 @pytest.fixture
-def written(asyncrl: Call) -> tuple[Path, dict[str, Any]]:
-    """A run that swaps weights in mid-answer and keeps every version and every sample."""
+def written(asyncrl: Call, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[str, Any]]:
+    """A run that swaps weights in mid-answer, where its generator waits for them (tests/hold), and
+    keeps every version and every sample.
+    """
+    monkeypatch.setitem(ENV, "PYTHONPATH", f"{ROOT / 'tests' / 'hold'}:{ENV['PYTHONPATH']}")
     done = asyncrl(
         "run",
         "learner.steps=14",
