@@ -1,5 +1,5 @@
 # make demo   from nothing: environment, then a real asynchronous run, then its report
-# make test   from nothing: environment, then every test (14 minutes on two cores after the installation, which takes 2 to 5)
+# make test   from nothing: environment, then every test (20 minutes on two cores after the installation, which takes 2 to 5)
 # make check  lint, types, import rules, fast tests (files of at most 10 CPU seconds)
 # make mutants  do the fast tests notice a changed line: 400 mutants by a seed (10 to 20 minutes; `make mutants MUTANTS="--module weights"`)
 # make shape  what a reader meets: columns, tokens a line, lengths, names; each with its limit
@@ -48,9 +48,10 @@ browser:
 demo: $(VENV)/.demo
 	$(PY) -m asyncrl.cli run configs/demo.toml
 
-# CPU seconds by file are printed at the end of every run; 1,420 in all on two cores.  Above 10, not in `make check`:
+# CPU seconds by file are printed at the end of every run; about 2,100 in all on two cores.  Above 10, not in `make check`:
 SLOW := deepspeed tasks_learn both_engines run bad_input shutdown vllm staleness_property compare losses_by_length one_line any_model durability exact \
-  wrong_weights no_collisions installed new notebook kills versions by_hand sweep wrong_model bad_loss mismatch report docs_commands real_model chaos power_cuts
+  wrong_weights no_collisions installed new notebook kills versions by_hand sweep wrong_model bad_loss mismatch report docs_commands real_model chaos power_cuts \
+  golden_agents agent_run gateway_run join ray loop_figures memory planted_mutants protocol_model session_schedules pushed lora
 # Three workers for two cores, as many tests wait for processes; six at most.
 WORKERS ?= $(shell n=$$(nproc); w=$$((n + (n + 1) / 2)); echo $$((w < 6 ? w : 6)))
 TESTS := $(PY) -m pytest -n $(WORKERS) --dist worksteal
