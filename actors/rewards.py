@@ -134,10 +134,6 @@ class _Process(child.Child):
         finally:
             self.wire.close()
 
-    def kill(self) -> None:
-        self.process.kill()
-        self.end()
-
 
 _reply = msgspec.msgpack.Decoder(Reply).decode
 

@@ -8,7 +8,7 @@
 ```
 
 With a section `[agent]` a gateway stands between: tickets go to it, it plays their sessions with
-environments or a harness, and generators draw its calls.
+environments, with programs it starts or with a harness, and generators draw its calls.
 
 | loop      | consumes        | waits for                              | unblocked by              |
 |-----------|-----------------|----------------------------------------|---------------------------|
@@ -47,11 +47,11 @@ floors of this package, and imports run down only:
   sweep: many runs and what their difference is worth), `simulate` (a run in simulated time, by the
   buffer's own store), `replay` (of the stream that `learner.recorder` kept), `lab` (estimators
   against exact gradients).
-- `supervise`: starts, watches, ends and reports one run.
+- `supervise`: starts, watches, ends and reports one run; `hosts`: where its processes are made.
 - `actors`, `buffer`, `learner`.
 - `tasks`: prompts and rewards.
 - `transport`: sockets, and the ways of the weights.
-- `models`: the policy, its packed forward, its tokenizer.
+- `models`: the policy, its packed forward, its adapters, its tokenizer.
 - `records`: what a run writes and what is read from it.
 - `config`: from TOML to one frozen tree.
 - `algorithms`: the mathematics, on torch alone.

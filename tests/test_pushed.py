@@ -21,7 +21,7 @@ from actors.gateway import service
 from actors.gateway.door import Door
 from actors.gateway.pushed import log, pushing
 from actors.gateway.pushed.commands import judged
-from actors.gateway.pushed.pushing import Pushing, _Worker
+from actors.gateway.pushed.pushing import Pushing, _decode, _Worker
 from actors.gateway.pushed.seats import Left, Seat, Setup
 from asyncrl.config import load
 from asyncrl.config.agents import Agent
@@ -107,7 +107,7 @@ class Commands:
     def left(self, number: int) -> Left:
         def look() -> bool:
             self.worker.flush()
-            found, closed = self.worker.receive()
+            found, closed = self.worker.received(_decode)
             assert not closed
             self.lefts |= {each.number: each for each in found}
             return number in self.lefts

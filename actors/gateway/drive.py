@@ -36,14 +36,6 @@ class _Worker(child.Child):
         self.ready = False
         self.fresh: list[Op] = []
 
-    def receive(self) -> tuple[list[Happened], bool]:
-        """What has come, and whether it has closed."""
-        try:
-            payloads, closed = self.payloads()
-            return [_decode(payload) for payload in payloads], closed
-        except msgspec.MsgspecError:  # it is broken, as one that has ended
-            return [], True
-
     def flush(self) -> None:
         if self.fresh:
             self.outgoing += frame(msgspec.msgpack.encode(self.fresh))
@@ -54,11 +46,6 @@ class _Worker(child.Child):
         if not self.ready:
             return self.since + GRACE_S
         return self.since + step_s if self.asked else math.inf
-
-    def kill(self) -> int:
-        self.process.kill()
-        self.wire.close()
-        return self.process.wait()
 
 
 class Drive:
@@ -105,7 +92,7 @@ class Drive:
         now = time.monotonic()
         for worker in list(self.workers):
             dead = worker.process.poll() is not None
-            found, closed = worker.receive()
+            found, closed = worker.received(_decode)
             for each in found:
                 if each.kind == "broken":
                     raise ConfigError(f"{each.why}; write module:name or file.py:name")

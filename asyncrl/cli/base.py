@@ -22,7 +22,7 @@ from asyncrl.contract.importing import here_last
 PATH = click.Path(path_type=Path)
 
 # a write fails with these, and with no file's name
-DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO)
 
 
 class Group(click.Group):

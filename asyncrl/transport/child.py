@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -21,6 +21,8 @@ from asyncrl.contract import importing
 FRAME_BYTES = 64 * 1024 * 1024  # a larger frame is a broken worker
 READ_BYTES = 1 << 18
 _PR_SET_PDEATHSIG = 1
+
+_Message = TypeVar("_Message")
 
 
 def frame(payload: bytes) -> bytes:
@@ -74,6 +76,20 @@ class Child:
         except OSError:
             closed = True
         return whole(self.incoming), closed
+
+    def received(self, decode: Callable[[bytes], _Message]) -> tuple[list[_Message], bool]:
+        """The same, decoded; one that sends what cannot be is broken, as one that has ended."""
+        try:
+            payloads, closed = self.payloads()
+            return [decode(payload) for payload in payloads], closed
+        except msgspec.MsgspecError:
+            return [], True
+
+    def kill(self) -> int:
+        """End it at once; its exit code."""
+        self.process.kill()
+        self.wire.close()
+        return self.process.wait()
 
     def flush(self) -> None:
         """Write what its socket takes; a dead process is noticed when it is next read from."""

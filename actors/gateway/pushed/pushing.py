@@ -58,24 +58,11 @@ class _Worker(child.Child):
         self.fresh: list[Seat] = []
         self.stop: list[int] = []
 
-    def receive(self) -> tuple[list[Left], bool]:
-        """What has come, and whether it has closed."""
-        try:
-            payloads, closed = self.payloads()
-            return [_decode(payload) for payload in payloads], closed
-        except msgspec.MsgspecError:  # it is broken, as one that has ended
-            return [], True
-
     def flush(self) -> None:
         if self.fresh or self.stop:
             self.outgoing += frame(msgspec.msgpack.encode(Asked(self.fresh, self.stop)))
             self.fresh, self.stop = [], []
         super().flush()
-
-    def kill(self) -> int:
-        self.process.kill()
-        self.wire.close()
-        return self.process.wait()
 
 
 class Pushing:
@@ -116,7 +103,7 @@ class Pushing:
         now = self.door.now()
         for index, worker in enumerate(self.workers):
             dead = worker.process.poll() is not None
-            found, closed = worker.receive()
+            found, closed = worker.received(_decode)
             for left in found:
                 self._left(worker, left, now)
             if closed or dead:
