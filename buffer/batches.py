@@ -11,6 +11,7 @@ from asyncrl.contract import admission
 from asyncrl.contract.errors import ProtocolError
 from asyncrl.contract.messages import Batch
 from asyncrl.contract.waits import BUFFER
+from buffer import checks
 from buffer.groups import MAX_DROPS, Group, Stored, size
 
 if TYPE_CHECKING:
@@ -92,13 +93,28 @@ def drop_stale(store: Store, line: list[Group], number: int) -> None:
         store.lacking = True
 
 
-def announced(store: Store, group: Group, stored: Stored) -> float:
-    """The lag up to which a sample may be trained: the run's limit, or the one that its ticket
-    announced; of an adopted session the largest, as its first tokens were drawn under the first."""
+def announced(store: Store, group: Group, stored: Stored) -> list[float]:
+    """The lag up to which each span of a sample may be trained: the run's limit, or the one that
+    its ticket announced.  Of an adopted session what a grant announced that the span's version may
+    have written under, the largest of them: of two grants in one epoch a token keeps to its own by
+    its place, of two epochs no later one excuses what an earlier one drew."""
     sample = stored.trajectory
-    attempts = [sample.attempt, *(attempt for attempt, _ in sample.adopted)]
-    limits = [group.grants[attempt].limit for attempt in attempts if attempt in group.grants]
-    return min(store.max_lag, max(limits, default=store.max_lag))
+    spans = sample.all_spans()
+    grants = [
+        grant
+        for attempt in (sample.attempt, *(attempt for attempt, _ in sample.adopted))
+        if (grant := group.grants.get(attempt)) is not None
+    ]
+    if len(grants) < 2:
+        limit = min(store.max_lag, *(grant.limit for grant in grants), math.inf)
+        return [limit] * len(spans)
+    return [
+        min(
+            store.max_lag,
+            max((x.limit for x in grants if checks.granted(x, span.label)), default=math.inf),
+        )
+        for span in spans
+    ]
 
 
 def judge(store: Store, groups: list[Group], number: int) -> list[list[tuple[int, int, int]]]:
@@ -125,14 +141,20 @@ def judge(store: Store, groups: list[Group], number: int) -> list[list[tuple[int
                     * (1 - 0.5 ** (max(0.0, lag - store.max_lag) / store.settings.half_life))
                     for b, e, lag in runs
                 )
-            limit = announced(store, group, stored)
-            if not hard or store.may_train(stored.trajectory, admission.sample_lag(runs), limit):
+            limits = announced(store, group, stored) if hard else []
+            late = [
+                (lag, limit)
+                for (_, _, lag), limit in zip(runs, limits, strict=False)
+                if not store.may_train(stored.trajectory, lag, limit)
+            ]
+            if not late:
                 out.append(runs)
                 continue
             if min(x.label.epoch for x in stored.trajectory.all_spans()) >= store.epoch:
+                lag, limit = max(late)
                 raise ProtocolError(
                     f"ticket {group.ticket}, sample {index} would train "
-                    f"{admission.sample_lag(runs)} versions late in batch {number}, "
+                    f"{lag} versions late in batch {number}, "
                     f"past the limit {limit:g}: a bug of ours; keep the run directory "
                     "and report it"
                 )

@@ -160,7 +160,7 @@ def versions(store: Store, answer: Trajectory) -> None:
     ]
     for span in answer.all_spans():
         label = span.label
-        if not any(_granted(each, label) for each in (grant, *earlier)):
+        if not any(granted(each, label) for each in (grant, *earlier)):
             raise BadMessage(
                 f"ticket {answer.ticket}, attempt {answer.attempt}: weights {label} wrote tokens, "
                 f"its ticket asked for {'exactly ' if grant.exact else ''}{least}"
@@ -169,7 +169,7 @@ def versions(store: Store, answer: Trajectory) -> None:
             )
 
 
-def _granted(grant: Grant, label: Label) -> bool:
+def granted(grant: Grant, label: Label) -> bool:
     """May this version write under the grant?"""
     least = grant.label
     newer = label.epoch == least.epoch and label.number >= least.number

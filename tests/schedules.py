@@ -205,12 +205,13 @@ class World:
                 max(mine) <= x.k or not hard,
                 f"ticket {s.ticket} trained {max(mine)} versions late, limit {x.k:g}",
             )
-            limit = self.announced[s.ticket, s.attempt]
-            need(
-                max(mine) <= limit or not (hard and self.settings.ess_floor),
-                f"ticket {s.ticket} trained {max(mine)} versions late, announced {limit:g}",
-            )
-            self.at_limit += max(mine) == min(x.k, limit) > 0
+            limits = self.promised(s)
+            for far_off, limit in zip(mine, limits, strict=True):
+                need(
+                    far_off <= limit or not (hard and self.settings.ess_floor),
+                    f"ticket {s.ticket} trained {far_off} versions late, announced {limit:g}",
+                )
+            self.at_limit += any(a == min(x.k, b) > 0 for a, b in zip(mine, limits, strict=True))
             need(
                 max(mine) <= lag and all(b >= a for a, (_, _, b) in zip(mine, runs, strict=True)),
                 f"ticket {s.ticket} has lag {mine}, reckoned {runs}",
@@ -236,6 +237,10 @@ class World:
         self.histories[x.label] = x.history
         x.commits.append((batch.number, x.label, "/".join(x.history)))
         return True
+
+    def promised(self, sample: Trajectory) -> list[float]:
+        """The limit that was announced for the tokens of each span."""
+        return [self.announced[sample.ticket, sample.attempt]] * len(sample.all_spans())
 
     def commit(self) -> bool:
         if not self.learner.commits:

@@ -125,6 +125,10 @@ class Gateway(service.Gateway):
             self.answered.setdefault(episode.session, []).extend(mine)
         super().drawn(message)
 
+    def place(self, call: m.Call, ticket: m.Ticket) -> None:
+        self.world.placed[call.id] = ticket.attempt
+        super().place(call, ticket)
+
     def deliver(self, episode: service.Episode) -> None:
         before = len(self.outbox.fresh)
         session = episode.session
@@ -204,6 +208,8 @@ class SessionWorld(World):
             "deadline_s": r.choice((30.0, 600.0)),
         }
         self.draws: dict[int, tuple[Label, tuple[int, int]]] = {}
+        self.placed: dict[int, int] = {}  # call -> the attempt that it was placed under
+        self.drawn_under: dict[int, int] = {}  # draw -> the same of its call
         self.done: dict[int, int] = {}  # draw -> the batch that trained it
         self.rows = self.trained_draws = 0
         self.answered = 0  # tokens that gateways were given or told of
@@ -401,6 +407,7 @@ class SessionWorld(World):
         for _ in range(count):
             number = len(self.draws) + 1
             self.draws[number] = engine.weights, (call.ticket, call.sample)
+            self.drawn_under[number] = self.placed[call.id]
             each.runs[-1][1].append(number)
         if each.tokens >= call.max_new_tokens or self.r.random() < 0.5:
             self.finish(engine, each)
@@ -476,6 +483,22 @@ class SessionWorld(World):
                     self.done[draw] = number
                     self.trained_draws += 1
         return True
+
+    def promised(self, sample: m.Trajectory) -> list[float]:
+        """By draw: what the ticket said under whose grant its call was placed, which of a session
+        that was adopted is not the sample's own; the least of a span.
+        """
+        least = []
+        for row in sample.all_rows():
+            draws = [draw for draw, _ in numbers_of(row)]
+            for span in row.spans:
+                mine, draws = draws[: span.end - span.start], draws[span.end - span.start :]
+                said = {self.announced[sample.ticket, self.drawn_under[x]] for x in mine}
+                self.said["spans under another limit"] += said != {
+                    self.announced[sample.ticket, sample.attempt]
+                }
+                least.append(min(said))
+        return least
 
     def check(self) -> None:
         lines = self.store.folded().lines
@@ -594,6 +617,8 @@ class Rule(NamedTuple):
 
 
 TIGHT: dict[str, Any] = {"limits": (0,)}
+# a limit that sets itself; learners' other lives have other bounds
+AUTO: dict[str, Any] = {"limits": (1, 2, 3, 4), "ess_floor": 0.5, "steps": 12}
 RULES = {
     "every_call": Rule(
         (service.Gateway, "place", placed_at_any),
@@ -683,6 +708,7 @@ def several(seeds: range, where: Path, **more: Any) -> Counter[str]:
         seen["tokens at the limit"] += world.at_limit
         seen["tokens trained"] += world.trained_draws
         seen["further rows"] += world.rows
+        seen["limit moved"] += world.moves
     return seen
 
 

@@ -19,7 +19,14 @@ from asyncrl.config import load
 from asyncrl.contract import messages as m
 from asyncrl.contract.admission import AVERAGED, CLEAR, IDLE, Limit, Seen, next_limit, seen, within
 from asyncrl.contract.errors import ConfigError
-from asyncrl.contract.messages import LearnerHello, Prompt, Sampling, WeightsSource
+from asyncrl.contract.messages import (
+    LearnerHello,
+    Prompt,
+    Sampling,
+    Span,
+    Trajectory,
+    WeightsSource,
+)
 from asyncrl.contract.versions import Label
 from asyncrl.experiments import serial
 from asyncrl.experiments.simulate.times import change
@@ -142,6 +149,47 @@ def test_the_limit_outlives_learners_buffers_and_snapshots() -> None:
     assert again.limit == Limit(6, 6, (), 5, 0.9, 0.2), "this buffer knows better"
     again.hello(hello(3, bound=4.0))
     assert again.limit.now == 4 and within(Limit(2), 4).now == 2
+
+
+@pytest.mark.parametrize(("first", "trains"), [(1, False), (2, True)])
+def test_an_adopted_sessions_tokens_keep_to_the_limit_of_the_grant_they_were_drawn_under(
+    first: int, trains: bool
+) -> None:
+    """Two updates behind after a learner's restart: a later grant that allows three does not excuse
+    them, and what its own grant allowed is trained."""
+    store = new_store()
+    store.hello(hello(1))
+    store.limit = Limit(first)
+    granted = store.grant("g", 1, 2, 0.0)
+    assert [(t.attempt, t.limit) for t in granted] == [(1, first), (2, first)]
+    span = Span(Label(1, 0), "", 0, 4, Label(1, 0))
+    session = Trajectory(0, 0, 1, b"", bytes(16), b"", b"", [span], 0.0, {}, "stop", 1.0)
+    assert store.deliver(session, 0.0) == "accepted"
+    assert store.ask(1, 0)[0] and store.commit(0, Label(1, 1), "one way") is True
+    store.limit = Limit(3)
+    # the next life made the first update in another way: (1, 1) is two updates from it
+    other = msgspec.structs.replace(hello(2, 1), parent=Label(1, 0), digest="another")
+    assert store.hello(other) and store.limit.now == 3
+    (again, *_) = store.grant("g", 1, 2, 0.0)
+    assert (again.ticket, again.limit) == (1, 3)
+    went_on = msgspec.structs.replace(
+        session,
+        ticket=1,
+        attempt=again.attempt,
+        adopted=[(2, 2)],
+        spans=[
+            Span(Label(1, 1), "", 0, 2, Label(1, 1)),
+            Span(Label(2, 1), "", 2, 4, Label(2, 1)),
+        ],
+    )
+    assert store.deliver(went_on, 0.0) == "accepted"
+    groups, lack = store.ask(2, 1)
+    if trains:
+        assert [group.ticket for group in groups] == [1]
+        assert store.batch(groups, 2, 1).token_lags == [[(0, 2, 2), (2, 4, 0)]]
+    else:
+        assert groups == [] and "1 samples" in str(lack)
+        assert store.ledger()["orphaned"]["tokens"] == 4
 
 
 # ---- runs --------------------------------------------------------------------------------------

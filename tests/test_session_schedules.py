@@ -8,7 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
-from session_schedules import RULES, place, schedule, several
+from session_schedules import AUTO, RULES, place, schedule, several
 
 # `python tests/session_schedules.py 10000` is the long form
 SCHEDULES = 100
@@ -26,6 +26,16 @@ def test_sessions_keep_the_limit_and_the_ledger_and_are_written_once(where: Path
     for what in ("tokens at the limit", "further rows", "samples adopted, accepted", "orphaned"):
         assert seen[what] > 0, seen
     assert seen["samples adopted over an epoch"] > 0 and seen["tokens trained"] > 1000, seen
+
+
+def test_adopted_sessions_keep_to_the_limits_that_their_grants_announced(where: Path) -> None:
+    """A limit that sets itself, learners that are killed and resumed with other bounds: by draw, no
+    token past what the grant said that its call was placed under (SessionWorld.promised)."""
+    seen = several(range(24), where, fault="kill_learner", **AUTO)
+    assert seen["limit moved"] > 10 and seen["tokens at the limit"] > 50, seen
+    assert seen["samples adopted, accepted"] > 30, seen
+    for what in ("adopted over an epoch", "spans under another limit"):
+        assert seen[f"samples {what}"] > 0, seen
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
