@@ -53,8 +53,8 @@ KINDS = [
 AWAIT_S = 20.0
 
 
-def processes(parent: int) -> dict[str, int]:
-    """learner, generator -> pid, of the children of a supervisor, read from /proc."""
+def processes(parent: int, parts: tuple[str, ...] = ("generator", "learner")) -> dict[str, int]:
+    """Of `parts` -> pid, of the children of a supervisor, read from /proc."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -64,9 +64,7 @@ def processes(parent: int) -> dict[str, int]:
             except (OSError, IndexError):
                 continue
             if ppid == parent:
-                found.update(
-                    {part: int(entry.name) for part in ("generator", "learner") if part in words}
-                )
+                found.update({part: int(entry.name) for part in parts if part in words})
     return found
 
 

@@ -53,6 +53,8 @@ PROGRAMS = {
     "repeatable": Program("repeatable.py", ("repeatable",), 10),
     "kills": Program("kills.py", ("kills",), 10),
     "chaos": Program("chaos.py --faults 400", ("chaos",), 10),
+    "effective": Program("effective.py", ("effective",), 25),
+    "fuzz": Program("fuzz.py", ("fuzz",), 10),
     "demo_seeds": Program("demo_seeds.py", ("demo_seeds",), 12),
     "vllm_engine": Program("vllm_engine.py", ("vllm_engine", "vllm_engine_start"), 25),
     "mutants": Program("mutants.py", ("mutants",), 20),
