@@ -794,6 +794,11 @@ def _engine(config: Config) -> list[str]:
             f"wires.weights_address: weights.transport = {how} takes a free port of this machine "
             "and knows no keys; leave it out, or use tcp"
         )
+    if how not in ("auto", "tcp") and config.weights.fan_out:
+        out.append(
+            f"weights.fan_out: weights.transport = {how} sends no copies over a network; leave it "
+            "out, or use tcp or auto"
+        )
     if how == "nccl" and not (config.learner.gpus and config.generator.gpus):
         out.append(
             "weights.transport: nccl connects two GPUs; give learner.gpus and generator.gpus, or "

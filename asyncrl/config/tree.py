@@ -318,6 +318,13 @@ class Weights(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         ),
     ] = "auto"
     slots: Annotated[int, Meta(ge=2, description="ring slots, beside those injection needs")] = 4
+    fan_out: Annotated[
+        Count,
+        Meta(
+            description="over tcp, copies of a version that leave the learner's machine; further "
+            "generators get it from each other, each handing on as many; 0: all from the learner"
+        ),
+    ] = 0
 
 
 class Durability(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

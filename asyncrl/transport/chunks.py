@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import msgspec
@@ -19,7 +19,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, BadMessage, ConfigError, PeerUnreachable
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
-from asyncrl.transport import inbound, keys
+from asyncrl.transport import fan_out, inbound, keys
 from asyncrl.transport.crowd import Crowd
 from asyncrl.transport.library import Entry, Library
 from asyncrl.transport.ring import Ring, Rows
@@ -30,7 +30,7 @@ from asyncrl.transport.sockets import (
     check_address,
     taken,
 )
-from asyncrl.transport.ways import Server
+from asyncrl.transport.ways import Client, Server
 
 CHUNK_BYTES = 1 << 20
 AHEAD = 4  # chunks that a client asks for before it has read the first of them
@@ -40,23 +40,45 @@ FILES = Label(-1, 0)  # asks for this are for files, not for weights
 LISTING_POLL_S = 0.2
 ANYWHERE = ("0.0.0.0", "*", "::")  # hosts to listen at, and to connect to nowhere
 
+YET_S = 1.0  # what is not there yet is waited for so long before it is said
+YET_POLL_MS = 2
+MOST_WAITING = 4096  # asks; further ones are not answered
+NOTHING = xxhash.xxh3_64_intdigest(b"")
+
 _encoder = msgspec.msgpack.Encoder()
 
 
-class _ChunkAsk(msgspec.Struct, frozen=True):
+class NotYet(Exception):
+    """A part of a version that is still on its way here.  digest: of the version, "" when nothing
+    of it has come.
+    """
+
+    def __init__(self, digest: str) -> None:
+        super().__init__(digest)
+        self.digest = digest
+
+
+class _Waiting(NamedTuple):
+    peer: bytes
+    frames: list[zmq.Frame]
+    until: float  # CLOCK_MONOTONIC seconds
+
+
+class _ChunkAsk(msgspec.Struct, frozen=True, omit_defaults=True):
     """Made by a generator; read by the chunk server.  offset < 0 asks for the manifest, or the list
-    of files.
+    of files.  place: for its place in the tree of `label`, `fan_out.Placed`.
     """
 
     label: Label
     digest: str
     offset: int
     size: int
+    place: fan_out.Asking | None = None
 
 
 class _Chunk(msgspec.Struct, frozen=True):
     digest: str  # "" when these weights, or this file, are not there (any more)
-    data: bytes
+    data: bytes  # empty, of a relay: it has not come there yet
     checksum: int
     probe: bytes
 
@@ -75,7 +97,10 @@ class ChunkServer(Server):
     newer one.  It never blocks the writer: chunks are copied under the slot's own sequence lock by
     `read` = `Ring.read_part`.  For one that asks and does not read, 2 * AHEAD chunks wait, no more;
     further ones are dropped.  What is no ask, or comes with a key that is no generator's, is
-    counted in `refused` and not answered."""
+    counted in `refused` and not answered.
+
+    guard: who is let in, made of the socket.  `read` may raise `NotYet`: what was asked for waits
+    up to YET_S, then the answer is empty."""
 
     def __init__(
         self,
@@ -84,6 +109,7 @@ class ChunkServer(Server):
         read: Callable[[Label, str, int, int], tuple[str, bytes, bytes]],
         curve_dir: str = "",
         library: Library | None = None,
+        guard: Callable[[Any, str], keys.Guard | None] = keys.guard,
     ) -> None:
         check_address(address, curve_dir, "wires.weights_address")
         self.context = zmq.Context()
@@ -94,7 +120,7 @@ class ChunkServer(Server):
         self.socket.setsockopt(zmq.MAXMSGSIZE, ASK_BYTES)
         self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
         self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, SILENT_MS)
-        self._guard = keys.guard(self.socket, curve_dir)
+        self._guard = guard(self.socket, curve_dir)
         try:
             self.socket.bind(address)
         except zmq.ZMQError as error:
@@ -109,26 +135,62 @@ class ChunkServer(Server):
         self.library = library
         self.bytes_sent = 0
         self.answered = self.refused = 0
+        self.trees: fan_out.Trees | None = None
+        self.pieces: fan_out.Pieces | None = None
+        self._waiting: list[_Waiting] = []  # in the order in which they came
         self._end = False
         self._decoder = msgspec.msgpack.Decoder(_ChunkAsk)
         self.thread = threading.Thread(target=self._serve, name="chunk-server", daemon=True)
         self.thread.start()
 
+    def plant(self, copies: int, size: int) -> None:
+        """From now on answer, too, who gives versions of `size` bytes to whom, so that so many
+        copies leave from here.  The first to ask for a version waits, with all behind it, while its
+        chunks' SHA-256 are computed: about a second for a GB.
+        """
+        self.pieces = fan_out.Pieces(self.read, size, CHUNK_BYTES)
+        self.trees = fan_out.Trees(copies)
+
     def _serve(self) -> None:
         while not self._end:
-            if self._relieved() or not self.socket.poll(100):
+            if self._relieved():
                 continue
-            peer, *frames = taken(self.socket, ASK_BYTES, 2, keep=True)
-            answer = self._answer(frames)
-            if answer is None:
-                self.refused += 1
+            if self.socket.poll(YET_POLL_MS if self._waiting else 100):
+                peer, *frames = taken(self.socket, ASK_BYTES, 2, keep=True)
+                if len(self._waiting) < MOST_WAITING:
+                    self._waiting.append(_Waiting(peer.bytes, frames, time.monotonic() + YET_S))
+            if self._waiting:
+                self._again()
+
+    def _again(self) -> None:
+        """Answer what waits, as far as it is there; a peer gets its answers in order."""
+        held: dict[bytes, None] = {}
+        left: list[_Waiting] = []
+        for each in self._waiting:
+            if each.peer in held:
+                left.append(each)
                 continue
-            self.bytes_sent += len(answer.data)
             try:
-                self.socket.send_multipart([peer.bytes, _encoder.encode(answer)], zmq.NOBLOCK)
-            except zmq.ZMQError:
-                pass  # the peer has gone, or does not read
-            self.answered += 1
+                answer = self._answer(each.frames)
+            except NotYet as wait:
+                if time.monotonic() < each.until:
+                    left.append(each)
+                    held[each.peer] = None
+                    continue
+                answer = _Chunk(wait.digest, b"", NOTHING, b"")
+            self._say(each.peer, answer)
+        self._waiting = left
+
+    def _say(self, peer: bytes, answer: _Chunk | None) -> None:
+        if answer is None:
+            self.refused += 1
+            return
+        self.bytes_sent += len(answer.data)
+        try:
+            self.socket.send_multipart([peer, _encoder.encode(answer)], zmq.NOBLOCK)
+        except zmq.ZMQError:
+            pass  # the peer has gone, or does not read
+        self.answered += 1
 
     def _relieved(self) -> bool:
         """Were all connections closed?  Without an address there is nobody to answer: it is tried
@@ -148,6 +210,8 @@ class ChunkServer(Server):
             return None
         try:
             ask = self._decoder.decode(frames[0].buffer)
+            if ask.place is not None:
+                return self._placed(ask, ask.place, frames[0])
             if ask.label == FILES:
                 return self._file(ask)
             if ask.offset < 0:
@@ -158,6 +222,35 @@ class ChunkServer(Server):
         except UNDECODABLE:  # also a ring that is being closed
             return None
         return _Chunk(digest, data, xxhash.xxh3_64_intdigest(data), probe)
+
+    def _placed(self, ask: _ChunkAsk, said: fan_out.Asking, frame: zmq.Frame) -> _Chunk | None:
+        """Where somebody gets a version from; with keys, it is whom its key says."""
+        if self.trees is None or self.pieces is None:
+            return None
+        name = said.name if self._guard is None else self._guard.name(frame)
+        if not keys.GENERATOR.fullmatch(name) or not 0 <= said.port < 1 << 16:
+            return None
+        digest, pieces, probe = self.pieces.of(ask.label, ask.digest)
+        if not digest:
+            return _Chunk("", b"", NOTHING, b"")
+        try:
+            host = str(frame.get("Peer-Address"))
+        except zmq.ZMQError:
+            host = ""  # not over tcp
+        asking = fan_out.Relay(name, host, said.port, said.key)
+        giver = self.trees.place((ask.label, digest), asking, said.failed)
+        guests: dict[str, str] = {}
+        if said.guests and self._guard is not None:
+            named = self._guard.names.items()
+            guests = {key: who for key, who in named if keys.GENERATOR.fullmatch(who)}
+        placed = fan_out.Placed(digest, pieces, probe, guests=guests)
+        if giver != fan_out.LEARNER:
+            relay = self.trees.relays[giver]
+            placed = msgspec.structs.replace(
+                placed, name=giver, address=f"tcp://{relay.host}:{relay.port}", key=relay.key
+            )
+        data = _encoder.encode(placed)
+        return _Chunk(digest, data, xxhash.xxh3_64_intdigest(data), b"")
 
     def _file(self, ask: _ChunkAsk) -> _Chunk | None:
         """The list of files, empty while it is being made; or bytes of one of them."""
@@ -192,10 +285,16 @@ class ChunkClient:
     """
 
     def __init__(
-        self, address: str, timeout: float, curve_dir: str = "", name: str = "generator-0"
+        self,
+        address: str,
+        timeout: float,
+        curve_dir: str = "",
+        name: str = "generator-0",
+        server_key: str = "",
     ) -> None:
         self.address = address
         self.name = name  # whose key it shows, where there are keys
+        self.server_key = server_key  # of another server than the learner's
         self.timeout = timeout
         self.bytes_received = 0
         self.probe = b""  # of the version fetched last
@@ -210,13 +309,13 @@ class ChunkClient:
         socket = self.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MANIFEST_BYTES)
-        keys.lock(socket, self.curve_dir, self.name)
+        keys.lock(socket, self.curve_dir, self.name, self.server_key)
         socket.connect(self.address)
         return socket
 
     def _receive(self) -> _Chunk:
         if not self.socket.poll(int(self.timeout * 1000)):
-            self._anew()
+            self.anew()
             raise PeerUnreachable(
                 f"the learner's chunk server at {self.address} has not answered for "
                 f"{self.timeout:g} s; is the learner running?"
@@ -224,7 +323,7 @@ class ChunkClient:
         try:
             chunk = self.read(taken(self.socket, MANIFEST_BYTES, 1))
         except (*UNDECODABLE, BadMessage) as error:
-            self._anew()  # what else is on its way answers earlier asks
+            self.anew()  # what else is on its way answers earlier asks
             raise PeerUnreachable(
                 f"{self.address} does not speak this protocol: {error}"
             ) from error
@@ -242,7 +341,8 @@ class ChunkClient:
             raise BadMessage(f"a probe of {len(chunk.probe)} bytes")
         return chunk
 
-    def _anew(self) -> None:
+    def anew(self) -> None:
+        """Begin with a new connection: what is under way on this one is of no use any more."""
         self.socket.close()
         self.socket = self._connect()
 
@@ -260,48 +360,59 @@ class ChunkClient:
         After a PeerUnreachable the same version, asked for again with the same `into`, goes on
         behind what has come: the digest over the whole says whether that was right.
         """
-        offsets = list(range(0, len(into), CHUNK_BYTES))
         got = 0
         if self._begun is not None:
             label_before, digest_before, chunks = self._begun
             if digest and (label_before, digest_before) == (label, digest):
-                got = min(chunks, len(offsets))
-            self.socket.close()  # with the answers that are under way
-            self.socket = self._connect()
+                got = chunks
+            self.anew()
         self._begun = (label, digest, got)
         found = digest
-        asked = got
-        while got < len(offsets):
-            while asked < min(len(offsets), got + AHEAD):
-                self.socket.send(
-                    _encoder.encode(
-                        _ChunkAsk(
-                            label,
-                            digest,
-                            offsets[asked],
-                            min(CHUNK_BYTES, len(into) - offsets[asked]),
-                        )
-                    )
-                )
-                asked += 1
-            chunk = self._receive()
-            part = into[offsets[got] : offsets[got] + CHUNK_BYTES]
-            if (
-                not chunk.digest
-                or (found and chunk.digest != found)
-                or len(chunk.data) != len(part)
-            ):
-                for _ in range(asked - got - 1):
-                    self._receive()
+        for chunk in self.parts(label, digest, got * CHUNK_BYTES, len(into)):
+            if not chunk.data:
                 self._begun = None
                 return ""
             found = chunk.digest
             self.probe = chunk.probe
-            part[:] = chunk.data
+            into[got * CHUNK_BYTES : (got + 1) * CHUNK_BYTES] = chunk.data
             got += 1
             self._begun = (label, digest, got)
         self._begun = None
         return found if xxhash.xxh3_64_hexdigest(into) == found else ""
+
+    def parts(self, label: Label, digest: str, begin: int, size: int) -> Iterator[_Chunk]:
+        """The chunks of a version from byte `begin` to `size`, AHEAD of them under way.
+
+        The last one is empty where it is not there, or not of these weights: its digest is ""
+        then, and `digest` where it is only not there yet."""
+        offsets = range(begin, size, CHUNK_BYTES)
+        for number in range(len(offsets)):
+            ahead = offsets[number + AHEAD - 1 : number + AHEAD] if number else offsets[:AHEAD]
+            for offset in ahead:
+                wanted = min(CHUNK_BYTES, size - offset)
+                self.socket.send(_encoder.encode(_ChunkAsk(label, digest, offset, wanted)))
+            chunk = self._receive()
+            of_these = bool(chunk.digest) and chunk.digest == (digest or chunk.digest)
+            if not of_these or len(chunk.data) != min(CHUNK_BYTES, size - offsets[number]):
+                for _ in offsets[number + 1 : number + AHEAD]:
+                    self._receive()
+                yet = of_these and not chunk.data
+                yield _Chunk(digest if yet else "", b"", NOTHING, b"")
+                return
+            digest = chunk.digest
+            yield chunk
+
+    def place(self, label: Label, digest: str, asking: fan_out.Asking) -> fan_out.Placed | None:
+        """Where to get a version from; None: it is not there (any more)."""
+        self.socket.send(_encoder.encode(_ChunkAsk(label, digest, 0, 0, asking)))
+        chunk = self._receive()
+        if not chunk.digest:
+            return None
+        try:
+            return msgspec.msgpack.decode(chunk.data, type=fan_out.Placed)
+        except UNDECODABLE as error:
+            self.anew()
+            raise PeerUnreachable(f"{self.address} says no place: {error}") from error
 
     # ---- files -----------------------------------------------------------------------------------
 
@@ -332,8 +443,7 @@ class ChunkClient:
             if chunk.digest != digest or len(chunk.data) != min(
                 CHUNK_BYTES, size - offsets[number]
             ):
-                self.socket.close()  # with the answers that are under way
-                self.socket = self._connect()
+                self.anew()
                 raise PeerUnreachable(f"{self.address} does not give the file {digest[:12]}")
             yield chunk.data
 
@@ -362,16 +472,19 @@ def serve(config: Config, ring: Ring) -> ChunkServer | None:
     """The learner's end, when `wires.weights_address` names one."""
     if not config.wires.weights_address:
         return None
-    return ChunkServer(
+    server = ChunkServer(
         config.wires.weights_address,
         ring.rows,
         ring.read_part,
         config.wires.curve_dir,
         Library(config),
     )
+    if config.weights.fan_out:
+        server.plant(config.weights.fan_out, ring.size)
+    return server
 
 
-def connect(config: Config, source: WeightsSource, name: str) -> ChunkClient:
+def connect(config: Config, source: WeightsSource, name: str) -> Client:
     """A generator's end.  Raises PeerUnreachable when the learner serves no chunks."""
     if not source.address:
         raise PeerUnreachable(
@@ -380,4 +493,9 @@ def connect(config: Config, source: WeightsSource, name: str) -> ChunkClient:
             "set wires.weights_address to a tcp address of the learner"
         )
     address = reachable(source.address, config.wires.address)
-    return ChunkClient(address, config.wires.connect_s, config.wires.curve_dir, name)
+    make: Callable[[str, float, str, str], Client] = ChunkClient
+    if config.weights.fan_out:
+        from asyncrl.transport.relay import RelayClient  # which is made of what is here
+
+        make = RelayClient
+    return make(address, config.wires.connect_s, config.wires.curve_dir, name)

@@ -107,8 +107,10 @@ def certificate(path: Path, curve_dir: str, *, secret: bool) -> tuple[bytes, byt
     return found
 
 
-def lock(socket: Any, curve_dir: str, name: str) -> None:
-    """The client's end: prove to be `name` with the key in DIR/NAME, or in a copy of it."""
+def lock(socket: Any, curve_dir: str, name: str, server: str = "") -> None:
+    """The client's end: prove to be `name` with the key in DIR/NAME, or in a copy of it.
+
+    server: public key of another server than the run's."""
     if not curve_dir:
         return
     own = Path(curve_dir)
@@ -116,6 +118,12 @@ def lock(socket: Any, curve_dir: str, name: str) -> None:
     socket.curve_publickey, socket.curve_secretkey = certificate(
         own / "client.key_secret", curve_dir, secret=True
     )
+    if server:
+        try:
+            socket.curve_serverkey = server.encode()
+        except (zmq.ZMQError, ValueError) as error:
+            raise ConfigError(f"{server[:80]!r} is no public key: {error}") from error
+        return
     socket.curve_serverkey, _ = certificate(own / "server.key", curve_dir, secret=False)
 
 
@@ -152,6 +160,28 @@ class Guard:
 
     def stop(self) -> None:
         self.authenticator.stop()
+
+
+class Door(Guard):
+    """Of a generator that hands weights on: a key of its own, made now, and the learner says by
+    `names` (public key -> name) who gets in.
+    """
+
+    def __init__(self, socket: Any) -> None:
+        from zmq.auth.thread import ThreadAuthenticator
+
+        public, secret = zmq.curve_keypair()
+        socket.curve_publickey, socket.curve_secretkey = public, secret
+        self.key = public.decode()
+        self.names: dict[str, str] = {}
+        self.authenticator = ThreadAuthenticator(socket.context)
+        self.authenticator.start()
+        self.authenticator.configure_curve_callback(domain="*", credentials_provider=self)
+        socket.curve_server = True
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """What zmq asks of each that knocks."""
+        return key.decode() in self.names
 
 
 def guard(socket: Any, curve_dir: str) -> Guard | None:

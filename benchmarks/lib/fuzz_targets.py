@@ -25,7 +25,7 @@ from asyncrl.contract import messages as m
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.versions import Label
 from asyncrl.records import rundir
-from asyncrl.transport import chunks, inbound
+from asyncrl.transport import chunks, fan_out, inbound
 from asyncrl.transport.ring import Ring
 from asyncrl.transport.sockets import UNDECODABLE, PeerSocket
 from buffer import service as buffer_service
@@ -231,18 +231,22 @@ class ChunkServer:
         )
         self.ring.write(Label(1, 3), lambda into: None)
         self.server = chunks.ChunkServer("tcp://127.0.0.1:*", self.ring.rows, self.ring.read_part)
+        self.server.plant(2, size)
         ask = chunks._ChunkAsk(Label(1, 3), "", 0, size)
+        place = fan_out.Asking("generator-1", 5000, "k", ["generator-0"], guests=True)
         asks = [
             ask,
             chunks._ChunkAsk(Label(0, 0), "", -1, 0),
             chunks._ChunkAsk(Label(1, 3), "d", 9, 5),
+            chunks._ChunkAsk(Label(1, 3), "", 0, 0, place),
         ]
         self.frames = [encode(x) for x in asks]
 
     def feed(self, data: bytes) -> str:
         if len(data) > chunks.ASK_BYTES:
             return "undecodable"  # the socket library takes none
-        answer = self.server._answer([SimpleNamespace(buffer=data)])  # type: ignore[list-item]
+        frame = SimpleNamespace(buffer=data, get=lambda _: "10.0.0.1")
+        answer = self.server._answer([frame])  # type: ignore[list-item]
         if answer is None:
             return "undecodable"
         assert len(encode(answer)) <= 2 * chunks.CHUNK_BYTES
