@@ -43,7 +43,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,10 @@ ROOT = results_file.ROOT
 # first: benchmarks/learner.py and buffer.py must not hide the packages of their names
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 GOAL = 0.9
+WHAT = (
+    "mutants of the algorithms, the learner's step and the buffer, against the fast tests that "
+    "reach them"
+)
 SLOW_S = 3.0  # a test that takes longer has no place in a fork per mutant
 # fixtures that start processes: a mutant in memory does not reach them
 REAL_RUNS = {"asyncrl", "sort_model", "sort_vllm_model", "gain", "forked"}
@@ -63,6 +67,9 @@ KILLED = "killed"
 TIMEOUT = "timeout"
 UNTESTED = "untested"
 UNCHANGED = "(unchanged)"
+# mutmut leaves functions with a decorator alone; these may be comments while it looks
+DECORATORS = re.compile(r"^( *)@(?=(?:torch\.no_grad\(\)|contextmanager)$)", re.MULTILINE)
+HIDDEN = "# hidden @"
 
 
 # ---- mutants -------------------------------------------------------------------------------------
@@ -108,14 +115,24 @@ def mutant(path: str, old: str, new: str) -> Mutant:
     )
 
 
-def catalogue(paths: Sequence[str]) -> list[tuple[str, Callable[[], Mutant]]]:
-    """(path, what makes the mutant) for every mutant of the files, in their order."""
+def catalogue(
+    paths: Sequence[str], only: Mapping[str, Sequence[str]] | None = None
+) -> list[tuple[str, Callable[[], Mutant]]]:
+    """(path, what makes the mutant) for every mutant of the files, in their order; only: of each
+    file the functions and methods of these names.  Ends the program for a name with no mutant."""
     from mutmut.mutation.file_mutation import create_mutations
 
     out: list[tuple[str, Callable[[], Mutant]]] = []
     for path in paths:
         text = (ROOT / path).read_text()
-        module, mutations, _, _ = create_mutations(path, text)
+        shown = text if only is None else DECORATORS.sub(rf"\1{HIDDEN}", text)
+        module, mutations, _, _ = create_mutations(path, shown)
+        if only is not None:
+            wanted = set(only[path])
+            named = {id(m): within(m.contained_by_top_level_function) for m in mutations}
+            if missing := wanted - set(named.values()):
+                sys.exit(f"mutants: mutants_sets.toml: {path} has no mutant of {sorted(missing)}")
+            mutations = [m for m in mutations if named[id(m)] in wanted]
         for m in mutations:
             # mutmut has no public name for one mutant's source; a node of the tree, replaced, is
             # what its own files hold
@@ -123,11 +140,28 @@ def catalogue(paths: Sequence[str]) -> list[tuple[str, Callable[[], Mutant]]]:
                 (
                     path,
                     lambda m=m, module=module, path=path, text=text: mutant(
-                        path, text, module.deep_replace(m.original_node, m.mutated_node).code
+                        path,
+                        text,
+                        module.deep_replace(m.original_node, m.mutated_node).code.replace(
+                            HIDDEN, "@"
+                        ),
                     ),
                 )
             )
     return out
+
+
+def within(node: Any) -> str:
+    """The name of the function or method that holds a mutant; "": of none."""
+    return getattr(getattr(node, "name", None), "value", "")
+
+
+def listed(name: str) -> dict[str, Any]:
+    """A set of mutants_sets.toml: tests, goal, what, files (path -> names of functions)."""
+    every = tomllib.loads((ROOT / "benchmarks" / "mutants_sets.toml").read_text())
+    if name not in every:
+        sys.exit(f"mutants: --set {name}: mutants_sets.toml has {', '.join(every)}")
+    return dict(every[name])
 
 
 def settings() -> tuple[list[str], list[str]]:
@@ -492,6 +526,7 @@ def warm(work: Path) -> None:
     import hypothesis  # noqa: F401
     import msgspec  # noqa: F401
     import numpy  # noqa: F401
+    import peft  # noqa: F401
     import pytest  # noqa: F401
     import safetensors.torch  # noqa: F401
     import torch
@@ -567,6 +602,7 @@ def main() -> None:
         default="",
         help="files of tests instead of those in pyproject.toml, with commas between them",
     )
+    p.add_argument("--set", default="", help="the functions that mutants_sets.toml has under this")
     p.add_argument("--planted", action="store_true")
     p.add_argument("--quick", action="store_true", help="a sample of 20; writes no result")
     p.add_argument("--workers", type=int, default=2)
@@ -595,8 +631,13 @@ def _main(args: argparse.Namespace, work: Path) -> None:
         )
         sys.exit(1 if alive else 0)
     paths, tests = settings()
+    chosen = listed(args.set) if args.set else {}
+    if chosen:
+        paths, tests = list(chosen["files"]), chosen["tests"]
+    goal = chosen.get("goal", GOAL)
     tests = args.tests.split(",") if args.tests else tests
-    wanted = [x for x in catalogue(paths) if args.module in x[0]]
+    every = catalogue(paths, chosen.get("files"))
+    wanted = [x for x in every if args.module in x[0]]
     if args.list:
         counts = Counter(path for path, _ in wanted)
         print(
@@ -661,16 +702,15 @@ def _main(args: argparse.Namespace, work: Path) -> None:
                 "figure": f"mutants killed by the fast tests, {sum(total.values())} drawn by "
                 f"seed {args.seed}",
                 "value": round(score, 4),
-                "goal": f">= {GOAL}",
-                "met": score >= GOAL,
+                "goal": f">= {goal}",
+                "met": score >= goal,
             }
         ],
-        "met": score >= GOAL,
-        "what": "mutants of the algorithms, the learner's step and the buffer, against the "
-        "fast tests that reach them",
+        "met": score >= goal,
+        "what": chosen.get("what", WHAT),
         "seed": args.seed,
         "mutants": sum(total.values()),
-        "of": len(catalogue(paths)),
+        "of": len(every),
         "controls": len(controls),
         "killed": killed,
         "by_time_limit": total[TIMEOUT],
@@ -691,7 +731,8 @@ def _main(args: argparse.Namespace, work: Path) -> None:
         file=sys.stderr,
     )
     if not (args.quick or args.module):
-        print(results_file.write("mutants", result), file=sys.stderr)
+        name = f"mutants_{args.set}" if args.set else "mutants"
+        print(results_file.write(name, result), file=sys.stderr)
     if args.json:
         print(json.dumps(result))
 

@@ -239,6 +239,18 @@ def test_a_loss_that_is_not_finite_ends_it_with_the_weights_as_they_were(model: 
     assert all(torch.equal(a, b) for a, b in zip(before, policy.hf.parameters(), strict=True))
 
 
+def test_a_gradient_that_is_not_finite_ends_it_though_the_loss_is(model: Path) -> None:
+    policy = load_policy(model, device="cpu")
+    fitter = fit.Fitter(policy, Training())
+    first = next(iter(policy.hf.parameters()))
+    first.register_hook(lambda gradient: gradient * torch.inf)
+    before = [p.detach().clone() for p in policy.hf.parameters()]
+    with pytest.raises(NotFinite, match=r"the loss or its gradient is not finite in step 0"):
+        fitter.step(rows_of([(3, 2)]))
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.hf.parameters(), strict=True))
+    assert fitter.number == 0
+
+
 def test_the_warm_start_is_bit_for_bit_what_a_plain_loop_makes(tmp_path: Path) -> None:
     """Torch's own scheduler and mean, as the warm start was first written."""
     config = load.load("demo", [f"model.path='{tmp_path / 'warm'}'"])
