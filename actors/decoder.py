@@ -1,5 +1,5 @@
 """Decoding kernels of the embedded engine for Llama-like models: fused weights, a cache of shared
-columns, sampling.
+columns, blocks of keys and values that outlive their rows, sampling.
 
 The cache holds [rows, kv heads, columns, d].  The first columns are for prompts; in the rest every
 row writes the same column at each step (`StepColumns` says which), so that a write is one slice and
@@ -7,8 +7,9 @@ a version is one number per column."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from asyncrl.models.packed_forward import Layout, rotate
 
 MASKED = -1e30
 BLOCK = 64  # steps between two looks at which columns are free; columns that attention takes more
+KEPT_BLOCK = 8  # tokens whose keys and values are kept, found and thrown away together
 
 
 Turns = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
@@ -212,6 +214,112 @@ class StepColumns:
         return found
 
 
+class KeptPrefixes:
+    """Keys and values of what earlier rows were: token sequences from position 0, under the weights
+    now loaded.
+
+    A block of KEPT_BLOCK tokens is found by the block before it and by its own tokens, so that
+    sequences share what they begin with.  A sequence is used from its last block to its first:
+    whatever follows a block has gone before the block itself is the least recently used.
+
+    tokens: most that are kept; memory is taken as it is needed."""
+
+    def __init__(self, lay: Layout, layers: int, tokens: int, like: torch.Tensor) -> None:
+        self.most = tokens // KEPT_BLOCK  # blocks
+        self.k = like.new_zeros((layers, lay.kv_heads, 0, lay.head_dim))
+        self.v = self.k.clone()
+        self.clear()
+
+    def clear(self) -> None:
+        """Nothing is kept."""
+        # (number of the block before, -1: none; tokens int32) -> number; least recently used first
+        self.blocks: OrderedDict[tuple[int, bytes], int] = OrderedDict()
+        self.free = list(range(self.k.shape[2] // KEPT_BLOCK))
+
+    @property
+    def tokens(self) -> int:
+        return len(self.blocks) * KEPT_BLOCK
+
+    def find(self, tokens: np.ndarray) -> list[int]:
+        """The numbers of the blocks that `tokens` [L] begin with, which are used now."""
+        return [self.blocks[name] for name in self._path(_cut(tokens))]
+
+    def keep(
+        self, tokens: np.ndarray, keys: torch.Tensor, values: torch.Tensor, columns: np.ndarray
+    ) -> None:
+        """Keep what is not kept yet of `tokens` [L], its whole blocks; keys, values [layers, kv
+        heads, C, d], columns [L]: where each token's are among the C."""
+        cut = _cut(tokens)[: self.most]
+        path = self._path(cut)
+        known = len(path)
+        if known == len(cut):
+            return
+        before = self.blocks[path[-1]] if path else -1
+        numbers = []
+        for each in cut[known:]:
+            number = self._take()
+            self.blocks[before, each] = number
+            path.append((before, each))
+            numbers.append(number)
+            before = number
+        self._use(path)
+        first, end = known * KEPT_BLOCK, len(cut) * KEPT_BLOCK
+        source = torch.from_numpy(columns[first:end]).to(keys.device)
+        target = torch.from_numpy(self.columns(numbers)).to(keys.device)
+        self.k.index_copy_(2, target, keys.index_select(2, source))
+        self.v.index_copy_(2, target, values.index_select(2, source))
+
+    @staticmethod
+    def columns(numbers: Sequence[int]) -> np.ndarray:
+        """Where the tokens of these blocks are in k and v: int64 [blocks x KEPT_BLOCK]."""
+        first = np.array(numbers, np.int64) * KEPT_BLOCK
+        found: np.ndarray = (first[:, None] + np.arange(KEPT_BLOCK)).flatten()
+        return found
+
+    def _path(self, cut: Sequence[bytes]) -> list[tuple[int, bytes]]:
+        path: list[tuple[int, bytes]] = []
+        before = -1
+        for each in cut:
+            number = self.blocks.get((before, each))
+            if number is None:
+                break
+            path.append((before, each))
+            before = number
+        self._use(path)
+        return path
+
+    def _use(self, path: Sequence[tuple[int, bytes]]) -> None:
+        for name in reversed(path):
+            self.blocks.move_to_end(name)
+
+    def _take(self) -> int:
+        """A block to fill.  No more are asked for together than `most` less the path's known ones,
+        which were used last: what has to go is of other sequences."""
+        made = self.k.shape[2] // KEPT_BLOCK
+        if not self.free and made < self.most:
+            more = min(max(made, 32), self.most - made)
+            pad = (0, 0, 0, more * KEPT_BLOCK)
+            self.k, self.v = (F.pad(tensor, pad) for tensor in (self.k, self.v))
+            self.free = list(range(made, made + more))
+        return self.free.pop() if self.free else self.blocks.popitem(last=False)[1]
+
+
+def _cut(tokens: np.ndarray) -> list[bytes]:
+    """The whole blocks of `tokens` [L]."""
+    data = tokens.astype("<i4").tobytes()
+    width = 4 * KEPT_BLOCK
+    return [data[at : at + width] for at in range(0, len(data) - width + 1, width)]
+
+
+class Begun(NamedTuple):
+    """Keys and values that `encode` goes on from: k, v [layers, B, kv heads, M, d], of which row b
+    has `known[b]` [B]."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    known: torch.Tensor
+
+
 def decode(
     w: FusedWeights,
     cache: ColumnCache,
@@ -250,26 +358,37 @@ def decode(
     return w.logits(x)
 
 
-def encode(w: FusedWeights, ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values [B, kv heads, L, d] of every layer for right-padded token rows ids [B, L]
-    from position 0.
+def encode(
+    w: FusedWeights, ids: torch.Tensor, begun: Begun | None = None
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Keys and values [B, kv heads, L, d] of every layer for right-padded token rows ids [B, L],
+    from position 0 or, with `begun`, behind what is known of each row.
     """
     b, n = ids.shape
     lay = w.lay
-    turns = w.turns(torch.arange(n, device=ids.device).repeat(b))
     bias = torch.full((n, n), MASKED, device=ids.device).triu_(1)
+    positions = torch.arange(n, device=ids.device).repeat(b)
+    if begun is not None:
+        positions = (positions.view(b, n) + begun.known[:, None]).flatten()
+        positions.clamp_(max=len(w.cos) - 1)  # padding
+        columns = torch.arange(begun.k.shape[3], device=ids.device)
+        past = torch.where(columns < begun.known[:, None, None, None], 0.0, MASKED)
+        bias = torch.cat([past.expand(b, 1, n, len(columns)), bias.expand(b, 1, n, n)], -1)
+    turns = w.turns(positions)
     x = w.top["embed"].index_select(0, ids.flatten())
     out = []
     for i in range(w.layers):
         q, k, v = (t.view(b, n, -1, lay.head_dim).transpose(1, 2) for t in w.project(i, x, turns))
         out.append((k, v))
         if i + 1 < w.layers:
+            if begun is not None:
+                k, v = torch.cat([begun.k[i], k], 2), torch.cat([begun.v[i], v], 2)
             share = lay.heads // lay.kv_heads
             scores = torch.matmul(
                 q.reshape(b, lay.kv_heads, share * n, lay.head_dim), k.transpose(2, 3)
-            ).view(b, lay.heads, n, n)
+            ).view(b, lay.heads, n, -1)
             p = torch.softmax(scores.float() + bias, -1).to(x.dtype)
-            a = torch.matmul(p.view(b, lay.kv_heads, share * n, n), v).view(
+            a = torch.matmul(p.view(b, lay.kv_heads, share * n, -1), v).view(
                 b, lay.heads, n, lay.head_dim
             )
             x = w.finish(i, x, a.transpose(1, 2).reshape(b * n, -1))

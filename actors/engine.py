@@ -87,6 +87,9 @@ class Engine(Protocol):
     def progress(self) -> dict[Key, int]:
         """Tokens written so far of every request in the engine."""
 
+    def numbers(self) -> dict[str, float]:
+        """Sums since its start, for the metrics."""
+
 
 def engine_for(config: Config) -> Engine:
     """The engine that `generator.engine` names."""

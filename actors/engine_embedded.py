@@ -2,7 +2,11 @@
 
 Rows 0..n-1 are in use.  A finished row stays, ignored, until a chunk of waiting requests takes the
 free rows, or until few rows are live and they are moved together.  The last prompt token is a row's
-first decode input, so that admission only has to encode the rest of each prompt, once a group."""
+first decode input, so that admission only has to encode the rest of each prompt, once a group.
+
+Where samples are sessions, the keys and values of prompts and answers stay in blocks of their own
+after their rows have ended (`decoder.KeptPrefixes`), until the next weights: a prompt that begins
+with what was encoded or drawn with these weights is encoded behind that alone."""
 
 from __future__ import annotations
 
@@ -31,10 +35,12 @@ SHRINK = 0.75  # live share of the rows in use below which they are moved togeth
 
 @dataclass
 class Row:
-    """What the host knows of a live row.  `born`: the step of its first decode input."""
+    """What the host knows of a live row.  `born`: the step of its first decode input; `loads`: the
+    weights that all its keys are of, counted."""
 
     request: Request
     born: int
+    loads: int
     # (first token, label, digest) of each span
     marks: list[tuple[int, Label, str]] = field(default_factory=list)
 
@@ -45,7 +51,9 @@ class EmbeddedEngine:
 
     fixed: by the operators of exact mode (asyncrl/models/exact_operators.py), with every key at the
     column of its position. mantissa_bits: what the weights are rounded to when they are loaded; 0:
-    not.  base: what `load` adds each version of an adapter to; None: versions are whole."""
+    not.  base: what `load` adds each version of an adapter to; None: versions are whole.
+    kept_tokens: most tokens whose keys and values are kept for later prompts; 0: none are, nor in
+    exact mode, where every prompt is encoded whole, as the learner does."""
 
     def __init__(
         self,
@@ -58,6 +66,7 @@ class EmbeddedEngine:
         fixed: bool = False,
         mantissa_bits: int = 0,
         base: Base | None = None,
+        kept_tokens: int = 0,
     ) -> None:
         assert model.fast is not None
         self.slots = slots
@@ -82,6 +91,14 @@ class EmbeddedEngine:
         self.live = 0
         self.clock = 0  # decode steps so far
         self.columns = decoder.StepColumns(max_new_tokens)
+        self.loads = 0
+        like = torch.empty(0, dtype=self.dtype, device=self.device)
+        self.kept = (
+            decoder.KeptPrefixes(self.lay, self.weights.layers, kept_tokens, like)
+            if kept_tokens and not fixed
+            else None
+        )
+        self.hits = self.reused = self.encoded = 0  # prompts that began with kept keys; tokens
         self.label = Label(0, 0)
         self.digest = ""
         rows = slots
@@ -121,6 +138,9 @@ class EmbeddedEngine:
         )
         self.label = label
         self.digest = digest
+        self.loads += 1
+        if self.kept is not None:
+            self.kept.clear()
         for row in filter(None, self.rows):
             at = self.clock - row.born
             if row.marks and row.marks[-1][0] == at:
@@ -162,6 +182,15 @@ class EmbeddedEngine:
 
     def progress(self) -> dict[Key, int]:
         return {row.request.key: self.clock - row.born for row in filter(None, self.rows)}
+
+    def numbers(self) -> dict[str, float]:
+        if self.kept is None:
+            return {}
+        return {
+            "prefix/hits": self.hits,
+            "prefix/reused_tokens": self.reused,
+            "prefix/encoded_tokens": self.encoded,
+        }
 
     # ---- rows ------------------------------------------------------------------------------------
 
@@ -216,7 +245,7 @@ class EmbeddedEngine:
         index = torch.tensor(free, device=self.device)
         self.cache.forget(index)
         for slot, request in zip(free, requests, strict=True):
-            self.rows[slot] = Row(request, self.clock, [(0, self.label, self.digest)])
+            self.rows[slot] = Row(request, self.clock, self.loads, [(0, self.label, self.digest)])
         self._fill(index, requests)
         self._write_prompts(
             free, [request.prompt for request in requests], [request.group for request in requests]
@@ -315,6 +344,95 @@ class EmbeddedEngine:
             self.cache.bias[:, :, target] = old.bias[:, :, first:end]
 
     def _write_prompts(self, rows: list[int], prompts: list[np.ndarray], groups: list[Any]) -> None:
+        """Give each row the keys and values of its prompt without the last token, and keep them."""
+        if self.kept is None:
+            self._write_new(rows, prompts, groups)
+            return
+        assert self.cache is not None
+        known = {
+            group: self.kept.find(prompt[:-1])
+            for group, prompt in dict(zip(groups, prompts, strict=True)).items()
+        }
+        for begun in (False, True):
+            part = [at for at, group in enumerate(groups) if bool(known[group]) == begun]
+            if part:
+                chosen = (
+                    [rows[at] for at in part],
+                    [prompts[at] for at in part],
+                    [groups[at] for at in part],
+                )
+                if begun:
+                    self._write_begun(*chosen, [known[groups[at]] for at in part])
+                else:
+                    self._write_new(*chosen)
+        one = {group: at for at, group in enumerate(groups)}
+        for at in one.values():
+            slot, prompt = rows[at], prompts[at][:-1]
+            columns = np.arange(len(prompt))
+            self.kept.keep(prompt, self.cache.k[:, slot], self.cache.v[:, slot], columns)
+
+    def _write_begun(
+        self,
+        rows: list[int],
+        prompts: list[np.ndarray],
+        groups: list[Any],
+        numbers: list[list[int]],
+    ) -> None:
+        """Encode what each distinct prompt has behind the kept blocks `numbers` that it begins
+        with."""
+        assert self.cache is not None and self.kept is not None
+        place = {group: at for at, group in enumerate(dict.fromkeys(groups))}
+        first = [groups.index(group) for group in place]
+        columns = [self.kept.columns(numbers[at]) for at in first]
+        known = np.array([len(each) for each in columns])
+        rest = [prompts[at][start:-1] for at, start in zip(first, known, strict=True)]
+        past, ids = padded(columns), padded(rest)
+        owner = np.array([place[group] for group in groups])
+        place_of = torch.from_numpy(past).to(self.device)
+        begun = decoder.Begun(
+            self.kept.k[:, :, place_of].transpose(1, 2),
+            self.kept.v[:, :, place_of].transpose(1, 2),
+            torch.from_numpy(known).to(self.device),
+        )
+        row, source = (torch.tensor(each, device=self.device) for each in (rows, owner))
+        for cached, old in ((self.cache.k, begun.k), (self.cache.v, begun.v)):
+            cached[:, row, :, : past.shape[1]] = old[:, source]
+        self.hits += len(place)
+        self.reused += int(known.sum())
+        self.encoded += sum(map(len, rest))
+        if ids.shape[1]:
+            # of every token of every row: its place among `rows` and in `rest`
+            which, at = np.nonzero(
+                np.arange(ids.shape[1])[None] < np.array([len(rest[o]) for o in owner])[:, None]
+            )
+            to_row, to_column, of, token = (
+                torch.from_numpy(each).to(self.device)
+                for each in (np.array(rows)[which], known[owner][which] + at, owner[which], at)
+            )
+            encoded = decoder.encode(self.weights, torch.from_numpy(ids).to(self.device), begun)
+            for layer, (keys, values) in enumerate(encoded):
+                self.cache.k[layer][to_row, :, to_column] = keys[of, :, token]
+                self.cache.v[layer][to_row, :, to_column] = values[of, :, token]
+        lengths = np.array([len(prompt) - 1 for prompt in prompts])
+        seen = torch.from_numpy(np.arange(lengths.max())[None] < lengths[:, None]).to(self.device)
+        self.cache.bias[row, 0, : int(lengths.max())] = torch.where(seen, 0.0, decoder.MASKED)
+
+    def _keep_answer(self, slot: int, row: Row, tokens: np.ndarray) -> None:
+        """Keep the keys and values of a row that has ended with `tokens`: none of its last token,
+        which was never read."""
+        if self.kept is None or row.loads != self.loads:
+            return
+        assert self.cache is not None
+        prompt = row.request.prompt
+        steps = self.prompt_needed + self.columns.of(row.born, self.clock)
+        self.kept.keep(
+            np.concatenate([prompt, tokens[:-1]]),
+            self.cache.k[:, slot],
+            self.cache.v[:, slot],
+            np.concatenate([np.arange(len(prompt) - 1), steps]),
+        )
+
+    def _write_new(self, rows: list[int], prompts: list[np.ndarray], groups: list[Any]) -> None:
         """Encode each distinct prompt without its last token; give its keys and values to the rows
         that share it.
         """
@@ -328,6 +446,7 @@ class EmbeddedEngine:
         ids = np.zeros((len(unique), int(lengths.max())), np.int64)
         for index, group in enumerate(unique):
             ids[index, : lengths[index]] = prompts[first[group]][:-1]
+        self.encoded += int(lengths.sum())
         pairs = [(request, place[g]) for request, g in zip(rows, groups, strict=True) if g in place]
         row, owner = (torch.tensor(x, device=self.device) for x in zip(*pairs, strict=True))
         width = ids.shape[1]
@@ -357,6 +476,7 @@ class EmbeddedEngine:
                 ids[index, : len(tokens)] = tokens
             layers = self._encode(ids)
             for index, (slot, request) in enumerate(part):
+                request.loads = self.loads
                 known = len(whole[index])
                 prompt = len(request.request.prompt) - 1
                 columns = np.concatenate(
@@ -454,6 +574,7 @@ class EmbeddedEngine:
             finish: Literal["stop", "length"] = (
                 "stop" if int(tokens[-1]) in row.request.stop else "length"
             )
+            self._keep_answer(slot, row, tokens)
             self.rows[slot] = None
             answers.append(
                 Answer(
@@ -467,6 +588,14 @@ class EmbeddedEngine:
             )
         self.live -= len(answers)
         return answers
+
+
+def padded(rows: list[np.ndarray]) -> np.ndarray:
+    """int64 [rows, the longest's length], zeros at the right."""
+    out = np.zeros((len(rows), max(map(len, rows))), np.int64)
+    for each, row in zip(out, rows, strict=True):
+        each[: len(row)] = row
+    return out
 
 
 def spans(row: Row, length: int, in_flight: str) -> list[Span]:
@@ -527,7 +656,11 @@ def make_engine(config: Config) -> Engine:
         max_new_tokens=settings.max_new_tokens,
         base=Base(model, config.lora) if config.lora.rank else None,
         **(
-            {"fixed": bool(config.exact), "mantissa_bits": settings.mantissa_bits}
+            {
+                "fixed": bool(config.exact),
+                "mantissa_bits": settings.mantissa_bits,
+                "kept_tokens": settings.prefix_cache_tokens if config.agent.on else 0,
+            }
             if kind is EmbeddedEngine
             else {}
         ),

@@ -165,3 +165,6 @@ class GenericEngine:
 
     def progress(self) -> dict[Key, int]:
         return {r.request.key: len(r.tokens) for r in self.rows}
+
+    def numbers(self) -> dict[str, float]:
+        return {}

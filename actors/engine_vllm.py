@@ -319,6 +319,9 @@ class VllmEngine:
         }
         return {request.key: count.get(name, 0) for name, (request, _) in self.requests.items()}
 
+    def numbers(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None:
         """Give back memory and vLLM's process group, so that another engine can be made in this
         process.

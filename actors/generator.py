@@ -410,7 +410,7 @@ class Generator:
                 producer=self.producer,
                 session=self.session,
                 progress=progress,
-                stats=self.spent.metrics() | self.rewards.numbers(),
+                stats=self.spent.metrics() | self.rewards.numbers() | self.engine.numbers(),
                 waiting=waiting,
                 judging=self.judging(),
                 drawn=self.outbox.drawn.reported(progress),

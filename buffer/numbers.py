@@ -19,6 +19,9 @@ SUMS = (
     "reward/judged",
     "reward/waited_s",
     "reward/called_s",
+    "prefix/hits",
+    "prefix/reused_tokens",
+    "prefix/encoded_tokens",
 )
 
 
@@ -142,6 +145,18 @@ def of_rewards(
             "reward/call_s": totals["called_s"] / judged,
         }
     return now | means | {"time/reward_wait_share": min(1.0, totals["reward_idle_s"] / spent)}
+
+
+def of_prefixes(
+    stats: Sequence[Mapping[str, float]], totals: Mapping[str, float]
+) -> dict[str, float]:
+    """Of the engines that keep keys and values for later calls, if any do: `totals` since the last
+    step.
+    """
+    if not any("prefix/hits" in entry for entry in stats):
+        return {}
+    names = ("hits", "reused_tokens", "encoded_tokens")
+    return {f"prefix/{name}": totals[name] for name in names}
 
 
 def summary(store: Store, trained: Trained, wall_s: float) -> dict[str, Any]:

@@ -726,12 +726,15 @@ class Service:
             return {}
         span = now - (self.last_metrics or self.clock.began or now)
         self.last_metrics = now
-        return {
-            "throughput/generator_tokens_per_s": totals["tokens"] / max(span, 1e-9),
-            "time/generator_idle_share": totals["idle_s"] / spent,
-            "time/swap": totals["swap_s"],
-        } | numbers.of_rewards(
-            [entry["stats"] for entry in self.generators.values()], totals, spent
+        stats = [entry["stats"] for entry in self.generators.values()]
+        return (
+            {
+                "throughput/generator_tokens_per_s": totals["tokens"] / max(span, 1e-9),
+                "time/generator_idle_share": totals["idle_s"] / spent,
+                "time/swap": totals["swap_s"],
+            }
+            | numbers.of_rewards(stats, totals, spent)
+            | numbers.of_prefixes(stats, totals)
         )
 
     def write_evaluations(self) -> None:

@@ -96,6 +96,13 @@ def test_the_learner_finds_the_probabilities_that_the_calls_were_drawn_with(
         if "mismatch/k3_at_lag_0" in row
     ]
     assert found and max(found) < 1e-9
+    kept = [row for row in rows(tmp_path / "zero" / "metrics.jsonl") if "prefix/hits" in row]
+    assert sum(row["prefix/hits"] for row in kept) > 0
+    assert all(
+        row["prefix/reused_tokens"] >= 8 * row["prefix/hits"] and row["prefix/encoded_tokens"] > 0
+        for row in kept
+        if row["prefix/hits"]
+    )
 
 
 def test_a_killed_generators_calls_are_drawn_by_its_next_life(

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors import decoder
@@ -286,6 +286,7 @@ def test_a_generator_that_never_runs_dry_pays_for_its_answers_not_for_their_limi
     assert done == 161 and 200 <= max(looked) <= 208 and len(looked) >= 200
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_a_column_is_taken_again_when_no_live_row_has_keys_in_it(data: st.DataObject) -> None:
     """The lowest free one at each look; what rows wrote is found by their steps, also after

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from actors.engine import Request, uniforms
-from actors.gateway.switchboard import Switchboard
+from actors.gateway.switchboard import REMEMBERED, Switchboard
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
 
@@ -49,6 +49,49 @@ def test_calls_go_where_most_room_is_and_never_beyond_it() -> None:
     assert len(first[b"a"]) == 5 and len(first[b"b"]) == 3
     assert two.called(m.Called(first[b"b"][0], b"", b"", [], "stop")) is not None
     assert sent(two) == {b"b": [8]}
+
+
+def test_a_sessions_calls_stay_with_the_generator_that_drew_the_last() -> None:
+    """While it has a free row; who has gone is not waited for; what is remembered is bounded."""
+
+    def of(number: int, ticket: int, sample: int = 1) -> m.Call:
+        return msgspec.structs.replace(call(number), ticket=ticket, sample=sample)
+
+    def answered(*numbers: int) -> None:
+        for number in numbers:
+            b.called(m.Called(number, b"", b"", [], "stop"))
+
+    b = board("a", "b")
+    for number in range(4):
+        b.place(of(number, ticket=number))
+    first = sent(b)
+    assert sorted(map(len, first.values())) == [2, 2]
+    answered(0, 1, 2, 3)
+    for number in range(3, -1, -1):  # alone they would go by turns
+        b.place(of(10 + number, ticket=number))
+    assert {peer: sorted(x - 10 for x in ids) for peer, ids in sent(b).items()} == first
+    answered(10, 11, 12, 13)
+    mine = first[b"a"][0]
+    for number in range(20, 26):  # four slots: the others go where room is
+        b.place(of(number, ticket=mine))
+    both = sent(b)
+    assert both == {b"a": [20, 21, 22, 23], b"b": [24, 25]}
+    answered(*range(20, 26))  # b drew the last
+    b.place(of(30, ticket=mine))
+    b.place(of(31, ticket=mine, sample=2))  # another session of the ticket
+    assert sent(b) == {b"b": [30], b"a": [31]}
+    answered(30)
+    del b.lines["b"]
+    b.place(of(40, ticket=mine))
+    assert sent(b) == {b"a": [40]}
+    answered(40)
+    for number in range(REMEMBERED + 3):
+        b.drew[100 + number, 0] = "a"
+    b.place(of(50, ticket=7))
+    sent(b)
+    before = len(b.drew)
+    answered(50)
+    assert len(b.drew) == before and (7, 1) in b.drew
 
 
 def test_a_call_is_answered_once() -> None:

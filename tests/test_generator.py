@@ -61,6 +61,9 @@ class Engine:
     def progress(self) -> dict[tuple[int, int, int], int]:
         return dict.fromkeys(self.rows, 3)
 
+    def numbers(self) -> dict[str, float]:
+        return {"prefix/hits": 4.0}
+
 
 class Wire:
     """The socket: what the buffer says is taken from `inbox`, what the generator says stands in
@@ -283,6 +286,7 @@ def test_told_to_end_it_says_what_it_drew_and_that_its_leases_are_free(
     *_, renew, leaving = said
     # 3 tokens of each of two answers: lost, and counted
     assert isinstance(renew, m.Renew) and renew.progress == [(0, 1, 6)]
+    assert renew.stats["prefix/hits"] == 4.0 and "generator/tokens" in renew.stats
     assert leaving == m.Leaving(g.producer, g.session) and g.socket.closed  # type: ignore[attr-defined]
 
 

@@ -859,3 +859,28 @@ def test_tokens_a_second_are_over_all_the_time_since_the_last_report(begin: Any)
     assert service.generator_numbers(107.0)["throughput/generator_tokens_per_s"] == pytest.approx(
         100.0
     )
+
+
+def test_reused_keys_are_summed_over_the_generators_that_keep_them(begin: Any) -> None:
+    service = begin().service
+
+    def step(at: float, **stats: dict[str, float]) -> dict[str, float]:
+        for name, said in stats.items():
+            entry = service.generators.setdefault(name, {"waiting": None})
+            entry["stats"] = {"generator/busy_s": at} | {
+                f"prefix/{each}": value for each, value in said.items()
+            }
+            service.reported.add(name)
+        got = service.generator_numbers(at)
+        return {name: value for name, value in got.items() if name.startswith("prefix/")}
+
+    assert step(1.0, a={}) == {}
+    one = {"hits": 2.0, "reused_tokens": 48.0, "encoded_tokens": 100.0}
+    two = {"hits": 3.0, "reused_tokens": 24.0, "encoded_tokens": 7.0}
+    assert step(2.0, a=one, b=two) == {
+        "prefix/hits": 5.0,
+        "prefix/reused_tokens": 72.0,
+        "prefix/encoded_tokens": 107.0,
+    }
+    later = step(3.0, a=one, b={name: value + 1 for name, value in two.items()})
+    assert set(later.values()) == {1.0}

@@ -1,5 +1,8 @@
 """Which generator draws which call: the gateway's side of the wire.
 
+A session's calls go to the generator that drew its last one while that has a free row: it may have
+kept the keys and values of what the call begins with.  Others go where most room is.
+
 A call is answered once.  A generator that was started anew, or is silent, loses its calls: they are
 sent again, to whoever has most room, with the same random stream.  Should the silent one answer
 after all, the first answer counts."""
@@ -15,6 +18,7 @@ from asyncrl.contract.versions import Label
 
 LINES = 4096  # generators of a gateway
 AHEAD = 1.25  # calls given out, as a multiple of the slots: a row that frees finds one there
+REMEMBERED = 16384  # samples of which is known who drew their last call
 
 
 @dataclass
@@ -46,6 +50,8 @@ class Switchboard:
         self.open: dict[int, m.Call] = {}
         self.queue: deque[int] = deque()
         self.again = 0  # calls sent again
+        # (ticket, sample) -> the generator that drew its last call; the oldest first
+        self.drew: dict[tuple[int, int], str] = {}
 
     def place(self, call: m.Call) -> None:
         """A call to be drawn."""
@@ -94,9 +100,14 @@ class Switchboard:
 
     def called(self, message: m.Called) -> m.Call | None:
         """An answer: the call it is of; None for one that was answered before, or forgotten."""
-        for line in self.lines.values():
-            line.calls.pop(message.id, None)
-        return self.open.pop(message.id, None)
+        found = self.open.pop(message.id, None)
+        for name, line in self.lines.items():
+            if line.calls.pop(message.id, None) is not None and found is not None:
+                self.drew.pop((found.ticket, found.sample), None)
+                self.drew[found.ticket, found.sample] = name
+                if len(self.drew) > REMEMBERED:
+                    del self.drew[next(iter(self.drew))]
+        return found
 
     def tick(self, now: float) -> None:
         """Calls of a silent generator are sent again."""
@@ -114,10 +125,19 @@ class Switchboard:
             self.again += 1
             self.queue.appendleft(call)
 
+    def _line(self, call: m.Call | None) -> Line | None:
+        """Who is to draw a call; None: nobody serves."""
+        if call is not None:
+            last = self.lines.get(self.drew.get((call.ticket, call.sample), ""))
+            if last is not None and len(last.calls) < last.slots:
+                return last
+        return max(self.lines.values(), key=lambda line: line.room, default=None)
+
     def frames(self, announcement: m.Announcement | None) -> Sequence[tuple[bytes, m.Calls]]:
-        """What to send now: each call to the generator with most room, announcements to all."""
+        """What to send now: each call to its session's generator or to the one with most room,
+        announcements to all."""
         while self.queue:
-            line = max(self.lines.values(), key=lambda line: line.room, default=None)
+            line = self._line(self.open.get(self.queue[0]))
             if line is None or line.room <= 0:
                 break
             call = self.queue.popleft()

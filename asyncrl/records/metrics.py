@@ -162,6 +162,13 @@ METRICS: dict[str, Metric] = {
     ),
     "reward/workers": Metric("processes", "that judge, of all generators"),
     "time/swap": Metric("s", "time the generators spent on swapping weights since the last step"),
+    "prefix/hits": Metric(
+        "calls",
+        "prompts since the last step that began with keys and values kept of earlier calls "
+        "(generator.prefix_cache_tokens)",
+    ),
+    "prefix/reused_tokens": Metric("tokens", "of these prompts, not encoded again"),
+    "prefix/encoded_tokens": Metric("tokens", "of all prompts of calls, encoded"),
     "buffer/groups": Metric("groups", "groups alive: outstanding, stored or leased"),
     "buffer/leases": Metric("groups", "groups that a generator holds"),
     "buffer/set_aside": Metric(
