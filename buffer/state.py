@@ -56,6 +56,6 @@ class Snapshot(msgspec.Struct, tag="snapshot", kw_only=True):
     tree: TreeState
     evaluations: EvaluationsState
     # which older snapshots lack
-    suspect: tuple[list[int], int] = ([], 0)
+    suspect: tuple[list[int], float] = ([], 0.0)
     aside: int = 0
     limit: Limit = Limit()

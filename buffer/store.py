@@ -47,9 +47,10 @@ SESSIONS = 8192  # of generators, whose counts may still grow: more than may hol
 STRAYS = 20_000  # attempts of gone groups that may still report or deliver
 VERSIONS = 10_000  # behind the oldest checkpoint kept: an answer that spans more is refused
 # what the end of a learner's life counts against the batch that it was given last: two that ended
-# by themselves are enough to set it aside, or four that may have been killed by anybody
-ENDS = {"ended": 0, "killed": 1, "": 1, "crashed": 2}
-ENOUGH = 4
+# by themselves are enough to set it aside, four that may have been killed for what they did
+# (memory, no progress), sixteen killed by somebody else
+ENDS = {"ended": 0.0, "outside": 0.25, "killed": 1.0, "": 1.0, "crashed": 2.0}
+ENOUGH = 4.0
 Key = tuple[int, int, int]
 
 
@@ -96,7 +97,7 @@ class Store:
         self.drawn: OrderedDict[tuple[str, int], int] = OrderedDict()
         self.drawn_before = 0  # of sessions long gone
         # tickets of the batch that the learner's last lives ended on, and what that counts (ENDS)
-        self.suspect: tuple[list[int], int] = ([], 0)
+        self.suspect: tuple[list[int], float] = ([], 0.0)
         self.aside = 0  # batches set aside
         self.finished = False
         # may a group alive lack samples that nobody writes?  False only if `_grants` has looked
@@ -650,7 +651,7 @@ class Store:
         self.evaluations.restart(hello.label, self.settings.steps)
         return True
 
-    def suspected(self, hello: LearnerHello) -> tuple[list[int], int]:
+    def suspected(self, hello: LearnerHello) -> tuple[list[int], float]:
         """`suspect` with what the hello of a new life tells of the one before: it ended on the
         batch after its last commit, if that had been handed out.
 
@@ -669,7 +670,7 @@ class Store:
         for ticket in self.comps.pop(number - self.base):
             self.composed.discard(ticket)
             self.leave(self.alive[ticket], "fatal")
-        self.suspect = ([], 0)
+        self.suspect = ([], 0.0)
         self.aside += 1
 
     def _follow(self, hello: LearnerHello) -> None:
@@ -781,7 +782,7 @@ class Store:
         kept = self._lines_kept()
         self.leased.discard(number)
         if self.comps[number - self.base] == self.suspect[0]:
-            self.suspect = ([], 0)  # it can be trained
+            self.suspect = ([], 0.0)  # it can be trained
         of_batch = [
             stored
             for ticket in self.comps[number - self.base]

@@ -14,6 +14,7 @@ from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError, ConfigError, ProcessLost
 from asyncrl.contract.messages import Status
 from asyncrl.contract.waits import Wait
+from asyncrl.records import lives
 from asyncrl.supervise import launch
 from asyncrl.supervise.hosts import TAIL_BYTES, Order, last_lines
 from asyncrl.supervise.launch import Supervisor
@@ -137,6 +138,11 @@ def test_who_holds_the_run_up_is_ended_and_started_again(supervisor: Supervisor)
     supervisor.look()
     assert maker(supervisor).events == ["generator-0 killed"]
     assert not supervisor.poll() and maker(supervisor).newest("generator-0") is not held_up
+    again = maker(supervisor).newest("generator-0")
+    again.code = -signal.SIGKILL  # by somebody else
+    assert not supervisor.poll()
+    ends = [row for row in lives.rows(supervisor.run_dir) if row["event"] == "died"]
+    assert [row.get("held_up", False) for row in ends] == [True, False]
 
 
 def test_a_run_ends_in_order_and_who_does_not_hear_is_killed(

@@ -45,7 +45,16 @@ def begun(store: Store) -> Store:
     return store
 
 
-@pytest.mark.parametrize("ends", [["crashed"] * 2, ["killed"] * 4, ["", "killed", "crashed"]])
+@pytest.mark.parametrize(
+    "ends",
+    [
+        ["crashed"] * 2,
+        ["killed"] * 4,
+        ["", "killed", "crashed"],
+        ["outside"] * 16,
+        ["outside"] * 8 + ["crashed"],
+    ],
+)
 def test_a_batch_that_lives_end_on_is_set_aside_and_the_next_takes_its_place(
     ends: list[str],
 ) -> None:
@@ -137,7 +146,10 @@ def test_under_injection_new_groups_stand_where_those_set_aside_stood() -> None:
     assert not set(store.alive) & set(bad)
 
 
-def test_how_the_life_before_ended(tmp_path: Path) -> None:
+def test_how_the_life_before_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine: list[str | int] = ["this start of it", 3]
+    monkeypatch.setattr(lives, "memory_kills", lambda: machine)
+
     def before() -> str:
         return lives.before(tmp_path, "learner", 99)
 
@@ -150,11 +162,50 @@ def test_how_the_life_before_ended(tmp_path: Path) -> None:
     for code, said in ((0, "ended"), (130, "ended"), (6, "ended"), (1, "crashed"), (5, "crashed")):
         lives.note(tmp_path, "learner", 7, "ended", code=code)
         assert before() == said
-    for code, said in ((-9, "killed"), (-15, "killed"), (-11, "crashed"), (137, "killed")):
+    # a row of an older version, which does not tell of its machine's memory
+    for code, said in ((-9, "killed"), (-15, "outside"), (-11, "crashed"), (137, "killed")):
         lives.note(tmp_path, "learner", 7, "died", code=code)
         assert before() == said
     lives.note(tmp_path, "learner", 7, "died", code=-9, asked=True)
     assert before() == "ended"
+
+
+def test_a_kill_from_outside_is_told_from_one_for_want_of_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine: list[str | int] = ["this start of it", 3]
+    monkeypatch.setattr(lives, "memory_kills", lambda: list(machine))
+    (tmp_path / "logs").mkdir()
+    life = lives.Life(tmp_path, "learner", alone=False)
+    (row,) = lives.rows(tmp_path)
+    assert row["memory_kills"] == machine
+
+    def before() -> str:
+        return lives.before(tmp_path, "learner", 0)
+
+    assert before() == "outside", "its supervisor died with it, and left no word"
+    lives.note(tmp_path, "learner", row["pid"], "died", code=-9)
+    assert before() == "outside"
+    machine[1] = 4
+    assert before() == "killed", "the kernel has killed somebody since it began"
+    machine[:] = ["its next start", 0]
+    assert before() == "outside", "the machine went, and the learner with it"
+    machine.clear()
+    assert before() == "killed", "nobody can tell"
+    machine[:] = ["this start of it", 3]
+    lives.note(tmp_path, "learner", row["pid"], "died", code=-9, held_up=True)
+    assert before() == "killed", "it stood still on what it had"
+    lives.note(tmp_path, "learner", row["pid"], "died", code=-11)
+    assert before() == "crashed"
+    life.free()
+
+
+def test_this_machine_tells_how_many_it_has_killed_for_want_of_memory() -> None:
+    told = lives.memory_kills()
+    assert lives.memory_kills()[:1] == told[:1]
+    lines = Path("/proc/vmstat").read_text().splitlines()
+    assert bool(told) == any(line.startswith("oom_kill ") for line in lines)
+    assert not told or isinstance(told[1], int)
 
 
 @pytest.mark.parametrize("mode", ["process"])

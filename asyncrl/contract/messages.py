@@ -453,9 +453,9 @@ class LearnerHello(msgspec.Struct, frozen=True, tag="learner_hello"):
     trained_above: list[int] = []  # completion order: tickets trained above next_ticket
     pid: int = 0
     vocabulary: int = 0  # tokens of the model; 0: not said
-    # how the learner's life before this one ended: well or told to, by a signal that nothing
-    # explains, by itself; "": nobody knows
-    before: Literal["", "ended", "killed", "crashed"] = ""
+    # how the learner's life before this one ended: well or told to; by a signal from outside; by
+    # one that its work may have brought about; by itself; "": nobody knows
+    before: Literal["", "ended", "outside", "killed", "crashed"] = ""
     limit: int = 0  # where the limit sets itself: the one at the checkpoint; 0: none
 
 

@@ -27,10 +27,15 @@ from asyncrl.contract.errors import ConfigError
 # exit codes: told to end; nothing left to do
 INTERRUPTED = 130
 NOTHING = 6
-# exit codes of signals that come from outside, as far as one can tell; 137: a rank was lost
-KILLED = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, 137)
+# exit codes of signals that come from outside; of these, SIGKILL may be the kernel's, for want of
+# memory
+FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+RANK_LOST = 137
 AGAIN_S = 5.0  # a process that is started again waits this long for what is left of the one before
 _POLL_S = 0.05
+
+
+Before = Literal["", "ended", "outside", "killed", "crashed"]
 
 
 def path(run_dir: Path) -> Path:
@@ -88,17 +93,45 @@ def ends(run_dir: Path) -> list[dict[str, Any]]:
     return sorted(bad, key=lambda r: float(r["at"]))
 
 
-def before(run_dir: Path, name: str, pid: int) -> Literal["", "ended", "killed", "crashed"]:
-    """How the life of `name` before that of process `pid` ended: well or told to; by a signal, or
-    without a word; by itself.  "": there was none.
+def memory_kills() -> list[str | int]:
+    """This machine since its start, and how many processes its kernel has killed for want of memory
+    (those of containers too); empty where it does not say.
     """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return [boot, int(line.split()[1])]
+    except (OSError, ValueError):
+        pass
+    return []
+
+
+def before(run_dir: Path, name: str, pid: int) -> Before:
+    """How the life of `name` before that of process `pid` ended.  "": there was none.
+
+    `ended`: well or told to.  `crashed`: by itself.  `outside`: by a signal, or without a word, and
+    nothing that it did explains it: an operator, a scheduler, its machine.  `killed`: the same, but
+    its supervisor ended it for holding the run up, the kernel has killed somebody for want of
+    memory since it began, or that cannot be known."""
     past = [row for row in rows(run_dir) if row["name"] == name and row["pid"] != pid]
     if not past:
         return ""
-    code = past[-1].get("code")
-    if code in (0, NOTHING, INTERRUPTED) or past[-1].get("asked"):
+    last = past[-1]
+    code = last.get("code")
+    if code in (0, NOTHING, INTERRUPTED) or last.get("asked"):
         return "ended"
-    return "killed" if past[-1]["event"] == "began" or code in KILLED else "crashed"
+    if code == RANK_LOST or last.get("held_up"):
+        return "killed"
+    if last["event"] != "began" and code not in FROM_OUTSIDE:
+        return "crashed"
+    if code in FROM_OUTSIDE and code != -signal.SIGKILL:
+        return "outside"
+    begun = [row for row in past if row["event"] == "began" and row["pid"] == last["pid"]]
+    then, now = begun[-1].get("memory_kills") if begun else None, memory_kills()
+    if not then or not now or (then[0] == now[0] and then != now):
+        return "killed"
+    return "outside"  # where it lives now is another machine, or was started anew: that one went
 
 
 def end_of(row: dict[str, Any]) -> str:
@@ -166,7 +199,14 @@ class Life:
         self.mine.truncate(0)
         self.mine.write(str(os.getpid()))
         self.mine.flush()
-        note(run_dir, name, os.getpid(), "began", supervised=supervised)
+        note(
+            run_dir,
+            name,
+            os.getpid(),
+            "began",
+            supervised=supervised,
+            memory_kills=memory_kills(),
+        )
 
     def _holder(self) -> str:
         self.mine.seek(0)

@@ -45,6 +45,7 @@ class Child:
     log: Path = Path()
     restarts: int = 0
     code: int | None = None  # of its exit, 0 when that was no loss; None: it runs
+    held_up: bool = False  # it held the run up, and was ended for that
     leaving: float = 0.0  # when it was told to leave a run that goes on without it; 0: it was not
 
     @property
@@ -108,6 +109,7 @@ class Supervisor:
             child.process.close()
         child.process = self.maker.start(Order(child.name, child.argv, child.threads, child.log))
         child.code = None
+        child.held_up = False
 
     # ---- watching --------------------------------------------------------------------------------
 
@@ -252,6 +254,7 @@ class Supervisor:
         self.say(f"the run stands still: {why}; {says}; {name} holds it up and is ended")
         child = alive[name]
         assert child.process is not None
+        child.held_up = True
         child.process.kill()
         self.watchdog.restart(now)
 
@@ -274,6 +277,7 @@ class Supervisor:
                 "died",
                 code=code,
                 why=(last or [""])[-1][:500],
+                **({"held_up": True} if child.held_up else {}),
             )
         self.say(f"{child.name} died: {signal_name(code)}; its log: {child.log}")
         for line in last:
