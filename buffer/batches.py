@@ -19,10 +19,13 @@ if TYPE_CHECKING:
 
 
 class Lack(NamedTuple):
-    """Why a batch cannot be handed out: what it waits for, and the process that holds it."""
+    """Why a batch cannot be handed out: what it waits for, the process that holds it, and the
+    ticket, where it is one.
+    """
 
     what: str
     on: str = BUFFER
+    ticket: int = -1
 
     def __str__(self) -> str:
         return self.what
@@ -62,7 +65,7 @@ def why(group: Group) -> Lack:
     lacks = f"ticket {group.ticket}: {len(group.missing())} samples"
     if group.lease is None:
         return Lack(f"{lacks} to be granted again")
-    return Lack(f"{lacks} at {group.lease.producer}", on=group.lease.producer)
+    return Lack(f"{lacks} at {group.lease.producer}", group.lease.producer, group.ticket)
 
 
 def runs_of(store: Store, stored: Stored, number: int) -> list[tuple[int, int, int]]:

@@ -365,6 +365,7 @@ def renew(message: Renew) -> None:
         if not (0 <= value < math.inf and len(name) <= NAME_LENGTH):
             raise BadMessage(f"{message.producer}: {name[:40]!r} is {value}")
     drawn(message.drawn)
+    sessions(message)
     wait = message.waiting
     if wait is None:
         return
@@ -381,6 +382,26 @@ def renew(message: Renew) -> None:
         math.isfinite(wait.seconds) and wait.seconds >= 0,
         f"{message.producer}: a wait of {wait.seconds} s, for {wait.what[:40]!r}",
     )
+
+
+def sessions(message: Renew) -> None:
+    """A few open sessions: words of a line, numbers that are some."""
+    need(
+        len(message.sessions) <= NAMES,
+        f"{message.producer} tells of {len(message.sessions)} sessions, more than {NAMES}",
+    )
+    for one in message.sessions:
+        words = (one.name, one.task, one.what, one.limit)
+        need(
+            all(len(word) <= TEXT_LENGTH and word.isprintable() for word in words),
+            f"{message.producer}: a session's words are printable, up to {TEXT_LENGTH} characters",
+            "text",
+        )
+        numbers = (one.turn, one.seconds, one.open_s, one.ends_s)
+        need(
+            all(0 <= number < math.inf for number in numbers),
+            f"{message.producer}: session {one.name[:40]!r} tells {numbers}",
+        )
 
 
 def drawn(tokens: int) -> None:

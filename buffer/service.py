@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import socket
+import statistics
 import sys
 import time
 from collections import Counter, deque
@@ -27,7 +28,7 @@ from asyncrl.contract import admission
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, BadMessage
 from asyncrl.contract.versions import Label
-from asyncrl.contract.waits import Wait, WaitLog
+from asyncrl.contract.waits import KEPT, HeldUp, Wait, WaitLog, held_up
 from asyncrl.records import atomic_write, jsonl, metrics
 from asyncrl.records.metrics import MetricsWriter, RunClock
 from asyncrl.records.rundir import Lock, buffer_address, run_id, take_back
@@ -50,6 +51,7 @@ ANSWER_BYTES = 1024  # of a token of an answer: ids, logprobs, texts, a version 
 MORE_BYTES = 4 * 1024 * 1024  # of a message that is no answer: ledgers, lists of tickets
 NEWS = 64  # of those that wait for tickets, so many are told at once of a new version
 JOINED = 1000  # numbers of generators that join without a key begin here
+SESSIONS_S = 5.0  # a gateway that was silent for so long vouches for no session
 PASS = 500  # messages taken in before the others are answered: whoever sends without end waits too
 OUTGOING = 10_000  # replies that wait for the disk: with more nothing is taken in
 ASKS = 16  # batches that are asked for at once; a learner asks for two
@@ -144,6 +146,8 @@ class Service:
         self.learner: dict[str, Any] = {}
         self.learner_waits: tuple[batches.Lack, float] | None = None  # since when
         self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
+        # seconds of the learner's last steps, without its waits
+        self.step_s: deque[float] = deque(maxlen=KEPT)
         self.latest: dict[str, float] = {}
         self.leased: dict[int, m.Batch] = {}
         self.clock = RunClock(run_dir)
@@ -174,8 +178,7 @@ class Service:
                 ticked = now
                 self.store.expire(now)
                 self.forget(now)
-                for line in self.wait_log.lines(self.waits()):
-                    say(line)
+                self.say_waits()
             self.flush()
             all_told = not self.generators and not self.told_before
             if self.ended_at and not self.outgoing and (all_told or now - self.ended_at > LINGER_S):
@@ -424,6 +427,7 @@ class Service:
         )
         if entry is not None:
             entry["stats"], entry["waiting"] = message.stats, message.waiting
+            entry["sessions"] = message.sessions
             self.reported.add(message.producer)
             self.send(peer, m.Heard(self.store.epoch, self.announcement()))
 
@@ -690,6 +694,8 @@ class Service:
         self.last_commit = now
         batch = self.leased.pop(commit.number, None)
         values = dict(commit.metrics)
+        if (step_s := values.get("time/step", 0.0)) > 0:
+            self.step_s.append(step_s * (1 - values.get("time/learner_idle_share", 0.0)))
         self.mismatch = max(
             self.mismatch,
             *(
@@ -754,6 +760,35 @@ class Service:
             entry["waiting"] for entry in self.generators.values() if entry["waiting"] is not None
         ]
 
+    def say_waits(self) -> None:
+        """Waits that have grown long, for the log; the learner's with the session it is for."""
+        lines = self.wait_log.lines(self.waits())
+        for line in lines:
+            say(line)
+        held = self.held_up() if any(line.startswith("learner ") for line in lines) else None
+        if held is not None:
+            say(held.said())
+
+    def held_up(self) -> HeldUp | None:
+        """The session that the learner waits for; None while it has work, or waits for something
+        else.  A gateway that is silent vouches for none.
+        """
+        if self.learner_waits is None or self.learner.get("waiting") is None:
+            return None
+        now = time.monotonic()
+        heard = {
+            name: entry
+            for name, entry in self.generators.items()
+            if entry.get("sessions") and now - entry["at"] < SESSIONS_S
+        }
+        return held_up(
+            {name: entry["sessions"] for name, entry in heard.items()},
+            self.learner_waits[0].ticket,
+            usual_s=max((x["stats"].get(m.SESSION_P95, 0.0) for x in heard.values()), default=0.0),
+            step_s=statistics.median(self.step_s) if self.step_s else 0.0,
+            max_lag=self.store.max_lag,
+        )
+
     def status(self) -> m.Status:
         now = time.monotonic()
         peers = {name: now - entry["at"] for name, entry in self.generators.items()}
@@ -771,6 +806,7 @@ class Service:
             finished=bool(self.ended_at),
             error=self.error,
             progress=self.progress,
+            held_up=self.held_up(),
         )
 
     def summary(self) -> dict[str, Any]:

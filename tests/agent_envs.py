@@ -61,6 +61,24 @@ class Slow(Talks):
         return super().step(text)
 
 
+class Stuck(Talks):
+    """One step of one session never ends: the first of training that comes to it."""
+
+    def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        self.split = options["prompt"].split
+        return super().reset(seed=seed, options=options)
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        try:
+            if self.split != "train":
+                return super().step(text)
+            Path(os.environ["AGENT_GATE"]).touch(exist_ok=False)
+        except FileExistsError:
+            return super().step(text)
+        while True:
+            time.sleep(3600)
+
+
 def add(a: int, b: int) -> int:
     """The sum of two numbers."""
     return int(a) + int(b)

@@ -15,11 +15,14 @@ from typing import Any
 
 import msgspec
 import pytest
+from click.testing import CliRunner
 from conftest import ENV, ROOT
 
+from asyncrl.cli import main
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.waits import HeldUp
 from asyncrl.experiments.one_process import cold
 from asyncrl.experiments.simulate.outcome import simulate
 from asyncrl.experiments.simulate.times import Times
@@ -164,6 +167,55 @@ def test_a_killed_learners_open_sessions_go_on_under_its_next_life(
     assert both
     ledger = json.loads((run / "summary.json").read_text())["ledger"]
     assert ledger["duplicate"] == ledger["failed"] == 0
+
+
+def test_a_learner_held_up_by_an_endless_tool_is_told_of_it_and_freed_at_the_deadline(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """The session is named while it lasts, by the buffer and by `asyncrl doctor`; its deadline ends
+    it, and nothing else of the run.
+    """
+    run = tmp_path / "stuck"
+    env = f"{ROOT / 'tests' / 'agent_envs.py'}:Stuck"
+    config = command(
+        model_dir, tmp_path, "stuck", "learner.steps=1", "staleness.max_lag=0", "agent.step_s=30.0"
+    )
+    process = subprocess.Popen(
+        [*config, "--set", f"agent.env={env!r}", "--set", "watchdog.startup_s=3600.0"],
+        cwd=ROOT,
+        env=ENV | {"AGENT_GATE": str(tmp_path / "gate")},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    named: list[HeldUp] = []
+
+    def held_up() -> bool:
+        assert process.poll() is None
+        status = live.ask(buffer_address(load.load("calc"), run), "", 10.0)
+        found = status.held_up if status is not None else None
+        named.extend([found] if found is not None and found.session.kind == "environment" else [])
+        return bool(named)
+
+    try:
+        until((tmp_path / "gate").exists)
+        until(held_up)
+        said = CliRunner().invoke(main, ["doctor", str(run)])
+        _, end = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    session = named[0].session
+    assert named[0].producer == "gateway-0" and session.turn >= 1
+    assert session.what.startswith("the step of its environment")
+    assert session.limit == "agent.step_s" and 0 < session.ends_s <= 30
+    assert said.exit_code == 0
+    assert "the learner is held up by session " in said.output
+    assert "agent.step_s ends that in " in said.output
+    assert process.returncode == 0, end[-3000:]
+    check(run, 0, 1)
+    assert json.loads((run / "summary.json").read_text())["failures"] == {"data": 1}
+    log = (run / "logs" / "attempt_1" / "buffer.log").read_text()
+    assert "the learner is held up by session " in log
 
 
 def until_the_gateway_has_heard(run: Path, epoch: int) -> None:

@@ -16,6 +16,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.versions import Label
+from asyncrl.contract.waits import OpenSession
 from asyncrl.models.policy import build_model
 
 PATIENCE_S = 120.0
@@ -380,6 +381,52 @@ def test_it_vouches_for_open_sessions_and_asks_for_as_many_as_it_may_hold(
     w.wire.replies.append(m.Tickets(w.gateway.session, 1, [], None, True))
     w.gateway.read()
     assert w.gateway.over
+
+
+def test_it_tells_what_the_oldest_sessions_wait_for(world: Callable[..., World]) -> None:
+    """One of each ticket: that which has waited longest for anything but the engine."""
+    w = world(sessions=3, step_s=3600.0)
+    gateway = w.gateway
+    w.take(w.ticket(2, kind="hangs"), w.ticket(2))
+
+    def told(after: float = 0.0) -> list[OpenSession]:
+        return gateway.oldest(time.monotonic() + after)
+
+    assert [x.ticket for x in told()] == [11, 12]
+    assert [(x.name, x.kind, x.what) for x in told() if x.kind == "place"] == [
+        ("", "place", "a place: agent.sessions = 3")
+    ]
+    calls = w.calls(3)
+    (first, _) = told(7.0)
+    assert (first.kind, first.what) == ("engine", "an answer of the engine")
+    assert first.task == "prompt 5 'ab='" and first.turn == 1 and 7 <= first.seconds <= first.open_s
+    assert first.limit == "agent.deadline_s" and 0 < first.ends_s < 600
+    assert not first.bounded
+    hanging, behind = (call for call in calls if call.ticket == 11)
+    w.answer(hanging, "ab")
+    name = f"11.{hanging.sample}.1"
+    (first, _) = told(7.0)
+    assert (first.name, first.kind, first.what) == (
+        name,
+        "environment",
+        "the step of its environment",
+    )
+    # its process is taken for it until the deadline of a step, or the session's is nearer
+    assert first.limit == "agent.deadline_s" and first.bounded
+    w.answer(behind, "ab")
+    one = next(x for x in gateway.episodes.values() if x.session.name == f"11.{behind.sample}.1")
+    second = gateway.stands(one, time.monotonic())
+    assert second.what.endswith(f"behind that of session {name} in the same process")
+    source = m.WeightsSource(2, "here", "", "")
+    gateway.announce(m.Announcement(Label(2, 1), "d", source))
+    assert {x.kind for x in told()} == {"grant"}
+
+
+def test_what_an_answer_asks_of_its_environment() -> None:
+    calls = [{"function": {"name": name}} for name in ("add", "se\x1barch")]
+    assert service.asked_of({"tool_calls": calls}) == "its tool add, se\\x1barch"
+    assert service.asked_of({"content": "x"}) == service.asked_of(None)
+    assert service.asked_of(None) == "the step of its environment"
 
 
 def test_all_samples_of_a_group_meet_the_same_environment(world: Callable[..., World]) -> None:

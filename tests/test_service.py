@@ -21,7 +21,7 @@ from test_journal import state
 from asyncrl.config import load
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
-from asyncrl.contract.waits import Wait
+from asyncrl.contract.waits import HeldUp, OpenSession, Wait
 from asyncrl.records import rundir
 from asyncrl.tasks import get_task
 from asyncrl.transport import sockets
@@ -260,6 +260,57 @@ def test_status_says_who_waits_for_whom(begin: Any) -> None:
     while not (status := ask(viewer, m.Watch(), m.Status)).waits:
         pass
     assert status.waits[0][:3] == ("learner", "ticket 0: 2 samples at generator-0", "generator-0")
+
+
+def test_the_session_that_a_learner_waits_for_is_named(begin: Any) -> None:
+    """Of the batch's oldest ticket, while the learner has nothing to do; with the limit that would
+    not wait, by the steps that were made.
+    """
+    run = begin("evaluation.final_prompts=1", "learner.steps=3")
+    gateway, learner, viewer = run.peer(), run.peer(), run.peer()
+    ask(learner, run.hello(1), m.Welcome)
+
+    def ticket(number: int) -> m.Ticket:
+        while True:
+            for t in ask(gateway, want(number), m.Tickets).tickets:
+                if t.kind == "train":
+                    return t
+                ask(gateway, answers(t), m.Acks)
+
+    def told(t: m.Ticket, **stats: float) -> None:
+        one = OpenSession(t.ticket, 1, "0.1.1", "prompt 5 'ab='", 6, "agent", "x", 21.0, 30.0)
+        other = msgspec.structs.replace(one, ticket=t.ticket + 1, name="1.0.2")
+        named = {key.replace("_", "/", 1): value for key, value in stats.items()}
+        ask(gateway, m.Renew("generator-0", 1, [], named, None, sessions=[other, one]), m.Heard)
+
+    def waits(what: str) -> None:
+        waiting = Wait("learner", what, "buffer", 3.0) if what else None
+        ask(learner, m.Progress("learner", waiting, {}, 1, 1), m.Heard)
+
+    def held_up() -> HeldUp | None:
+        return ask(viewer, m.Watch(), m.Status).held_up  # type: ignore[no-any-return]
+
+    first = ticket(1)
+    ask(gateway, answers(first), m.Acks)
+    ask(learner, m.Ask(1, 0), m.Batch)
+    numbers = {"time/step": 20.0, "time/learner_idle_share": 0.5}
+    ask(learner, m.Commit(1, 0, Label(1, 1), "d1", numbers), m.Committed)
+    second = ticket(2)
+    learner.send(m.Ask(1, 1))
+    told(second)
+    while not ask(viewer, m.Watch(), m.Status).waits:
+        pass
+    assert held_up() is None  # it asks ahead, and has work
+    waits("batch 1")
+    held = held_up()
+    assert held is not None
+    assert (held.session.name, held.producer, held.step_s) == ("0.1.1", "generator-0", 10.0)
+    assert held.max_lag == 3  # open for 30 s
+    told(second, session_p95_s=41.0)
+    assert (held := held_up()) is not None and (held.usual_s, held.max_lag) == (41.0, 5)
+    ask(gateway, answers(second), m.Acks)
+    wait(learner, m.Batch)
+    assert held_up() is None
 
 
 def test_reward_processes_in_the_metrics_and_among_the_waits(begin: Any) -> None:
@@ -703,6 +754,11 @@ def bad(run: Run, train: m.Ticket, test: m.Ticket) -> dict[str, m.FromPeer]:
     ) -> m.Renew:
         return renew(waiting=Wait(who, what, on, seconds))
 
+    def told(count: int = 1, **more: Any) -> m.Renew:
+        one = OpenSession(0, 0, "0.0.1", "prompt 0 ''", 1, "agent", "its harness", 1.0, 2.0)
+        each = [msgspec.structs.replace(one, **more)] * count
+        return msgspec.structs.replace(renew(), sessions=each)
+
     def hello(**more: Any) -> m.LearnerHello:
         return msgspec.structs.replace(run.hello(2), **more)
 
@@ -730,6 +786,11 @@ def bad(run: Run, train: m.Ticket, test: m.Ticket) -> dict[str, m.FromPeer]:
         "wait for another": wait(1.0, on="generator-1"),
         "wait without end": wait(1.0, what="x" * 1001),
         "wait for a long name": wait(1.0, on="generator-0-" + "x" * 1000),
+        "a session's number": told(open_s=float("nan")),
+        "a session's age": told(seconds=-1.0),
+        "a session's screen": told(what="\x1b[2J"),
+        "a session without end": told(task="x" * 1001),
+        "sessions without end": told(count=257),
         "no name": m.Want("", 1, 1, 1, None),
         "a name like a screen": m.Want("\x1b[2J", 1, 1, 1, None),
         "ask past the end": m.Ask(1, 2),

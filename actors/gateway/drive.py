@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
+from typing import NamedTuple
 
 import msgspec
 
@@ -48,6 +49,17 @@ class _Worker(child.Child):
         return self.since + step_s if self.asked else math.inf
 
 
+class At(NamedTuple):
+    """A session and its process: front: the session whose step is being made there, None while the
+    process starts; seconds: since then, at the most; limit: the key that ends it, in left_s.
+    """
+
+    front: int | None
+    seconds: float
+    limit: str
+    left_s: float
+
+
 class Drive:
     """The processes of all environments of a gateway."""
 
@@ -72,6 +84,14 @@ class Drive:
 
     def step(self, op: Op) -> None:
         self._ask(self.places[op.session], op)
+
+    def at(self, session: int, now: float) -> At:
+        """Where a session stands that waits for its environment."""
+        worker = self.places[session]
+        front = worker.asked[0] if worker.ready and worker.asked else None
+        limit = "agent.step_s" if worker.ready else ""
+        left = worker.deadline(self.step_s) - now
+        return At(front, max(0.0, now - worker.since), limit, max(0.0, left))
 
     def end(self, session: int) -> None:
         """Nothing more is asked of it."""

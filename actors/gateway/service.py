@@ -13,12 +13,13 @@ sessions, each to its deadline: while a tool runs, no token is drawn."""
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import socket
 import sys
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -47,7 +48,7 @@ from asyncrl.contract.errors import (
     NothingToDo,
     PeerUnreachable,
 )
-from asyncrl.contract.waits import BUFFER, Wait, WaitLog
+from asyncrl.contract.waits import BUFFER, OpenSession, SessionWait, Wait, WaitLog
 from asyncrl.models.tokenizer import (
     encode_prompt,
     has_template,
@@ -68,6 +69,15 @@ CALLED_BYTES = 128  # of a token of an answer: id, log-probability, a version ea
 MORE_BYTES = 1 << 20  # of a message that is no answer
 POLL_S = 0.05  # a look at the clock with no news
 TICK_S = 0.25
+OLDEST = 8  # tickets of which a session is told
+SHOWN = 40  # characters of a prompt, or of tools' names
+KEPT_SESSIONS = 200  # whose length counts
+# what a session over HTTP waits for, by whether a command or a function plays it
+HARNESS = {
+    (False, False): "its harness: the next call, or its reward",
+    (True, False): "its program (agent.command): the next call, or its end",
+    (False, True): "its function (agent.function): the next call, or its end",
+}
 GREET_S = 5.0
 LAST_WORDS = 256  # tickets that are over and still told of: a report may be lost
 ENDED_S = 2.0  # of the buffer's silence, before it is looked up whether the run has ended
@@ -81,6 +91,7 @@ class Held:
     waiting: list[int]
     open: set[int] = field(default_factory=set)  # episodes
     tokens: int = 0  # drawn by sessions that are no more
+    taken: float = field(default_factory=time.monotonic)
 
 
 @dataclass(eq=False)
@@ -97,6 +108,7 @@ class Episode:
     reward: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     shares: dict[int, float] = field(default_factory=dict)  # reward of each call, by its number
+    doing: str = ""  # what its environment was asked for last
     call: Call | None = None
     last: Call | None = None  # the newest that was drawn
 
@@ -184,6 +196,7 @@ class Gateway:
         self.unanswered = self.epoch_since = 0.0
         self.ending = self.over = False
         self.ever_served = False
+        self.took: deque[float] = deque(maxlen=KEPT_SESSIONS)  # seconds of those that ended well
         self.waiting_for = "the buffer's first answer"
         self.waiting_since = time.monotonic()
         self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
@@ -408,9 +421,11 @@ class Gateway:
         """A session in an environment."""
         assert self.drive is not None
         ticket = held.ticket
+        episode = self.episode(held, sample, first=first)
+        episode.doing = "the reset of its environment"
         self.drive.reset(
             Op(
-                session=self.episode(held, sample, first=first).number,
+                session=episode.number,
                 kind="reset",
                 prompt=ticket.prompt,
                 seed=env_seed(self.config, ticket),
@@ -604,6 +619,7 @@ class Gateway:
             assert node.answer is not None
             episode.history = [*episode.history, node.answer]
         assert self.drive is not None
+        episode.doing = asked_of(node.answer)
         self.drive.step(Op(episode.number, "step", text=self.chat.shown(ids), message=node.answer))
 
     def read_environments(self) -> None:
@@ -689,6 +705,8 @@ class Gateway:
 
     def deliver(self, episode: Episode) -> None:
         session = episode.session
+        if session.outcome is not None and not session.outcome.failed:
+            self.took.append(time.monotonic() - session.opened)
         self.outbox.add(trajectory(session, self.tokenizer))
         self.drop(episode)
         name = (session.ticket.ticket, session.attempt)
@@ -760,13 +778,92 @@ class Gateway:
                 producer=self.producer,
                 session=self.session,
                 progress=progress,
-                stats={},
+                stats=self.stats(),
                 waiting=waiting,
                 judging=sorted(
                     name for name, held in self.held.items() if not self.over_with(held.ticket)
                 ),
                 drawn=self.outbox.drawn.reported(progress),
+                sessions=self.oldest(now),
             )
+        )
+
+    def stats(self) -> dict[str, float]:
+        """The gateway's own numbers."""
+        if not self.took:
+            return {}
+        ordered = sorted(self.took)
+        return {m.SESSION_P95: ordered[int(0.95 * (len(ordered) - 1))]}
+
+    def oldest(self, now: float) -> list[OpenSession]:
+        """For whoever waits for them: of each of the oldest tickets the session that has waited
+        longest for something else than the engine, or a sample that none has begun.
+        """
+        out = []
+        for held in sorted(self.held.values(), key=lambda held: held.ticket.ticket):
+            each = [self.stands(self.episodes[number], now) for number in held.open]
+            if held.waiting:
+                each.append(self.unbegun(held, now))
+            if each and held.ticket.kind == "train":
+                out.append(max(each, key=lambda one: (one.kind != "engine", one.seconds)))
+            if len(out) == OLDEST:
+                break
+        return out
+
+    def unbegun(self, held: Held, now: float) -> OpenSession:
+        """A sample that no session has begun."""
+        agent, ticket = self.config.agent, held.ticket
+        kind: SessionWait = "place"
+        if agent.serve:
+            kind, what = "agent", "a harness to lease it (RUN/agent.url, RUN/agent.key)"
+        elif agent.http:
+            what = f"a place: agent.at_once = {agent.at_once}"
+        else:
+            what = f"a place: agent.sessions = {agent.sessions}"
+        waited = now - held.taken
+        sample = held.waiting[0]
+        return OpenSession(
+            ticket.ticket, sample, "", task(ticket.prompt), 0, kind, what, waited, waited
+        )
+
+    def stands(self, episode: Episode, now: float) -> OpenSession:
+        """Where an open session stands, and what it waits for."""
+        session = episode.session
+        limit, at = session.ends()
+        since, left = session.call_at, at - now
+        kind: SessionWait = "agent"
+        what = HARNESS[bool(self.config.agent.command), bool(self.config.agent.function)]
+        if self.over_with(session.ticket):
+            kind, what = "grant", "its ticket to be granted again by the new learner"
+        elif session.open_calls:
+            kind = "engine"
+            what = f"an answer of the engine{'' if self.board.lines else ': no generator serves'}"
+        elif session.state == "judging":
+            kind, what, since, limit = "reward", "the reward of its answer", session.judging_at, ""
+        elif self.drive is not None and episode.number in self.drive.places:
+            kind, what = "environment", episode.doing
+            found = self.drive.at(episode.number, now)
+            if found.left_s <= left or found.front is None:
+                limit, left = found.limit, found.left_s
+            front = self.episodes.get(found.front) if found.front is not None else None
+            if found.front is None:
+                what = "a process of environments to start"
+            elif front is not episode:
+                name = front.session.name if front is not None else "one that has ended"
+                what += f", behind that of session {name} in the same process"
+        ends_s = max(0.0, left) if limit else 0.0
+        return OpenSession(
+            session.ticket.ticket,
+            session.sample,
+            session.name,
+            task(session.ticket.prompt),
+            session.calls,
+            kind,
+            what,
+            max(0.0, now - since),
+            max(0.0, now - session.opened),
+            limit if ends_s < math.inf else "",
+            ends_s if ends_s < math.inf else 0.0,
         )
 
     def waits_for(self, what: str) -> None:
@@ -783,6 +880,19 @@ class Gateway:
             self.socket.send(m.Leaving(self.producer, self.session))
         self.socket.close()
         self.calls_socket.close()
+
+
+def task(prompt: m.Prompt) -> str:
+    """Which prompt it is, in a few words."""
+    text = prompt.text or next((str(x.get("content", "")) for x in prompt.messages), "")
+    return f"prompt {prompt.id} {text[:SHOWN]!a}{'...' if len(text) > SHOWN else ''}"
+
+
+def asked_of(answer: dict[str, Any] | None) -> str:
+    """What an answer asks of its environment: a step, or tools by their names."""
+    calls = (answer or {}).get("tool_calls") or ()
+    names = ascii(", ".join(str(call["function"]["name"]) for call in calls)[:SHOWN])[1:-1]
+    return f"its tool {names}" if names else "the step of its environment"
 
 
 def trajectory(session: Session, tokenizer: Any) -> m.Trajectory:

@@ -154,6 +154,7 @@ class Session:
         self.aside = 0  # of these, never trained
         self.adopted: list[tuple[int, int]] = []  # (earlier attempt, tokens drawn under it)
         self.call_at = self.heard_at = self.opened  # last call or answer; those or a beat
+        self.judging_at = self.opened
         self.shortened = False  # the newest word of the policy was cut by a limit of the run
         self._asked: dict[bytes, int] = {}  # digest of prompt ids -> how often asked
         self._said: tuple[float, dict[str, float], dict[int, float]] | None = None
@@ -460,6 +461,13 @@ class Session:
             times.append(NEVER if self.limit else self._idle_over())
         return min(times, default=NEVER)
 
+    def ends(self) -> tuple[str, float]:
+        """Which key ends it if nothing else happens, and when by the clock; ("", NEVER): none."""
+        if self.limit:
+            return f"the time to score it after agent.{self.limit}", self._grace_over()
+        at, name = min((self._deadline(), "agent.deadline_s"), (self._idle_over(), "agent.idle_s"))
+        return (name, at) if at < NEVER else ("", NEVER)
+
     def _deadline(self) -> float:
         return self.opened + (self.limits.deadline_s or NEVER)
 
@@ -541,7 +549,7 @@ class Session:
         """
         self.tick(now)
         if self.state == "open":
-            self.state = "judging"
+            self.state, self.judging_at = "judging", now
             self._cut_all()
             return True
         if self.state == "judging" or (self.outcome and not self.outcome.failed):

@@ -71,6 +71,8 @@ def print_running(config: Any, run_dir: Path, status: Any, seen: dict[str, Any])
     print(live.line(status))
     for who, what, on, age in status.waits:
         print(f"{who} waits {age:.1f} s for {what} (on {on})")
+    if status.held_up is not None:
+        print(live.plain(status.held_up.said()))
     for name, age in status.peers.items():
         print(f"{name}: heard {age:.1f} s ago")
     print("".join(line + "\n" for line in doctors.refused(seen)), end="")

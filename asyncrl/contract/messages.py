@@ -13,7 +13,7 @@ from typing import Literal, get_args
 import msgspec
 
 from asyncrl.contract.versions import Label
-from asyncrl.contract.waits import Wait
+from asyncrl.contract.waits import HeldUp, OpenSession, Wait
 
 PROTOCOL = 3
 # ticket numbers from here on are of evaluations: the same prompt has the same random stream at
@@ -251,6 +251,9 @@ class Deliver(msgspec.Struct, frozen=True, tag="deliver"):
 REWARDS_WAITED_FOR = "the rewards of its answers"
 
 
+SESSION_P95 = "session/p95_s"  # of a gateway's numbers: within which 95 % of its sessions end
+
+
 class Renew(msgspec.Struct, frozen=True, tag="renew"):
     """Decode progress: renews leases whose token count grew or whose answers are being judged, and
     carries the generator's own numbers.
@@ -267,6 +270,7 @@ class Renew(msgspec.Struct, frozen=True, tag="renew"):
     # tokens for training that this session has told of so far, by its own count: of each attempt
     # what it reported or delivered
     drawn: int = 0
+    sessions: list[OpenSession] = []  # of a gateway: one of each of its oldest tickets
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
@@ -575,6 +579,7 @@ class Status(msgspec.Struct, frozen=True, tag="status"):
     # commits, evaluation answers, samples up to a batch between two commits: what the watchdog
     # looks at
     progress: int = 0
+    held_up: HeldUp | None = None  # the session that the learner waits for
 
 
 FromPeer = (

@@ -6,11 +6,14 @@ heartbeats.  A run is overdue when none came for `multiple` medians of its own s
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Literal, NamedTuple
+
+import msgspec
 
 BUFFER = "buffer"  # the process that most waits are for
 KEPT = 50  # steps whose median counts
@@ -31,6 +34,111 @@ class Wait(NamedTuple):
     def within(self) -> bool:
         """Is it for a part of the same process, as `generator-0-rewards` is of `generator-0`?"""
         return self.on.startswith(f"{self.who}-")
+
+
+# what a session waits for; all but the engine has a deadline of its own
+SessionWait = Literal["environment", "agent", "engine", "reward", "place", "grant"]
+
+
+class OpenSession(msgspec.Struct, frozen=True, array_like=True):
+    """A session of an agent that has not ended, as its gateway tells of it; or a sample that none
+    has begun (name "").
+
+    Made by the gateway; kept by the buffer, in whose words a learner that waits for it hears of
+    it."""
+
+    ticket: int
+    sample: int
+    name: str
+    task: str  # its prompt: number, first characters
+    turn: int  # calls so far
+    kind: SessionWait
+    what: str  # the same in words
+    seconds: float  # that it has waited so
+    open_s: float
+    limit: str = ""  # the key that ends this wait; "": none does
+    ends_s: float = 0.0  # seconds until then
+
+    @property
+    def bounded(self) -> bool:
+        """Does a deadline of its own end the wait?  Then nobody else need do it."""
+        return self.kind != "engine" and bool(self.limit) and self.ends_s > 0
+
+
+class HeldUp(msgspec.Struct, frozen=True):
+    """The session that a learner waits for: the oldest ticket of its batch is the session's.
+
+    usual_s: within which 95 % of sessions end; step_s: of the learner, without its waits; max_lag:
+    the limit with which it would not wait, 0 where that is not known, or would change nothing."""
+
+    session: OpenSession
+    producer: str
+    usual_s: float = 0.0
+    step_s: float = 0.0
+    max_lag: int = 0
+
+    def said(self) -> str:
+        """In a line.
+
+        >>> one = OpenSession(17, 3, "17.3.41", "prompt 5 'ab='", 6, "environment",
+        ...     "the step of its environment", 209.0, 212.0, "agent.step_s", 88.0)
+        >>> held = HeldUp(one, "gateway-0", 150.0, 35.0, 7)
+        >>> print(held.said().replace("; ", ";\\n  ").replace(": ", ":\\n  "))
+        the learner is held up by session 17.3.41 (prompt 5 'ab=', turn 6):
+          it has waited 209 s for the step of its environment;
+          agent.step_s ends that in 88 s;
+          staleness.max_lag >= 7 would not wait (open for 212 s, a step takes 35 s)
+        """
+        one = self.session
+        who = (
+            f"session {one.name} ({one.task}, turn {one.turn})"
+            if one.name
+            else f"sample {one.sample} of ticket {one.ticket} ({one.task})"
+        )
+        parts = [
+            f"the learner is held up by {who}: it has waited {one.seconds:.0f} s for {one.what}"
+        ]
+        if one.limit:
+            parts.append(f"{one.limit} ends that in {one.ends_s:.0f} s")
+        if self.max_lag:
+            usual = (
+                f"open for {one.open_s:.0f} s"
+                if one.open_s >= self.usual_s
+                else f"95 % of sessions end within {self.usual_s:.0f} s"
+            )
+            parts.append(
+                f"staleness.max_lag >= {self.max_lag} would not wait ({usual}, a step takes "
+                f"{self.step_s:.2g} s)"
+            )
+        return "; ".join(parts)
+
+
+def held_up(
+    sessions: Mapping[str, Sequence[OpenSession]],
+    ticket: int,
+    *,
+    usual_s: float,
+    step_s: float,
+    max_lag: float,
+) -> HeldUp | None:
+    """Who holds a batch up that waits for `ticket` (-1: for any), of the sessions that each gateway
+    tells of; None where no session does.
+
+    A session of length D needs no wait at a limit k with D <= k * S, S a step: whoever waits for an
+    engine waits for throughput, which no limit gives."""
+    found = [
+        (one.ticket, name, one)
+        for name, each in sessions.items()
+        for one in each
+        if ticket in (-1, one.ticket)
+    ]
+    if not found:
+        return None
+    _, name, one = min(found, key=lambda x: x[:2])
+    needed = math.ceil(max(one.open_s, usual_s) / step_s) if step_s > 0 else 0
+    if one.kind == "engine" or needed <= max_lag:
+        needed = 0
+    return HeldUp(one, name, usual_s, step_s, needed)
 
 
 @dataclass
@@ -69,6 +177,10 @@ class Watchdog:
                 self.steps.append((now - self.last_commit) / (committed - self.committed))
             self.last_commit = now
         self.committed = committed
+
+    def excuse(self, now: float) -> None:
+        """What it waits for now has a deadline of its own: this time does not count."""
+        self.since = now
 
     def restart(self, now: float) -> None:
         """A process is being started again: it gets the time of a start."""

@@ -8,6 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import REFUSALS
 from asyncrl.contract.messages import Status
@@ -116,6 +118,7 @@ def look(config: Config, run_dir: Path, status: Status | None) -> dict[str, Any]
         "deadline_s": deadline_s(config, run_dir),
         "processes": every,
         "waits": [wait._asdict() for wait in status.waits] if status is not None else [],
+        "held_up": msgspec.to_builtins(status.held_up) if status is not None else None,
         "rewards": live.rewards(status.metrics) if status is not None else "",
         "refused": signs.refusals(
             status.metrics if status is not None else rows[-1] if rows else {}

@@ -238,6 +238,11 @@ class Supervisor:
             "; ".join(f"{who} waits {age:.0f} s for {what}" for who, what, _, age in waits)
             or "nobody says what it waits for"
         )
+        if (held := self.status.held_up if self.status else None) is not None:
+            if held.session.bounded and now - self.heard < SILENT_S:
+                self.watchdog.excuse(now)  # no process is to blame, and the session has a deadline
+                return
+            says += f"; {held.said()}"
         patience = min(self.watchdog.deadline / 2, SILENT_S)
         name = culprit(
             [n for n in alive if n != "buffer"],

@@ -170,7 +170,8 @@ def line(status: Status, left: float | None = None) -> str:
     rest = f" ({duration(left)} left)" if left else ""
     waiting = [(plain(who), plain(what), on, age) for who, what, on, age in status.waits]
     held = [f"{who} waits {age:.0f} s for {what}" for who, what, _, age in waiting if age > 1]
-    waits = "; ".join(filter(None, (rewards(metrics), unused(status.ledger), *held)))
+    holds = [plain(status.held_up.said())] if status.held_up is not None and held else []
+    waits = "; ".join(filter(None, (rewards(metrics), unused(status.ledger), *holds, *held)))
     return (
         f"step {status.committed}/{status.steps}{rest}  reward {show('reward/mean', '.3f')}  "
         f"held-out {show('eval/heldout', '.3f')}  "
@@ -252,6 +253,8 @@ def table(status: Status, left: float | None = None) -> Any:
         grid.add_row("limit", "", said)
     if said := unused(status.ledger):
         grid.add_row("not used", "", said)
+    if status.held_up is not None:
+        grid.add_row("held up", "", Text(plain(status.held_up.said())))
     for who, what, on, age in status.waits:
         grid.add_row(
             "waits", Text(plain(who)), Text(f"{age:.1f} s for {plain(what)} ({plain(on)})")

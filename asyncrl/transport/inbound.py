@@ -226,6 +226,10 @@ def _status(message: m.Status) -> None:
             len(wait.who) <= TEXT and len(wait.what) <= TEXT and 0 <= wait.seconds < math.inf,
             f"a wait of {wait.seconds} s",
         )
+    if message.held_up is not None:
+        one = message.held_up.session
+        words = (one.name, one.task, one.what, one.limit, message.held_up.producer)
+        need(all(len(word) <= TEXT for word in words), f"words of session {one.name[:40]!r}")
 
 
 def rows(layout: Rows) -> None:
