@@ -46,6 +46,8 @@ class Fails(Talks):
 
     def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         self.kind = options["prompt"].meta.get("kind", "talks")
+        if self.kind == "hangs at reset":
+            time.sleep(3600)
         return super().reset(seed=seed, options=options)
 
 

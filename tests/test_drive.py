@@ -4,6 +4,7 @@ hangs or ends its process fails its own session, and the others of that process 
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 
@@ -84,15 +85,13 @@ def test_what_an_environment_raises_fails_its_session_alone(
     ("drive", "kind", "why"),
     [
         ({"step_s": 1.0}, "hangs", r"more than 1 s \(agent.step_s\)"),
-        ({}, "dies", r"its process ended \(3\)"),
+        ({}, "dies", r"its process ended \(exit code 3\)"),
     ],
     indirect=["drive"],
 )
 def test_one_that_hangs_or_dies_takes_the_others_along_and_they_are_lost_not_failed(
     drive: Drive, kind: str, why: str
 ) -> None:
-    import re
-
     for session, what in ((1, "talks"), (2, kind), (3, "talks")):
         drive.reset(reset(session, what))
     poll(drive, 3)
@@ -105,6 +104,54 @@ def test_one_that_hangs_or_dies_takes_the_others_along_and_they_are_lost_not_fai
     assert drive.hangs == (kind == "hangs")
     drive.reset(reset(4))
     assert poll(drive, 1)[0].obs == "ab="
+
+
+@pytest.mark.parametrize(
+    ("drive", "said"),
+    [
+        (
+            {"env": "agent_envs:Fails", "step_s": 0.2},
+            r"agent\.env = agent_envs:Fails: 3 processes were lost in a reset, and none has ever "
+            r"done one; the last one as it took more than 0\.2 s \(agent\.step_s\): give it more",
+        ),
+        (
+            {"env": "agent_sleeps:Nobody", "step_s": 0.2},
+            r"agent\.env = agent_sleeps:Nobody: 3 processes in a row were lost while importing "
+            r"it, the last one as it took more than 0\.3 s \(agent\.step_s\); what takes long",
+        ),
+    ],
+    indirect=["drive"],
+)
+def test_what_no_process_has_ever_done_in_time_ends_the_run(
+    drive: Drive, said: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A reset that hangs, an import that does: each process is told of, and the third is the
+    last.
+    """
+    if "importing" in said:
+        monkeypatch.setattr("actors.gateway.drive.GRACE_S", 0.3)
+    drive.reset(reset(1, "hangs at reset"))
+    numbers = iter(range(2, 100))
+    with pytest.raises(ConfigError, match=said):
+        while True:
+            for each in poll(drive, 1):
+                assert each.kind in ("failed", "lost")
+                drive.reset(reset(next(numbers), "hangs at reset"))
+    assert capfd.readouterr().err.count("a process was lost in ") >= 2
+    assert re.match("[23] lost in ", drive.replaced)
+
+
+def test_steps_that_were_done_before_are_only_counted(drive: Drive) -> None:
+    """A service that is away for a while ends no run: the budget of failures does."""
+    drive.done.add("step")
+    worker = drive.workers[0]
+    worker.ready = True
+    for _ in range(20):
+        drive._count(worker, "step", "it took more than 1 s (agent.step_s)")
+    assert drive.replaced.startswith("20 lost in a step so far, the last one as it took more")
+    with pytest.raises(ConfigError, match="3 processes were lost in a reset, and none has ever"):
+        for _ in range(3):
+            drive._count(worker, "reset", "its process ended (SIGKILL)")
 
 
 @pytest.mark.parametrize("drive", [{"env": "agent_envs:Nobody"}], indirect=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ import pytest
 from actors.gateway import service
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
-from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import OpenSession
 from asyncrl.models.policy import build_model
@@ -250,7 +251,7 @@ def test_the_deadline_ends_a_session_whose_call_is_being_drawn(
     [
         ("raises", "raised KeyError"),
         ("nan", "not a finite number"),
-        ("dies", "its process ended (3)"),
+        ("dies", "its process ended (exit code 3)"),
     ],
 )
 def test_an_environment_that_fails_makes_a_failed_sample_never_a_reward_of_0(
@@ -420,6 +421,46 @@ def test_it_tells_what_the_oldest_sessions_wait_for(world: Callable[..., World])
     source = m.WeightsSource(2, "here", "", "")
     gateway.announce(m.Announcement(Label(2, 1), "d", source))
     assert {x.kind for x in told()} == {"grant"}
+
+
+def test_sessions_of_which_none_ends_well_end_the_run(
+    world: Callable[..., World], capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Eight, and half of those that began: not the first few of many, and none after one that did
+    well.
+    """
+    w = world(env="agent_envs:Fails")
+    w.take(w.ticket(8, kind="raises"))
+    for call in w.calls(8):
+        w.answer(call, "ab")
+    said = (
+        r"agent\.env = agent_envs:Fails: 8 sessions failed, and none has ended well; the last one: "
+        r"data: the environment raised KeyError: 'gone' in step; is it the agent"
+    )
+    with pytest.raises(ConfigError, match=said):
+        w.ended(8)
+    assert "session 11.0.1: data: the environment raised" in capfd.readouterr().err
+
+    gateway = world().gateway
+    session: Any = SimpleNamespace(name="1.1.1", opened=0.0)
+    gateway.numbered = 18
+    for _ in range(8):
+        gateway.count(session, "why")
+    with pytest.raises(ConfigError, match=r"agent\.env = agent_envs:Talks: 9 sessions failed"):
+        gateway.count(session, "why")
+    gateway.count(session, "")
+    gateway.count(session, "why")
+    assert gateway.failed == 10
+
+
+def test_a_harness_that_fails_is_waited_for(world: Callable[..., World]) -> None:
+    w = world()
+    agent = w.gateway.config.agent
+    serving = msgspec.structs.replace(agent, env="", serve=True)
+    w.gateway.config = msgspec.structs.replace(w.gateway.config, agent=serving)
+    for _ in range(20):
+        w.gateway.count(SimpleNamespace(name="1.1.1", opened=0.0), "why")  # type: ignore[arg-type]
+    assert w.gateway.failed == 20
 
 
 def test_what_an_answer_asks_of_its_environment() -> None:

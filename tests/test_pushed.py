@@ -351,7 +351,7 @@ def test_a_process_that_dies_fails_its_sessions(world: World, tmp_path: Path) ->
     beside = world.take("pays", gate=str(tmp_path / "never"))
     world.begun(beside)
     dies = world.take("dies")
-    assert world.ended(dies).failed == "the agent failed: its process ended (3)"
+    assert world.ended(dies).failed == "the agent failed: its process ended (exit code 3)"
     assert world.ended(beside).failed
     assert world.ended(world.take("pays")).reward == 0.5  # another process is there
 

@@ -8,8 +8,10 @@ lost through no fault of theirs, and begin again."""
 from __future__ import annotations
 
 import math
+import signal
+import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from typing import NamedTuple
 
 import msgspec
@@ -20,8 +22,11 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.transport import child
 from asyncrl.transport.child import frame
 
-GRACE_S = 60.0  # the first import may be slow
+GRACE_S = 60.0  # the import may be slow
 START_TRIES = 3
+SAID = 5  # lines in the log, of each kind; further ones are only counted
+HOPELESS = 3  # processes of each place that were replaced over what has never been done once
+DOES = {"reset": "a reset", "step": "a step"}
 
 _decode = msgspec.msgpack.Decoder(Happened).decode
 
@@ -32,7 +37,8 @@ class _Worker(child.Child):
     def __init__(self, setup: bytes) -> None:
         super().__init__("actors.gateway.env_worker", setup)
         self.sessions: set[int] = set()
-        self.asked: deque[int] = deque()  # sessions, in the order of their operations
+        # (session, reset or step), in the order of their operations
+        self.asked: deque[tuple[int, str]] = deque()
         self.since = time.monotonic()  # when its oldest operation can have begun at the latest
         self.ready = False
         self.fresh: list[Op] = []
@@ -45,8 +51,13 @@ class _Worker(child.Child):
 
     def deadline(self, step_s: float) -> float:
         if not self.ready:
-            return self.since + GRACE_S
+            return self.since + max(GRACE_S, step_s)
         return self.since + step_s if self.asked else math.inf
+
+
+def ended_with(code: int | None) -> str:
+    """How a process ended: `exit code 3`, `SIGKILL`."""
+    return signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
 
 
 class At(NamedTuple):
@@ -69,6 +80,10 @@ class Drive:
         self.workers = [_Worker(self.setup) for _ in range(agent.workers)]
         self.places: dict[int, _Worker] = {}
         self.hangs = 0
+        self.named = agent.named
+        self.done: set[str] = set()  # what some environment has answered: reset, step
+        self.over = Counter[str]()  # processes replaced, by what they were at
+        self.replaced = ""  # the same for whoever waits, "" while none was
         self.unborn = 0  # processes in a row that ended before they were ready
 
     @property
@@ -88,7 +103,7 @@ class Drive:
     def at(self, session: int, now: float) -> At:
         """Where a session stands that waits for its environment."""
         worker = self.places[session]
-        front = worker.asked[0] if worker.ready and worker.asked else None
+        front = worker.asked[0][0] if worker.ready and worker.asked else None
         limit = "agent.step_s" if worker.ready else ""
         left = worker.deadline(self.step_s) - now
         return At(front, max(0.0, now - worker.since), limit, max(0.0, left))
@@ -103,7 +118,7 @@ class Drive:
     def _ask(self, worker: _Worker, op: Op) -> None:
         if not worker.asked and worker.ready:
             worker.since = time.monotonic()
-        worker.asked.append(op.session)
+        worker.asked.append((op.session, op.kind))
         worker.fresh.append(op)
 
     def poll(self) -> list[Happened]:
@@ -121,14 +136,15 @@ class Drive:
                     worker.ready = True
                     self.unborn = 0
                     continue
-                worker.asked.popleft()
+                self.done.add(worker.asked.popleft()[1])
                 if each.session in worker.sessions:
                     out.append(each)
             if closed or dead:
                 out += self._replace(worker, "its process ended ({code})")
             elif now > worker.deadline(self.step_s):
                 self.hangs += 1
-                out += self._replace(worker, f"it took more than {self.step_s:g} s (agent.step_s)")
+                took = self.step_s if worker.ready else max(GRACE_S, self.step_s)
+                out += self._replace(worker, f"it took more than {took:g} s (agent.step_s)")
         for worker in self.workers:
             worker.flush()
         return out
@@ -136,22 +152,42 @@ class Drive:
     def _replace(self, worker: _Worker, why: str) -> list[Happened]:
         """A new process in the place of one that hangs or has ended."""
         code = worker.kill()
-        self.unborn += not worker.ready
-        if self.unborn >= START_TRIES:
-            raise ConfigError(
-                f"agent.env: {self.unborn} processes ended or hung while importing it"
-            )
+        why = why.replace("{code}", ended_with(code))
+        at, kind = worker.asked[0] if worker.ready and worker.asked else (None, "")
+        self._count(worker, kind, why)
         self.workers[self.workers.index(worker)] = _Worker(self.setup)
-        at = worker.asked[0] if worker.ready and worker.asked else None
         out = []
         for session in sorted(worker.sessions):
             self.places.pop(session, None)
             if session == at:
-                said = f"the environment failed: {why.replace('{code}', str(code))}"
+                said = f"the environment failed: {why}"
                 out.append(Happened(session, "failed", why=said))
             else:
                 out.append(Happened(session, "lost"))
         return out
+
+    def _count(self, worker: _Worker, kind: str, why: str) -> None:
+        """A process is replaced that was at a reset, a step, its import or nothing.  Raises
+        ConfigError for what has been tried often enough, and was never done once.
+        """
+        self.unborn += not worker.ready
+        if self.unborn >= START_TRIES:
+            raise ConfigError(
+                f"{self.named}: {self.unborn} processes in a row were lost while importing it, the "
+                f"last one as {why}; what takes long there may have more time (agent.step_s)"
+            )
+        does = DOES.get(kind, "a pause" if worker.ready else "its import")
+        self.over[does] += 1
+        count = self.over[does]
+        self.replaced = f"{count} lost in {does} so far, the last one as {why}"
+        if count <= SAID:
+            print(f"{self.named}: a process was lost in {does}: {why}", file=sys.stderr, flush=True)
+        if kind and kind not in self.done and count >= HOPELESS * len(self.workers):
+            raise ConfigError(
+                f"{self.named}: {count} processes were lost in {does}, and none has ever done one; "
+                f"the last one as {why}: give it more time (agent.step_s), or do what takes long "
+                "while it is imported"
+            )
 
     def close(self) -> None:
         for worker in self.workers:

@@ -69,6 +69,7 @@ CALLED_BYTES = 128  # of a token of an answer: id, log-probability, a version ea
 MORE_BYTES = 1 << 20  # of a message that is no answer
 POLL_S = 0.05  # a look at the clock with no news
 TICK_S = 0.25
+HOPELESS = 8  # sessions that failed, and none has ended well
 OLDEST = 8  # tickets of which a session is told
 SHOWN = 40  # characters of a prompt, or of tools' names
 KEPT_SESSIONS = 200  # whose length counts
@@ -196,6 +197,7 @@ class Gateway:
         self.unanswered = self.epoch_since = 0.0
         self.ending = self.over = False
         self.ever_served = False
+        self.numbered = self.failed = 0  # sessions that began; that failed
         self.took: deque[float] = deque(maxlen=KEPT_SESSIONS)  # seconds of those that ended well
         self.waiting_for = "the buffer's first answer"
         self.waiting_since = time.monotonic()
@@ -407,6 +409,7 @@ class Gateway:
         """A session, begun."""
         ticket = held.ticket
         self.numbers += 1
+        self.numbered += 1
         own = encode_prompt(self.tokenizer, ticket.prompt)
         now = time.monotonic()
         chat = self.chat.at(datetime.now())
@@ -705,14 +708,37 @@ class Gateway:
 
     def deliver(self, episode: Episode) -> None:
         session = episode.session
-        if session.outcome is not None and not session.outcome.failed:
-            self.took.append(time.monotonic() - session.opened)
-        self.outbox.add(trajectory(session, self.tokenizer))
+        made = trajectory(session, self.tokenizer)
+        self.count(session, made.failed)
+        self.outbox.add(made)
         self.drop(episode)
         name = (session.ticket.ticket, session.attempt)
         held = self.held[name]
         if not held.waiting and not held.open:
             self.settle(name)
+
+    def count(self, session: Session, failed: m.Failure | str) -> None:
+        """A session has ended.  Raises ConfigError when none has ended well so far, and that is the
+        agent's way: it would be written again for ever, evaluations above all, which have no
+        budget of failures.  A harness is not ours to judge.
+        """
+        agent = self.config.agent
+        if not failed:
+            self.took.append(time.monotonic() - session.opened)
+            return
+        self.failed += 1
+        if self.failed <= REFUSALS_SAID:
+            print(f"{self.producer}: session {session.name}: {failed}", file=sys.stderr, flush=True)
+        # half of those that began: what fails at once is told before what ends well
+        if self.took or agent.serve or self.failed < max(HOPELESS, self.numbered / 2):
+            return
+        hint = "is it the agent, or an answer that it cannot use?  That is worth a reward, say 0"
+        if agent.command or agent.function:
+            hint = f"what it printed: {self.run_dir / 'agent-0.log'}"
+        raise ConfigError(
+            f"{agent.named}: {self.failed} sessions failed, and none has ended well; the last one: "
+            f"{failed}; {hint}"
+        )
 
     def settle(self, name: tuple[int, int]) -> None:
         """Nothing is written for the ticket any more.  What was drawn for it stays in the next
@@ -804,7 +830,7 @@ class Gateway:
             each = [self.stands(self.episodes[number], now) for number in held.open]
             if held.waiting:
                 each.append(self.unbegun(held, now))
-            if each and held.ticket.kind == "train":
+            if each:  # tickets of evaluations have the highest numbers
                 out.append(max(each, key=lambda one: (one.kind != "engine", one.seconds)))
             if len(out) == OLDEST:
                 break
@@ -823,7 +849,15 @@ class Gateway:
         waited = now - held.taken
         sample = held.waiting[0]
         return OpenSession(
-            ticket.ticket, sample, "", task(ticket.prompt), 0, kind, what, waited, waited
+            ticket=ticket.ticket,
+            sample=sample,
+            name="",
+            task=task(ticket),
+            turn=0,
+            kind=kind,
+            what=what,
+            seconds=waited,
+            open_s=waited,
         )
 
     def stands(self, episode: Episode, now: float) -> OpenSession:
@@ -847,23 +881,25 @@ class Gateway:
                 limit, left = found.limit, found.left_s
             front = self.episodes.get(found.front) if found.front is not None else None
             if found.front is None:
-                what = "a process of environments to start"
-            elif front is not episode:
+                what = f"a process to import {self.config.agent.named}"
+            if self.drive.replaced:
+                what += f" ({self.drive.replaced})"
+            if found.front is not None and front is not episode:
                 name = front.session.name if front is not None else "one that has ended"
                 what += f", behind that of session {name} in the same process"
         ends_s = max(0.0, left) if limit else 0.0
         return OpenSession(
-            session.ticket.ticket,
-            session.sample,
-            session.name,
-            task(session.ticket.prompt),
-            session.calls,
-            kind,
-            what,
-            max(0.0, now - since),
-            max(0.0, now - session.opened),
-            limit if ends_s < math.inf else "",
-            ends_s if ends_s < math.inf else 0.0,
+            ticket=session.ticket.ticket,
+            sample=session.sample,
+            name=session.name,
+            task=task(session.ticket),
+            turn=session.calls,
+            kind=kind,
+            what=what,
+            seconds=max(0.0, now - since),
+            open_s=max(0.0, now - session.opened),
+            limit=limit if ends_s < math.inf else "",
+            ends_s=ends_s if ends_s < math.inf else 0.0,
         )
 
     def waits_for(self, what: str) -> None:
@@ -882,10 +918,12 @@ class Gateway:
         self.calls_socket.close()
 
 
-def task(prompt: m.Prompt) -> str:
+def task(ticket: m.Ticket) -> str:
     """Which prompt it is, in a few words."""
+    prompt = ticket.prompt
+    kind = "evaluation prompt" if ticket.kind == "eval" else "prompt"
     text = prompt.text or next((str(x.get("content", "")) for x in prompt.messages), "")
-    return f"prompt {prompt.id} {text[:SHOWN]!a}{'...' if len(text) > SHOWN else ''}"
+    return f"{kind} {prompt.id} {text[:SHOWN]!a}{'...' if len(text) > SHOWN else ''}"
 
 
 def asked_of(answer: dict[str, Any] | None) -> str:
@@ -903,7 +941,10 @@ def trajectory(session: Session, tokenizer: Any) -> m.Trajectory:
     if session.outcome.failed:
         failed = m.Failure("data", session.outcome.failed)
     elif not rows:
-        failed = m.Failure("data", "the session ended before its first answer")
+        why = "the session ended before its first answer"
+        if not session.calls:
+            why = "the session ended without a call: does the agent ask its own base URL?"
+        failed = m.Failure("data", why)
     first = rows[0] if rows else m.Row(b"", b"", b"", b"", [])
     shown = [int(x) for x in np.frombuffer(first.tokens, "<i4")]
     ticket = session.ticket

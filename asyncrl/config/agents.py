@@ -90,7 +90,9 @@ class Agent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     workers: Annotated[
         Positive, Meta(description="processes that run environments, or command or function")
     ] = 1
-    step_s: Annotated[float, Meta(gt=0, description="seconds for one reset or step")] = 10.0
+    step_s: Annotated[
+        float, Meta(gt=0, description="seconds for one reset or step; of the import, at least 60")
+    ] = 10.0
     max_calls: Annotated[Count, Meta(description="calls of a session; 0: no limit")] = 32
     max_tokens: Annotated[Positive, Meta(description="tokens that a session may draw")] = 4096
     rows: Annotated[Count, Meta(description="rows of a session; 0: no limit")] = 16
@@ -114,6 +116,14 @@ class Agent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
     def on(self) -> bool:
         """Are samples sessions?"""
         return bool(self.env or self.tools or self.http)
+
+    @property
+    def named(self) -> str:
+        """What plays the sessions, with its key."""
+        for key in ("env", "tools", "command", "function"):
+            if value := getattr(self, key):
+                return f"agent.{key} = {value}"
+        return "agent.serve"
 
     @property
     def http(self) -> bool:

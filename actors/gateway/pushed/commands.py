@@ -237,7 +237,10 @@ class Programs:
 
     def heard(self) -> bool:
         """Begin and stop what was asked; False when nobody is there any more."""
-        data = self.wire.recv(CHUNK)
+        try:
+            data = self.wire.recv(CHUNK)
+        except ConnectionResetError:  # the gateway ended and left something unread
+            data = b""
         self.incoming += data
         for payload in child.whole(self.incoming):
             self.take(msgspec.msgpack.decode(payload, type=Asked))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from actors.gateway.drive import ended_with
 from actors.gateway.pushed.seats import Asked, Left, Seat, Setup
 from actors.gateway.sessions import CallRefused
 from asyncrl.config.agents import Agent
@@ -165,9 +166,9 @@ class Pushing:
         code = worker.kill()
         self.unborn += not worker.ready
         if self.unborn >= START_TRIES:
-            key = "command" if self.agent.command else "function"
             raise ConfigError(
-                f"agent.{key}: {self.unborn} processes ended or hung before they were ready"
+                f"{self.agent.named}: {self.unborn} processes in a row were lost before they were "
+                f"ready, the last one as {why.replace('{code}', ended_with(code))}"
             )
         self.workers[index] = _Worker(self.agent, self.setups[index])
         for player in worker.playing.values():
@@ -175,7 +176,7 @@ class Pushing:
             if session.state != "open":
                 continue
             if why:
-                session.fail(f"the agent failed: {why.replace('{code}', str(code))}", now)
+                session.fail(f"the agent failed: {why.replace('{code}', ended_with(code))}", now)
                 self.door.changed(session)
             else:
                 self.door.lost(player.opened)
