@@ -167,7 +167,7 @@ class Served:
 
     def until(self, function: Callable[[], Any]) -> Any:
         """Wait for it to be true."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 600
         while not (found := self.do(function)):
             assert time.monotonic() < deadline
             time.sleep(0.002)
@@ -176,5 +176,5 @@ class Served:
     def close(self) -> None:
         self.wait(asyncio.run_coroutine_threadsafe(self.endpoint.stop(), self.loop))
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(60)
+        self.thread.join(600)
         self.loop.close()

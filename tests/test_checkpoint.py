@@ -199,7 +199,7 @@ def test_lives_that_begin_at_once_have_epochs_of_their_own_or_are_fenced(tmp_pat
         process.start()
     told: list[tuple[str, int]] = []
     while sum(what == "over" for what, _ in told) < len(processes):
-        told.append(out.get(timeout=120))
+        told.append(out.get(timeout=600))
     for process in processes:
         process.join()
     assert {what for what, _ in told} <= {"began", "claimed", "fenced", "over"}

@@ -24,7 +24,7 @@ from asyncrl.transport.ring import Ring
 
 SIZE = 8 * CHUNK_BYTES
 LABEL = Label(1, 3)
-WAIT_S = 60.0
+WAIT_S = 600.0
 
 
 @pytest.fixture

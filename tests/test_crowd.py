@@ -39,7 +39,7 @@ while True:
 
 def closed(peer: PeerSocket) -> int:
     """How often the server says that it has closed all; it is asked until it answers."""
-    until = time.monotonic() + 60
+    until = time.monotonic() + 600
     while time.monotonic() < until:
         peer.send(Watch())
         reply = peer.recv(0.5)

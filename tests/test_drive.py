@@ -17,7 +17,7 @@ from asyncrl.config.agents import Agent
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 
-PATIENCE_S = 120.0
+PATIENCE_S = 600.0
 
 
 def prompt(kind: str = "talks") -> Prompt:

@@ -20,7 +20,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import OpenSession
 from asyncrl.models.policy import build_model
 
-PATIENCE_S = 120.0
+PATIENCE_S = 600.0
 AT = Label(1, 3)
 
 

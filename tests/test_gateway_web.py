@@ -58,7 +58,7 @@ def post(served: Served, opened: Opened, path: str, body: Any, **headers: str) -
         f"{served.url}/s/{opened.session.name}{path}",
         content=body if isinstance(body, bytes) else json.dumps(body),
         headers={"authorization": f"Bearer {opened.key}", **headers},
-        timeout=60,
+        timeout=600,
     )
 
 
@@ -673,7 +673,7 @@ def test_a_draw_that_fails_is_said_and_may_be_asked_again(served: Served) -> Non
 
 def lease(served: Served, body: Any, key: str = "the-runs-key") -> httpx.Response:
     headers = {"authorization": f"Bearer {key}"}
-    return httpx.post(f"{served.url}/asyncrl/v1/sessions", json=body, headers=headers, timeout=60)
+    return httpx.post(f"{served.url}/asyncrl/v1/sessions", json=body, headers=headers, timeout=600)
 
 
 def test_a_harness_leases_runs_and_scores(served: Served) -> None:

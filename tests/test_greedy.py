@@ -155,7 +155,7 @@ def test_a_greedy_senders_messages_stay_at_its_side(monkeypatch: pytest.MonkeyPa
         sent += 1
     honest = dealer(buffer.address)  # and another's come through
     honest.send_multipart([sockets.head(""), msgspec.msgpack.encode(m.Watch())])
-    until = time.monotonic() + 60
+    until = time.monotonic() + 600
     while not isinstance((buffer.recv(0.1) or (b"", None))[1], m.Watch):
         assert time.monotonic() < until
     for each in (greedy, honest, buffer):
@@ -169,7 +169,7 @@ def test_replies_to_who_does_not_read_are_dropped(monkeypatch: pytest.MonkeyPatc
     buffer.socket.setsockopt(zmq.SNDBUF, 1 << 16)
     silent = dealer(buffer.address, RCVHWM=1)
     silent.send_multipart([sockets.head(""), msgspec.msgpack.encode(m.Watch())])
-    until = time.monotonic() + 60
+    until = time.monotonic() + 600
     while (got := buffer.recv(0.1)) is None:
         assert time.monotonic() < until
     said = m.Refused("x" * (1 << 16))

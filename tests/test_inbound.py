@@ -29,7 +29,7 @@ from asyncrl.transport.chunks import ChunkClient
 from asyncrl.transport.sockets import PeerSocket
 from learner.loop import Learner
 
-WAIT_S = 60.0
+WAIT_S = 600.0
 NAN, INF = float("nan"), float("inf")
 AT = Label(1, 3)
 SAID = m.Announcement(AT, "d", m.WeightsSource(1, "here", "/nowhere", ""))

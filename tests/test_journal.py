@@ -134,7 +134,7 @@ def test_a_segment_is_replaced_while_it_goes_on_to_count(
     put = j.Next.put
 
     def slow(self: j.Next, payloads: list[bytes]) -> None:
-        assert go.wait(timeout=20)
+        assert go.wait(timeout=600)
         put(self, payloads)
 
     log = j.Journal(tmp_path, sync=False, segment_bytes=100)

@@ -90,7 +90,7 @@ def test_no_acknowledged_record_is_lost_at_any_sync_of_the_journal(
         log.append(b"%d" % number)
         log.write()
         with log._wake:
-            assert log._wake.wait_for(lambda: log.durable == log.appended, timeout=60)
+            assert log._wake.wait_for(lambda: log.durable == log.appended, timeout=600)
         if log.full:
             log.rotate(b"%d" % number, wait=wait)
             if log.next is not None:
@@ -130,7 +130,7 @@ def test_a_store_comes_back_from_what_was_synced(disk: Disk, tmp_path: Path) -> 
             store.settle()
             log = store.journal
             with log._wake:
-                assert log._wake.wait_for(lambda: log.durable == log.appended, timeout=60)
+                assert log._wake.wait_for(lambda: log.durable == log.appended, timeout=600)
             before = state(store)
             cuts += 1
             left = disk.cut(where[-1], tmp_path / f"{seed}.{cuts}")

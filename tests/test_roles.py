@@ -21,7 +21,7 @@ from asyncrl.transport import keys
 from asyncrl.transport.chunks import ChunkClient, ChunkServer
 from asyncrl.transport.sockets import BufferSocket, PeerSocket
 
-WAIT_S = 30.0
+WAIT_S = 600.0
 LEARNER_HELLO = m.LearnerHello(
     m.PROTOCOL,
     "run",

@@ -117,7 +117,7 @@ def ask(peer: PeerSocket, message: m.FromPeer, kind: type[Any]) -> Any:
 
 
 def wait(peer: PeerSocket, kind: type[Any]) -> Any:
-    while (reply := peer.recv(20)) is not None:
+    while (reply := peer.recv(600)) is not None:
         if isinstance(reply, kind):
             return reply
         if isinstance(reply, m.Unknown):  # as a generator does
@@ -730,7 +730,7 @@ def test_who_has_not_said_hello_gets_no_tickets(begin: Any) -> None:
     generator, learner = run.peer(), run.peer()
     ask(learner, run.hello(1), m.Welcome)
     generator.send(want(1, 9))
-    assert generator.recv(20) == m.Unknown("generator-0", 1)
+    assert generator.recv(600) == m.Unknown("generator-0", 1)
     assert run.service.store.attempts == 0
     # what was asked for is given as soon as it is known who asks
     assert ask(generator, greet(run.id, "generator-0", 1), m.Tickets).sequence == 1

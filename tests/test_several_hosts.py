@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -170,7 +169,7 @@ def test_keys_are_not_made_twice_and_missing_ones_are_named(
 
 
 def test_a_generator_that_finds_no_buffer_says_where_it_looked(tmp_path: Path) -> None:
-    address, began = free_address(), time.monotonic()
+    address = free_address()
     sets = [f"wires.address={address!r}", "wires.connect_s=1"]
     done = asyncrl(
         "generator",
@@ -179,5 +178,5 @@ def test_a_generator_that_finds_no_buffer_says_where_it_looked(tmp_path: Path) -
         str(tmp_path / "r"),
         *[x for s in sets for x in ("--set", s)],
     )
-    refused(done, 4, f"no buffer answers at {address}", "wires.connect_s")
-    assert not (tmp_path / "r").exists() and time.monotonic() - began < 50
+    refused(done, 4, f"no buffer answers at {address} after 1 s", "wires.connect_s")
+    assert not (tmp_path / "r").exists()

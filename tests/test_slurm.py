@@ -21,7 +21,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.supervise.hosts import slurm
 
 DEMO = ROOT / "configs" / "demo.toml"
-WAIT_S = 120.0
+WAIT_S = 600.0
 # each says how it was called; the run goes on until it is told to end
 OURS = """#!/bin/bash
 echo "asyncrl $*" >> {log}

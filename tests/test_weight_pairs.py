@@ -29,7 +29,7 @@ from asyncrl.transport import gpu_pairs
 from asyncrl.transport import ring as weight_ring
 from asyncrl.transport.gpu_pairs import PairClient, PairServer, mark
 
-SIZE, DEADLINE_S = 1 << 20, 3.0
+SIZE, DEADLINE_S = 1 << 20, 12.0
 ROWS: weight_ring.Rows = [("w", "uint8", [SIZE], 0, SIZE)]
 
 # Generators, forked from one process that has imported everything: "fetch NUMBER DIGEST", or ask
