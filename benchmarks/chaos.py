@@ -46,6 +46,7 @@ from asyncrl.records import rundir
 RECOVER_S = 60.0  # a fault that has not been recovered from by then never is
 GENERATORS = 2
 EACH = 40  # faults a run
+SLOW_S = 10.0  # a recovery that takes longer wants an explanation: its run is kept
 _SUBREAPER = 36
 
 
@@ -274,7 +275,20 @@ def commit(run: Run, wanted: Wanted, off: str, choice: random.Random) -> list[Fa
     if run.flipped is not None:  # it went on: the byte was of no consequence
         run.flipped = None
         run.unnoticed += 1
-    return [fault for fault in faults if fault.state == "over"]
+    return over(faults)
+
+
+def over(faults: list[Fault]) -> list[Fault]:
+    """Those that came about, each with what befell others at the same time."""
+    done = [fault for fault in faults if fault.state == "over"]
+    for fault in done:
+        fault.beside = [other.name for other in done if other is not fault]
+    return done
+
+
+def slow(each: list[dict[str, Any]], seed: int) -> list[dict[str, Any]]:
+    """Of a run's faults, those that took long to recover from, to be found again."""
+    return [row | {"seed": seed} for row in each if row["seconds"] > SLOW_S]
 
 
 def chaos(
@@ -331,7 +345,9 @@ def chaos(
         "flips_without_consequence": run.unnoticed,
         "seconds": round(time.perf_counter() - began, 1),
     }
-    if (found["error"] or any(found.get(name) for name in WRONG)) and not off:
+    found["slow"] = slow(found["each"], seed)
+    wrong = found["error"] or any(found.get(name) for name in WRONG)
+    if (wrong or found["slow"]) and not off:
         kept = Path(tempfile.mkdtemp(prefix=f"chaos_{seed}_"))  # to look at what went wrong
         shutil.move(run.dir, kept)
         found["kept"] = str(kept)
@@ -380,6 +396,7 @@ def summed(runs: list[dict[str, Any]]) -> dict[str, Any]:
         "faults_per_minute": round(60 * len(each) / max(spent, 1e-9), 1),
         "seconds": round(spent, 1),
         "errors": [one["error"] for one in runs if one["error"]],
+        "slow": [row for one in runs for row in one["slow"]],
         "runs": len(runs),
     }
 

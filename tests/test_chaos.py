@@ -130,6 +130,32 @@ def test_an_answer_that_nobody_acknowledged_is_lost_if_its_generator_lived() -> 
     assert wrong(history) == {"lost": 1}
 
 
+def test_a_slow_recovery_is_told_with_its_seed_and_what_else_went_on() -> None:
+    import chaos
+    from lib.chaos.faults import Fault
+
+    shared, choice = board.Board(), random.Random(1)
+    drawn = [
+        ("buffer", "idle", "kill"),
+        ("learner", "mid-step", "stop"),
+        ("reward", "idle", "kill"),
+    ]
+    faults = [Fault(shared, one, choice) for one in drawn]
+    for fault, seconds in zip(faults, (38.7, 0.5, 20.0), strict=True):
+        fault.state, fault.seconds = "over", seconds
+    faults[2].state = "none"  # it never came about
+    rows = [fault.row() for fault in chaos.over(faults)]
+    (row,) = chaos.slow(rows, 1007)
+    assert (row["what"], row["seed"], row["beside"]) == (
+        "buffer: kill idle",
+        1007,
+        ["learner: stop mid-step"],
+    )
+    run = {"each": rows, "slow": [row], "seconds": 40.0, "error": ""}
+    run["messages"] = dict.fromkeys(("lost", "doubled", "held"), 0)
+    assert chaos.summed([run])["slow"] == [row]
+
+
 def ended(body: Callable[[], Any]) -> int:
     """Exit code of a process that runs `body`."""
     return os.waitstatus_to_exitcode(os.waitpid(forks.fork(body), 0)[1])

@@ -58,6 +58,7 @@ class Fault:
         self.reported: tuple[int, int, int] = (0, 0, 0)
         self.ordered = self.struck = self.went_on = time.perf_counter()
         self.seconds = 0.0
+        self.beside: list[str] = []  # the faults of others at the same time
         board.give(self.role, self.point, self.action, self.jump_s)
 
     @property
@@ -122,4 +123,5 @@ class Fault:
             "kind": self.kind,
             "killed": self.anywhere or self.action in ("kill", "flip"),
             "seconds": round(self.seconds, 4),
+            "beside": self.beside,
         }
