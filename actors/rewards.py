@@ -39,6 +39,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from actors.reward_worker import Call, Reply, Setup, Unit, call, said
+from actors.scorers.account import ACCOUNT, totals
 from asyncrl.config.tree import Config, Reward
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import Failure, Prompt
@@ -529,6 +530,8 @@ class RewardRunner:
         # told of each call to a process: name, began, ended, answers
         self.timed: Callable[[str, float, float, int], None] | None = None
         settings = config.reward
+        self.judge = settings.judge
+        self.account = run_dir / ACCOUNT if run_dir is not None and self.judge.url else None
         self.pool = (
             _Pool(config, run_dir)
             if settings.apart or (isinstance(settings.workers, int) and settings.workers)
@@ -565,6 +568,7 @@ class RewardRunner:
             "reward/called_s": timing.called_s,
             "reward/queue": self.waiting,
             "reward/workers": len(self.processes),
+            **(totals(self.account, self.judge) if self.account is not None else {}),
         }
 
     def submit(self, key: Key, prompt: Prompt, text: str, tokens: Any) -> None:

@@ -159,6 +159,26 @@ def of_prefixes(
     return {f"prefix/{name}": totals[name] for name in names}
 
 
+def of_judges(machines: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, float]:
+    """What a judge was asked in the whole run: (machine, numbers) of each generator.  Those of one
+    machine tell of the same account, the newest of which counts.
+
+    >>> here = [("a", {"judge/requests": 3.0}), ("a", {"judge/requests": 5.0, "x": 1.0})]
+    >>> of_judges([*here, ("b", {"judge/requests": 2.0, "judge/requests_left": 98.0})])
+    {'judge/requests': 7.0, 'judge/requests_left': 98.0}
+    """
+    newest: dict[tuple[str, str], float] = {}
+    for machine, stats in machines:
+        for name, value in stats.items():
+            if name.startswith("judge/"):
+                better = min if name.endswith("_left") else max
+                newest[name, machine] = better(newest.get((name, machine), value), value)
+    out: dict[str, float] = {}
+    for (name, _), value in newest.items():
+        out[name] = out.get(name, 0.0) + value
+    return out
+
+
 def summary(store: Store, trained: Trained, wall_s: float) -> dict[str, Any]:
     """What the store and the rows of trained batches say of the whole run."""
     results = store.evaluations.results

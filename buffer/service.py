@@ -709,16 +709,25 @@ class Service:
             histogram["lag/samples"] = [float(x) for x in batch.lags]
             for row in numbers.shown(batch, self.config.record):
                 self.samples.write(row)
-        values |= self.generator_numbers(now) | {
-            "buffer/groups": len(self.store.alive),
-            "buffer/bytes": self.store.stored_bytes,
-            "buffer/leases": sum(g.lease is not None for g in self.store.alive.values()),
-            **({"buffer/set_aside": self.store.aside} if self.store.aside else {}),
-            **{f"refused/{reason}": count for reason, count in self.refused.items()},
-            **limit,
-        }
+        values |= (
+            self.generator_numbers(now)
+            | self.judge_numbers()
+            | {
+                "buffer/groups": len(self.store.alive),
+                "buffer/bytes": self.store.stored_bytes,
+                "buffer/leases": sum(g.lease is not None for g in self.store.alive.values()),
+                **({"buffer/set_aside": self.store.aside} if self.store.aside else {}),
+                **{f"refused/{reason}": count for reason, count in self.refused.items()},
+                **limit,
+            }
+        )
         self.latest |= values
         self.metrics.write(commit.number, values, self.clock.at(now), histogram)
+
+    def judge_numbers(self) -> dict[str, float]:
+        """What a judge was asked so far; names of ours alone, whoever tells them."""
+        each = [(entry["host"], entry["stats"]) for entry in self.generators.values()]
+        return {k: v for k, v in numbers.of_judges(each).items() if k in metrics.METRICS}
 
     def generator_numbers(self, now: float) -> dict[str, float]:
         """Sums over the generators since the last step."""

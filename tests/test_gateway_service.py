@@ -470,6 +470,18 @@ def test_what_an_answer_asks_of_its_environment() -> None:
     assert service.asked_of(None) == "the step of its environment"
 
 
+def test_its_numbers_are_its_rewards_and_how_long_sessions_take(
+    world: Callable[..., World],
+) -> None:
+    gateway = world().gateway
+    assert gateway.stats() == {}
+    gateway.took.extend(float(n) for n in range(101))
+    assert gateway.stats() == {"session/p95_s": 95.0}
+    rewards: Any = SimpleNamespace(numbers=lambda: {"judge/requests": 3.0}, close=lambda: None)
+    gateway.rewards = rewards
+    assert gateway.stats() == {"session/p95_s": 95.0, "judge/requests": 3.0}
+
+
 def test_all_samples_of_a_group_meet_the_same_environment(world: Callable[..., World]) -> None:
     config = world().gateway.config
     w = world()

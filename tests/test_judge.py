@@ -20,7 +20,7 @@ from actors import rewards
 from actors.reward_worker import Call, Unit, judge_later
 from actors.rewards import RewardRunner
 from actors.scorers import judge as judges
-from actors.scorers.account import Account
+from actors.scorers.account import Account, totals
 from actors.scorers.grading import Template, mark
 from actors.scorers.held import Spent, waiting
 from asyncrl.config.rules import check
@@ -28,6 +28,9 @@ from asyncrl.config.scorers import Judge
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
+from asyncrl.records.metrics import METRICS
+from asyncrl.supervise import run_page
+from asyncrl.supervise.summary import judged as judged_of
 from asyncrl.tasks import get_task
 
 QUESTION = Prompt(7, "1+1=", "2")
@@ -142,7 +145,10 @@ def judged(server: Server, tmp_path: Path) -> Iterator[Callable[..., list[tuple[
 
 
 def test_a_judge_that_has_to_be_asked_again(
-    server: Server, judged: Callable[..., list[tuple[float, str]]], monkeypatch: pytest.MonkeyPatch
+    server: Server,
+    judged: Callable[..., list[tuple[float, str]]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """429 with and without patience, 500, a hang; grades that are none; each answer once."""
     monkeypatch.setenv("JUDGE_KEY", "s3cret")
@@ -161,15 +167,48 @@ def test_a_judge_that_has_to_be_asked_again(
         (said["model"], said["temperature"], said["max_tokens"]) == ("grader", 0.0, 512)
         for said in server.asked
     )
+    settings = Judge(budget_requests=100)
+    sums = totals(tmp_path / "judge.sqlite", settings)
+    counted = {"requests": 12, "replies": 6, "retries": 4, "throttled": 2, "cached": 1}
+    assert {name: sums[f"judge/{name}"] for name in counted} == counted
+    assert sums["judge/tokens"] >= 300 and sums["judge/seconds"] >= 3.0  # one hung for its time
+    assert sums["judge/requests_left"] == 88 and "judge/tokens_left" not in sums
     # the next life of the run: what was graded is known, what failed is asked again
     before = len(server.asked)
     again = judged(*texts, **more)
     assert again[:2] == [good, good] and len(server.asked) == before + 5
+    assert totals(tmp_path / "judge.sqlite", settings)["judge/cached"] == 5
     server.trouble = ["late"]
     (late,) = judged("d", **more)
     assert "1 requests" in late[1] and "come back in 86400 s" in late[1]
     (silent,) = judged("[hang]", timeout_s=0.2, attempts=2)
     assert "2 requests, the last: TimeoutError" in silent[1]
+
+
+def test_what_was_asked_is_among_a_generators_numbers(server: Server, tmp_path: Path) -> None:
+    """From the first question on; of rewards without a judge there are none."""
+    settings = config(server, budget_tokens=1000)
+    runner = RewardRunner(settings, get_task(settings.task), tmp_path)
+    try:
+        assert not any(name.startswith("judge/") for name in runner.numbers())
+        runner.submit((0, 0, 0), QUESTION, "a", [1])
+        runner.all()
+        found = runner.numbers()
+    finally:
+        runner.close()
+    assert (found["judge/requests"], found["judge/replies"], found["judge/tokens"]) == (1, 1, 50)
+    assert found["judge/tokens_left"] == 950
+    assert {name for name in found if name.startswith("judge/")} <= set(METRICS)
+    (tmp_path / "other").write_bytes(b"no database" * 100)
+    assert totals(tmp_path / "other", settings.reward.judge) == {}
+
+
+def test_the_report_has_a_plot_of_the_judge_where_there_is_one() -> None:
+    rows = [{"step": n, "t": 1.0 * n, "judge/requests": 3.0 * n} for n in range(3)]
+    without = run_page._plots(rows, {"lag_histogram": {}})
+    (plot,) = run_page._plots(rows, {"lag_histogram": {}, "judge": judged_of(rows)})[len(without) :]
+    assert [(line.name, list(line.y)) for line in plot.data] == [("requests", [0.0, 3.0, 6.0])]
+    assert judged_of(rows) == {"requests": 6.0} and judged_of([{"step": 1}]) == {}
 
 
 def test_the_budget_ends_the_run(

@@ -329,6 +329,7 @@ def test_reward_processes_in_the_metrics_and_among_the_waits(begin: Any) -> None
                 ask(generator, answers(t), m.Acks)
 
     def step(number: int, **stats: float) -> dict[str, float]:
+        stats |= {"judge_requests": 10.0 + number, "judge_stolen": 1.0}
         ask(
             generator,
             m.Renew(
@@ -369,6 +370,7 @@ def test_reward_processes_in_the_metrics_and_among_the_waits(begin: Any) -> None
         and got["reward/wait_s"] == 0.5
         and got["reward/call_s"] == 0.1
     )
+    assert got["judge/requests"] == 11 and "judge/stolen" not in got
     assert got["time/reward_wait_share"] == 0.25 and got["time/generator_idle_share"] == 0.75
     later = sums | {
         "generator_busy_s": 3.0,

@@ -816,10 +816,11 @@ class Gateway:
 
     def stats(self) -> dict[str, float]:
         """The gateway's own numbers."""
-        if not self.took:
-            return {}
-        ordered = sorted(self.took)
-        return {m.SESSION_P95: ordered[int(0.95 * (len(ordered) - 1))]}
+        out = self.rewards.numbers() if self.rewards is not None else {}
+        if self.took:
+            ordered = sorted(self.took)
+            out[m.SESSION_P95] = ordered[int(0.95 * (len(ordered) - 1))]
+        return out
 
     def oldest(self, now: float) -> list[OpenSession]:
         """For whoever waits for them: of each of the oldest tickets the session that has waited

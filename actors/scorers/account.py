@@ -8,19 +8,41 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from actors.scorers.held import Spent
 from asyncrl.config.scorers import Judge
 
+ACCOUNT = "judge.sqlite"
 WINDOW_S = 60.0
 BUSY_S = 60.0  # for another process's transaction, of a few statements
+# of the whole run: requests sent and tokens of both ways, which budgets bound; replies that came of
+# them; requests that were sent again; that were answered by 429; questions whose reply was known;
+# seconds that requests took
+SUMS = ("requests", "tokens", "replies", "retries", "throttled", "cached", "seconds")
 TABLES = """
 CREATE TABLE IF NOT EXISTS replies (digest BLOB PRIMARY KEY, reply TEXT NOT NULL) WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS sent (id INTEGER PRIMARY KEY AUTOINCREMENT, at REAL, tokens INTEGER);
 CREATE TABLE IF NOT EXISTS sums (name TEXT PRIMARY KEY, value REAL NOT NULL) WITHOUT ROWID;
 """
+
+
+def totals(path: Path, settings: Judge) -> dict[str, float]:
+    """What the processes of this machine have asked in the whole run, as the metrics are called:
+    each of SUMS, and what the budgets leave.  {} before the first question, and while the file
+    cannot be read.
+    """
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as wire:
+            found = dict(wire.execute("SELECT name, value FROM sums"))
+    except sqlite3.Error:
+        return {}
+    said = {f"judge/{name}": float(found.get(name, 0.0)) for name in SUMS}
+    for name in ("requests", "tokens"):
+        if most := getattr(settings, f"budget_{name}"):
+            said[f"judge/{name}_left"] = max(0.0, most - said[f"judge/{name}"])
+    return said
 
 
 class Account:
@@ -92,13 +114,19 @@ class Account:
             wire.execute("UPDATE sent SET tokens = ? WHERE id = ?", (tokens, sent))
             self._add("tokens", tokens - estimate)
 
+    def count(self, **sums: float) -> None:
+        """Add to sums of SUMS, for the metrics."""
+        with self._alone():
+            for name, more in sums.items():
+                self._add(name, more)
+
     def hold(self, until: float) -> None:
         """Nobody sends before: the server asked for it."""
         with self._alone() as wire:
             wire.execute("INSERT OR REPLACE INTO sums VALUES ('until', ?)", (until,))
 
     def sum(self, name: str) -> float:
-        """requests, tokens: of the whole run; until: when the next may be sent."""
+        """One of SUMS, of the whole run; until: when the next may be sent."""
         found = self.wire.execute("SELECT value FROM sums WHERE name = ?", (name,)).fetchone()
         return 0.0 if found is None else float(found[0])
 

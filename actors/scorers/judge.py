@@ -24,7 +24,7 @@ from weakref import WeakValueDictionary
 import httpx2
 import msgspec
 
-from actors.scorers.account import Account
+from actors.scorers.account import ACCOUNT, Account
 from actors.scorers.grading import Template
 from actors.scorers.held import waiting
 from asyncrl.config.scorers import Judge
@@ -123,6 +123,7 @@ class JudgeClient:
         try:
             known = self.account.reply(digest)
             if known is not None:
+                self.account.count(cached=1)
                 return known
             reply = await self._gated(payload)
             if accept is not None:
@@ -148,9 +149,14 @@ class JudgeClient:
                 most = min(LONGEST_S, FIRST_S * 2 ** (attempt - 1))
                 await asyncio.sleep(most * random.uniform(0.5, 1.0))
             sent = await self._turn(estimate)
+            began = time.monotonic()
             try:
-                async with asyncio.timeout(self.settings.timeout_s):
-                    got = await self.client.post(self.url, content=payload)
+                try:
+                    async with asyncio.timeout(self.settings.timeout_s):
+                        got = await self.client.post(self.url, content=payload)
+                finally:
+                    took = time.monotonic() - began
+                    self.account.count(seconds=took, **({"retries": 1} if attempt else {}))
             except (httpx2.TransportError, TimeoutError) as error:
                 why = f"{type(error).__name__} {error}".strip()
                 if isinstance(error, httpx2.ConnectError):  # any other may have cost what it could
@@ -159,8 +165,11 @@ class JudgeClient:
             if got.status_code == 200:
                 text, spent = read_reply(got.content)
                 self.account.settle(sent, estimate, spent or estimate)
+                self.account.count(replies=1)
                 return text
             self.account.settle(sent, estimate, 0)
+            if got.status_code == 429:
+                self.account.count(throttled=1)
             why = f"status {got.status_code}: {' '.join(got.text[:SAID].split())}"
             if got.status_code not in AGAIN:
                 break
@@ -184,7 +193,7 @@ class JudgeClient:
 
 def client(settings: Judge, run_dir: str) -> JudgeClient:
     """Raises ConfigError."""
-    path = Path(run_dir) / "judge.sqlite" if run_dir else None
+    path = Path(run_dir) / ACCOUNT if run_dir else None
     return JudgeClient(settings, Account(path, settings))
 
 

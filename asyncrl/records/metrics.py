@@ -161,6 +161,17 @@ METRICS: dict[str, Metric] = {
         "s", "an answer's share of a call of the reward function, the same mean"
     ),
     "reward/workers": Metric("processes", "that judge, of all generators"),
+    "judge/requests": Metric(
+        "requests", "sent to the judge so far, those sent again too ([reward.judge])"
+    ),
+    "judge/replies": Metric("replies", "of the judge so far"),
+    "judge/retries": Metric("requests", "sent again so far: after 408, 429, 5xx or no answer"),
+    "judge/throttled": Metric("requests", "answered by 429 so far"),
+    "judge/cached": Metric("questions", "asked before, so far: their reply was known"),
+    "judge/tokens": Metric("tokens", "of questions and replies so far, by the judge's own count"),
+    "judge/seconds": Metric("s", "that requests took so far, those side by side added up"),
+    "judge/requests_left": Metric("requests", "of reward.judge.budget_requests"),
+    "judge/tokens_left": Metric("tokens", "of reward.judge.budget_tokens"),
     "time/swap": Metric("s", "time the generators spent on swapping weights since the last step"),
     "prefix/hits": Metric(
         "calls",

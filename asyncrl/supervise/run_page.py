@@ -135,6 +135,19 @@ LINES = (
         axis="t",
     ),
 )
+# Only where a judge is asked.
+JUDGE = Lines(
+    "Judge, so far",
+    "count",
+    (
+        ("judge/requests", "requests"),
+        ("judge/replies", "replies"),
+        ("judge/retries", "sent again"),
+        ("judge/throttled", "answered by 429"),
+        ("judge/cached", "known before"),
+    ),
+    axis="t",
+)
 
 
 def _figure(title: str, unit: str) -> Any:
@@ -216,6 +229,7 @@ def _plots(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[Any]:
         accuracy,
         _histogram(summary["lag_histogram"]),
         *(_lines(rows, lines) for lines in LINES),
+        *([_lines(rows, JUDGE)] if summary.get("judge") else []),
     ]
 
 

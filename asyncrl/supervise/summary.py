@@ -5,6 +5,7 @@ to say of one that has not.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -186,7 +187,28 @@ def compose(config: Config, run_dir: Path) -> dict[str, Any]:
                 *signs.signs(read, about(config), ended=left["steps"] >= config.learner.steps),
             )
         ],
-    } | ({"partial": PARTIAL} if left.get("partial") else {})
+    } | {
+        name: found
+        for name, found in (
+            ("judge", judged(read)),
+            ("partial", PARTIAL if left.get("partial") else ""),
+        )
+        if found
+    }
+
+
+def judged(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What a judge was asked in the whole run; {}: nothing.
+
+    >>> judged([{"judge/requests": 1.0}, {"judge/requests": 3.0, "step": 2}, {"step": 3}])
+    {'requests': 3.0}
+    """
+    last: Mapping[str, Any] = next((row for row in reversed(rows) if "judge/requests" in row), {})
+    return {
+        name.removeprefix("judge/"): float(value)
+        for name, value in last.items()
+        if name.startswith("judge/")
+    }
 
 
 def write(config: Config, run_dir: Path) -> dict[str, Any]:
