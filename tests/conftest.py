@@ -18,12 +18,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
 # also for the reward processes of commands called in this process
 os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 
+
+# no test hangs on speed
+settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any speed")
 
 # Single tests here take up to two minutes: they begin first, so that no worker ends long after the
 # others.
