@@ -16,7 +16,8 @@ load and checkpoints of a restart are in it.  The buffer keeps a journal (`durab
 checkpoint), generator, buffer, supervisor; of a dead supervisor the run is resumed at once, as a
 service manager would.  Runs last minutes, so few kills fall into one: the cost of
 one by victim and state is taken over all the runs, the first of which has kills enough, and what
-follows from it for each rate stands beside what was measured.  --quick: two kills in a short run, and nothing is written."""
+follows from it for each rate stands beside what was measured.  --quick: two kills in a short run,
+and nothing is written."""
 
 from __future__ import annotations
 
