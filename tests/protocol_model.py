@@ -10,10 +10,11 @@ switched off.
 A state is a `World`; `steps` lists every action enabled in it.  A policy is a node of a tree of
 updates, its label (epoch, number) is what travels.  Samples travel through a network that reorders
 them; faults come out of a budget: a sample lost or doubled, a generator or learner killed, a lease
-that ends under a slow generator, a second learner beside the first.  Requests of a learner are
-answered at once: their loss and repetition are the business of tests/test_service.py, durability of
-tests/test_journal.py. tests/test_protocol_model.py runs the model and the real store side by side,
-action by action.
+that ends under a slow generator, a second learner beside the first.  With `sessions` a generator is
+a gateway: a sample's last call may be another engine's, and what a new epoch finds begun waits
+until the next grant of its sample adopts it.  Requests of a learner are answered at once: their
+loss and repetition are the business of tests/test_service.py, durability of tests/test_journal.py.
+tests/test_protocol_model.py runs the model and the real store side by side, action by action.
 
 Invariants: I1 no token is trained past the limit.  I2 no sample is trained twice in the surviving
 history.  I4 a batch that comes again is the same, orphans excepted.  I5 the end stays reachable
@@ -79,6 +80,9 @@ class Bounds(NamedTuple):
     refiltered: tuple[int, ...] = ()  # tickets whose group has none when written again
     # a limit that sets itself: what it may become at a commit, by whatever rule; (): it is constant
     moves: tuple[int, ...] = ()
+    # generators are gateways: a sample is a session whose last call any engine draws, and which
+    # goes on over a learner's life
+    sessions: bool = False
     off: frozenset[str] = frozenset()
 
 
@@ -275,6 +279,12 @@ def promised(b: Buffer, attempt: int) -> int:
     return min(b.k, dict(b.said).get(attempt, b.k))
 
 
+def judged(c: Bounds, b: Buffer, versions: tuple[Version, ...]) -> list[Version]:
+    """Those whose lag is looked at: all, an adopted session's first ones too."""
+    mixed = len({v[0][0] for v in versions}) > 1
+    return [v for v in versions if not (mixed and "adopted" in c.off and v[0][0] < b.epoch)]
+
+
 def judge(
     c: Bounds, b: Buffer, comp: tuple[int, ...], number: int
 ) -> tuple[Buffer, tuple[Any, ...]]:
@@ -285,7 +295,8 @@ def judge(
         for s, got in enumerate(g.samples):
             if (
                 got
-                and max(distance(v[1], b.policy, number) for v in got[1]) > promised(b, got[0])
+                and max((distance(v[1], b.policy, number) for v in judged(c, b, got[1])), default=0)
+                > promised(b, got[0])
                 and "orphans" not in c.off
             ):
                 need(
@@ -364,7 +375,27 @@ def grant(c: Bounds, w: World, i: int) -> World:
     b, held = on_grant(w.buffer, g, i, w.gens[i].session)
     if "attempts" in c.off:
         held = (held[0], 0, *held[2:])
-    return with_gen(w._replace(buffer=b), i, held=(*w.gens[i].held, held))
+    mine = w.gens[i].held
+    if c.sessions:
+        held, mine = adopt(held, mine)
+    return with_gen(w._replace(buffer=b), i, held=(*mine, held))
+
+
+def adopt(new: tuple[Any, ...], mine: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """A ticket and what its gateway holds: the session that it has begun for a sample of the ticket
+    goes on under it, its first tokens as they are; what else it held of the ticket is over.
+    """
+    t, a, todo, least, _ = new
+    begun = [h for h in mine if h[0] == t and h[4] and h[2][0] in todo]
+    if begun:
+        sample, first = begun[-1][2][0], begun[-1][4]
+        new = (t, a, (sample, *(s for s in todo if s != sample)), least, first)
+    return new, tuple(h for h in mine if h[0] != t)
+
+
+def parked(g: Generator, h: tuple[Any, ...]) -> bool:
+    """Is it of an epoch that is over, as this generator knows?"""
+    return bool(g.weights) and h[3][0] < g.weights[0][0]
 
 
 def newest(c: Bounds, w: World) -> Version:
@@ -381,7 +412,11 @@ def newest(c: Bounds, w: World) -> Version:
 def load(c: Bounds, w: World, i: int) -> World:
     """Newer weights; those of a newer epoch end what an older epoch's ticket asked for."""
     new = newest(c, w)
-    held = tuple(h for h in w.gens[i].held if h[3][0] >= w.buffer.epoch or "epoch_tickets" in c.off)
+    held = tuple(
+        h
+        for h in w.gens[i].held
+        if h[3][0] >= w.buffer.epoch or "epoch_tickets" in c.off or (c.sessions and h[4])
+    )
     return with_gen(w, i, weights=new, held=held)
 
 
@@ -401,10 +436,19 @@ def begin(c: Bounds, w: World, i: int, h: tuple[Any, ...]) -> World:
     return with_gen(w, i, held=tuple((*x[:4], g.weights) if x is h else x for x in g.held))
 
 
-def finish(c: Bounds, w: World, i: int, h: tuple[Any, ...]) -> World:
-    """The last token of a sample, by the weights of now."""
+def may_finish(c: Bounds, g: Generator, h: tuple[Any, ...]) -> bool:
+    """May this engine draw the last call of a session?"""
+    if not g.weights:
+        return False
+    now, least = g.weights[0], h[3]
+    return now[0] == least[0] and (now >= least or "later_calls" in c.off)
+
+
+def finish(c: Bounds, w: World, i: int, h: tuple[Any, ...], by: int = -1) -> World:
+    """The last token of a sample, by the weights of now; of a session by those of engine `by`."""
     (t, a, todo, least, first), g = h, w.gens[i]
-    key, versions = (t, todo[0], a), tuple(sorted({first, g.weights}))
+    weights = w.gens[by].weights if by >= 0 else g.weights
+    key, versions = (t, todo[0], a), tuple(sorted({first, weights}))
     need(
         all(k != key for k, _ in w.buffer.lines)
         and all(m[2] != key for x in w.gens for m in x.out),
@@ -564,7 +608,8 @@ def steps(c: Bounds, w: World) -> Iterator[tuple[tuple[Any, ...], bool]]:
     """(action and arguments, is it a fault?) of everything that may happen now."""
     b, free = w.buffer, grantable(c, w.buffer)
     for i, g in enumerate(w.gens):
-        if free is not None and len(g.held) < c.slots:
+        # those that wait to be adopted take no place: else none might come that adopts them
+        if free is not None and sum(not parked(g, h) for h in g.held) < c.slots:
             yield (grant, i), False
         if g.weights != newest(c, w) and (
             not g.weights or newest(c, w)[0] >= g.weights[0] or "lineage" in c.off
@@ -573,6 +618,10 @@ def steps(c: Bounds, w: World) -> Iterator[tuple[tuple[Any, ...], bool]]:
         for h in g.held:
             if may_begin(c, g, h):
                 yield (begin, i, h), False
+            elif h[4] and c.sessions:
+                for j in range(c.gens):
+                    if may_finish(c, w.gens[j], h):
+                        yield (finish, i, h, j), False
             elif h[4]:
                 yield (finish, i, h), False
         for m in g.out - w.net:
@@ -718,6 +767,7 @@ RUNS: tuple[dict[str, Any], ...] = (
     {"k": (1,), "prefetch": 1, "kinds": "gen second"},
     {"k": (0, 1), "same": True, "kinds": "learner"},
     {"k": (1, 0), "moves": (0, 1), "kinds": "learner slow"},
+    {"k": (1, 0), "kinds": "learner slow", "sessions": True},
 )
 LARGE: tuple[dict[str, Any], ...] = (
     {"k": (0,), "faults": 2},
@@ -726,6 +776,8 @@ LARGE: tuple[dict[str, Any], ...] = (
     {"k": (1, 0), "kinds": "learner", "steps": 3, "refiltered": (1,)},
     {"k": (1,), "slots": 2, "kinds": "gen slow"},
     {"k": (1, 0), "moves": (0, 1), "kinds": "learner slow", "steps": 3},
+    {"k": (1, 0), "kinds": "learner slow", "sessions": True, "gens": 2},
+    {"k": (0,), "kinds": "learner slow", "sessions": True, "group": 2, "steps": 3},
 )
 # rule -> (invariant that breaks without it, bounds that show it)
 OFF: dict[str, tuple[str, dict[str, Any]]] = {
@@ -735,6 +787,8 @@ OFF: dict[str, tuple[str, dict[str, Any]]] = {
     "announced_room": ("I1", {"moves": (0, 1), "faults": 0, "slots": 2}),
     "min_version": ("I1", {"k": (0,), "faults": 0}),
     "epoch_tickets": ("I1", {"k": (0,), "kinds": "learner"}),
+    "later_calls": ("I1", {"k": (0,), "faults": 0, "sessions": True, "gens": 2}),
+    "adopted": ("I1", {"k": (0,), "kinds": "learner", "sessions": True}),
     "orphans": ("I1", {"k": (1, 0), "kinds": "learner", "steps": 3}),
     "filter_leaves": ("I5", {"k": (0,), "faults": 0, "group": 2, "filtered": (0,)}),
     "filter_once": ("I4", {"k": (1, 0), "kinds": "learner", "steps": 3, "refiltered": (1,)}),

@@ -70,6 +70,8 @@ class SideBySide:
         )
         self.store = weakened(off)(settings, lambda i: Prompt(i, ""))
         self.parent: dict[int, Label | None] = {0: None}
+        # (ticket, sample, attempt) -> the earlier attempts of a session that went on
+        self.adopted: dict[pm.Key, tuple[int, ...]] = {}
         self.hello(1, 0, c.k[0], 0)
 
     def hello(self, epoch: int, policy: int, k: int, origin: int) -> None:
@@ -98,8 +100,12 @@ class SideBySide:
     def do_grant(self, before: pm.World, i: int) -> None:
         t, a, todo, least, _ = self.w.gens[i].held[-1]
         got = self.store.grant(f"g{i}", before.gens[i].session, 1, 0.0)
+        for ticket, earlier, (sample, *_), _, first in before.gens[i].held:
+            if self.c.sessions and ticket == t and first and sample in todo:
+                line = (*self.adopted.get((t, sample, earlier), ()), earlier)
+                self.adopted[t, sample, a] = line
         same(
-            [(t, a, list(todo), least, self.w.buffer.now if self.c.moves else self.w.buffer.k)],
+            [(t, a, sorted(todo), least, self.w.buffer.now if self.c.moves else self.w.buffer.k)],
             [(x.ticket, x.attempt, x.samples, tuple(x.min_version), x.limit) for x in got],
             "ticket",
         )
@@ -111,12 +117,15 @@ class SideBySide:
             for n, (label, policy) in enumerate(versions)
         ]
         reward = 1.0 if t in self.c.filtered else float(s)
-        said = self.store.deliver(
-            Trajectory(
-                t, s, a, b"", b"\0" * 4 * len(spans), b"", b"", spans, reward, {}, "stop", 1.0
-            ),
-            0.0,
+        ids = b"\0" * 4 * len(spans)
+        # the first token is of the first attempt, the last one of the last
+        adopted = [
+            (earlier, int(not n)) for n, earlier in enumerate(self.adopted.get((t, s, a), ()))
+        ]
+        sample = Trajectory(
+            t, s, a, b"", ids, b"", b"", spans, reward, {}, "stop", 1.0, adopted=adopted
         )
+        said = self.store.deliver(sample, 0.0)
         line = dict(self.w.buffer.lines)[t, s, a]
         also = {"accepted": ("accepted", "trained"), "filtered": ("accepted", "filtered")}.get(
             line, (line,)
@@ -236,6 +245,18 @@ WALKS: list[dict[str, Any]] = [
         "steps": 6,
         "faults": 3,
         "prefetch": 1,
+    },
+    {
+        "k": (1, 0, 2),
+        "batch": 1,
+        "group": 2,
+        "gens": 2,
+        "slots": 2,
+        "steps": 4,
+        "faults": 4,
+        "kinds": "lose double gen learner slow older",
+        "keep": 2,
+        "sessions": True,
     },
     {
         "k": (0, 1),
