@@ -25,11 +25,12 @@ import torch
 
 from actors.engine import Answer, Key, Request, uniforms
 from actors.vllm_swap import Direct, Unknown, pack
-from asyncrl.config.tree import Config
+from asyncrl.config.tree import Config, Lora
 from asyncrl.contract.errors import ConfigError, ProtocolError
 from asyncrl.contract.importing import no_garbage
 from asyncrl.contract.messages import Span
 from asyncrl.contract.versions import Label
+from asyncrl.models.adapters import Base
 from asyncrl.models.installed import missing
 from asyncrl.models.policy import load_policy, probe_ids, probe_logprobs, text_config
 
@@ -172,7 +173,8 @@ class Reference:
 
 class VllmEngine:
     """See `actors.engine.Engine`.  path: a Hugging Face directory.  kv_bytes: memory for keys and
-    values, 0 for what slots x context need.
+    values, 0 for what slots x context need.  lora: versions are adapters, each added to a copy of
+    the base that is held beside vLLM's.
 
     in_flight: keep_kv leaves the keys of live answers as they are; recompute_kv has vLLM preempt
     them, forget all keys and encode them anew with the weights just loaded.  Raises ConfigError
@@ -190,6 +192,7 @@ class VllmEngine:
         device: str = "auto",
         kv_bytes: int = 0,
         seed: int = 0,
+        lora: Lora | None = None,
     ) -> None:
         if why := missing("vllm"):
             raise ConfigError(f"generator.engine = vllm: {why}")
@@ -200,6 +203,7 @@ class VllmEngine:
         self.path = path
         self.published = published or dtype
         self.reference: Reference | None = None  # made when it is needed
+        self.base = Base(load_policy(path, dtype, "cpu"), lora) if lora is not None else None
         with no_garbage():
             shape = text_config(path)
         self.ids = probe_ids(shape)
@@ -232,6 +236,10 @@ class VllmEngine:
     def load(
         self, weights: Mapping[str, Any], label: Label, digest: str, probe: bytes = b""
     ) -> None:
+        if self.base is not None:
+            merged = self.base.merged(weights, probe)
+            weights = {name: merged[name] for name in merged}
+            probe = b""  # of adapters it names their base: what to expect is computed here
         if not probe and self.reference is None:
             self.reference = Reference(self.path, self.published)
         expected = (
@@ -507,4 +515,5 @@ def make_engine(config: Config) -> VllmEngine:
         device=config.model.device,
         kv_bytes=settings.kv_cache_mib << 20,
         seed=config.seed,
+        lora=config.lora if config.lora.rank else None,
     )

@@ -32,7 +32,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError, Damaged
 from asyncrl.contract.messages import Batch
 from asyncrl.contract.parent import die_with_parent
-from asyncrl.models.policy import PolicyModel, manifest, read_flat
+from asyncrl.models.policy import PolicyModel, manifest, named_weights, read_flat
 from learner.backend import TorchBackend, optimizer_for
 from learner.state import State
 
@@ -143,15 +143,22 @@ class DeepSpeedBackend(TorchBackend):
                 if learner.offload
                 else {}
             ),
-            "bf16": {"enabled": config.model.dtype == "bfloat16", "check_grad_overflow": True},
+            # adapters are float32 beside any base
+            "bf16": {
+                "enabled": config.model.dtype == "bfloat16" and model.adapter is None,
+                "check_grad_overflow": True,
+            },
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
             "wall_clock_breakdown": False,
             "steps_per_print": 10**9,
         }
+        self.trained = [p for p in model.hf.parameters() if p.requires_grad]
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
-            model=model.hf,
-            optimizer=optimizer_for(config, list(model.hf.parameters())),
+            # of a model with adapters it sees these alone: its type and its place are not touched,
+            # nor do its weights go into checkpoints
+            model=model.hf if model.adapter is None else torch.nn.ParameterList(self.trained),
+            optimizer=optimizer_for(config, self.trained),
             config=settings,
         )
         if self.ranks > 1:
@@ -306,9 +313,7 @@ class DeepSpeedBackend(TorchBackend):
         # its gradients are whole and summed on every rank, and it reports no norm
         if self.config.learner.zero_stage == 0:
             norm = float(
-                torch.nn.utils.get_total_norm(
-                    [p.grad for p in self.model.hf.parameters() if p.grad is not None]
-                )
+                torch.nn.utils.get_total_norm([p.grad for p in self.trained if p.grad is not None])
             )
             if not math.isfinite(norm):
                 self._drop()
@@ -356,7 +361,13 @@ class DeepSpeedBackend(TorchBackend):
     def write_flat(self, buffer: memoryview | None) -> None:
         """One parameter at a time: no second whole copy, also under ZeRO-3."""
         views = read_flat(buffer, self.layout) if buffer is not None else {}
-        for name, parameter in self.model.hf.named_parameters(remove_duplicate=True):
+        # partitioned ones are gathered by what they are, not by what they hold
+        published = (
+            list(self.model.hf.named_parameters(remove_duplicate=True))
+            if self.model.adapter is None
+            else named_weights(self.model)
+        )
+        for name, parameter in published:
             with (
                 self.guard(),
                 self.gathered(
@@ -477,7 +488,7 @@ def _first_line(error: BaseException) -> str:
 def follow(core: Any) -> None:
     """A rank above 0: do what rank 0 tells, until it tells the end."""
     # the order of rank 0's own imports
-    from asyncrl.models.policy import load_policy, load_weights, named_weights
+    from learner import checkpoint
 
     backend: DeepSpeedBackend = core.backend
     while True:
@@ -497,9 +508,7 @@ def follow(core: Any) -> None:
                 pass
         elif what == "restore":
             path = Path(payload)
-            saved = load_policy(path / "model", core.config.model.dtype, core.config.model.device)
-            with backend.whole():
-                load_weights(core.model, dict(named_weights(saved)))
+            checkpoint.restore_weights(core, path)
             data = torch.load(path / "state.pt", weights_only=True)
             backend.load_state(data["optimizer"], path)
             core.state = State(**data["state"])

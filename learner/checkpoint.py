@@ -229,10 +229,7 @@ def restore(core: LearnerCore, path: Path) -> dict[str, Any]:
     another model's checkpoint.
     """
     core.backend.tell("restore", str(path))
-    if core.model.adapter is not None:
-        adapters.restore(core.model, path / "model")
-    else:
-        _restore_weights(core, path)
+    restore_weights(core, path)
     data = torch.load(path / "state.pt", weights_only=True)
     core.backend.load_state(data["optimizer"], path)
     if core.critic is not None:
@@ -244,8 +241,11 @@ def restore(core: LearnerCore, path: Path) -> dict[str, Any]:
     return dict(data["extra"])
 
 
-def _restore_weights(core: LearnerCore, path: Path) -> None:
-    """Every weight of the model.  Raises Damaged."""
+def restore_weights(core: LearnerCore, path: Path) -> None:
+    """Every weight of the model, or its adapter, on every rank.  Raises Damaged."""
+    if core.model.adapter is not None:
+        adapters.restore(core.model, path / "model")
+        return
     saved = load_policy(path / "model", core.config.model.dtype, core.config.model.device)
     theirs = [row[:3] for row in manifest(saved)]
     ours = [row[:3] for row in core.layout]

@@ -36,7 +36,7 @@ from asyncrl.models.policy import (
     named_weights,
     weights_digest,
 )
-from asyncrl.models.tokenizer import load_tokenizer
+from asyncrl.models.tokenizer import load_tokenizer, model_stops
 from asyncrl.records import atomic_write, jsonl
 from asyncrl.records.rundir import Lock
 from asyncrl.tasks import pairs
@@ -74,9 +74,14 @@ class Run:
         self.model = load_policy(config.model.path, config.model.dtype, config.model.device)
         tokenizer = load_tokenizer(config.model.path)
         limit = int(self.model.hf.config.get_text_config().max_position_embeddings)
-        train = pairs.read(config.data.train, tokenizer, config.data, limit)
+        path = config.model.path
+        train = pairs.read(config.data.train, tokenizer, config.data, limit, path)
         heldout = config.data.heldout
-        self.heldout = pairs.read(heldout, tokenizer, config.data, limit).rows if heldout else []
+        self.heldout = (
+            pairs.read(heldout, tokenizer, config.data, limit, path).rows if heldout else []
+        )
+        new = set(train.ends) - set(model_stops(tokenizer, path))
+        self.ends = train.ends if new else ()
         self.rows = train.rows
         say(
             f"{len(train.rows)} rows to learn from ({train.skipped} too long and left out), "
@@ -85,9 +90,9 @@ class Run:
         self.fitter = Fitter(self.model, config.training)
         self.tokens = 0
         self.checkpoints = run_dir / "checkpoints"
-        path = checkpoint.newest(self.checkpoints)
-        if path is not None:
-            self.restore(path)
+        saved = checkpoint.newest(self.checkpoints)
+        if saved is not None:
+            self.restore(saved)
         self.forget_after(self.fitter.number)
         self.metrics = jsonl.Appender(run_dir / "metrics.jsonl")
 
@@ -184,7 +189,7 @@ class Run:
         """The model, then the summary: who finds it finds both."""
         self.model.hf.eval()
         end = self.fitter.loss(self.heldout) if self.heldout else None
-        export(self.model, self.run_dir / "model")
+        export(self.model, self.run_dir / "model", self.ends)
         atomic_write.sync_tree(self.run_dir / "model")
         rows = jsonl.read(self.run_dir / "metrics.jsonl")
         what = {

@@ -89,10 +89,15 @@ def main() -> None:
             checkpoint.save(Path(job["save"][1]), core, {}, 3)
     buffer = bytearray(flat_bytes(core.layout))
     core.backend.tell("publish")
-    probe = np.frombuffer(core.backend.probe(), np.float32)
+    raw = core.backend.probe()
     core.backend.write_flat(memoryview(buffer))
-    published = load_policy(job["model"], job.get("dtype", "float32"), "cpu")
-    load_weights(published, read_flat(memoryview(buffer), core.layout))
+    tensors = read_flat(memoryview(buffer), core.layout)
+    if core.model.adapter is None:
+        published = load_policy(job["model"], job.get("dtype", "float32"), "cpu")
+        load_weights(published, tensors)
+        probe_off = float(np.abs(np.frombuffer(raw, np.float32) - probe_logprobs(published)).max())
+    else:
+        probe_off = float(raw != core.model.adapter.base.encode())
     parameters = list(core.model.hf.parameters())
     out = {
         "losses": losses,
@@ -101,11 +106,12 @@ def main() -> None:
         "digest": digest(buffer),
         "held": held(core),
         "pid": os.getpid(),
-        "weights": torch.frombuffer(buffer, dtype=getattr(torch, job.get("dtype", "float32")))
+        "names": list(tensors),
+        "weights": torch.frombuffer(buffer, dtype=next(iter(tensors.values())).dtype)
         .float()[:: max(1, len(buffer) // 2000)]
         .tolist(),
         "parameters": sum(p.numel() for p in parameters),
-        "probe_off": float(np.abs(probe - probe_logprobs(published)).max()),
+        "probe_off": probe_off,
     }
     core.backend.close()
     print(json.dumps(out))

@@ -98,6 +98,34 @@ def test_every_stage_is_the_torch_learner(
     assert max(mine["probe_off"], plain["probe_off"]) < 1e-5
 
 
+def test_adapters_are_trained_published_and_kept_alone(model_dir: Path, tmp_path: Path) -> None:
+    """As by torch, at two ranks and then at one, with the base as reference: what ZeRO partitions
+    is the adapters' state, and a checkpoint holds them alone.
+    """
+    sections = {"lora": {"rank": 4}, "kl": {"loss": {"coefficient": 0.1, "estimator": "k3"}}}
+    plain, _ = trained(model_dir, {"backend": "torch"}, batches=6, sections=sections)
+    two = {"backend": "deepspeed", "zero_stage": 2, "ranks": 2}
+    mine, others = trained(model_dir, two, batches=6, save=[3, str(tmp_path)], sections=sections)
+    again, _ = trained(
+        model_dir,
+        two | {"ranks": 1},
+        batches=6,
+        restore=str(tmp_path / "number_3"),
+        sections=sections,
+    )
+    adapters = sum(file.stat().st_size for file in tmp_path.rglob("adapter_model.safetensors"))
+    assert 0 < adapters < 4 * plain["parameters"] and not list(tmp_path.rglob("model.safetensors"))
+    for found, since in ((mine, 0), (again, 3)):
+        assert found["names"] == plain["names"] and all("lora" in name for name in found["names"])
+        assert found["losses"] == pytest.approx(plain["losses"][since:], abs=1e-5)
+        assert found["norms"] == pytest.approx(plain["norms"][since:], rel=1e-4)
+        assert found["weights"] == pytest.approx(plain["weights"], abs=1e-5)
+        assert found["probe_off"] == 0
+    for rank in (mine, *others.values()):
+        assert plain["held"] / 2 <= rank["held"] <= plain["held"] / 2 + 64
+    assert again["held"] == plain["held"] < plain["parameters"] / 2
+
+
 def test_an_early_stopped_step_leaves_weights_and_moments_untouched(model_dir: Path) -> None:
     """With a bound that any step passes, four epochs end as one does: in this batch and, by the
     moments, in the next ones.

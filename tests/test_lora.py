@@ -331,8 +331,10 @@ def test_export_of_a_run_that_was_cut_short(
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        (("generator.engine='vllm'",), "generator.engine: vllm takes whole weights only"),
-        (("learner.backend='deepspeed'",), "learner.backend: deepspeed trains whole weights only"),
+        (
+            ("learner.backend='deepspeed'", "learner.zero_stage=3"),
+            "learner.zero_stage: 3 partitions whole models; adapters need no more than 2",
+        ),
         (("generator.dtype='bfloat16'",), "generator.dtype: base and adapter belong together"),
         (("weights.transport='gloo'",), "weights.transport: gloo sends whole weights only"),
         (("exact=true", "weights.in_flight='recompute_kv'"), "exact: the learner computes beside"),

@@ -8,6 +8,7 @@ import json
 import os
 import random
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +95,7 @@ def test_every_assistant_turn_is_an_answer_behind_the_turns_before_it(
         ],
     )
     tokenizer = load_tokenizer(model)
-    rows = pairs.read(str(path), tokenizer, Data(train=str(path)), 256).rows
+    rows = pairs.read(str(path), tokenizer, Data(train=str(path)), 256, model).rows
     assert [
         (tokenizer.decode(row.prompt.tolist()), tokenizer.decode(row.answer.tolist()))
         for row in rows
@@ -104,6 +105,107 @@ def test_every_assistant_turn_is_an_answer_behind_the_turns_before_it(
         ("<user>hi|<assistant>", "ok<eos>"),
         ("1+1=", "2<eos>"),
     ]
+
+
+# ends a turn by a token of its own, by one in the middle of more, strips the text, or refuses it
+ENDED = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>\n{% endfor %}"
+SPACED = "{% for m in messages %}<{{ m.role }}> {{ m.content | trim }} <end>{% endfor %}"
+ASKING = "{% if add_generation_prompt %}<assistant>{% endif %}"
+REFUSING = "{% if not add_generation_prompt %}{{ raise_exception('no answers') }}{% endif %}"
+
+
+def chatting(path: Path, template: str, **special: str) -> Path:
+    """A tiny model with the tokens <end> and <more>, and a chat template."""
+    build_model(path, SYMBOLS, hidden=32, heads=2)
+    stored = json.loads((path / "tokenizer.json").read_text())
+    size = len(stored["model"]["vocab"])
+    for at, text in enumerate(("<end>", "<more>")):
+        # in the place of two symbols: the model's vocabulary stays as it is
+        place = size - 1 - at
+        old = next(token for token, number in stored["model"]["vocab"].items() if number == place)
+        del stored["model"]["vocab"][old]
+        stored["model"]["vocab"][text] = place
+        row = dict(stored["added_tokens"][0]) | {"id": place, "content": text, "special": True}
+        stored["added_tokens"].append(row)
+    (path / "tokenizer.json").write_text(json.dumps(stored))
+    (path / "chat_template.jinja").write_text(template)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("template", "content", "learned"),
+    [
+        (ENDED + ASKING, "no", "no<end>"),  # and not the line's end behind it
+        (SPACED + ASKING, " no ", " no <end>"),
+        (SPACED.replace("<end>", "<more><end>") + ASKING, "no", " no <more>"),
+        (SPACED.replace("<end>", "<more><eos>") + ASKING, "no", " no <more><eos>"),
+        ("<think>" + ENDED + ASKING + "<think>", "no", "no<end>"),  # no beginning of the other
+    ],
+    ids=["own", "stripped", "first-special", "first-stop", "otherwise"],
+)
+def test_a_chats_answer_ends_as_its_template_ends_it(
+    tmp_path: Path, template: str, content: str, learned: str
+) -> None:
+    model = chatting(tmp_path / "m", template)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": content}]
+    path = written(tmp_path / "d.jsonl", [{"messages": turns}, {"prompt": "a", "answer": "b"}])
+    tokenizer = load_tokenizer(model)
+    found = pairs.read(str(path), tokenizer, Data(train=str(path)), 256, model)
+    chat, plain = (tokenizer.decode(row.answer.tolist()) for row in found.rows)
+    assert chat == learned
+    assert plain == "b<eos>"
+    assert {tokenizer.decode([end]) for end in found.ends} == {
+        "<eos>",
+        learned[learned.rindex("<") :],
+    }
+
+
+def test_a_template_that_fails_on_an_answer_is_named(tmp_path: Path) -> None:
+    model = chatting(tmp_path / "m", REFUSING + ENDED + ASKING)
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path = written(tmp_path / "d.jsonl", [{"messages": turns}])
+    with pytest.raises(
+        ConfigError, match=r"d.jsonl:1: the chat template fails on the answer: .*no"
+    ):
+        pairs.read(str(path), load_tokenizer(model), Data(train=str(path)), 256, model)
+
+
+def test_a_run_of_what_it_leaves_ends_answers_where_the_learned_ones_end(
+    tmp_path: Path, forked: Callable[..., dict[str, Any]]
+) -> None:
+    """The template's end is no stop token of the model that it began with."""
+    model = chatting(tmp_path / "m", ENDED + ASKING)
+    rows: list[dict[str, Any]] = [
+        {"messages": [{"role": "user", "content": text}], "answer": "no"} for text in "abcdefgh"
+    ]
+    written(tmp_path / "train.jsonl", rows)
+    (tmp_path / "my.toml").write_text(
+        f'model.path = "{model}"\nruns = "{tmp_path / "runs"}"\n'
+        'data.train = "{here}/train.jsonl"\n'
+        "[training]\nsteps = 60\nbatch = 8\nlr = 1e-2\nwarmup_steps = 2\n"
+    )
+    left = Path(trained(configs.read(str(tmp_path / "my.toml"), ("name='end'",)))["model"])
+    file = written(tmp_path / "prompts.jsonl", rows)
+    run = forked(
+        tmp_path / "run",
+        f"model.path='{left}'",
+        "task.name='file'",
+        f"task.prompts='{file}'",
+        "evaluation.ood_prompts=0",
+        "reward.function=''",
+        "generator.context=40",
+        "learner.steps=2",
+        "record.samples_every=1",
+    )
+    samples = [
+        json.loads(line) for line in (run["run_dir"] / "samples.jsonl").read_text().splitlines()
+    ]
+    asked = [sample for sample in samples if sample["prompt"] in "abcdefgh"]
+    assert asked and all(sample["text"] == "no" for sample in asked)
+    assert all(sample["finish"] == "stop" and len(sample["tokens"]) == 3 for sample in asked)
+    assert run["rows"][-1]["eval/heldout_length"] == 3.0
+    settings = json.loads((left / "generation_config.json").read_text())
+    assert len(settings["eos_token_id"]) == 2 and settings["eos_token_id"][0] == 1
 
 
 BAD = [
@@ -131,7 +233,7 @@ def test_a_bad_line_is_named(tmp_path: Path, model: Path, line: str, why: str) -
     path = tmp_path / "d.jsonl"
     path.write_text('{"prompt": "1+1=", "answer": "2"}\n' + line + "\n")
     with pytest.raises(ConfigError) as error:
-        pairs.read(str(path), load_tokenizer(model), Data(train=str(path), context=20), 256)
+        pairs.read(str(path), load_tokenizer(model), Data(train=str(path), context=20), 256, model)
     assert why in str(error.value) and "\n" not in str(error.value)
 
 
@@ -142,16 +244,16 @@ def test_too_long_rows_are_left_out_where_that_is_asked_for(tmp_path: Path, mode
     )
     tokenizer = load_tokenizer(model)
     data = Data(train=str(path), too_long="skip")
-    found = pairs.read(str(path), tokenizer, data, 22)
+    found = pairs.read(str(path), tokenizer, data, 22, model)
     assert (len(found.rows), found.skipped) == (2, 0)  # 22 tokens fit
-    found = pairs.read(str(path), tokenizer, data, 21)
+    found = pairs.read(str(path), tokenizer, data, 21, model)
     assert (len(found.rows), found.skipped) == (1, 1)
     with pytest.raises(ConfigError, match=r"d.jsonl:2: 22 tokens are more than the model's 21"):
-        pairs.read(str(path), tokenizer, Data(train=str(path)), 21)
+        pairs.read(str(path), tokenizer, Data(train=str(path)), 21, model)
     with pytest.raises(ConfigError, match="nothing to learn from"):
-        pairs.read(str(path), tokenizer, data, 2)
+        pairs.read(str(path), tokenizer, data, 2, model)
     with pytest.raises(ConfigError, match=r"none.jsonl is no file"):
-        pairs.read(str(tmp_path / "none.jsonl"), tokenizer, data, 21)
+        pairs.read(str(tmp_path / "none.jsonl"), tokenizer, data, 21, model)
 
 
 def test_without_a_template_messages_are_refused_by_line(tmp_path: Path) -> None:
@@ -160,7 +262,9 @@ def test_without_a_template_messages_are_refused_by_line(tmp_path: Path) -> None
         tmp_path / "d.jsonl", [{"messages": [{"role": "user", "content": "a"}], "answer": "b"}]
     )
     with pytest.raises(ConfigError, match=r"d.jsonl:1: has `messages`, and the tokenizer in"):
-        pairs.read(str(path), load_tokenizer(tmp_path / "bare"), Data(train=""), 99)
+        pairs.read(
+            str(path), load_tokenizer(tmp_path / "bare"), Data(train=""), 99, tmp_path / "bare"
+        )
 
 
 # ---- how it is learned ---------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from actors.vllm_swap import PLAIN, Direct, Unknown, fused
 from asyncrl.config import load as config_load
 from asyncrl.contract.errors import ConfigError, ProtocolError
 from asyncrl.contract.versions import Label
-from asyncrl.models import installed, policy
+from asyncrl.models import adapters, installed, policy
 from asyncrl.models.tokenizer import load_tokenizer, stop_tokens
 from asyncrl.tasks.synthetic import TASKS
 
@@ -60,6 +60,45 @@ def test_answers_end_at_any_of_several_tokens(tmp_path: Path) -> None:
         answers += e.step(5)
     assert len(answers) == 64
     check_ends({a.key: a for a in answers}, stops, 12)
+
+
+def test_adapters_are_added_to_the_base_at_the_swap(tmp_path: Path) -> None:
+    """Every version anew: the probe is computed here, of the merged weights."""
+    policy.build_model(tmp_path / "m", "abcdefgh", **SHAPE)
+    policy.build_model(tmp_path / "n", "abcdefgh", seed=1, **SHAPE)
+    sets = ["generator.engine='vllm'", "lora.rank=4", "generator.slots=4", "generator.context=32"]
+    config = config_load.load("demo", [f"model.path='{tmp_path / 'm'}'", *sets])
+    engine = make_engine(config)
+    models = []
+    for seed, name in ((7, "m"), (8, "m"), (7, "n")):
+        model = policy.load_policy(tmp_path / name, "float32", "cpu")
+        adapters.attach(model, config.lora, 0)
+        draw = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for _, tensor in adapters.weights(model.hf):
+                tensor.copy_(torch.randn(tensor.shape, generator=draw) * 0.2)
+        models.append(model)
+    one, other, wrong = models
+    seen = []
+    for number, model in enumerate((one, other, one)):
+        assert model.adapter is not None
+        base = model.adapter.base.encode()
+        engine.load(flat(model), Label(1, number), f"d{number}", base)
+        asked = request(0, 0, [4, 5, 3], 12)
+        engine.add([asked])
+        answers: list[Answer] = []
+        while engine.active:
+            answers += engine.step(5)
+        seen.append(answers[0])
+        apart = torch.from_numpy(answers[0].logprobs) - expected(model, answers[0], asked)
+        assert float(apart.abs().max()) < 1e-5
+    assert engine.probes == 3
+    assert np.array_equal(seen[0].logprobs, seen[2].logprobs)
+    assert not np.array_equal(seen[0].logprobs, seen[1].logprobs)
+    assert wrong.adapter is not None
+    with pytest.raises(ConfigError, match="the learner's adapter belongs to"):
+        engine.load(flat(wrong), Label(1, 3), "d3", wrong.adapter.base.encode())
+    engine.close()
 
 
 def flat(model: policy.PolicyModel) -> dict[str, torch.Tensor]:

@@ -171,12 +171,8 @@ def _lora(config: Config) -> list[str]:
     dtypes = ("same", config.model.dtype)
     refused = (
         (
-            config.generator.engine != "embedded",
-            f"generator.engine: {config.generator.engine} takes whole weights only; use embedded",
-        ),
-        (
-            config.learner.backend != "torch",
-            f"learner.backend: {config.learner.backend} trains whole weights only; use torch",
+            config.learner.backend == "deepspeed" and config.learner.zero_stage == 3,
+            "learner.zero_stage: 3 partitions whole models; adapters need no more than 2",
         ),
         (
             config.generator.dtype not in dtypes,

@@ -7,6 +7,7 @@ a whole batch."""
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -289,9 +290,10 @@ def transformers_tokenizer(path: str | Path) -> Any:
         ) from error
 
 
-def export(model: PolicyModel, path: str | Path) -> None:
+def export(model: PolicyModel, path: str | Path, ends: Sequence[int] = ()) -> None:
     """Write a Hugging Face directory with model and tokenizer, atomically: it is there whole or not
-    at all.  Of a model with adapters, the adapter alone.
+    at all.  Of a model with adapters, the adapter alone.  ends: the tokens that end its answers,
+    where they are not those that the model came with.
     """
     own_part = Path(f"{path}.part{os.getpid()}")
     with atomic_write.replacing(Path(path), part=own_part) as part:
@@ -303,6 +305,10 @@ def export(model: PolicyModel, path: str | Path) -> None:
             return
         save(model.hf, part)
         copy_tokenizer(model.tokenizer_dir, part)
+        if ends:
+            file = part / "generation_config.json"
+            settings = json.loads(file.read_text()) if file.is_file() else {}
+            file.write_text(json.dumps(settings | {"eos_token_id": list(ends)}, indent=2) + "\n")
 
 
 def save(hf: Any, path: str | Path) -> None:

@@ -183,16 +183,7 @@ def stop_tokens(tokenizer: Any, config: Config) -> tuple[int, ...]:
 
     A model without a generation_config.json has its own in config.json, as for transformers.
     Raises ConfigError for a text of generator.stop that is not one token."""
-    found = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    for name in ("generation_config.json", "config.json"):
-        try:
-            named = json.loads((Path(config.model.path) / name).read_text()).get("eos_token_id")
-        except (OSError, ValueError, AttributeError):
-            continue
-        found += [
-            int(x) for x in (named if isinstance(named, list) else [] if named is None else [named])
-        ]
-        break
+    found = [*model_stops(tokenizer, config.model.path)]
     for text in config.generator.stop:
         ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1:
@@ -201,6 +192,21 @@ def stop_tokens(tokenizer: Any, config: Config) -> tuple[int, ...]:
                 f"{config.model.path}; an answer ends at one token"
             )
         found += ids
+    return tuple(dict.fromkeys(found))
+
+
+def model_stops(tokenizer: Any, path: str | Path) -> tuple[int, ...]:
+    """The tokens at which any run of the model in a directory ends an answer."""
+    found = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+    for name in ("generation_config.json", "config.json"):
+        try:
+            named = json.loads((Path(path) / name).read_text()).get("eos_token_id")
+        except (OSError, ValueError, AttributeError):
+            continue
+        found += [
+            int(x) for x in (named if isinstance(named, list) else [] if named is None else [named])
+        ]
+        break
     return tuple(dict.fromkeys(found))
 
 
@@ -238,6 +244,42 @@ def in_template(tokenizer: Any, prompt: Prompt) -> list[int]:
             "`messages`: "
             f"{type(error).__name__}: {' '.join(str(error).split())}"
         ) from error
+
+
+def in_chat(
+    tokenizer: Any, turns: Sequence[dict[str, str]], answer: str, stops: Sequence[int]
+) -> list[int]:
+    """The tokens of an assistant's turn behind `turns`, as the chat template writes it: up to the
+    first of `stops` behind the text, else up to the first special token there; the text and
+    stops[0] where the template writes neither.
+
+    Raises whatever a template raises."""
+    whole = tokenizer.whole if isinstance(tokenizer, PlainTokenizer) else tokenizer
+    before, after = (
+        str(whole.apply_chat_template(list(each), add_generation_prompt=ask, tokenize=False))
+        for each, ask in (
+            (turns, True),
+            ([*turns, {"role": "assistant", "content": answer}], False),
+        )
+    )
+    # a template may strip the text, or write what goes before it otherwise once it is answered
+    text = answer if answer in after else answer.strip()
+    written = after[len(before) :] if after.startswith(before) else text + _behind(after, text)
+    if text not in written:
+        written = text
+    ids = list(whole.encode(written, add_special_tokens=False))
+    behind = list(whole.encode(_behind(written, text), add_special_tokens=False))
+    special = {at for at, token in whole.added_tokens_decoder.items() if token.special}
+    ends = [at for at, token in enumerate(behind) if token in stops]
+    ends += [at for at, token in enumerate(behind) if token in special]
+    if ends:
+        return ids[: len(ids) - len(behind) + ends[0] + 1]
+    return [*whole.encode(text, add_special_tokens=False), *stops[:1]]
+
+
+def _behind(written: str, text: str) -> str:
+    """What follows the last place of `text`; nothing where it does not stand."""
+    return written.rpartition(text)[2] if text in written else ""
 
 
 def has_template(path: str | Path) -> bool:

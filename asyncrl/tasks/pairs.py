@@ -1,7 +1,8 @@
 """Samples of supervised training: JSONL or parquet with `prompt` and `answer`, or with `messages`.
 
-Of a chat every assistant turn is learned, each behind the turns before it.  An answer is its text
-and the end token: what the model has to write in a run."""
+Of a chat every assistant turn is learned, each behind the turns before it, as the chat template
+writes it up to the token that ends the turn.  Any other answer is its text and the end token: what
+the model has to write in a run."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ import numpy as np
 from asyncrl.config.sft import Data
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.models.tokenizer import encode_prompt
+from asyncrl.models.tokenizer import encode_prompt, in_chat, model_stops
 from asyncrl.tasks import file
 from asyncrl.tasks.fit import Row
 
@@ -28,10 +29,13 @@ class Pair(NamedTuple):
 
 
 class Read(NamedTuple):
-    """The rows of a file, and how many were left out as too long."""
+    """The rows of a file, how many were left out as too long, and the tokens that end an answer, by
+    the tokenizer and the model's directory and of those rows.
+    """
 
     rows: list[Row]
     skipped: int
+    ends: tuple[int, ...]
 
 
 def pairs_of(where: str, sample: Any) -> Iterator[Pair]:
@@ -67,29 +71,28 @@ def pairs_of(where: str, sample: Any) -> Iterator[Pair]:
         yield Pair(where, prompt, turns[place]["content"])
 
 
-def read(path: str, tokenizer: Any, data: Data, limit: int) -> Read:
-    """Every row of the file at `path`; limit: tokens that the model takes.  Raises ConfigError with
-    file and line for what cannot be learned from.
+def read(path: str, tokenizer: Any, data: Data, limit: int, model: str | Path) -> Read:
+    """Every row of the file at `path`; limit: tokens that the model takes; model: its directory.
+    Raises ConfigError with file and line for what cannot be learned from.
     """
     source = Path(path)
     if not source.is_file():
         raise ConfigError(f"data: {path} is no file")
     if tokenizer.eos_token_id is None:
         raise ConfigError("model.path: its tokenizer has no end token, which answers end with")
-    end = int(tokenizer.eos_token_id)
+    stops = model_stops(tokenizer, model)
+    ends = dict.fromkeys(stops)
     most = min(data.context, limit)
     rows: list[Row] = []
     skipped = 0
     for where, sample in file.rows(source):
         for pair in pairs_of(where, sample):
-            row = Row(
-                _prompt(tokenizer, pair),
-                np.array([*tokenizer.encode(pair.answer, add_special_tokens=False), end], np.int32),
-            )
+            row = Row(_prompt(tokenizer, pair), _answer(tokenizer, pair, stops))
             if not len(row.prompt):
                 raise ConfigError(f"{where}: the prompt has no token")
             if row.size <= most:
                 rows.append(row)
+                ends[int(row.answer[-1])] = None
             elif data.too_long == "skip":
                 skipped += 1
             else:
@@ -100,7 +103,20 @@ def read(path: str, tokenizer: Any, data: Data, limit: int) -> Read:
                 )
     if not rows:
         raise ConfigError(f"{path}: nothing to learn from in it ({skipped} rows are too long)")
-    return Read(rows, skipped)
+    return Read(rows, skipped, tuple(ends))
+
+
+def _answer(tokenizer: Any, pair: Pair, stops: tuple[int, ...]) -> np.ndarray:
+    if not pair.prompt.messages:
+        ids = [*tokenizer.encode(pair.answer, add_special_tokens=False), stops[0]]
+        return np.array(ids, np.int32)
+    try:
+        return np.array(in_chat(tokenizer, pair.prompt.messages, pair.answer, stops), np.int32)
+    except Exception as error:  # whatever a template raises: it is a program of its own
+        raise ConfigError(
+            f"{pair.where}: the chat template fails on the answer: {type(error).__name__}: "
+            f"{' '.join(str(error).split())}"
+        ) from error
 
 
 def _prompt(tokenizer: Any, pair: Pair) -> np.ndarray:
