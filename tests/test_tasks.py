@@ -13,7 +13,7 @@ from asyncrl.config.load import load
 from asyncrl.config.tree import Task as TaskConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.tasks import NAMES, get_task
+from asyncrl.tasks import NAMES, get_task, names
 from asyncrl.tasks.file import FileTask, canonical
 from asyncrl.tasks.synthetic import FIXED, TASKS
 
@@ -246,6 +246,56 @@ def test_a_files_splits_share_no_problem_and_training_cycles(tmp_path: Path) -> 
     turns = [[task.prompt("train", i, 5).id for i in range(t * n, (t + 1) * n)] for t in range(2)]
     assert sorted(turns[0]) == sorted(turns[1]) and turns[0] != turns[1]
     assert [task.prompt("train", i, 5).id for i in range(n)] == turns[0]
+
+
+@pytest.mark.parametrize("name", sorted(names.TASKS))
+def test_names_are_of_one_split_and_their_answers_right(name: str) -> None:
+    task = names.TASKS[name]()
+    asked = {s: [task.prompt(s, i, 3) for i in range(192)] for s in ("train", "heldout", "ood")}
+
+    def problem(prompt: Prompt) -> frozenset[str]:
+        line = prompt.text.rpartition("\n")[2].removeprefix("First in the alphabet of ")
+        return frozenset(line.removesuffix(" ->").removesuffix(":").split(", "))
+
+    seen = {split: {problem(prompt) for prompt in found} for split, found in asked.items()}
+    assert not seen["train"] & seen["heldout"]
+    assert not set.union(*map(set, seen["train"] | seen["heldout"])) & set().union(*seen["ood"])
+    for split in ("heldout", "ood"):
+        assert task.size(split) == len(seen[split]) == 192
+        assert task.prompt(split, 192, 0) == task.prompt(split, 0, 5)
+    assert asked["train"] != [task.prompt("train", i, 4) for i in range(192)]
+    for prompt in (prompt for found in asked.values() for prompt in found):
+        want = sorted(problem(prompt))
+        assert prompt.answer == (", ".join(want) if name == "sort_names" else want[0])
+        # three solved problems above, none of them held out
+        above = prompt.text.splitlines()[:-1]
+        assert len(above) == 3
+        assert task.reward(prompt, f" {prompt.answer}\n") == 1.0
+        for wrong in ("", prompt.answer + ".", ", ".join(reversed(want))):
+            assert task.reward(prompt, wrong) == 0.0
+    assert isinstance(get_task(TaskConfig(name=name)), names.TASKS[name])
+
+
+def test_the_solved_problems_above_are_right_and_not_held_out() -> None:
+    for name, kind in names.TASKS.items():
+        task = kind()
+        heldout = {task.prompt("heldout", i, 0).text.splitlines()[-1] for i in range(192)}
+        for line in task.above().splitlines():
+            shown = [word.strip(" ,:->") for word in line.split() if word.strip(" ,:->").istitle()]
+            asked = shown[1 if name == "first_name" else 0 :][: task.count]
+            assert line == f"{task.line(asked)} {task.solve(asked)}"
+            assert task.home(asked) == "train" and task.line(asked) not in heldout
+
+
+@pytest.mark.parametrize("name", ["sort", "first"])
+def test_configs_of_the_real_model_differ_in_adapters_alone(name: str) -> None:
+    full, lora = (load(f"configs/smollm2_{name}{end}.toml") for end in ("", "_lora"))
+    assert full.lora.rank == 0 and lora.lora.rank > 0
+    assert full.generator == lora.generator and full.evaluation == lora.evaluation
+    assert full.task == lora.task and full.generator.stop == ["\n"]
+    for prompt in (get_task(full.task).prompt("heldout", i, 0) for i in range(192)):
+        # a token holds a character at least
+        assert len(prompt.text) / 2 + full.generator.max_new_tokens < full.generator.context
 
 
 def test_an_unknown_task_names_the_known_ones() -> None:

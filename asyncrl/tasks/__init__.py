@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.tasks import arena, calc, file, reasoning, synthetic
+from asyncrl.tasks import arena, calc, file, names, reasoning, synthetic
 
 
 class Task(Protocol):
@@ -28,7 +28,10 @@ class Task(Protocol):
     def reward(self, prompt: Prompt, text: str) -> float | dict[str, float]: ...
 
 
-OTHERS = {kind.name: kind for kind in (calc.Calc, arena.GuessTask, arena.Seeds)}
+OTHERS: dict[str, type[Task]] = {
+    **{kind.name: kind for kind in (calc.Calc, arena.GuessTask, arena.Seeds)},
+    **names.TASKS,
+}
 NAMES = (*synthetic.TASKS, *OTHERS, "file", f"{reasoning.PREFIX}GENERATOR")
 
 
