@@ -24,8 +24,6 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.waits import HeldUp
 from asyncrl.experiments.one_process import cold
-from asyncrl.experiments.simulate.outcome import simulate
-from asyncrl.experiments.simulate.times import Times
 from asyncrl.models.policy import build_model
 from asyncrl.records.rundir import buffer_address
 from asyncrl.supervise import live
@@ -261,9 +259,7 @@ def test_what_needs_order_works_where_a_fork_ends_the_session() -> None:
     assert load.load("calc", ["advantage.name='gae'", "agent.fork='end'"]).agent.fork == "end"
 
 
-def test_a_warm_process_and_the_simulator_refuse_sessions() -> None:
+def test_a_warm_process_refuses_sessions() -> None:
     config: Config = load.load("calc")
     assert "sessions need a gateway" in cold(config)
     assert not cold(msgspec.structs.replace(config, agent=type(config.agent)()))
-    with pytest.raises(ConfigError, match="sessions are not simulated"):
-        simulate(config, Times())

@@ -51,6 +51,18 @@ from asyncrl.cli.base import PATH, options
     metavar="N,N,...",
     help="simulate with each of these numbers of generators, 1 to 10000",
 )
+@click.option(
+    "--treatments",
+    is_flag=True,
+    help="what each treatment of late samples costs: wait, mask, downweight, drop, and of "
+    "sessions a deadline",
+)
+@click.option(
+    "--deadline",
+    type=float,
+    metavar="S",
+    help="seconds of --treatments' deadline; a tenth of the sessions pass it when absent",
+)
 @click.option("--seeds", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--steps", type=click.IntRange(1), help="batches; the config's when absent")
 @click.option("--no-evaluation", is_flag=True, help="leave out held-out evaluation")

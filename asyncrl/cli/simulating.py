@@ -13,6 +13,7 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.simulate import page, questions, times
+from asyncrl.experiments.simulate import treatments as late
 from asyncrl.experiments.simulate.fit import fit
 from asyncrl.experiments.simulate.times import Times
 
@@ -61,6 +62,8 @@ def simulate(
     more: Sequence[int],
     syncs: Sequence[float],
     generators: str,
+    treatments: bool,
+    deadline: float | None,
     seeds: int,
     steps: int | None,
     evaluate: bool,
@@ -77,6 +80,10 @@ def simulate(
     for factor in syncs:
         if not (factor > 0 and math.isfinite(factor)):
             raise ConfigError(f"--sync {factor:g}: how many times as fast; a number above 0")
+    if deadline is not None and not treatments:
+        raise ConfigError("--deadline: belongs to --treatments")
+    if treatments:
+        late.refuse(config)
     if plot is not None and not plot.parent.is_dir():
         raise ConfigError(f"--plot {plot}: there is no directory {plot.parent}")
     counts = (
@@ -91,7 +98,7 @@ def simulate(
                 f"to {MOST_GENERATORS}"
             )
     base = questions.several(config, known, seeds, evaluate=evaluate)
-    if not (limits or more or syncs):
+    if not (limits or more or syncs or treatments):
         limit = config.staleness.limit
         inject = config.staleness.inject
         limits = [] if inject is not None or limit == math.inf else [2 * limit or 1]
@@ -109,6 +116,9 @@ def simulate(
         "limited_by": questions.limited_by(shown),
         "answers": [msgspec.structs.asdict(a) for a in answers],
     }
+    if treatments:
+        rows = late.compare(config, known, seeds, deadline, evaluate=evaluate)
+        out["treatments"] = [msgspec.structs.asdict(row) for row in rows]
     if generators or plot is not None:
         now = config.staleness.limit
         line = (
@@ -161,6 +171,8 @@ def text(out: dict[str, Any]) -> str:
         rows = [page.HEAD, *(page.row(o) for o in out["sweep"])]
         widths = [max(len(r[i]) for r in rows) for i in range(len(page.HEAD))]
         lines += ["  ".join(x.rjust(w) for x, w in zip(r, widths, strict=True)) for r in rows]
+    if "treatments" in out:
+        lines += late.table([late.Treatment(**row) for row in out["treatments"]])
     took = base["took_s"]
     lines.append(
         f"simulated with {out['seeds']} seed(s), {took:.1f} s each"

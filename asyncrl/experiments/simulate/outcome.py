@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -42,6 +42,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     idle_generator: float
     idle_learner: float
     idle_buffer: float
+    waited_share: float  # of the run's seconds: the learner without a batch
     lag_mean: float
     lag_p95: int
     lag_max: int
@@ -51,6 +52,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     tickets_mean: float  # groups that generators hold, over time
     tickets_max: int
     alive_mean: float  # groups outstanding, stored or leased
+    faded_share: float  # of the trained tokens: what on_exceed = downweight takes from their weight
+    sample_p90_s: float  # seconds from a sample's start to its last token: a tenth take longer
+    cut_share: float  # of the samples: ended by agent.deadline_s
     losses: dict[str, int]  # reason -> tokens, without those trained and those left at the end
     generated: int
     left_over: int
@@ -142,6 +146,7 @@ class Simulation:
             for lag, amount in row.items():
                 counts[lag] = counts.get(lag, 0) + amount
         tokens = sum(counts.values())
+        lasted = self.draws.lasted
         seconds = self.last_commit - (buffer.first_ticket or 0.0)
         steps = len(buffer.lags)
         ledger = buffer.store.ledger()
@@ -159,6 +164,7 @@ class Simulation:
             idle_generator=average(self.idle_shares),
             idle_learner=average(self.learner.shares),
             idle_buffer=max(0.0, 1 - buffer.worked / max(self.clock.now, 1e-9)),
+            waited_share=self.learner.idle / max(self.learner.idle + self.learner.busy, 1e-9),
             lag_mean=mean(counts),
             lag_p95=quantile(counts, 0.95),
             lag_max=max(counts, default=0),
@@ -171,11 +177,25 @@ class Simulation:
             / max(seconds, 1e-9),
             tickets_max=buffer.most_out,
             alive_mean=average(self.alive),
+            faded_share=faded(counts, config) / max(tokens, 1),
+            sample_p90_s=sorted(lasted)[int(0.9 * len(lasted))] if lasted else 0.0,
+            cut_share=self.draws.cut / max(len(lasted), 1),
             losses={k: int(ledger[k]["tokens"]) for k in LOST if ledger[k]["tokens"]},
             generated=tokens_of(ledger),
             left_over=int(ledger["left_over"]["tokens"]),
             took_s=took,
         )
+
+
+def faded(counts: Mapping[int, int], config: Config) -> float:
+    """Tokens times what on_exceed = downweight takes from their weight; counts: tokens by lag."""
+    staleness = config.staleness
+    if staleness.on_exceed != "downweight":
+        return 0.0
+    total = 0.0
+    for lag, tokens in counts.items():
+        total += tokens * (1 - 0.5 ** (max(0.0, lag - staleness.limit) / staleness.half_life))
+    return total
 
 
 def without_deadlines(store: Any) -> Any:
@@ -192,8 +212,6 @@ def average(values: Sequence[float]) -> float:
 
 def simulate(config: Config, times: Times, seed: int = 0, *, evaluate: bool = True) -> Outcome:
     """One simulated run.  Raises ConfigError for what it does not simulate."""
-    if config.agent.on:
-        raise ConfigError("agent: sessions are not simulated; their calls have times of their own")
     if times.failed and config.reward.on_error == "stop":
         raise ConfigError(
             "--time failed=...: with reward.on_error = stop the first failed reward ends the run; "

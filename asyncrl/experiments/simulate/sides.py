@@ -8,8 +8,9 @@ import heapq
 import math
 import os
 import random
+from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from actors.delivery import LINGER_S, size
 from actors.schedule import Key, Schedule
@@ -44,7 +45,11 @@ class Draws:
     commit: Draw
     publish: Draw
     checkpoint: Draw
+    calls: Draw
+    tool: Draw
     busy: float = 0.0  # seconds of all generators
+    lasted: list[float] = field(default_factory=list)  # seconds from each sample's start to its end
+    cut: int = 0  # samples that agent.deadline_s ended
 
 
 def draws(times: Times, config: Config, seed: int, stage: Draw) -> Draws:
@@ -66,6 +71,8 @@ def draws(times: Times, config: Config, seed: int, stage: Draw) -> Draws:
         commit=of("commit"),
         publish=of("publish"),
         checkpoint=of("checkpoint"),
+        calls=of("calls"),
+        tool=of("tool"),
     )
 
 
@@ -105,13 +112,24 @@ def _lengths(times: Times, config: Config, rng: random.Random) -> Callable[[Tick
 
 @dataclass(slots=True)
 class Row:
-    """An answer being written: `born` in the engine's steps, `mark` the weights it started with."""
+    """A sample being written.  Of its call: `born` in the engine's steps, `length` in tokens,
+    `mark` the weights it started with.  Of the session: calls to come, the call under way included,
+    when it began, and spans of the calls that have ended.
+    """
 
     ticket: Ticket
     sample: int
-    born: int
-    length: int
-    mark: int
+    began: float
+    calls: int
+    born: int = 0
+    length: int = 0
+    mark: int = 0
+    spans: list[Span] = field(default_factory=list)
+
+    @property
+    def written(self) -> int:
+        """Tokens of the calls that have ended."""
+        return self.spans[-1].end if self.spans else 0
 
     @property
     def key(self) -> Key:
@@ -139,8 +157,15 @@ class Generator:
         self.session = 1
         self.clock, self.buffer, self.draws, self.times = clock, buffer, shared, shared.times
         self.slots = config.generator.slots
+        agent = config.agent
+        # samples open at once: rows of the engine, or sessions, of which the gateway's are shared
+        self.most_open = math.ceil(agent.sessions / config.generators) if agent.on else self.slots
+        self.session_s = agent.deadline_s if agent.on else math.inf
+        self.session_tokens = agent.max_tokens if agent.on else math.inf
+        self.session_calls = agent.max_calls if agent.on and agent.max_calls else math.inf
         self.frame_bytes = config.wires.frame_bytes
-        self.lockstep = config.staleness.limit == 0 and config.generators == 1
+        one = config.generators == 1 and not agent.on
+        self.lockstep = config.staleness.limit == 0 and one
         self.drain = config.weights.in_flight == "between_groups"
         self.workers = _reward_processes(config)
         self.deadline = config.reward.deadline_s
@@ -162,6 +187,8 @@ class Generator:
         self.engine: dict[int, list[Row]] = {}  # step at which they end -> rows
         self.ended: list[Row] = []  # in the decode call under way
         self.live = self.engine_clock = 0
+        self.open: dict[Key, Row] = {}
+        self.returned: deque[Row] = deque()  # sessions whose next call waits for a free row
         self.marks: list[tuple[int, Label]] = []
         # when each reward process has judged all that it was given
         self.free = [self.clock.now] * self.workers
@@ -279,17 +306,27 @@ class Generator:
         return self.draws.swap()
 
     def admit(self) -> int:
-        room = self.slots - self.live
-        started = 0
-        if self.loaded is None or room <= 0:
+        before = self.live
+        if self.loaded is None:
             return 0
-        for held, sample in self.schedule.admit(self.loaded, room):
-            length = self.draws.length(held.ticket, sample)
-            row = Row(held.ticket, sample, self.engine_clock, length, len(self.marks) - 1)
-            self.engine.setdefault(self.engine_clock + length, []).append(row)
-            started += 1
-        self.live += started
-        return started
+        while self.returned and self.live < self.slots:
+            row = self.returned.popleft()
+            self.enter(row)
+        room = min(self.slots - self.live, self.most_open - len(self.open))
+        for held, sample in self.schedule.admit(self.loaded, room) if room > 0 else ():
+            calls = round(min(self.session_calls, max(1.0, self.draws.calls())))
+            row = Row(held.ticket, sample, self.clock.now, calls)
+            self.open[row.key] = row
+            self.enter(row)
+        return self.live - before
+
+    def enter(self, row: Row) -> None:
+        """A row of the engine for a call."""
+        left = self.session_tokens - row.written
+        row.length = int(min(left, self.draws.length(row.ticket, row.sample)))
+        row.born, row.mark = self.engine_clock, len(self.marks) - 1
+        self.engine.setdefault(self.engine_clock + row.length, []).append(row)
+        self.live += 1
 
     def end(self, session: int, rows: int, done: list[Row]) -> None:
         """What came of the decode steps: rewards, deliveries, the next request."""
@@ -305,8 +342,7 @@ class Generator:
             self.idle += now - self.idle_since
         self.idle_since = now
         for row in done:
-            self.schedule.done(row.key, row.length)
-            self.judge(self.trajectory(row))
+            self.called_back(row)
         self.collect()
         self.deliver()
         self.want()
@@ -321,7 +357,46 @@ class Generator:
             self.clock.at(self.calls[0][0], self.judged_asleep, self.session)
 
     def _startable(self) -> bool:
-        return any(h.ready(self.loaded) for h in self.schedule.order())
+        if self.returned:
+            return True
+        room = len(self.open) < self.most_open
+        return room and any(h.ready(self.loaded) for h in self.schedule.order())
+
+    # ---- sessions --------------------------------------------------------------------------------
+
+    def called_back(self, row: Row) -> None:
+        """A call has ended: the tool's turn, or the session is over.  What reaches its deadline
+        ends there, with the calls that it has; a call under way is let end.
+        """
+        row.spans += self.spans(row)
+        row.calls -= 1
+        now = self.clock.now
+        end = row.began + self.session_s
+        if row.calls and row.written < self.session_tokens and now < end:
+            back = now + self.draws.tool()
+            self.clock.at(min(back, end), self.back_from_tool, self.session, row, back < end)
+            return
+        self.finish(row, cut=bool(row.calls) and now >= end)
+
+    def back_from_tool(self, session: int, row: Row, in_time: bool) -> None:
+        if session != self.session or self.lost:
+            return
+        if self.sleeping:
+            self.catch_up()
+        if in_time:
+            self.returned.append(row)
+        else:
+            self.finish(row, cut=True)
+        if self.sleeping:
+            self.wake()
+
+    def finish(self, row: Row, *, cut: bool) -> None:
+        """The session is over."""
+        del self.open[row.key]
+        self.draws.lasted.append(self.clock.now - row.began)
+        self.draws.cut += cut
+        self.schedule.done(row.key, row.written)
+        self.judge(self.trajectory(row))
 
     def judged_asleep(self, session: int) -> None:
         if session == self.session and self.sleeping and not self.lost:
@@ -329,15 +404,21 @@ class Generator:
 
     # ---- answers ---------------------------------------------------------------------------------
 
-    def trajectory(self, row: Row) -> Trajectory:
+    def spans(self, row: Row) -> list[Span]:
+        """Of the call that has just ended."""
         spans: list[Span] = []
+        first = row.written
         for at, label in reversed(self.marks[row.mark :]):
-            end = spans[-1].start if spans else row.length
-            if (start := max(at - row.born, 0)) < end:
+            end = spans[-1].start if spans else first + row.length
+            if (start := first + max(at - row.born, 0)) < end:
                 spans.append(Span(label, "", start, end, label))
             if at <= row.born:
                 break
-        tokens = _TOKENS.get(row.length) or _TOKENS.setdefault(row.length, bytes(4 * row.length))
+        return spans[::-1]
+
+    def trajectory(self, row: Row) -> Trajectory:
+        length = row.written
+        tokens = _TOKENS.get(length) or _TOKENS.setdefault(length, bytes(4 * length))
         failed = self.times.failed and self.draws.rng.random() < self.times.failed
         reward = (
             0.0 if row.ticket.ticket % 1000 < 1000 * self.times.no_spread else float(row.sample % 2)
@@ -348,7 +429,7 @@ class Generator:
             tokens=tokens,
             behavior_logprobs=b"",
             mask=b"",
-            spans=spans[::-1],
+            spans=row.spans,
             reward=reward,
             reward_parts={},
             finish="stop",
@@ -395,7 +476,7 @@ class Generator:
 
     def want(self) -> None:
         unfinished = bool(self.calls or self.fresh)
-        free = samples_to_ask_for(self.schedule, self.slots, self.live, unfinished)
+        free = samples_to_ask_for(self.schedule, self.most_open, len(self.open), unfinished)
         if free > 0 and free > self.asked:
             self.sequence += 1
             self.asked = free
@@ -406,8 +487,9 @@ class Generator:
     def lose(self) -> None:
         """The process ends now, with all it held; it comes back with a new session."""
         if not self.lost:
-            rows = (row for ended in (*self.engine.values(), self.ended) for row in ended)
-            live = {row.key: self.engine_clock - row.born for row in rows}
+            live = {row.key: row.written for row in self.open.values()}
+            for row in (row for ended in (*self.engine.values(), self.ended) for row in ended):
+                live[row.key] += self.engine_clock - row.born
             self.buffer.tell(self.buffer.on_lost, tokens_written(self.schedule, live), self)
             self.lost = True
             self.buffer.awake.pop(self.name, None)

@@ -37,7 +37,19 @@ SHAPES: dict[str, tuple[int, Callable[..., Callable[[random.Random], float]]]] =
         ),
     ),
 }
-DRAWN = ("noise", "lengths", "reward", "train", "batch", "commit", "publish", "swap", "checkpoint")
+DRAWN = (
+    "noise",
+    "lengths",
+    "calls",
+    "tool",
+    "reward",
+    "train",
+    "batch",
+    "commit",
+    "publish",
+    "swap",
+    "checkpoint",
+)
 
 
 def draw(spec: Spec, rng: random.Random, what: str = "time", stage: Draw = lambda: 0.0) -> Draw:
@@ -144,6 +156,12 @@ class Times(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         list[list[int]] | None,
         Meta(description="tokens of the answers of whole groups, drawn together; before `lengths`"),
     ] = None
+    calls: Annotated[
+        Spec, Meta(description="calls of a session ([agent]), each with a length of its own")
+    ] = 1
+    tool: Annotated[
+        Spec, Meta(description="from a session's call to its next: a tool, an environment's step")
+    ] = 0.0
     reward: Annotated[
         Spec, Meta(description="a call in a reward process (reward.workers, reward.function)")
     ] = 0.0
