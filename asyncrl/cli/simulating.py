@@ -77,9 +77,7 @@ def simulate(
         )
     if steps is not None:
         config = questions.with_steps(config, steps)
-    for factor in syncs:
-        if not (factor > 0 and math.isfinite(factor)):
-            raise ConfigError(f"--sync {factor:g}: how many times as fast; a number above 0")
+    _check_syncs(syncs)
     if deadline is not None and not treatments:
         raise ConfigError("--deadline: belongs to --treatments")
     if treatments:
@@ -91,12 +89,7 @@ def simulate(
         if generators
         else [config.generators]
     )
-    for added in more:
-        if not 1 <= config.generators + added <= MOST_GENERATORS:
-            raise ConfigError(
-                f"--more {added}: {config.generators + added} generators; write one that leaves 1 "
-                f"to {MOST_GENERATORS}"
-            )
+    _check_more(config.generators, more)
     base = questions.several(config, known, seeds, evaluate=evaluate)
     if not (limits or more or syncs or treatments):
         limit = config.staleness.limit
@@ -136,6 +129,21 @@ def simulate(
             page.write(plot, name, source, out["sweep"], sentences, load.dump(config))
         )
     return out
+
+
+def _check_syncs(syncs: Sequence[float]) -> None:
+    for factor in syncs:
+        if not (factor > 0 and math.isfinite(factor)):
+            raise ConfigError(f"--sync {factor:g}: how many times as fast; a number above 0")
+
+
+def _check_more(generators: int, more: Sequence[int]) -> None:
+    for added in more:
+        if not 1 <= generators + added <= MOST_GENERATORS:
+            raise ConfigError(
+                f"--more {added}: {generators + added} generators; write one that leaves 1 to "
+                f"{MOST_GENERATORS}"
+            )
 
 
 def limit_text(base: dict[str, Any]) -> str:
