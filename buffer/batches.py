@@ -12,7 +12,7 @@ from asyncrl.contract.errors import ProtocolError
 from asyncrl.contract.messages import Batch
 from asyncrl.contract.waits import BUFFER
 from buffer import checks
-from buffer.groups import MAX_DROPS, Group, Stored, size
+from buffer.groups import MAX_DROPS, Group, Stored
 
 if TYPE_CHECKING:
     from buffer.store import Store
@@ -88,11 +88,9 @@ def drop_stale(store: Store, line: list[Group], number: int) -> None:
             continue
         store.stored_bytes -= group.free()
         for index, stored in enumerate(group.stored()):
-            group.other.append(
-                ("dropped_stale", stored.trajectory.length, stored.trajectory.reward)
-            )
+            group.other.append(("dropped_stale", stored.length, stored.trajectory.reward))
             group.finals[index, stored.trajectory.attempt] = "dropped_stale"
-        group.samples = [None] * store.settings.group
+        group.empty()
         store.lacking = True
 
 
@@ -103,6 +101,9 @@ def announced(store: Store, group: Group, stored: Stored) -> list[float]:
     its place, of two epochs no later one excuses what an earlier one drew."""
     sample = stored.trajectory
     spans = sample.all_spans()
+    if not sample.adopted:
+        grant = group.grants.get(sample.attempt)
+        return [store.max_lag if grant is None else min(store.max_lag, grant.limit)] * len(spans)
     grants = [
         grant
         for attempt in (sample.attempt, *(attempt for attempt, _ in sample.adopted))
@@ -125,20 +126,20 @@ def judge(store: Store, groups: list[Group], number: int) -> list[list[tuple[int
     is a bug of ours.  Returns the runs (start, end, lag) of each sample that stays.
     """
     out = []
-    hard = store.settings.on_exceed in ("pace", "drop")
+    on_exceed = store.settings.on_exceed
+    hard = on_exceed in ("pace", "drop")
     for group in groups:
         for index, stored in enumerate(group.samples):
             if stored is None:
                 continue
             runs = runs_of(store, stored, number)
-            masked = (
-                sum(e - b for b, e, lag in runs if lag > store.max_lag)
-                if store.settings.on_exceed == "mask"
-                else 0
-            )
-            store.changes += masked != stored.masked
-            stored.masked = masked
-            if store.settings.on_exceed == "downweight":
+            masked = 0
+            if on_exceed == "mask":
+                masked = sum(e - b for b, e, lag in runs if lag > store.max_lag)
+            if masked != stored.masked:
+                stored.masked = masked
+                store.changes += 1
+            if on_exceed == "downweight":
                 stored.faded = sum(
                     (e - b)
                     * (1 - 0.5 ** (max(0.0, lag - store.max_lag) / store.settings.half_life))
@@ -161,11 +162,11 @@ def judge(store: Store, groups: list[Group], number: int) -> list[list[tuple[int
                     f"past the limit {limit:g}: a bug of ours; keep the run directory "
                     "and report it"
                 )
-            group.other.append(("orphaned", stored.trajectory.length, stored.trajectory.reward))
+            group.other.append(("orphaned", stored.length, stored.trajectory.reward))
             group.finals[index, stored.trajectory.attempt] = "orphaned"
-            group.samples[index] = None
+            group.keep(index, None)
             store.lacking = True
-            store.stored_bytes -= size(stored.trajectory)
+            store.stored_bytes -= stored.size
             store.changes += 1
     return out
 

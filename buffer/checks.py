@@ -58,6 +58,110 @@ def producer(name: str) -> None:
     )
 
 
+def delivered(store: Store, samples: Sequence[Trajectory], vocabulary: int) -> None:
+    """All that a message of answers must be: `sample`, `versions` and `answers` of each.
+
+    Nearly all are `plain`, which looks at the same in one pass; whenever one is not, the functions
+    that know why, and every case there is, look at all of them.
+    vocabulary: 0 while no learner has said it."""
+    if plain(store, samples):
+        arrays.numbers(samples, vocabulary)
+        return
+    for answer in samples:
+        sample(store, answer)
+        versions(store, answer)
+    answers(samples, vocabulary, store.settings)
+
+
+def plain(store: Store, samples: Sequence[Trajectory]) -> bool:
+    """Is each a single answer of the usual kind, to a group that is here, which `sample`,
+    `versions` and `answers` would take, the numbers in its arrays apart?  False says nothing.
+    """
+    limits = store.settings
+    most, context = limits.sampling.max_new_tokens, limits.context or math.inf
+    text_most = TEXT_PER_TOKEN * (limits.context or ROWS) + TEXT_MORE
+    alive, retained = store.alive, store.retained
+    if limits.session_tokens:
+        return False
+    registered: set[tuple[Label, str, Label]] = set()
+    for answer in samples:
+        group = alive.get(answer.ticket) or retained.get(answer.ticket)
+        if (
+            group is None  # with it, ticket and attempt are known to be granted
+            or answer.attempt not in group.attempts
+            or answer.ticket >= EVAL_BASE
+            or not 0 <= answer.sample < limits.group
+            or answer.adopted
+            or answer.rows
+            or answer.aside
+            or answer.calls
+            or answer.failed
+        ):
+            return False
+        length, size, prompt = len(answer.mask), len(answer.tokens), len(answer.prompt_tokens)
+        if not (
+            0 < length <= most
+            and size == 4 * length == len(answer.behavior_logprobs)
+            and not prompt % 4
+            and length + prompt // 4 <= context
+            and len(answer.token_rewards) in (0, size)
+            and len(answer.text) <= text_most
+            and len(answer.prompt_text) <= text_most
+            and len(answer.group_key) <= NAME_LENGTH
+            and _plain_numbers(answer)
+            and _plain_segments(answer.segments, length)
+        ):
+            return False
+        grant = group.grants.get(answer.attempt)  # journals of older versions do not tell
+        at = 0
+        for span in answer.spans:
+            label = span.label
+            if span.start != at or span.end <= at or not (grant is None or granted(grant, label)):
+                return False
+            at = span.end
+            weights = (label, span.digest, span.kv)
+            if weights not in registered:
+                if not _known(store, span):
+                    return False
+                registered.add(weights)
+        if at != length:
+            return False
+    return True
+
+
+def _plain_numbers(answer: Trajectory) -> bool:
+    """What `arrays.scalars` demands, and the names of the parts (`_texts`)."""
+    if not (
+        -arrays.REWARD <= answer.reward <= arrays.REWARD  # false for NaN too
+        and 0 < answer.temperature < math.inf
+        and -math.inf < answer.generated_at < math.inf
+        and len(answer.reward_parts) <= NAMES
+    ):
+        return False
+    for part, value in answer.reward_parts.items():
+        if len(part) > NAME_LENGTH or not -arrays.REWARD <= value <= arrays.REWARD:
+            return False
+    return True
+
+
+def _plain_segments(segments: list[tuple[str, int, int]], length: int) -> bool:
+    """Those of an answer lie in its tokens (`_texts`)."""
+    for kind, start, end in segments:
+        if not 0 <= start <= end <= length or len(kind) > NAME_LENGTH:
+            return False
+    return len(segments) <= length + 1
+
+
+def _known(store: Store, span: Span) -> bool:
+    """What `_registered` demands."""
+    label = span.label
+    return (
+        label in store.tree
+        and (not span.digest or span.digest == store.tree.digest(label))
+        and (span.kv == label or (span.kv.epoch >= 0 <= span.kv.number and span.kv <= label))
+    )
+
+
 def sample(store: Store, answer: Trajectory) -> None:
     """An answer: to a ticket and an attempt that were granted, by weights that a learner
     registered.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Disposition, LedgerLine, Sampling, Trajectory
 from asyncrl.contract.versions import Label
-from buffer.ledger import Ledger
+from buffer.ledger import Ledger, Line
 
 MAX_DROPS = 3  # the third drop, or failure, of a group abandons it
 
@@ -110,6 +110,16 @@ class Stored:
     # (start, end, lag) as its batch was handed out, until the commit
     runs: list[tuple[int, int, int]] | None = None
 
+    def __post_init__(self) -> None:
+        """What every fold and every batch asks for: no fields, as snapshots can do without."""
+        self.length = self.trajectory.length
+        self.size = size(self.trajectory)
+
+    @property
+    def in_parts(self) -> bool:
+        """Trained, and not every token of it counted whole."""
+        return bool(self.skipped or self.rejected or self.masked or self.faded)
+
 
 @dataclass
 class Group:
@@ -129,6 +139,21 @@ class Group:
     finals: dict[tuple[int, int], Disposition] = field(default_factory=dict)
     stands: int = -1  # the ticket whose place it took over (lag injection), -1: its own
 
+    def __post_init__(self) -> None:
+        # the line of its samples when it is complete, all their tokens in it: folded at every batch
+        # (no field: a snapshot has the samples)
+        self.whole: Line | None = None
+
+    def keep(self, index: int, stored: Stored | None) -> None:
+        """A sample comes, or leaves (None)."""
+        self.samples[index] = stored
+        self.whole = None
+
+    def empty(self) -> None:
+        """All samples leave."""
+        self.samples = [None] * len(self.samples)
+        self.whole = None
+
     @property
     def place(self) -> int:
         """Where it stands in ticket order."""
@@ -147,6 +172,14 @@ class Group:
     def stored(self) -> list[Stored]:
         return [stored for stored in self.samples if stored is not None]
 
+    @property
+    def in_parts(self) -> bool:
+        """Has it a sample of which not every token counted whole?"""
+        for stored in self.stored():
+            if stored.skipped or stored.rejected or stored.masked or stored.faded:
+                return True
+        return False
+
     def fold(self, into: Ledger, *, trained: bool, rest: LedgerLine = "left_over") -> None:
         """Add this group's lines: accepted samples are trained or `rest`; tokens of attempts that
         ended undelivered are lost.
@@ -154,13 +187,18 @@ class Group:
         for what, tokens, reward in self.other:
             into.add(what, tokens, 1, tokens, reward)
         line = into.lines["trained" if trained else rest]
-        for stored in self.samples:
-            if stored is None:
-                continue
-            if trained and (stored.skipped or stored.rejected or stored.masked or stored.faded):
-                self._fold_parts(stored, into)
-            else:  # it ends in one line with all its tokens
-                line.add_whole(stored.trajectory.length, stored.trajectory.reward)
+        if self.complete and not (trained and self.in_parts):
+            if self.whole is None:
+                self.whole = Line()
+                for stored in self.stored():
+                    self.whole.add_whole(stored.length, stored.trajectory.reward)
+            line.merge(self.whole)
+        else:
+            for stored in self.stored():
+                if trained and stored.in_parts:
+                    self._fold_parts(stored, into)
+                else:  # it ends in one line with all its tokens
+                    line.add_whole(stored.length, stored.trajectory.reward)
         for reported, delivered, ended in self.attempts.values():
             if reported > delivered:
                 into.add("lost_with_process" if ended else rest, reported - delivered)
@@ -168,29 +206,25 @@ class Group:
     @staticmethod
     def _fold_parts(stored: Stored, into: Ledger) -> None:
         """The lines of a trained sample of which not every token counted whole."""
-        sample = stored.trajectory
+        length, reward = stored.length, stored.trajectory.reward
         if not stored.skipped:
-            into.add(
-                "trained",
-                sample.length - stored.masked - stored.rejected,
-                1,
-                sample.length,
-                sample.reward,
-                stored.faded,
-            )
+            left = length - stored.masked - stored.rejected
+            into.add("trained", left, 1, length, reward, stored.faded)
         if stored.skipped:
-            into.add("skipped", stored.skipped, 1, sample.length, sample.reward)
+            into.add("skipped", stored.skipped, 1, length, reward)
         if stored.rejected:
-            into.add("rejected", stored.rejected, 1, sample.length, sample.reward)
+            into.add("rejected", stored.rejected, 1, length, reward)
         if stored.masked:
-            into.add("masked_stale", stored.masked, 1, sample.length, sample.reward)
+            into.add("masked_stale", stored.masked, 1, length, reward)
 
     def free(self) -> int:
         """Bytes that its stored samples take."""
-        return sum(size(stored.trajectory) for stored in self.stored())
+        return sum([stored.size for stored in self.stored()])
 
 
 def size(sample: Trajectory) -> int:
     """What a stored sample counts against the byte limit: ids, logprobs, mask, and its prompt."""
     own = 11 * len(sample.tokens) // 4 + len(sample.prompt_tokens)
+    if not sample.rows:
+        return own
     return own + sum(11 * len(row.tokens) // 4 + len(row.prompt_tokens) for row in sample.rows)

@@ -35,7 +35,7 @@ from asyncrl.contract.messages import (
 from asyncrl.contract.versions import Label, PolicyTree
 from buffer import batches, checks
 from buffer.evaluation import Evaluations
-from buffer.groups import MAX_DROPS, Grant, Group, Lease, Settings, Stored, size
+from buffer.groups import MAX_DROPS, Grant, Group, Lease, Settings, Stored
 from buffer.ledger import Ledger, tokens_of
 from buffer.state import Snapshot
 
@@ -507,8 +507,9 @@ class Store:
             lag = admission.sample_lag(
                 admission.span_lags(self.tree, sample.all_spans(), self.policy, self.committed)
             )
-            group.samples[sample.sample] = Stored(sample, lag)
-            self.stored_bytes += size(sample)
+            stored = Stored(sample, lag)
+            group.keep(sample.sample, stored)
+            self.stored_bytes += stored.size
         group.finals[sample.sample, sample.attempt] = what
         if group.lease is not None and not group.lease.todo:
             self._end_lease(group)
@@ -566,10 +567,10 @@ class Store:
         self.alive.pop(group.ticket, None)
         self._end_lease(group)
         for stored in group.stored():
-            group.other.append((what, stored.trajectory.length, stored.trajectory.reward))
+            group.other.append((what, stored.length, stored.trajectory.reward))
             group.finals[stored.trajectory.sample, stored.trajectory.attempt] = what
         self.stored_bytes -= group.free()
-        group.samples = [None] * self.settings.group
+        group.empty()
         self._retire(group, trained=False)
 
     def _succeed(self, group: Group) -> None:
@@ -791,7 +792,7 @@ class Store:
         for stored, (skipped, rejected) in zip(
             of_batch, unused or [(0, 0)] * len(of_batch), strict=True
         ):
-            left = stored.trajectory.length - stored.masked
+            left = stored.length - stored.masked
             stored.skipped = min(skipped, left)
             stored.rejected = min(rejected, left - stored.skipped)
         for ticket in self.comps[number - self.base]:

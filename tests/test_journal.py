@@ -301,7 +301,7 @@ def test_a_killed_buffer_folds_to_the_same_state_and_the_run_goes_on(
 OF_THE_PROCESS: dict[type, set[str]] = {
     Store: {"prompt", "_kept", "changes", "lacking"},
     Evaluations: {"prompt", "fresh"},
-    PolicyTree: {"_known"},
+    PolicyTree: {"_known", "_known_for"},
 }
 
 

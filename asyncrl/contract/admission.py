@@ -161,7 +161,8 @@ def span_lags(
     """(start, end, lag) of each span, should it train in batch `number`, a descendant of
     `policy`.
     """
-    return [(s.start, s.end, tree.lag(s.label, policy, number)) for s in spans]
+    lag = tree.lag
+    return [(s.start, s.end, lag(s.label, policy, number)) for s in spans]
 
 
 def sample_lag(runs: Iterable[tuple[int, int, int]]) -> int:

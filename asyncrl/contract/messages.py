@@ -83,7 +83,8 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True):
         return 1 if self.greedy and sample == 0 else self.top_k
 
 
-class Span(msgspec.Struct, frozen=True, array_like=True):
+# gc=False: stored by the thousand, and no cycle can go through them
+class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Tokens [start, end) of an answer: drawn by `label` (weights `digest`), on keys and values
     written since `kv`.
 
@@ -109,7 +110,14 @@ class Failure(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.kind}: {self.why}"
 
 
-class Row(msgspec.Struct, frozen=True, array_like=True):
+def ones(mask: bytes) -> int:
+    """How many bytes are 1.  Mostly all are, and a comparison of 16,000 takes a hundredth of what
+    counting them does.
+    """
+    return len(mask) if mask == b"\1" * len(mask) else mask.count(1)
+
+
+class Row(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A root-to-leaf path of a session's calls, as the learner runs it forward: made by a gateway
     (actors/gateway/forest.py).  P tokens before the row's first own token, T from it on.
 
@@ -127,7 +135,7 @@ class Row(msgspec.Struct, frozen=True, array_like=True):
     token_rewards: bytes = b""
 
 
-class Trajectory(msgspec.Struct, array_like=True):
+class Trajectory(msgspec.Struct, array_like=True, gc=False):
     """One sample.  Made by a generator or a gateway; stored by the buffer; read by the learner.  P
     prompt, T response tokens.
 
@@ -164,14 +172,16 @@ class Trajectory(msgspec.Struct, array_like=True):
     @property
     def by_attempt(self) -> list[tuple[int, int]]:
         """(attempt, tokens drawn under it, those set aside included), its own first."""
+        if not self.adopted:
+            return [(self.attempt, self.length + self.aside)]
         earlier = sum(tokens for _, tokens in self.adopted)
         return [(self.attempt, self.length + self.aside - earlier), *self.adopted]
 
     @property
     def length(self) -> int:
         """Tokens drawn to be trained: of mask 1, over all rows; without a mask (simulated) all."""
-        own = self.mask.count(1) if self.mask else len(self.tokens) // 4
-        return own + sum(row.mask.count(1) for row in self.rows)
+        own = ones(self.mask) if self.mask else len(self.tokens) // 4
+        return own + sum([ones(row.mask) for row in self.rows]) if self.rows else own
 
     @property
     def places(self) -> int:

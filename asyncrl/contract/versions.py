@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from asyncrl.contract.errors import ProtocolError
 
-KNOWN = 4096  # pairs of policies whose distance is remembered
+KNOWN = 4096  # policies whose distance is remembered
 
 
 class Label(NamedTuple):
@@ -58,8 +58,9 @@ class PolicyTree:
         self._parent: list[int] = []
         self._depth: list[int] = []
         self._digest: list[str] = []
-        # (token, train) -> `lag` less the number: asked for at every answer, of few pairs
-        self._known: dict[tuple[Label, Label], int] = {}
+        # token -> `lag` less the number, for one `train`: asked for at every answer, of few
+        self._known: dict[Label, int] = {}
+        self._known_for: Label | None = None
 
     def snapshot(self) -> TreeState:
         return TreeState(list(self._node.items()), self._parent, self._depth, self._digest)
@@ -180,11 +181,12 @@ class PolicyTree:
         `(n_token - c) + (number - c)` with c the depth of the last common ancestor; updates not yet
         made count as different, so a lag reckoned early can only shrink.  Never negative.  KeyError
         for a label nobody registered."""
-        beyond = self._known.get((token, train))
+        if train != self._known_for or len(self._known) > KNOWN:
+            self._known = {}
+            self._known_for = train
+        beyond = self._known.get(token)
         if beyond is None:
-            if len(self._known) >= KNOWN:
-                self._known = {}
-            beyond = self._known[token, train] = self._beyond(token, train)
+            beyond = self._known[token] = self._beyond(token, train)
         return beyond + number
 
     def _beyond(self, token: Label, train: Label) -> int:

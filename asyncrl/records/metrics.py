@@ -366,7 +366,8 @@ class MetricsWriter:
                 self.not_finite |= lost
         row: dict[str, Any] = {"step": step, "t": round(seconds, 4)} | values
         counts = {
-            name: Counter(f"{x:g}" for x in many) for name, many in (histograms or {}).items()
+            name: {f"{x:g}": times for x, times in Counter(many).items()}
+            for name, many in (histograms or {}).items()
         }
         self.file.write(row | counts)
         for name, many in (histograms or {}).items():

@@ -180,7 +180,9 @@ class BufferSocket:
         """
         if timeout and self.crowd.relieve(self.address):
             return None
-        if not self.socket.poll(int(timeout * 1000)):
+        # `poll` builds a poller, which costs as much as reading a short message
+        events: Any = self.socket.getsockopt(zmq.EVENTS)
+        if not events & zmq.POLLIN and not (timeout and self.socket.poll(int(timeout * 1000))):
             return None
         found = taken(self.socket, self.most, 3, keep=self._guard is not None)
         peer, frames = bytes(found[0]), found[1:]
