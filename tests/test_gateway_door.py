@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+import select
+import socket
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 from test_gateway_service import AT, Wire
 
+from actors.gateway import door as doors
 from actors.gateway import service
 from actors.gateway.door import Door
 from actors.gateway.sessions import CallRefused
@@ -120,10 +127,97 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
         gateway.take([msgspec.structs.replace(last, min_version=Label(3, 0))])
         again_leased = await door.lease("d", 0.0)
         assert again_leased is not None and not again_leased.first
-        door.bell.close()
-        door.ring.close()
 
     try:
         asyncio.run(play())
     finally:
+        gateway.close()
+
+
+class Heard:
+    """A socket of the gateway's, as `Ears` needs it.  taken: a message was taken off it already;
+    sent: what its descriptor tells of is no message.
+    """
+
+    def __init__(self) -> None:
+        self.socket, self.other = socket.socketpair()
+        self.taken = self.sent = False
+
+    @property
+    def waiting(self) -> bool:
+        return self.taken or (not self.sent and bool(select.select([self.socket], [], [], 0)[0]))
+
+    def replaced(self) -> None:
+        """By another with the same descriptor."""
+        descriptor = self.socket.fileno()
+        made, self.other = socket.socketpair()
+        self.socket.close()
+        self.socket = socket.socket(fileno=os.dup2(made.detach(), descriptor))
+
+
+def test_a_turn_is_due_when_something_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "POLL_S", 3600.0)
+    one, two = Heard(), Heard()
+    gateway: Any = SimpleNamespace(socket=one, calls_socket=two)
+
+    async def play() -> None:
+        due = asyncio.Event()
+        wires: list[socket.socket] = []
+        door: Any = SimpleNamespace(due=due, wake=due.set, pushing=SimpleNamespace(wires=wires))
+        ears = doors.Ears(gateway, door)
+
+        async def told_by(send: Any, what: socket.socket) -> None:
+            """A turn is not due before `send` has written to what is heard as `what`, and then."""
+            turn = asyncio.create_task(ears.news())
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not turn.done()
+            send()
+            await asyncio.wait_for(turn, 60)
+            what.recv(1)
+            for _ in range(3):
+                await asyncio.sleep(0)
+            due.clear()
+
+        await told_by(lambda: one.other.send(b"x"), one.socket)
+        await told_by(lambda: two.other.send(b"x"), two.socket)
+        two.replaced()  # as a socket is whose peer does not speak the protocol
+        await told_by(lambda: two.other.send(b"x"), two.socket)
+        wire, other = socket.socketpair()
+        wires.append(wire)  # of a process that was started
+        await told_by(lambda: other.send(b"x"), wire)
+        wires.clear()
+        wire.close()
+        other.close()
+        two.taken = True  # zmq has it already, and its descriptor says nothing more
+        await asyncio.wait_for(ears.news(), 60)
+        two.taken = False
+        turn = asyncio.create_task(ears.news())
+        two.sent = True
+        two.other.send(b"x")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert not turn.done()
+        ears.tick()  # the clock
+        await asyncio.wait_for(turn, 60)
+        assert ears.heard.keys() == {one.socket.fileno(), two.socket.fileno()}
+        ears.close()
+        assert not asyncio.get_running_loop().remove_reader(one.socket.fileno())
+        for each in (one, two):
+            each.socket.close()
+            each.other.close()
+
+    asyncio.run(play())
+
+
+def test_templates_are_imported_before_anybody_waits(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "run_id").write_text("run")
+    gateway = service.Gateway(config, tmp_path)
+    gateway.templated = True
+    try:
+        gateway.warm()
+        assert "whole" in vars(gateway.tokenizer) and gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
+        gateway.ending = True
         gateway.close()

@@ -505,6 +505,8 @@ def test_messages_are_the_same_in_any_spelling() -> None:
     for other in ({"content": "ab "}, {"role": "system"}, {"tool_call_id": "c1"}):
         assert canonical({**base, **other}) != canonical(base)
     assert canonical(call("{}")) != canonical(call("{"))
+    halves = [{"role": "user", "content": half} for half in ("\ud83d", "\ud83e", "?")]
+    assert len({canonical(each) for each in halves}) == 3  # JSON may hold them, UTF-8 may not
     assert plain_text(None) == ""
     with pytest.raises(ValueError, match="image_url"):
         plain_text([{"type": "image_url", "image_url": {"url": ""}}])

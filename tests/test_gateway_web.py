@@ -4,6 +4,7 @@ parameters, retries, closed sockets, and the routes of a session.
 
 from __future__ import annotations
 
+import asyncio.selector_events
 import json
 import socket
 from collections.abc import Iterator
@@ -63,6 +64,47 @@ def post(served: Served, opened: Opened, path: str, body: Any, **headers: str) -
 
 
 # ---- answers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_leaves_in_one_write_and_nothing_waits_for_an_acknowledgement(
+    served: Served, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Nagle's algorithm and a client's delayed acknowledgement would cost a call 40 ms."""
+    written: list[bytes] = []
+    delays: list[int] = []
+    write = asyncio.selector_events._SelectorSocketTransport.write
+
+    def counted(transport: Any, data: bytes) -> None:
+        if data:
+            written.append(bytes(data))
+            own = transport.get_extra_info("socket")
+            delays.append(own.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        write(transport, data)
+
+    transport = asyncio.selector_events._SelectorSocketTransport
+    monkeypatch.setattr(transport, "write", counted)
+    opened = served.do(served.service.open)
+    said = {"model": "policy", "messages": GO, "stream": stream}
+    answer = post(served, opened, "/v1/chat/completions", said)
+    assert answer.status_code == 200 and all(delays)
+    if stream:  # what is said at once, and the answer
+        assert [b"keep-alive" in part for part in written] == [True, False]
+        assert written[1].endswith(b"0\r\n\r\n") and b"DONE" in written[1]
+    else:
+        (whole,) = written
+        assert whole.startswith(b"HTTP/1.1 200") and whole.endswith(answer.content)
+
+
+def test_a_head_is_asked_for_alone(served: Served) -> None:
+    opened = served.do(served.service.open)
+    url = f"{served.url}/s/{opened.session.name}"
+    own = {"authorization": f"Bearer {opened.key}"}
+    with httpx.Client(headers=own, timeout=60) as http:
+        for path in ("", "/v1/models"):
+            asked = http.head(url + path)
+            assert asked.status_code == 200 and not asked.content
+            assert asked.headers["content-length"] == str(len(http.get(url + path).content))
 
 
 def test_a_chat_goes_on_in_one_row(served: Served) -> None:

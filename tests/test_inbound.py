@@ -331,20 +331,23 @@ def served() -> Iterator[Served]:
     made.close()
 
 
-@pytest.mark.parametrize("what", ["line", "headers", "trailers", "nothing"])
+@pytest.mark.parametrize("what", ["line", "headers", "trailers", "nothing", "half"])
 def test_a_head_without_end_costs_its_connection(
     what: str, served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And holds no more than a bounded piece of it, whoever sends it: no key is needed."""
-    if what == "nothing":
+    if what in ("nothing", "half"):
         monkeypatch.setattr(web, "HEAD_S", 0.05)
     begin = {
         "line": b"GET /",
         "headers": b"GET / HTTP/1.1\r\n",
         "trailers": b"POST / HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\n",
         "nothing": b"",
+        "half": b"GET / HTTP/1.1\r\nx-a: b",
     }[what]
-    piece = {"line": b"a" * 1000, "nothing": b""}.get(what, b"x-a: " + b"b" * 1000 + b"\r\n")
+    piece = {"line": b"a" * 1000, "nothing": b"", "half": b""}.get(
+        what, b"x-a: " + b"b" * 1000 + b"\r\n"
+    )
     host, port = served.url.removeprefix("http://").split(":")
     sent = 0
     with plain_socket.create_connection((host, int(port)), WAIT_S) as wire:

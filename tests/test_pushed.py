@@ -262,8 +262,6 @@ class World:
     def close(self) -> None:
         if self.door.pushing is not None:
             self.door.pushing.close()
-        self.door.bell.close()
-        self.door.ring.close()
         self.gateway.close()
 
 

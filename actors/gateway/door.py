@@ -7,12 +7,11 @@ from __future__ import annotations
 import asyncio
 import os
 import secrets
-import socket
 import time
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,7 +26,9 @@ from asyncrl.records import private
 
 if TYPE_CHECKING:
     from actors.gateway.service import Episode, Gateway
+    from asyncrl.transport.sockets import BufferSocket, PeerSocket
 
+POLL_S = 0.05  # a turn with no news
 OVER_S = 1.0  # how long those who ask are told that the run is over
 REMEMBERED = 4096  # sessions that ended, and leases
 
@@ -47,10 +48,8 @@ class Door:
         self.asks = 0  # leases that wait for a sample
         self.begun: set[tuple[int, int]] = set()  # (ticket, sample) that some session has had
         self.news = asyncio.Event()
-        self.bell, self.ring = socket.socketpair()
+        self.due = asyncio.Event()  # the gateway's next turn is
         self.pushing: Pushing | None = None  # who plays sessions here
-        self.bell.setblocking(False)
-        self.ring.setblocking(False)
 
     # ---- what the endpoint asks ------------------------------------------------------------------
 
@@ -61,12 +60,6 @@ class Door:
     @property
     def ending(self) -> bool:
         return self.gateway.ending
-
-    @property
-    def descriptors(self) -> list[int]:
-        """What the gateway is to wait for."""
-        wires = self.pushing.descriptors if self.pushing is not None else []
-        return [self.bell.fileno(), *wires]
 
     def now(self) -> float:
         return time.monotonic()
@@ -195,19 +188,67 @@ class Door:
 
     def wake(self) -> None:
         """Have the gateway take its turn now."""
-        try:
-            self.ring.send(b"\0")
-        except BlockingIOError:
-            pass  # it is woken already
+        self.due.set()
 
     def turned(self) -> None:
         """After each turn: whoever waits for a sample looks again."""
-        try:
-            while self.bell.recv(4096):
-                pass
-        except BlockingIOError:
-            pass
         self.news.set()
+
+
+class Ears:
+    """Has a gateway take its turn when its sockets or wires have something to read, and every
+    POLL_S at the latest, in the endpoint's thread.
+    """
+
+    def __init__(self, gateway: Gateway, door: Door) -> None:
+        self.gateway = gateway
+        self.door = door
+        self.loop = asyncio.get_running_loop()
+        self.heard: dict[int, Any] = {}  # descriptor -> what it is of
+        self.clock = self.loop.call_later(POLL_S, self.tick)
+
+    def tick(self) -> None:
+        self.door.wake()
+        self.clock = self.loop.call_later(POLL_S, self.tick)
+
+    def listen(self) -> None:
+        """Follow what there is to listen to: sockets and processes are replaced at times, by others
+        that may have the same descriptor.
+        """
+        wires = self.door.pushing.wires if self.door.pushing is not None else []
+        found: dict[int, Any] = {wire.fileno(): wire for wire in wires}
+        tell = dict.fromkeys(found, self.door.wake)
+        for each in (self.gateway.socket, self.gateway.calls_socket):
+            descriptor = each.socket.fileno()
+            found[descriptor] = each.socket
+            tell[descriptor] = partial(self.spoken, each)
+        for descriptor, each in list(self.heard.items()):
+            if found.get(descriptor) is not each:
+                self.loop.remove_reader(descriptor)
+                del self.heard[descriptor]
+        for descriptor in found.keys() - self.heard.keys():
+            self.loop.add_reader(descriptor, tell[descriptor])
+        self.heard = found
+
+    def spoken(self, each: BufferSocket | PeerSocket) -> None:
+        """A socket's descriptor has something: not always a message, and it may be read by now."""
+        if each.waiting:
+            self.door.wake()
+
+    async def news(self) -> None:
+        """Until the next turn is due."""
+        self.listen()
+        waiting = (self.gateway.socket.waiting, self.gateway.calls_socket.waiting)
+        if any(waiting):  # their descriptors tell of what is new, not of what is there
+            await asyncio.sleep(0)
+        else:
+            await self.door.due.wait()
+        self.door.due.clear()
+
+    def close(self) -> None:
+        self.clock.cancel()
+        for descriptor in self.heard:
+            self.loop.remove_reader(descriptor)
 
 
 async def serve(gateway: Gateway) -> None:
@@ -224,19 +265,18 @@ async def serve(gateway: Gateway) -> None:
     endpoint = Endpoint(door, bind)
     await endpoint.start()
     told(gateway.run_dir, endpoint.url, door.run_key)
-    loop = asyncio.get_running_loop()
     gateway.greet()
     if agent.command or agent.function:
         door.pushing = Pushing(door, endpoint.url)
+    ears = Ears(gateway, door)
     try:
-        with ThreadPoolExecutor(1) as pool:
-            while True:
-                await loop.run_in_executor(pool, gateway.wait)
-                if gateway.turn():
-                    break
-                if door.pushing is not None:
-                    door.pushing.turn()
-                door.turned()
+        while True:
+            await ears.news()
+            if gateway.turn():
+                break
+            if door.pushing is not None:
+                door.pushing.turn()
+            door.turned()
         gateway.turned_last()
         door.news.set()
         if gateway.over:
@@ -245,8 +285,7 @@ async def serve(gateway: Gateway) -> None:
         if door.pushing is not None:
             door.pushing.close()
         await endpoint.stop()
-        door.bell.close()
-        door.ring.close()
+        ears.close()
 
 
 def told(run_dir: Path, url: str, key: str) -> None:

@@ -20,12 +20,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import msgspec
 import numpy as np
 import xxhash
 
 from asyncrl.contract.messages import Row, Span
 
 Message = dict[str, Any]
+_encode = msgspec.json.Encoder().encode
 
 
 @dataclass(eq=False)
@@ -117,7 +119,10 @@ def canonical(message: Message) -> bytes:
         arguments = canonical_arguments(function.get("arguments", ""))
         calls.append([call.get("id"), function.get("name"), arguments])
     parts = [message.get("role"), text, calls, message.get("tool_call_id")]
-    return json.dumps(parts, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    try:
+        return _encode(parts)
+    except UnicodeEncodeError:  # half a surrogate pair, which JSON may hold
+        return json.dumps(parts).encode()
 
 
 def chained(before: bytes, message: Message) -> bytes:

@@ -13,6 +13,7 @@ sessions, each to its deadline: while a tool runs, no token is drawn."""
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import signal
@@ -50,6 +51,7 @@ from asyncrl.contract.errors import (
 )
 from asyncrl.contract.waits import BUFFER, OpenSession, SessionWait, Wait, WaitLog
 from asyncrl.models.tokenizer import (
+    PlainTokenizer,
     encode_prompt,
     has_template,
     load_tokenizer,
@@ -203,6 +205,15 @@ class Gateway:
         self.waiting_since = time.monotonic()
         self.wait_log = WaitLog(min(10.0, config.watchdog.floor_s / 2))
 
+    def warm(self) -> None:
+        """Before anybody waits: import what renders templates, which takes seconds in which no turn
+        is made, and have the garbage collector leave alone what was made so far.
+        """
+        if self.templated and isinstance(self.tokenizer, PlainTokenizer):
+            _ = self.tokenizer.whole
+        gc.collect()
+        gc.freeze()
+
     # ---- the loop --------------------------------------------------------------------------------
 
     def loop(self) -> None:
@@ -216,7 +227,6 @@ class Gateway:
     def wait(self) -> None:
         """Until there is news, or a look at the clock is due."""
         descriptors = list(self.drive.descriptors) if self.drive is not None else []
-        descriptors += self.door.descriptors if self.door is not None else []
         sockets.wait([self.socket, self.calls_socket], descriptors, POLL_S)
 
     def turn(self) -> bool:
@@ -996,6 +1006,7 @@ def main(config: Config, run_dir: Path, index: int) -> bool:
 
     signal.signal(signal.SIGTERM, stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN if os.environ.get("ASYNCRL_SUPERVISED") else stop)
+    gateway.warm()
     try:
         if config.agent.http:
             asyncio.run(door_of()(gateway))

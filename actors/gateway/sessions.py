@@ -93,6 +93,7 @@ class Call:
     number: int
     parent: Node | None
     prompt_ids: np.ndarray
+    prompt_digest: bytes
     stream_key: int
     max_new_tokens: int
     node: Node
@@ -299,12 +300,14 @@ class Session:
             if limits.rows and begun >= limits.rows:
                 raise self._reached("rows", now)
         node.stop = tuple(stop)
+        digest = xxhash.xxh3_128_digest(prompt.tobytes())
         run_bound = not 0 < wanted < most
         return Call(
             number=node.number,
             parent=node.parent,
             prompt_ids=prompt,
-            stream_key=self._stream_key(prompt),
+            stream_key=self._stream_key(prompt, digest),
+            prompt_digest=digest,
             max_new_tokens=most if run_bound else wanted,
             node=node,
             run_bound=run_bound,
@@ -312,11 +315,11 @@ class Session:
             stop=node.stop,
         )
 
-    def _stream_key(self, prompt: np.ndarray) -> int:
+    def _stream_key(self, prompt: np.ndarray, digest: bytes) -> int:
         """0 for the ticket's own prompt, first asked: the stream of a plain answer.  Else 64 bits
         of the prompt and of how often it was asked, whatever else was asked between.
         """
-        asked = self._asked.get(xxhash.xxh3_128_digest(prompt.tobytes()), 0)
+        asked = self._asked.get(digest, 0)
         if not asked and np.array_equal(prompt, self.own_prompt):
             return 0
         return xxhash.xxh3_64_intdigest(prompt.tobytes() + asked.to_bytes(4, "little")) or 1
@@ -326,8 +329,7 @@ class Session:
         if self.forest.opens_row(call.node) and self.forest.rows_begun():
             self.forest.forks[why] += 1
         self.forest.add(call.node, found.chains if found else ())
-        digest = xxhash.xxh3_128_digest(call.prompt_ids.tobytes())
-        self._asked[digest] = self._asked.get(digest, 0) + 1
+        self._asked[call.prompt_digest] = self._asked.get(call.prompt_digest, 0) + 1
         self.open_calls[call.number] = call
         self.calls += 1
         self.call_at = self.heard_at = now

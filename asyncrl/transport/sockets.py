@@ -215,6 +215,11 @@ class BufferSocket:
         self._refuse(peer, "role", Refused(f"wires.curve_dir: {reason}", 2))
         return None
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a message is there."""
+        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
+
     def _refuse(self, peer: bytes, reason: str, why: Refused) -> None:
         self.refused(reason, f"refused a message: {why.reason}")
         self.send(peer, why)
@@ -287,6 +292,11 @@ class PeerSocket:
             self.socket.send_multipart([self.head, _encoder.encode(message)], zmq.NOBLOCK)
         except zmq.Again:
             pass
+
+    @property
+    def waiting(self) -> bool:
+        """Whether a message is there."""
+        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
 
     def recv(self, timeout: float) -> Any:
         """The next message within `timeout` seconds, or None.  Raises PeerUnreachable after BROKEN

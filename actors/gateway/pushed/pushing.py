@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import shutil
+import socket
 import subprocess
 import time
 from dataclasses import dataclass
@@ -94,8 +95,8 @@ class Pushing:
         self.unborn = 0  # processes in a row that ended before they were ready
 
     @property
-    def descriptors(self) -> list[int]:
-        return [worker.wire.fileno() for worker in self.workers]
+    def wires(self) -> list[socket.socket]:
+        return [worker.wire for worker in self.workers]
 
     def turn(self) -> None:
         """Take in what was returned, end what is overdue, begin what there is room for.  Raises
