@@ -187,7 +187,7 @@ def test_batches_come_in_ticket_order_and_wait_for_the_oldest() -> None:
     write(store, c)
     write(store, b)
     groups, why = store.ask(1, 0)
-    assert not groups and why == ("ticket 0: 1 samples at g", "g")
+    assert not groups and why == ("ticket 0: 1 samples at g", "g", 0)
     write(store, a)
     assert [g.ticket for g in store.ask(1, 0)[0]] == [0, 1]
 

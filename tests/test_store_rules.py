@@ -353,9 +353,9 @@ def test_an_ask_says_what_it_waits_for() -> None:
     assert store.ask(1, 0) == ([], Lack("2 more groups: tickets are out or wait for room"))
     a, b = store.grant("gen", 1, 4, 0.0)
     write(store, a)
-    assert store.ask(1, 0) == ([], Lack("ticket 1: 2 samples at gen", "gen"))
+    assert store.ask(1, 0) == ([], Lack("ticket 1: 2 samples at gen", "gen", 1))
     store.deliver(sample(b, 1), 0.0)
-    assert store.ask(1, 0) == ([], Lack("ticket 1: 1 samples at gen", "gen"))
+    assert store.ask(1, 0) == ([], Lack("ticket 1: 1 samples at gen", "gen", 1))
     store.expire(100.0)
     assert store.ask(1, 0) == ([], Lack("ticket 1: 1 samples to be granted again"))
     before = store.changes
