@@ -34,6 +34,7 @@ PROGRAMS = {
     "speed": Program("loop.py --parts speed", ("loop_speed",), 12),
     "engine": Program("engine.py", ("engine",), 8),
     "learner": Program("learner.py", ("learner",), 4),
+    "prefixes": Program("prefixes.py", ("prefixes",), 2),
     "exact": Program("exact.py", ("exact",), 6),
     "buffer": Program("buffer.py", ("buffer",), 5),
     "weights": Program("weights.py", ("weights",), 2),
