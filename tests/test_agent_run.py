@@ -216,6 +216,56 @@ def test_a_learner_held_up_by_an_endless_tool_is_told_of_it_and_freed_at_the_dea
     assert "the learner is held up by session " in log
 
 
+def test_an_agent_and_a_gateway_killed_amid_calls_cost_no_sample(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """Calls are held by a generator that stands still.  A program that waits for one is killed,
+    then the gateway with all the others: their samples are written again, each is trained once.
+    """
+    run, marks = tmp_path / "amid", tmp_path / "marks"
+    marks.mkdir()
+    agent = [sys.executable, str(ROOT / "tests" / "agent_marks.py")]
+    process = subprocess.Popen(
+        command(
+            *(model_dir, tmp_path, "amid", "learner.steps=3", "agent.env=''"),
+            *(f"agent.command={json.dumps(agent)}", "reward.error_budget=1.0"),
+            *("evaluation.every=0", "generator.slots=8", "staleness.max_lag=0"),
+        ),
+        cwd=ROOT,
+        env=ENV | {"AGENT_MARKS": str(marks)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+    def waiting() -> set[int]:
+        return {int(path.name) for path in marks.iterdir()}
+
+    try:
+        samples = run / "samples.jsonl"  # of the first batch: what is called for now is trained
+        until(lambda: samples.exists() and samples.stat().st_size > 0)
+        generator = int((run / ".generator-0.alive").read_text().strip())
+        os.kill(generator, signal.SIGSTOP)
+        before = waiting()
+        until(lambda: len(waiting() - before) >= 2)
+        killed = min(waiting() - before)
+        os.kill(killed, signal.SIGKILL)
+        log = run / "agent-0.log"
+        until(lambda: "was ended by SIGKILL" in log.read_text())
+        assert waiting() - before - {killed}
+        gateway = int((run / ".gateway-0.alive").read_text().strip())
+        os.kill(gateway, signal.SIGKILL)
+        os.kill(generator, signal.SIGCONT)
+        _, said = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said[-3000:]
+    assert "gateway-0 died: SIGKILL" in said and "generator-0 died" not in said
+    trained = check(run, 0, 3)
+    assert len({(s["ticket"], s["sample"]) for s in trained}) == len(trained)
+    assert json.loads((run / "summary.json").read_text())["ledger"]["duplicate"] == 0
+
+
 def until_the_gateway_has_heard(run: Path, epoch: int) -> None:
     """Of the learner's life that the buffer follows: the answer to each report tells it."""
     ages: list[float] = []
