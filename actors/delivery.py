@@ -87,8 +87,10 @@ class Outbox:
         self.fresh_since = 0.0
         # key -> (sample, when it was sent last)
         self.sent: dict[Key, tuple[Trajectory, float]] = {}
+        self.sent_first: dict[Key, float] = {}
         self.unacked_bytes = 0
         self.acked: dict[str, int] = {}  # disposition -> samples
+        self.waited_s = 0.0  # from the first sending to the acknowledgement, a sum over samples
         self.drawn = Drawn()
 
     @property
@@ -103,11 +105,19 @@ class Outbox:
     def add(self, sample: Trajectory) -> None:
         self.fresh.append(sample)
 
-    def on_acks(self, reply: Acks) -> None:
+    def numbers(self) -> dict[str, float]:
+        """Sums since its start, as the buffer is told."""
+        return {
+            "link/acked": float(sum(self.acked.values())),
+            "link/ack_waited_s": self.waited_s,
+        }
+
+    def on_acks(self, reply: Acks, now: float) -> None:
         self.credit = reply.credit
         for ticket, sample, attempt, disposition in reply.acks:
             if (entry := self.sent.pop((ticket, sample, attempt), None)) is not None:
                 self.unacked_bytes -= size(entry[0])
+                self.waited_s += now - self.sent_first.pop((ticket, sample, attempt))
                 self.acked[disposition] = self.acked.get(disposition, 0) + 1
 
     def frames(self, now: float, *, flush: bool) -> Iterator[Deliver]:
@@ -142,6 +152,7 @@ class Outbox:
         self.sequence += 1
         for sample in samples:
             if (key := (sample.ticket, sample.sample, sample.attempt)) not in self.sent:
+                self.sent_first[key] = now
                 for attempt, tokens in sample.by_attempt:
                     self.drawn.delivered(sample.ticket, attempt, tokens)
             self.sent[key] = (sample, now)

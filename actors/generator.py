@@ -181,7 +181,7 @@ class Generator:
             if isinstance(reply, m.Tickets):
                 self.on_tickets(reply)
             elif isinstance(reply, m.Acks) and reply.session == self.session:
-                self.outbox.on_acks(reply)
+                self.outbox.on_acks(reply, time.monotonic())
                 self.schedule.announce(reply.announcement)
             elif isinstance(reply, m.Heard):
                 self.schedule.announce(reply.announcement)
@@ -410,7 +410,11 @@ class Generator:
                 producer=self.producer,
                 session=self.session,
                 progress=progress,
-                stats=self.spent.metrics() | self.rewards.numbers() | self.engine.numbers(),
+                stats=self.spent.metrics()
+                | self.rewards.numbers()
+                | self.weights.numbers()
+                | self.outbox.numbers()
+                | self.engine.numbers(),
                 waiting=waiting,
                 judging=self.judging(),
                 drawn=self.outbox.drawn.reported(progress),

@@ -7,6 +7,7 @@ runs from the mapping."""
 from __future__ import annotations
 
 import socket
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -51,6 +52,11 @@ class WeightsReceiver:
         self.client: ways.Client | None = None
         self.pair: PairClient | None = None
         self.bytes_over_socket = 0
+        self.fetch_s = self.fetched_mb = 0.0  # sums: over a socket, and what came in that time
+
+    def numbers(self) -> dict[str, float]:
+        """Sums since its start, as the buffer is told."""
+        return {"link/fetch_s": self.fetch_s, "link/fetched_mb": self.fetched_mb}
 
     def local(self, source: WeightsSource) -> bool:
         if self.transport == "auto":
@@ -72,7 +78,12 @@ class WeightsReceiver:
             probe = self.reader.probe
         else:
             assert self.client is not None
-            digest = self.client.fetch(label, digest or "", self.into.data)
+            began, before = time.monotonic(), self.client.bytes_received
+            try:
+                digest = self.client.fetch(label, digest or "", self.into.data)
+            finally:
+                self.fetch_s += time.monotonic() - began
+                self.fetched_mb += (self.client.bytes_received - before) / 1e6
             self.bytes_over_socket = self.client.bytes_received
             if not digest:
                 return None

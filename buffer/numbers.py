@@ -22,6 +22,10 @@ SUMS = (
     "prefix/hits",
     "prefix/reused_tokens",
     "prefix/encoded_tokens",
+    "link/fetch_s",
+    "link/fetched_mb",
+    "link/acked",
+    "link/ack_waited_s",
 )
 
 
@@ -176,6 +180,19 @@ def of_judges(machines: Iterable[tuple[str, Mapping[str, float]]]) -> dict[str, 
     out: dict[str, float] = {}
     for (name, _), value in newest.items():
         out[name] = out.get(name, 0.0) + value
+    return out
+
+
+def of_links(totals: Mapping[str, float], spent: float) -> dict[str, float]:
+    """Of the ways to the generators, since the last step, in which they have `spent` so many
+    seconds; of the weights, where they come over a socket.
+    """
+    out = {}
+    if totals["acked"]:
+        out["link/ack_s"] = totals["ack_waited_s"] / totals["acked"]
+    if totals["fetched_mb"]:
+        out["link/fetch_share"] = min(1.0, totals["fetch_s"] / spent)
+        out["link/fetch_mb_per_s"] = totals["fetched_mb"] / totals["fetch_s"]
     return out
 
 

@@ -747,6 +747,7 @@ class Service:
             }
             | numbers.of_rewards(stats, totals, spent)
             | numbers.of_prefixes(stats, totals)
+            | numbers.of_links(totals, spent)
         )
 
     def write_evaluations(self) -> None:

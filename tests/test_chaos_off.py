@@ -8,6 +8,7 @@ import copy
 import random
 import shutil
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -144,7 +145,7 @@ class Play:
         for ticket, sample, attempt, said in reply.acks:
             self.history.acks.setdefault((ticket, sample, attempt), set()).add(said)
         if reply.session == self.session:
-            self.box.on_acks(reply)
+            self.box.on_acks(reply, time.monotonic())
 
     # ---- learners --------------------------------------------------------------------------------
 

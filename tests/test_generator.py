@@ -94,6 +94,9 @@ class Weights:
     def __init__(self) -> None:
         self.missing: set[int] = set()
 
+    def numbers(self) -> dict[str, float]:
+        return {"link/fetch_s": 0.0}
+
     def pull(
         self, source: m.WeightsSource, label: Label, digest: str | None
     ) -> tuple[dict[str, Any], str, bytes]:
@@ -240,6 +243,7 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(
         told().judging == []
         and told().stats["reward/judged"] == 4
         and told().stats["generator/reward_idle_s"] > 0
+        and {"link/acked", "link/fetch_s"} < set(told().stats)
     )
     assert sum(len(x.samples) for x in said if isinstance(x, m.Deliver)) == 4
 

@@ -286,7 +286,7 @@ class Gateway:
                 self.take(reply.tickets)
                 self.over = self.over or reply.finished
             elif isinstance(reply, m.Acks) and reply.session == self.session:
-                self.outbox.on_acks(reply)
+                self.outbox.on_acks(reply, time.monotonic())
                 self.announce(reply.announcement)
             elif isinstance(reply, m.Heard):
                 self.announce(reply.announcement)

@@ -180,6 +180,13 @@ METRICS: dict[str, Metric] = {
     ),
     "prefix/reused_tokens": Metric("tokens", "of these prompts, not encoded again"),
     "prefix/encoded_tokens": Metric("tokens", "of all prompts of calls, encoded"),
+    "link/fetch_share": Metric(
+        "share", "of the generators' time, in which weights came over a socket; only where they do"
+    ),
+    "link/fetch_mb_per_s": Metric("MB/s", "of weights over a socket, a generator, in that time"),
+    "link/ack_s": Metric(
+        "s", "from a sample's first sending to its acknowledgement, mean since the last step"
+    ),
     "buffer/groups": Metric("groups", "groups alive: outstanding, stored or leased"),
     "buffer/leases": Metric("groups", "groups that a generator holds"),
     "buffer/set_aside": Metric(

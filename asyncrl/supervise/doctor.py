@@ -120,6 +120,7 @@ def look(config: Config, run_dir: Path, status: Status | None) -> dict[str, Any]
         "waits": [wait._asdict() for wait in status.waits] if status is not None else [],
         "held_up": msgspec.to_builtins(status.held_up) if status is not None else None,
         "rewards": live.rewards(status.metrics) if status is not None else "",
+        "link": live.link(status.metrics if status is not None else rows[-1] if rows else {}),
         "refused": signs.refusals(
             status.metrics if status is not None else rows[-1] if rows else {}
         ),
@@ -206,4 +207,5 @@ def lines(config: Config, run_dir: Path, seen: dict[str, Any]) -> list[str]:
             f"newest checkpoint: version {seen['checkpoint']['version']}, "
             f"{seen['checkpoint']['path']}"
         )
-    return [*out, *refused(seen), advice(config, run_dir, seen)]
+    held_up = [seen["link"]] if seen["link"] else []
+    return [*out, *held_up, *refused(seen), advice(config, run_dir, seen)]

@@ -20,6 +20,7 @@ from asyncrl.transport.sockets import PeerSocket
 PLAIN_S = 10.0
 LIVE_S = 0.25
 UNUSED = 0.01  # share of the tokens of trained batches that is worth a word
+SLOW_ACK_S = 1.0  # from a delivery to its acknowledgement: a buffer that is near answers at once
 PACE_BATCHES = 20
 
 
@@ -109,6 +110,29 @@ def rewards(metrics: Mapping[str, float]) -> str:
     )
 
 
+def link(metrics: Mapping[str, float]) -> str:
+    """That the way between the generators and the others holds the run up, by its last step; ""
+    while it does not.
+
+    >>> link({"link/fetch_share": 0.42, "link/fetch_mb_per_s": 11.9}).split(": ")
+    ['the link holds generators up', '42% of their time weights come over it, 11.9 MB/s each']
+    >>> link({"link/fetch_share": 0.01, "link/ack_s": 3.2})
+    'the link holds deliveries up: acknowledged after 3.2 s'
+    >>> link({"link/ack_s": 0.03})
+    ''
+    """
+    share, ack = metrics.get("link/fetch_share", 0.0), metrics.get("link/ack_s", 0.0)
+    slow = []
+    if share >= HELD_UP:
+        rate = metrics.get("link/fetch_mb_per_s", math.nan)
+        slow.append(
+            f"generators up: {share:.0%} of their time weights come over it, {rate:.3g} MB/s each"
+        )
+    if ack >= SLOW_ACK_S:
+        slow.append(f"deliveries up: acknowledged after {ack:.2g} s")
+    return "the link holds " + "; the link holds ".join(slow) if slow else ""
+
+
 def unused(ledger: Mapping[str, Mapping[str, float]]) -> str:
     """Of the tokens of trained batches, those that moved nothing; "" while they are few.
 
@@ -171,7 +195,8 @@ def line(status: Status, left: float | None = None) -> str:
     waiting = [(plain(who), plain(what), on, age) for who, what, on, age in status.waits]
     held = [f"{who} waits {age:.0f} s for {what}" for who, what, _, age in waiting if age > 1]
     holds = [plain(status.held_up.said())] if status.held_up is not None and held else []
-    waits = "; ".join(filter(None, (rewards(metrics), unused(status.ledger), *holds, *held)))
+    slow = rewards(metrics), link(metrics), unused(status.ledger)
+    waits = "; ".join(filter(None, (*slow, *holds, *held)))
     return (
         f"step {status.committed}/{status.steps}{rest}  reward {show('reward/mean', '.3f')}  "
         f"held-out {show('eval/heldout', '.3f')}  "
