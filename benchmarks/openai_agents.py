@@ -32,6 +32,10 @@ TEMPLATE = (
 )
 
 
+class Hopeless(Exception):
+    """No further session could do better."""
+
+
 def called(text: str) -> dict[str, Any]:
     """agent.parser: `#341` is an answer, all else a call of the tool."""
     if text.startswith("#"):
@@ -57,53 +61,58 @@ def solved(text: str) -> str:
     return f"#{product + int(last) if sign == '+' else product - int(last)}"
 
 
-async def work(url: str, key: str, http: Any) -> int:
-    """Sessions one after another, until the run is over; how many were scored."""
-    from agents import Agent, MaxTurnsExceeded, OpenAIChatCompletionsModel, Runner, function_tool
+async def work(url: str, key: str, http: Any, name: str = "") -> int:
+    """Sessions one after another, until the run is over; how many were scored.  name: the model's,
+    if it is not to be the one that the lease gives.
+
+    Raises Hopeless where no further session could do better, and the client's own errors when the
+    endpoint has gone without a word that the run is over."""
+    from agents import Agent, OpenAIChatCompletionsModel, Runner, function_tool
+    from agents.exceptions import MaxTurnsExceeded, ModelBehaviorError
     from openai import APIStatusError, AsyncOpenAI
 
     tool = function_tool(calculate)
     scored = 0
     while True:
         said = {"lease": uuid.uuid4().hex, "wait_s": 10}
-        try:
-            leased = await http.post(
-                f"{url}/asyncrl/v1/sessions",
-                json=said,
-                headers={"authorization": f"Bearer {key}"},
-            )
-        except Exception:
-            return scored  # the endpoint has gone, and the run with it
+        leased = await http.post(
+            f"{url}/asyncrl/v1/sessions", json=said, headers={"authorization": f"Bearer {key}"}
+        )
         if leased.status_code == 410:
             return scored
-        if leased.status_code != 200:
+        if leased.status_code == 204:
             continue
+        if leased.status_code != 200:
+            raise Hopeless(f"{url}: no lease: {leased.status_code} {leased.text[:200]}")
         got = leased.json()
         client = AsyncOpenAI(base_url=got["base_url"], api_key=got["api_key"], http_client=http)
-        model = OpenAIChatCompletionsModel(model=got["model"], openai_client=client)
+        model = OpenAIChatCompletionsModel(model=name or got["model"], openai_client=client)
         agent = Agent(name="sums", model=model, tools=[tool])
         text = got["task"]["text"]
         own = {"authorization": f"Bearer {got['api_key']}"}
         at = f"{url}/s/{got['session']}"
         try:
-            try:
-                result = await Runner.run(agent, text, max_turns=TURNS)
-                reward = float(result.final_output == solved(text))
-            except MaxTurnsExceeded:
-                reward = 0.0
-            except APIStatusError as error:
-                if error.code != "session_limit":
-                    await http.post(f"{at}/end", json={"failed": str(error)}, headers=own)
-                    continue
-                reward = 0.0
-            await http.post(f"{at}/reward", json={"reward": reward}, headers=own)
-        except Exception:
-            return scored
-        scored += 1
+            result = await Runner.run(agent, text, max_turns=TURNS)
+            reward = float(result.final_output == solved(text))
+        except (MaxTurnsExceeded, ModelBehaviorError):  # the policy's doing: worth nothing
+            reward = 0.0
+        except APIStatusError as error:
+            if error.status_code == 410:  # this session is over, perhaps the run: the lease tells
+                continue
+            if error.code != "session_limit":
+                await http.post(f"{at}/end", json={"failed": str(error)}, headers=own)
+                if error.status_code in (401, 404):  # every session would meet it
+                    raise Hopeless(f"{at}: {error}") from error
+                continue
+            reward = 0.0
+        done = await http.post(f"{at}/reward", json={"reward": reward}, headers=own)
+        scored += done.status_code == 200
 
 
-async def main(run_dir: Path) -> None:
+async def main(run_dir: Path, name: str = "") -> None:
     import agents
+    import httpx2
+    import openai
     from openai import DefaultAsyncHttpxClient
 
     agents.set_tracing_disabled(True)
@@ -112,7 +121,13 @@ async def main(run_dir: Path) -> None:
     url = (run_dir / "agent.url").read_text().strip()
     key = (run_dir / "agent.key").read_text().strip()
     async with DefaultAsyncHttpxClient(timeout=600) as http:
-        scored = await asyncio.gather(*[work(url, key, http) for _ in range(AT_ONCE)])
+        each = [work(url, key, http, name) for _ in range(AT_ONCE)]
+        try:
+            scored = await asyncio.gather(*each)
+        except Hopeless as error:
+            raise SystemExit(str(error)) from error
+        except (openai.APIConnectionError, httpx2.TransportError) as error:
+            raise SystemExit(f"{url} has gone: {type(error).__name__} {error}") from error
     print(f"{sum(scored)} sessions by openai-agents {agents.version.__version__}")
 
 
@@ -120,4 +135,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "template":
         print(TEMPLATE, end="")
     else:
-        asyncio.run(main(Path(sys.argv[1])))
+        asyncio.run(main(Path(sys.argv[1]), *sys.argv[2:3]))
