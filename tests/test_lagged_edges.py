@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from typing import Any
 
 import pytest
@@ -12,10 +13,13 @@ import torch
 from test_algorithms import D, batch, config, gradient, theta
 from test_lagged_methods import EVERY, GROUP, LP, MU, SEQ, SIGN, W, X, example, vcpo, vec
 
-from asyncrl.algorithms import advantages, correction, kl, stopping, surrogates
+from asyncrl.algorithms import advantages, correction, kl, ratios, stopping, surrogates
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.trust import answers, tokens, view
+from asyncrl.config.tree import Lora
+from asyncrl.contract import admission
 from asyncrl.contract.errors import ConfigError
+from asyncrl.models import adapters
 
 FULL = "seq-mean-token-mean"
 
@@ -44,6 +48,8 @@ def test_three_times_the_advantage_is_three_times_all_and_none_is_none(
     one, three, none = (trust(name, SIGN * size, **keys) for size in (1.0, 3.0, 0.0))
     assert torch.allclose(three.coefficient, 3 * one.coefficient)
     assert torch.allclose(three.objective, 3 * one.objective)
+    half = trust(name, SIGN * 0.5, **keys)
+    assert torch.allclose(half.coefficient, 0.5 * one.coefficient)
     assert float(one.objective.abs().max()) > 0
     assert none.coefficient.tolist() == [0] * 6 and none.objective.tolist() == [0] * 6
 
@@ -247,6 +253,44 @@ def test_gdpo_takes_the_configs_degrees_of_freedom() -> None:
     b.rewards = advantages.gdpo(b.parts, b.groups, vec(1, 1), ddof=0, eps=0.3)
     plain = config(advantage={"name": "reinforce", "baseline": "none"})
     assert torch.allclose(got, gradient(b, plain, lp)[1])
+
+
+def test_small_weights_and_means_of_0() -> None:
+    assert advantages.maxrl(vec(1, -1), GROUP).tolist() == [0, 0]
+    small = advantages.optimal_baseline(vec(1, 0), GROUP, vec(0.009, 0.004), vec(2, 1))
+    assert small.tolist() == pytest.approx([0.910112] * 2, abs=1e-6)
+    edge = ratios.running_min(vec(-ratios.FAR, ratios.FAR), torch.tensor([0, 1]))
+    assert edge.tolist() == [-ratios.FAR, ratios.FAR]
+    assert admission.room(math.inf, 1, 4, 5) == math.inf and admission.room(math.inf, 1, 5, 5) == 0
+
+
+def test_the_kl_of_the_loss_is_of_what_is_kept_and_prefix_fulls_value_is_its_own() -> None:
+    b = example()
+    b.reference = MU.log() - 0.1
+    c = config(
+        loss={"surrogate": "vanilla", "reduction": FULL},
+        correction={
+            "proximal": "behavior",
+            "reject": "kb",
+            "reject_at": "target",
+            "reject_hi": 0.3,
+        },
+        kl={"loss": {"coefficient": 1.0, "estimator": "k2"}},
+    )
+    sums = gradient(b, c, LP.clone().requires_grad_(True))[2]
+    by_hand = sum((math.log(w) + 0.1) ** 2 / 2 / 6 for w in (1.2, 1.5, 0.8))
+    assert float(sums["loss/kl"]) == pytest.approx(by_hand)
+    exact = vec(0.1, 0.2, 0.3, 0.4, 0.5, 0.6)
+    found = kl.prefix_full(exact, LP, MU.log(), SEQ)
+    before = vec(1, 1.2, 0.6, 1, 0.8, 1.6)
+    assert torch.allclose(found, before * exact)
+
+
+def test_adapters_without_peft_say_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    words = re.escape("lora.rank: needs peft: pip install 'asyncrl[lora]'")
+    with pytest.raises(ConfigError, match=words):
+        adapters.attach(None, Lora(rank=1), 0)  # type: ignore[arg-type]
 
 
 # ---- words ---------------------------------------------------------------------------------------

@@ -118,6 +118,9 @@ def test_alpha_over_rank_is_the_scale(model_dir: Path) -> None:
     )
     got = dict(named_weights(adapters.merged_model(model, "cpu")))
     torch.testing.assert_close(got[f"{name}.weight"], want)
+    with torch.no_grad():
+        beside, together = (logprobs(x) for x in (model, adapters.merged_model(model, "cpu")))
+    torch.testing.assert_close(beside, together, atol=1e-5, rtol=1e-5)
     untouched = "model.embed_tokens.weight"
     assert torch.equal(got[untouched], dict(named_weights(base))[untouched])
 
