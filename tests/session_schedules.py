@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import sys
 import tempfile
 from collections import Counter, deque
@@ -28,6 +29,7 @@ import numpy as np
 from schedules import LEASE_S, Broken, World, need
 
 from actors.gateway import forest, service
+from actors.gateway.drive import At
 from actors.gateway.env_worker import Happened, Op
 from actors.gateway.sessions import Session
 from asyncrl.config.tree import Config
@@ -82,23 +84,27 @@ class Drive:
     def __init__(self, _: Any) -> None:
         self.descriptors: list[int] = []
         self.open: dict[int, Op] = {}  # session -> what it is at
-        self.known: set[int] = set()
+        self.places: set[int] = set()
         self.happened: list[Happened] = []
+        self.replaced = ""
+
+    def at(self, session: int, _: float) -> At:
+        return At(session, 0.0, "", math.inf)
 
     def reset(self, op: Op) -> None:
-        self.known.add(op.session)
+        self.places.add(op.session)
         self.open[op.session] = op
 
     def step(self, op: Op) -> None:
-        need(op.session in self.known, f"a step of session {op.session}, which has no environment")
+        need(op.session in self.places, f"a step of session {op.session}, which has no environment")
         self.open[op.session] = op
 
     def end(self, session: int) -> None:
-        self.known.discard(session)
+        self.places.discard(session)
         self.open.pop(session, None)
 
     def poll(self) -> list[Happened]:
-        out = [x for x in self.happened if x.session in self.known]
+        out = [x for x in self.happened if x.session in self.places]
         self.happened = []
         return out
 
@@ -337,7 +343,7 @@ class SessionWorld(World):
         op = drive.open.pop(number)
         if self.r.random() < self.fail_share:
             what = self.r.choice(("failed", "lost"))
-            drive.known.discard(number)
+            drive.places.discard(number)
             drive.happened.append(Happened(number, what, why="it was to"))
             return True
         session = self.gateway.episodes[number].session
@@ -588,6 +594,7 @@ def drawn_at_once(self: service.Gateway, episode: service.Episode) -> None:
     assert self.announced is not None
     for number in [x for x, each in self.drawing.items() if each is episode]:
         call = self.put_off.pop(number)
+        self.world.placed[call.id] = episode.session.ticket.attempt  # type: ignore[attr-defined]
         self.board.place(msgspec.structs.replace(call, min_version=self.announced.label))
 
 

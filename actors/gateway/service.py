@@ -94,7 +94,7 @@ class Held:
     waiting: list[int]
     open: set[int] = field(default_factory=set)  # episodes
     tokens: int = 0  # drawn by sessions that are no more
-    taken: float = field(default_factory=time.monotonic)
+    taken: float = field(default_factory=lambda: time.monotonic())
 
 
 @dataclass(eq=False)
