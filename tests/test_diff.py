@@ -29,6 +29,7 @@ def test_how_fast_a_run_was_is_no_difference() -> None:
     """Where answers waited, and for how long, is the machine's; the mean reward is the run's."""
     slow = {"time/step": 9.0, "reward/queue": 21.0, "reward/wait_s": 0.3, "reward/call_s": 0.1}
     fast = {"time/step": 1.0, "reward/queue": 14.0, "reward/wait_s": 0.1, "reward/call_s": 0.2}
+    slow |= {"link/ack_s": 0.2, "judge/seconds": 1.0, "prefix/hits": 3.0}
     slow |= {"reward/workers": 2.0, "throughput/learner_tokens_per_s": 5.0, "memory/peak": 1.0}
     fast |= {"reward/workers": 1.0, "throughput/learner_tokens_per_s": 9.0, "memory/peak": 2.0}
     assert not first_difference({0: slow | {"reward/mean": 0.5}}, {0: fast | {"reward/mean": 0.5}})

@@ -17,6 +17,7 @@ from shared_reward import reward
 
 from asyncrl.config.tree import Task
 from asyncrl.contract.versions import Label
+from asyncrl.experiments.replay.diff import MACHINE
 from asyncrl.tasks import get_task
 from buffer.evaluation import Round
 
@@ -34,22 +35,11 @@ def run(forked: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 def numbers(rows: list[dict[str, Any]]) -> list[dict[str, float]]:
     """What a run computed, step by step: no times, no loads."""
-    machine = (
-        "time/",
-        "throughput/",
-        "memory/",
-        "buffer/",
-        "lag/in_",
-        "reward/call_s",
-        "reward/wait_s",
-        "reward/queue",
-        "reward/workers",
-    )
     # a resumed learner makes some steps again: the later row counts; evaluations of a step end in
     # any order
     later: dict[tuple[int, bool], dict[str, float]] = {}
     for row in rows:
-        values = {k: v for k, v in row.items() if not k.startswith(machine) and k != "t"}
+        values = {k: v for k, v in row.items() if not k.startswith(MACHINE) and k != "t"}
         later.setdefault((row["step"], "reward/mean" in row), {}).update(values)
     return [later[key] for key in sorted(later)]
 

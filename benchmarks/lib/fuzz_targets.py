@@ -206,7 +206,7 @@ class Generator:
         if isinstance(message, m.Tickets):
             schedule.take(message.tickets)
         elif isinstance(message, m.Acks):
-            Outbox(Wires(), "generator-0", 1).on_acks(message)
+            Outbox(Wires(), "generator-0", 1).on_acks(message, 0.0)
         elif isinstance(message, m.Calls):
             turn: Any = SimpleNamespace(schedule=schedule, calls={}, keys={}, served=0)
             self.take_calls(turn, message.calls)
@@ -376,7 +376,7 @@ class Wire:
     resume_reading = pause_reading
 
     def get_extra_info(self, name: str) -> Any:
-        return None
+        return ("127.0.0.1", 80) if name == "sockname" else None
 
 
 BODIES: tuple[tuple[str, str], ...] = (
@@ -429,7 +429,12 @@ class Web:
         self.service.free = 10
         self.app = self.web.Web(self.service)
         self.config = uvicorn.Config(
-            self.app.app, http=self.web.Bounded, lifespan="off", log_config=None, access_log=False
+            self.app.app,
+            http=self.web.Bounded,
+            interface="asgi3",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
         )
         self.config.load()
         self.state = ServerState()

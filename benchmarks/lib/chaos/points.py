@@ -115,7 +115,7 @@ def generator(hook: Hook, role: str) -> None:
         return lambda *_args, **_kwargs: hook.look(role, name)
 
     before(delivery.Outbox, "add", made)
-    before(delivery.Outbox, "on_acks", lambda box, reply: kept.add({"acks": reply.acks}))
+    before(delivery.Outbox, "on_acks", lambda box, reply, now: kept.add({"acks": reply.acks}))
     before(EmbeddedEngine, "step", point("mid-answer"))
     before(delivery.Outbox, "_frame", point("mid-send"))
     before(module.Generator, "wait", lambda g, what: what and hook.look(role, "idle"))
