@@ -37,6 +37,24 @@ def test_it_is_the_tickets_own_or_the_oldest() -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "open_s", "seconds", "named"),
+    [
+        ("environment", 4.9, 4.9, False),
+        ("environment", 5.0, 0.1, True),
+        ("agent", 60.0, 0.0, True),
+        ("engine", 60.0, 4.9, False),  # its calls are answered: that is throughput
+        ("engine", 60.0, 5.0, True),
+    ],
+)
+def test_what_goes_on_as_it_should_holds_nobody_up(
+    kind: SessionWait, open_s: float, seconds: float, named: bool
+) -> None:
+    one = msgspec.structs.replace(ONE, kind=kind, open_s=open_s, seconds=seconds)
+    found = held_up({"gateway-0": [one]}, 17, usual_s=0, step_s=1, max_lag=0)
+    assert (found is not None) == named
+
+
+@pytest.mark.parametrize(
     ("open_s", "step_s", "max_lag", "kind", "needed"),
     [
         (212.0, 35.0, 2, "environment", 7),

@@ -17,6 +17,9 @@ import msgspec
 
 BUFFER = "buffer"  # the process that most waits are for
 KEPT = 50  # steps whose median counts
+HOLDS_S = (
+    5.0  # a session that is open for less holds nobody up; nor does one that the engine serves
+)
 
 
 class Wait(NamedTuple):
@@ -131,6 +134,7 @@ def held_up(
         for name, each in sessions.items()
         for one in each
         if ticket in (-1, one.ticket)
+        and (one.seconds if one.kind == "engine" else one.open_s) >= HOLDS_S
     ]
     if not found:
         return None
