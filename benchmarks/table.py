@@ -54,6 +54,7 @@ PROGRAMS = {
     "repeatable": Program("repeatable.py", ("repeatable",), 10),
     "kills": Program("kills.py", ("kills",), 10),
     "chaos": Program("chaos.py --faults 400", ("chaos",), 10),
+    "network": Program("network.py", ("network",), 6),
     "effective": Program("effective.py", ("effective",), 25),
     "fuzz": Program("fuzz.py", ("fuzz",), 10),
     "demo_seeds": Program("demo_seeds.py", ("demo_seeds",), 12),
