@@ -59,6 +59,7 @@ PROGRAMS = {
     "fuzz": Program("fuzz.py", ("fuzz",), 10),
     "demo_seeds": Program("demo_seeds.py", ("demo_seeds",), 12),
     "vllm_engine": Program("vllm_engine.py", ("vllm_engine", "vllm_engine_start"), 25),
+    "gateway": Program("gateway.py", ("gateway",), 25),
     "mutants": Program("mutants.py", ("mutants",), 20),
 }
 # Results before this day are against weaker rivals, and are no figures any more.

