@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ KINDS = [
     ("generator", "work"),
 ]
 AWAIT_S = 20.0
+AWAIT_STEPS = 5  # a run that goes on meanwhile is not to end before the last kill
 
 
 def processes(parent: int, parts: tuple[str, ...] = ("generator", "learner")) -> dict[str, int]:
@@ -169,6 +171,13 @@ def run(
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     done: collections.Counter[str] = collections.Counter()
+
+    def patient(seconds: float) -> Iterator[None]:
+        """Again and again, as long as that, while the run goes on and has not made many steps."""
+        until, most = time.monotonic() + seconds, committed(run_dir) + AWAIT_STEPS
+        while p.poll() is None and time.monotonic() < until and committed(run_dir) < most:
+            yield
+
     reached = 0
     dead = 0
     for n in range(kills):
@@ -176,19 +185,20 @@ def run(
         if kind == "start":  # the one that died last, a moment after it comes back
             while (pid := processes(p.pid).get(victim, dead)) == dead and p.poll() is None:
                 time.sleep(0.01)
-            time.sleep(r.uniform(0.0, between[1]))
+            for _ in patient(r.uniform(0.0, between[1])):
+                time.sleep(0.01)
         else:
             reached = max(reached, committed(run_dir)) + r.randint(1, 4)
             while p.poll() is None and committed(run_dir) < min(reached, steps - 2):
                 time.sleep(0.02)
-            if kind == "work":
-                time.sleep(r.uniform(*between))
+            for _ in patient(r.uniform(*between) if kind == "work" else 0.0):
+                time.sleep(0.01)
         while (pid := processes(p.pid).get(victim)) is None and p.poll() is None:
             time.sleep(0.01)  # it is between its death and its start
-        deadline = time.monotonic() + AWAIT_S
         came = kind in ("work", "start")
-        while not came and p.poll() is None and time.monotonic() < deadline:
-            came = reached_instant(kind, run_dir)
+        for _ in patient(0.0 if came else AWAIT_S):
+            if came := reached_instant(kind, run_dir):
+                break
         if pid is None or p.poll() is not None:
             break
         try:
