@@ -94,6 +94,11 @@ def test_the_arithmetic_and_what_is_judged_by_it(bench: Any) -> None:
     ratio = "rate: steps/s over the arithmetic's"
     assert all(met(1.0, 2.0).values()) and len(met(1.0)) == 4
     assert not met(0.5)[ratio] and not met(4.0)[ratio]
+    # each link beside the bare runs before and after it
+    both = {"bare": [run | {"seconds_a_step": s} for s in (1.0, 3.0, 8.0)], "rate": [slow]}
+    goals = bench.judged(both | {"all": [slow]}, links | {"all": Shape()}, size, 10.0)
+    values = {g["figure"]: g["value"] for g in goals}
+    assert (values[ratio], values["all: steps/s over the arithmetic's"]) == (1.0, 1.375)
     assert not met(1.0, doctor="")["rate: doctor names the link"]
     assert not met(1.0, wrong=["lag 3, limit 2"])["rate: wrong"]
 
