@@ -28,8 +28,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from lib import rounds
+from lib.answers import PROMPT, VOCABULARY, answer
 
 from asyncrl.config import load
 from asyncrl.contract import messages as m
@@ -41,43 +41,16 @@ HERE = Path(__file__).resolve().parent
 GROUPS = 32
 SIZE = 8
 TOKENS = 24
+MOST_TOKENS, CONTEXT = 56, 64  # of configs/demo.toml
 FRAME = 32
 LAG = 2
 EVERY = 20
 KEPT = 2
 AHEAD = 2  # batches written before they are asked for: lag 2, as the limit has it
 LOOKS = 5  # batches between two looks of a live view
-VOCABULARY = 23
-RANDOM = np.random.default_rng(0)
-PROMPT_IDS = RANDOM.integers(3, VOCABULARY, 12).astype("<i4").tobytes()
-IDS = RANDOM.integers(3, VOCABULARY, TOKENS).astype("<i4").tobytes()
-LOGPROBS = (-3.0 + 0.5 * RANDOM.standard_normal(TOKENS)).clip(max=-0.01).astype("<f4").tobytes()
 STATS = {f"generator/{name}": 1.0 for name in ("tokens", "busy_s", "idle_s", "swap_s")}
+TO_LEARNER = (m.Welcome, m.Batch, m.Committed, m.Status)
 GOALS = {"memory": 12_000, "process": 6_400, "disk": 6_400}
-
-
-def trajectory(ticket: m.Ticket, sample: int, first: Label, last: Label) -> m.Trajectory:
-    """An answer; its second half by `last`, where that is another version."""
-    spans = [m.Span(first, "", 0, TOKENS, first)]
-    if last != first:
-        spans = [m.Span(first, "", 0, 12, first), m.Span(last, "", 12, TOKENS, first)]
-    return m.Trajectory(
-        ticket.ticket,
-        sample,
-        ticket.attempt,
-        PROMPT_IDS,
-        IDS,
-        LOGPROBS,
-        b"\1" * TOKENS,
-        spans,
-        float(sample % 2),
-        {"exact": float(sample % 2)},
-        "stop",
-        1.0,
-        text="0123456789" * 2,
-        prompt_text="sort 123=",
-        segments=[("model", 0, TOKENS)],
-    )
 
 
 def metrics_of_a_step(work: Path) -> dict[str, float]:
@@ -102,22 +75,44 @@ def cpu_of(pid: int) -> float:
 
 
 class Buffer:
-    """A buffer process, and a peer that plays generator and learner."""
+    """A buffer process, and a peer that plays generator and learner: frames of at most
+    `wires.frame_bytes`, and no more bytes without acknowledgement than `wires.credit_bytes`.
 
-    def __init__(self, work: Path, mode: str, steps: int, values: dict[str, float]) -> None:
+    tokens: of an answer; every: batches between checkpoints, which let the buffer forget; name: of
+    the run; curve_dir: keys, then each role speaks with its own."""
+
+    def __init__(
+        self,
+        work: Path,
+        mode: str,
+        steps: int,
+        values: dict[str, float],
+        *,
+        tokens: int = TOKENS,
+        groups: int = GROUPS,
+        every: int = EVERY,
+        name: str = "",
+        address: str = "",
+        curve_dir: str = "",
+    ) -> None:
         sets = [
             f"runs={str(work)!r}",
             f"durability.mode={mode!r}",
             f"learner.steps={steps}",
             f"staleness.max_lag={LAG}",
             "evaluation.every=0",
-            f"learner.groups={GROUPS}",
+            f"learner.groups={groups}",
             f"learner.group_size={SIZE}",
+            f"generator.max_new_tokens={max(tokens, MOST_TOKENS)}",
+            f"generator.context={max(tokens + PROMPT, CONTEXT)}",
+            f"wires.address={address!r}",
+            f"wires.curve_dir={curve_dir!r}",
             "evaluation.final_prompts=1",
             "evaluation.ood_prompts=0",
         ]
         config = load.load(HERE.parent / "configs" / "demo.toml", sets)
-        self.dir = work / mode
+        name = name or mode
+        self.dir = work / name
         rundir.ensure(config, load.dump(config), self.dir)
         argv = [
             sys.executable,
@@ -131,26 +126,40 @@ class Buffer:
         self.process = subprocess.Popen(
             argv,
             cwd=HERE.parent,
-            stderr=(work / f"{mode}.log").open("w"),
+            stderr=(work / f"{name}.log").open("w"),
             env=os.environ | {"PYTHONPATH": str(HERE.parent)},
         )
         self.run = rundir.run_id(self.dir)
         self.steps = steps
         self.values = values
-        self.socket = PeerSocket(rundir.buffer_address(config, self.dir), run=self.run)
+        self.tokens = tokens
+        self.groups = groups
+        self.every = every
+        bytes_each = 9 * tokens + 4 * PROMPT + 400
+        self.frame = max(1, min(FRAME, config.wires.frame_bytes // bytes_each))
+        self.window = max(1, config.wires.credit_bytes // (self.frame * bytes_each))
+        where = rundir.buffer_address(config, self.dir)
+        self.socket = PeerSocket(where, curve_dir, "generator-0", run=self.run)
+        # without keys nobody asks who speaks: one connection plays both
+        self.learner = (
+            PeerSocket(where, curve_dir, "learner", run=self.run) if curve_dir else self.socket
+        )
+        self.batch: m.Batch | None = None  # the last one
+        self.taken = 0  # samples of all batches
         self.wall: list[float] = []
         self.cpu: list[float] = []
         self.out: list[m.Ticket] = []  # being written
 
     def wait(self, kind: Any) -> Any:
-        while (reply := self.socket.recv(30)) is not None:
+        socket = self.learner if kind in TO_LEARNER else self.socket
+        while (reply := socket.recv(30)) is not None:
             if isinstance(reply, kind):
                 return reply
         sys.exit(f"the buffer did not answer with {kind}; its log is {self.dir}.log")
 
     def begin(self) -> None:
         source = m.WeightsSource(1, "here", "", "")
-        self.socket.send(
+        self.learner.send(
             m.LearnerHello(
                 m.PROTOCOL,
                 self.run,
@@ -179,10 +188,11 @@ class Buffer:
 
     def take(self) -> None:
         """Tickets for a batch: they are written while the learner makes another version."""
-        left = GROUPS * SIZE if self.number + AHEAD < self.steps else 0
+        left = self.groups * SIZE if self.number + AHEAD < self.steps else 0
         while left > 0:
             self.sequence += 1
-            self.socket.send(m.Want("generator-0", 1, self.sequence, 64, self.label))
+            most = min(64, left)
+            self.socket.send(m.Want("generator-0", 1, self.sequence, most, self.label))
             tickets = self.wait(m.Tickets).tickets
             self.out += tickets
             left -= sum(len(ticket.samples) for ticket in tickets if ticket.kind == "train")
@@ -193,12 +203,18 @@ class Buffer:
         for ticket in self.out:
             first = ticket.exact_version or ticket.min_version
             last = ticket.exact_version or self.label
-            made += [trajectory(ticket, sample, first, last) for sample in ticket.samples]
-            self.drawn += TOKENS * len(ticket.samples) * (ticket.kind == "train")
+            made += [answer(ticket, sample, first, last, self.tokens) for sample in ticket.samples]
+            self.drawn += self.tokens * len(ticket.samples) * (ticket.kind == "train")
         self.out = []
-        for at in range(0, len(made), FRAME):
-            self.socket.send(m.Deliver("generator-0", 1, at, made[at : at + FRAME], self.drawn))
-        for _ in range(0, len(made), FRAME):
+        unanswered = 0
+        for at in range(0, len(made), self.frame):
+            if unanswered == self.window:
+                self.wait(m.Acks)
+                unanswered -= 1
+            frame = made[at : at + self.frame]
+            self.socket.send(m.Deliver("generator-0", 1, at, frame, self.drawn))
+            unanswered += 1
+        for _ in range(unanswered):
             self.wait(m.Acks)
 
     def batches(self, count: int) -> None:
@@ -206,21 +222,23 @@ class Buffer:
         for _ in range(count):
             began = time.perf_counter()
             cpu = cpu_of(self.process.pid)
-            self.socket.send(m.Ask(1, self.number))
-            batch = self.wait(m.Batch)
-            assert len(batch.samples) == GROUPS * SIZE
+            self.learner.send(m.Ask(1, self.number))
+            self.batch = batch = self.wait(m.Batch)
+            assert len(batch.samples) == self.groups * SIZE
+            self.taken += len(batch.samples)
             self.socket.send(m.Renew("generator-0", 1, [], STATS, None, drawn=self.drawn))
-            self.socket.send(m.Progress("learner", None, {}, os.getpid(), 1))
+            self.learner.send(m.Progress("learner", None, {}, os.getpid(), 1))
             self.number += 1
             self.label = Label(1, self.number)
-            self.socket.send(m.Commit(1, batch.number, self.label, f"d{self.number}", self.values))
+            self.learner.send(m.Commit(1, batch.number, self.label, f"d{self.number}", self.values))
             self.wait(m.Committed)
             self.hand_over()
             self.take()
-            if self.number % EVERY == 0:
-                self.socket.send(m.Checkpointed(1, max(0, self.number - EVERY * (KEPT - 1))))
+            if self.number % self.every == 0:
+                kept = max(0, self.number - self.every * (KEPT - 1))
+                self.learner.send(m.Checkpointed(1, kept))
             if self.number % LOOKS == 0:
-                self.socket.send(m.Watch())
+                self.learner.send(m.Watch())
                 self.wait(m.Status)
             self.wall.append(time.perf_counter() - began)
             self.cpu.append(cpu_of(self.process.pid) - cpu)
@@ -229,6 +247,8 @@ class Buffer:
         self.process.terminate()
         self.process.wait()
         self.socket.close()
+        if self.learner is not self.socket:
+            self.learner.close()
         rundir.clean(self.dir)
 
 
@@ -256,7 +276,7 @@ class Queue:
         for _ in range(count):
             zero = Label(1, 0)
             made = [
-                trajectory(ticket, sample, zero, zero)
+                answer(ticket, sample, zero, zero, TOKENS)
                 for _ in range(GROUPS)
                 for sample in range(SIZE)
             ]
