@@ -44,6 +44,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
+import zmq
 from lib import rounds
 from lib.answers import disagreement
 
@@ -154,7 +155,12 @@ class Ours:
         wrong = disagreement(self.buffer.batch.samples, self.each, self.buffer.tokens)
         if wrong or self.buffer.taken != self.asked * self.each:
             raise RuntimeError(wrong or f"{self.buffer.taken} answers of {self.asked} batches")
-        return {"taken": self.buffer.taken}
+        journal = self.buffer.dir.glob("**/journal/*.log")
+        return {
+            "taken": self.buffer.taken,
+            "encrypted": self.buffer.socket.socket.getsockopt(zmq.MECHANISM) == zmq.CURVE,
+            "journal_bytes": sum(part.stat().st_size for part in journal),
+        }
 
     def cpu(self) -> float:
         return time.process_time() + cpu_of(self.buffer.process.pid)
@@ -323,10 +329,12 @@ def medians(passes: Passes, answers: Mapping[int, int]) -> dict[str, Any]:
                 wall, cpu = (
                     statistics.median(row[name][what] for row in rows) for what in ("wall", "cpu")
                 )
-                out.setdefault(str(tokens), {}).setdefault(name, {}).update(
-                    answers_per_s=round(answers[tokens] / wall),
-                    cpu_us=round(1e6 * cpu / answers[tokens], 1),
-                )
+                found = {
+                    "answers_per_s": round(answers[tokens] / wall),
+                    "cpu_us": round(1e6 * cpu / answers[tokens], 1),
+                }
+                # `memory` is in both passes: of the first
+                out.setdefault(str(tokens), {}).setdefault(name, found)
     return out
 
 

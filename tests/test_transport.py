@@ -62,6 +62,9 @@ def test_a_ratio_is_of_one_round_and_ray_is_held_against_its_own_rounds(bench: A
     medians = bench.medians(passes, ANSWERS)["1024"]
     assert medians["raw"] == {"answers_per_s": 167, "cpu_us": 1500.0}
     assert medians["ray"]["answers_per_s"] == 25
+    slower = [turns(memory=9.0, ray=9.0)]
+    passes = {1024: [together, slower]}
+    assert bench.medians(passes, ANSWERS)["1024"]["memory"]["answers_per_s"] == 100
 
 
 def test_what_came_otherwise_is_noticed(bench: Any) -> None:
@@ -134,6 +137,12 @@ def test_the_quick_run_has_every_part_of_ours_and_says_which_rival_is_not_there(
     for length in bench.LENGTHS:
         checked = result["checked"][str(length.tokens)]
         assert set(checked) == {*bench.OURS, "raw"}
+        assert [name for name in bench.OURS if checked[name]["encrypted"]] == ["curve"]
+        journaled = {name: checked[name]["journal_bytes"] for name in bench.OURS}
+        assert [name for name in bench.OURS if journaled[name] > 8 * length.tokens] == [
+            "process",
+            "disk",
+        ]
         made = {one["taken"] for name, one in checked.items() if name != "raw"}
         assert len(made) == 1 and made.pop() > 0  # as many batches of each
         assert checked["raw"]["taken"] == checked["raw"]["sent"] > 0
