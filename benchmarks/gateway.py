@@ -21,7 +21,8 @@ history   the same CPU time with 100 kB before the first turn, of the calls afte
 client    OpenAI's Python client, one call at a time: its own floor against a stub that answers at
           once, and what the gateway adds to that: p50 at most 5 ms.
 step      configs/calc.toml against calc_http.toml, the same warm start and learning rate 0: a step
-          through HTTP takes at most 1.15 of one by environment.
+          through HTTP takes at most 1.15 of one by environment.  Beside it stands the same agent
+          with a plain client, as what OpenAI's costs is no cost of the endpoint.
 
 --quick: few calls, without vLLM and without `step` where they are not named by --parts; its values
 say nothing."""
@@ -49,6 +50,7 @@ CALLS = 8
 PAUSE_S = 0.2  # about what an engine takes for 32 tokens of 64 sessions on these cores
 MANY = (1, 8, 64)
 HISTORY = 100_000  # characters
+PLAIN = "calc_http, plain client"
 WITH = "vllm serve, log-probabilities"
 LOGPROBS = {"logprobs": True}
 Row = dict[str, dict[str, Any]]  # alternative -> what came of it, in one round
@@ -308,11 +310,12 @@ def judged_client(rows: list[Row]) -> list[dict[str, Any]]:
     return [rounds.figure(name, added, 5.0, at_least=False, **more)]
 
 
-def a_run(bench: Bench, config: str, steps: int) -> dict[str, Any]:
+def a_run(bench: Bench, config: str, steps: int, *more: str) -> dict[str, Any]:
     """Seconds a step of a run, after the first few."""
     name = f"{config}-{uuid.uuid4().hex[:6]}"
     sets = [f"runs={str(bench.work / 'runs')!r}", f"name={name!r}", f"learner.steps={steps}"]
     sets += [f"model.path={str(bench.work / 'calc')!r}", contenders.STILL, *contenders.SMALL]
+    sets += more
     argv = [sys.executable, "-m", "asyncrl.cli", "run", f"configs/{config}.toml", "--json"]
     cores = sorted(os.sched_getaffinity(0))
     contenders.output([*argv, *[x for s in sets for x in ("--set", s)]], cores, 1, "PASSIVE")
@@ -333,8 +336,13 @@ def a_step(metrics: list[dict[str, Any]]) -> dict[str, Any]:
 def step(bench: Bench) -> Judged:
     bench.end()  # nothing beside it
     a_run(bench, "calc", contenders.SKIP + 2)  # makes the warm start that all have
+    steps = bench.size.steps
+    function = f"{servers.HERE / 'plain_agent.py'}:play"
+    plain = f"agent.function={function!r}"
     alternatives = {
-        name: lambda n=name: a_run(bench, n, bench.size.steps) for name in ("calc", "calc_http")
+        "calc": lambda: a_run(bench, "calc", steps),
+        "calc_http": lambda: a_run(bench, "calc_http", steps),
+        PLAIN: lambda: a_run(bench, "calc_http", steps, plain),
     }
     rows = by_turns(alternatives, bench.wanted, warm=False)
     return judged_step(rows), rows
@@ -342,8 +350,9 @@ def step(bench: Bench) -> Judged:
 
 def judged_step(rows: list[Row]) -> list[dict[str, Any]]:
     taken = {name: middle(rows, name, "step") for name in rows[0]}
-    more = {f"{name}_ms": round(1e3 * seconds) for name, seconds in taken.items()}
+    more: dict[str, float] = {f"{k}_ms": round(1e3 * seconds) for k, seconds in taken.items()}
     more["length"] = round(statistics.median(ratio(rows, "calc_http", "calc", "length")), 3)
+    more["plain_client"] = round(statistics.median(ratio(rows, PLAIN, "calc", "step")), 3)
     name = "step, through HTTP / by environment"
     return [
         rounds.figure(name, ratio(rows, "calc_http", "calc", "step"), 1.15, at_least=False, **more)

@@ -4,8 +4,10 @@ and a short run of it without vLLM.
 
 from __future__ import annotations
 
+import http.server
 import importlib.util
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,6 +15,7 @@ import time
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,9 +24,10 @@ import pytest
 from conftest import ENV, ROOT
 
 from asyncrl.contract import messages as m
+from asyncrl.tasks import calc
 
 sys.path.append(str(ROOT / "benchmarks"))  # last: benchmarks/learner.py must not hide the package
-from lib.endpoint import asker, openai_asker, stage, vllm_server
+from lib.endpoint import asker, openai_asker, plain_agent, stage, vllm_server
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +105,42 @@ def test_openais_client_asks_the_same(stub: str) -> None:
     assert said["cpu_s"] > 0.0 and sum(said["latencies"]) <= said["wall_s"]
 
 
+def test_the_plain_agent_plays_a_session() -> None:
+    """Two calls of the calculator and an answer, over one connection."""
+    drawn, asked = ["?37*8", "?296+45", "#341"], []
+
+    class Endpoint(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            said = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            asked.append((self.path, self.headers["authorization"], said["prompt"]))
+            status = 200 if drawn else 400
+            body = json.dumps({"choices": [{"text": drawn.pop(0) if drawn else ""}]}).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: Any) -> None: ...
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Endpoint) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        base = f"http://127.0.0.1:{server.server_port}/s/1/v1"
+        session = SimpleNamespace(base_url=base, api_key="k")
+        prompt = m.Prompt(0, "37*8+45=", answer="#341")
+        try:
+            assert plain_agent.play(prompt, session) == 1.0
+            with pytest.raises(RuntimeError, match="400"):
+                plain_agent.play(prompt, session)
+        finally:
+            plain_agent.kept.connection.close()
+            server.shutdown()
+    texts = ["37*8+45=", "37*8+45=?37*8296=", "37*8+45=?37*8296=?296+45341=", "37*8+45="]
+    assert asked == [("/s/1/v1/completions", "Bearer k", text) for text in texts]
+
+
 # ---- who stands around it --------------------------------------------------------------------
 
 
@@ -122,6 +162,16 @@ def test_the_first_token_tells_the_pause() -> None:
         assert tokens[0] - stage.FIRST_TOKEN == number % stage.SYMBOLS
         assert len(tokens) == 32 == len(np.frombuffer(called.logprobs, "<f4"))
         assert (called.id, called.spans[0].end, called.finish) == (number, 32, "length")
+
+
+def test_what_does_not_start_is_said_and_leaves_nothing(bench: Any, tmp_path: Path) -> None:
+    server = bench.servers.Server(tmp_path / "s")
+    server.start("other", ["sleep", "600"])
+    server.start("one", [sys.executable, "-c", "print('no port'); raise SystemExit(3)"])
+    other = server.processes["other"]
+    with pytest.raises(RuntimeError, match="it: one has ended\nno port"):
+        server.wait("it", lambda: False)
+    assert other.poll() is not None and not server.processes
 
 
 def test_vllm_has_its_version_under_either_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,9 +274,35 @@ def test_a_step_through_http_over_one_by_environment(bench: Any) -> None:
         for n in range(skip + 4)
     ]
     assert bench.a_step(rows) == {"step": 2.0, "length": 30.0}
-    made = [{"calc": {"step": 2.0, "length": 30.0}, "calc_http": {"step": 2.2, "length": 33.0}}]
-    (goal,) = bench.judged_step(made)
+    made = {"calc": {"step": 2.0, "length": 30.0}, "calc_http": {"step": 2.2, "length": 33.0}}
+    (goal,) = bench.judged_step([made | {bench.PLAIN: {"step": 2.1, "length": 30.0}}])
+    assert goal["plain_client"] == 1.05
     assert (goal["value"], goal["met"], goal["calc_ms"], goal["length"]) == (1.1, True, 2000, 1.1)
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
+def test_the_agent_in_node_knows_the_task(tmp_path: Path) -> None:
+    """Its calculator and its answers are the task's; OpenAI's package itself is not installed."""
+    shutil.copy(ROOT / "benchmarks" / "node_agent" / "agent.mjs", tmp_path)
+    package = tmp_path / "node_modules" / "openai"
+    package.mkdir(parents=True)
+    exports = {".": "./index.mjs", "./version": "./version.mjs"}
+    (package / "package.json").write_text(json.dumps({"name": "openai", "exports": exports}))
+    (package / "index.mjs").write_text("export default class OpenAI {}")
+    (package / "version.mjs").write_text("export const VERSION = '0'")
+    calls = ["?37*8", "?37*", "37*8", "?2-3", "?9999+1", "?9999-0", "?296+45", "?12345*1", "?1*2\n"]
+    prompts = [calc.Calc().prompt(split, n, 0) for split in ("train", "ood") for n in range(20)]
+    texts = [prompt.text for prompt in prompts]
+    (tmp_path / "ask.mjs").write_text(
+        "import { calculated, solved } from './agent.mjs';\n"
+        f"const said = [{calls}.map(calculated), {texts}.map(solved)];\n"
+        "console.log(JSON.stringify(said));"
+    )
+    argv = ["node", str(tmp_path / "ask.mjs")]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120)
+    said, answers = json.loads(done.stdout)
+    assert said == [calc.calculated(text) for text in calls]
+    assert answers == [prompt.answer for prompt in prompts]
 
 
 def test_the_program_without_vllm(tmp_path: Path) -> None:

@@ -89,18 +89,22 @@ class Server:
             )
 
     def wait(self, what: str, there: Callable[[], bool]) -> None:
-        """Until `there`.  Raises RuntimeError when a process ends before that, or it takes too
-        long.
+        """Until `there`.  Ends all and raises RuntimeError when a process ends before that, or it
+        takes too long.
         """
         deadline = time.monotonic() + START_S
-        while not there():
-            gone = [name for name, p in self.processes.items() if p.poll() is not None]
-            if gone or time.monotonic() > deadline:
-                name = (gone or list(self.processes))[-1]
-                log = (self.work / f"{name}.log").read_text(errors="replace")[-3000:]
-                why = f"{name} has ended" if gone else f"not there after {START_S:g} s"
-                raise RuntimeError(f"{what}: {why}\n{log}")
-            time.sleep(0.1)
+        try:
+            while not there():
+                gone = [name for name, p in self.processes.items() if p.poll() is not None]
+                if gone or time.monotonic() > deadline:
+                    name = (gone or list(self.processes))[-1]
+                    log = (self.work / f"{name}.log").read_text(errors="replace")[-3000:]
+                    why = f"{name} has ended" if gone else f"not there after {START_S:g} s"
+                    raise RuntimeError(f"{what}: {why}\n{log}")
+                time.sleep(0.1)
+        except BaseException:
+            self.end()
+            raise
 
     def cpu(self) -> dict[str, float]:
         """CPU seconds of each process so far; of what it has started under `NAME's`."""
@@ -108,8 +112,12 @@ class Server:
         for name, popen in self.processes.items():
             process = psutil.Process(popen.pid)
             out[name] = sum(process.cpu_times()[:2])
-            if below := process.children(recursive=True):
-                out[f"{name}'s"] = sum(sum(child.cpu_times()[:2]) for child in below)
+            for child in process.children(recursive=True):
+                try:
+                    below = sum(child.cpu_times()[:2])
+                except psutil.NoSuchProcess:
+                    continue
+                out[f"{name}'s"] = out.get(f"{name}'s", 0.0) + below
         return out
 
     def end(self) -> None:
