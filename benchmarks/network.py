@@ -14,7 +14,8 @@ completes, no token is past the limit, the ledger closes, nothing is trained twi
 names the link where it is what the run waits for, and a step takes what the arithmetic says.
 
 The arithmetic, of one generator that fetches one version a step and writes while the learner
-trains: seconds a step = those over the bare relay (measured before and after each link)
+trains: seconds a step = those over the bare relay (measured before and after each link), or, where
+that is more, the seconds of these in which the generator was not idle
     + RTT                                            the first answer
     + max(bytes / rate, (chunks - 1) // 4 * RTT)     four chunks of 1 MiB are under way
     + bytes / bytes between cuts * wires.connect_s   after a cut it waits so long, and goes on
@@ -60,6 +61,7 @@ SMALL = {"hidden": 32, "kv_heads": 2}
 PORT, WEIGHTS_PORT = 5555, 5556
 GROUPS, SIZE, MAX_LAG = 4, 4, 2
 WARM = 4  # steps that are not timed: the first version, and as many as may be written ahead
+IDLE = "time/generator_idle_share"
 PATIENCE_S = 600.0
 CANNOT = 3  # exit code where no namespaces can be made
 ASYNCRL = [sys.executable, "-m", "asyncrl.cli"]
@@ -168,6 +170,8 @@ class Run:
         rows = steps_made(self.run_dir)
         relayed = json.loads(self.counts.read_text())
         timed = [row["t"] for row in rows[WARM - 1 :]]
+        seconds = (timed[-1] - timed[0]) / (len(timed) - 1)
+        idle = [row[IDLE] for row in rows[WARM:] if IDLE in row]
         links = {
             name: round(statistics.median(row[name] for row in rows if name in row), 4)
             for name in ("link/fetch_share", "link/fetch_mb_per_s", "link/ack_s")
@@ -175,7 +179,8 @@ class Run:
         }
         return {
             "steps": len(rows),
-            "seconds_a_step": round((timed[-1] - timed[0]) / (len(timed) - 1), 4),
+            "seconds_a_step": round(seconds, 4),
+            "busy_s": round(seconds * (1 - statistics.mean(idle)), 4),  # of it, the generator's
             "wrong": self.wrong(steps),
             "doctor": self.said,
             "doctor_afterwards": self.doctor()["link"],
@@ -253,7 +258,7 @@ def judged(
     runs: dict[str, list[dict[str, Any]]], links: dict[str, Shape], size: int, connect_s: float
 ) -> list[dict[str, Any]]:
     """The table: what each link's run kept and said, and its time by the arithmetic."""
-    bare = [run["seconds_a_step"] for run in runs.get("bare", [])]
+    bare = runs.get("bare", [])
     goals = []
     beside = {name: bare[i : i + 2] for i, name in enumerate(x for x in runs if x != "bare")}
     for name, found in runs.items():
@@ -272,9 +277,12 @@ def judged(
                 )
             )
         if bare and name != "bare":
-            own = statistics.mean(beside[name])
+            own, busy = (
+                statistics.mean(run[what] for run in beside[name])
+                for what in ("seconds_a_step", "busy_s")
+            )
             link, cuts = fetch_s(shape, size), cut_s(shape, size, connect_s)
-            ratio = (own + link + cuts) / run["seconds_a_step"]
+            ratio = max(own, busy + link + cuts) / run["seconds_a_step"]
             goals.append(
                 {
                     "figure": f"{name}: steps/s over the arithmetic's",
@@ -282,7 +290,7 @@ def judged(
                     "goal": "0.7 to 1.3",
                     "met": 0.7 <= ratio <= 1.3,
                     "measured_s": run["seconds_a_step"],
-                    "reckoned": f"{own:.3f} bare + {link:.3f} link + {cuts:.3f} cuts",
+                    "reckoned": f"{own:.3f}, or {busy:.3f} + {link:.3f} link + {cuts:.3f} cuts",
                 }
             )
     return goals

@@ -84,21 +84,24 @@ def test_the_arithmetic_and_what_is_judged_by_it(bench: Any) -> None:
     assert bench.fetch_s(Shape(delay_s=0.5, rate=size / 8), size) == 1.0 + 8.0
     assert bench.cut_s(Shape(cut_bytes=4 * size), size, 10.0) == 2.5
     links = {"bare": Shape(), "rate": Shape(rate=size / 2)}
-    run = {"seconds_a_step": 1.0, "wrong": [], "doctor": ""}
+    run = {"seconds_a_step": 1.0, "busy_s": 1.0, "wrong": [], "doctor": ""}
     slow = run | {"seconds_a_step": 4.0, "doctor": "the link holds generators up"}
 
     def met(*bare: float, **more: Any) -> dict[str, bool]:
-        runs = {"bare": [run | {"seconds_a_step": s} for s in bare], "rate": [slow | more]}
+        runs = {"bare": [run | {"busy_s": s} for s in bare], "rate": [slow | more]}
         return {g["figure"]: g["met"] for g in bench.judged(runs, links, size, 10.0)}
 
     ratio = "rate: steps/s over the arithmetic's"
     assert all(met(1.0, 2.0).values()) and len(met(1.0)) == 4
     assert not met(0.5)[ratio] and not met(4.0)[ratio]
     # each link beside the bare runs before and after it
-    both = {"bare": [run | {"seconds_a_step": s} for s in (1.0, 3.0, 8.0)], "rate": [slow]}
+    both = {"bare": [run | {"busy_s": s} for s in (1.0, 3.0, 8.0)], "rate": [slow]}
     goals = bench.judged(both | {"all": [slow]}, links | {"all": Shape()}, size, 10.0)
     values = {g["figure"]: g["value"] for g in goals}
     assert (values[ratio], values["all: steps/s over the arithmetic's"]) == (1.0, 1.375)
+    # the learner's step is the longer one, and hides the link
+    long = [run | {"seconds_a_step": 9.0, "busy_s": 1.0}]
+    assert bench.judged({"bare": long, "rate": long}, links, size, 10.0)[-1]["value"] == 1.0
     assert not met(1.0, doctor="")["rate: doctor names the link"]
     assert not met(1.0, wrong=["lag 3, limit 2"])["rate: wrong"]
 
