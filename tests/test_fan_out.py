@@ -257,7 +257,7 @@ def test_a_relay_that_dies_in_mid_version_costs_no_chunk_twice(net: Callable[[in
     closing = threading.Thread(target=close)
     closing.start()
     run.pullers.remove(first)
-    second.silent_s = 0.5
+    second.silent_s = 6.0
     assert run.fetch(second, 1) == content(1)
     closing.join(WAIT_S)
     assert second.left == 1 and second.bytes_received == SIZE
