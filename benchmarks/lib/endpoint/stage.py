@@ -6,16 +6,13 @@ be told apart.
     python benchmarks/lib/endpoint/stage.py engine RUN           a generator, weights loaded
     python benchmarks/lib/endpoint/stage.py stub FILE            an endpoint that answers at once
 
-They run until they are ended, or until who started them has gone.  Every answer has all tokens that
-its call allows."""
+They run until they are ended.  Every answer has all tokens that its call allows."""
 
 from __future__ import annotations
 
-import os
 import selectors
 import socket
 import sys
-import threading
 import time
 from collections import deque
 from pathlib import Path
@@ -218,20 +215,8 @@ def stub(file: Path, tokens: int = 32) -> NoReturn:
                 asking.sendall(said)
 
 
-def follow(parent: int) -> None:
-    """End with who started this process, killed or not."""
-
-    def look() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(0)
-
-    threading.Thread(target=look, daemon=True).start()
-
-
 ROLES = {"buffer": buffer, "drawn": drawn, "engine": engine, "stub": stub}
 
 
 if __name__ == "__main__":
-    follow(os.getppid())
     ROLES[sys.argv[1]](Path(sys.argv[2]), *map(float, sys.argv[3:]))
