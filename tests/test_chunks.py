@@ -4,7 +4,10 @@ on.
 
 from __future__ import annotations
 
+import select
+import socket
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -180,3 +183,46 @@ def test_a_broken_connection_costs_no_chunk_twice(
         assert client.bytes_received == 3 * SIZE + CHUNK_BYTES
     finally:
         client.close()
+
+
+def test_a_connection_that_is_cut_is_not_waited_for(server: ChunkServer) -> None:
+    """The rest comes over the next one; the answers that were under way never would."""
+    direct = ChunkClient(server.address, WAIT_S)
+    digest = direct.fetch(LABEL, "", memoryview(bytearray(SIZE)))
+    direct.close()
+    port = int(server.address.rpartition(":")[2])
+    door = socket.create_server(("127.0.0.1", 0))
+    ended = threading.Event()
+
+    def relay() -> None:
+        most = 3 * CHUNK_BYTES + 99
+        while not ended.is_set():
+            here, _ = door.accept()
+            there = socket.create_connection(("127.0.0.1", port))
+            carried = 0
+            while carried < most:
+                for wire in select.select([here, there], [], [])[0]:
+                    data = wire.recv(1 << 16)
+                    (here if wire is there else there).sendall(data)
+                    carried += len(data) if wire is there else 0
+                    carried += 0 if data else most
+            here.close()
+            there.close()
+            most = 1 << 40
+
+    thread = threading.Thread(target=relay)
+    thread.start()
+    client = ChunkClient(f"tcp://127.0.0.1:{door.getsockname()[1]}", WAIT_S)
+    into = bytearray(SIZE)
+    try:
+        with pytest.raises(PeerUnreachable, match="was cut"):
+            client.fetch(LABEL, digest, memoryview(into))
+        assert 0 < client.bytes_received < SIZE
+        assert client.fetch(LABEL, digest, memoryview(into)) == digest
+        assert client.bytes_received == SIZE and into == bytes(range(256)) * (SIZE // 256)
+    finally:
+        client.close()
+        ended.set()
+        socket.create_connection(door.getsockname()).close()
+        thread.join()
+        door.close()

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 import msgspec
 import xxhash
 import zmq
+from zmq.utils.monitor import parse_monitor_message
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, BadMessage, ConfigError, PeerUnreachable
@@ -38,6 +39,7 @@ ASK_BYTES = 4096  # a larger ask is none
 MANIFEST_BYTES = 64 << 20
 FILES = Label(-1, 0)  # asks for this are for files, not for weights
 LISTING_POLL_S = 0.2
+HEARD_FROM = zmq.EVENT_HANDSHAKE_SUCCEEDED  # a peer that may be spoken with
 ANYWHERE = ("0.0.0.0", "*", "::")  # hosts to listen at, and to connect to nowhere
 
 YET_S = 1.0  # what is not there yet is waited for so long before it is said
@@ -310,11 +312,32 @@ class ChunkClient:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, MANIFEST_BYTES)
         keys.lock(socket, self.curve_dir, self.name, self.server_key)
+        self._events = socket.get_monitor_socket(HEARD_FROM | zmq.EVENT_DISCONNECTED)
+        self._heard = False
         socket.connect(self.address)
         return socket
 
+    def _comes(self) -> bool:
+        """Wait for an answer.  Raises PeerUnreachable at once where the connection was cut that the
+        asks went over: who asks again has another one."""
+        until = time.monotonic() + self.timeout
+        poller = zmq.Poller()
+        poller.register(self.socket, zmq.POLLIN)
+        poller.register(self._events, zmq.POLLIN)
+        while (left_s := until - time.monotonic()) > 0:
+            ready = dict(poller.poll(int(left_s * 1000) + 1))
+            if self.socket in ready:
+                return True
+            while self._events in ready and self._events.poll(0):
+                event = parse_monitor_message(self._events.recv_multipart())["event"]
+                if event == zmq.EVENT_DISCONNECTED and self._heard:
+                    self.anew()
+                    raise PeerUnreachable(f"the connection to {self.address} was cut")
+                self._heard |= event == HEARD_FROM
+        return False
+
     def _receive(self) -> _Chunk:
-        if not self.socket.poll(int(self.timeout * 1000)):
+        if not self._comes():
             self.anew()
             raise PeerUnreachable(
                 f"the learner's chunk server at {self.address} has not answered for "
@@ -343,7 +366,7 @@ class ChunkClient:
 
     def anew(self) -> None:
         """Begin with a new connection: what is under way on this one is of no use any more."""
-        self.socket.close()
+        self._shut()
         self.socket = self._connect()
 
     def manifest(self) -> list[Any]:
@@ -447,8 +470,13 @@ class ChunkClient:
                 raise PeerUnreachable(f"{self.address} does not give the file {digest[:12]}")
             yield chunk.data
 
-    def close(self) -> None:
+    def _shut(self) -> None:
+        self.socket.disable_monitor()
+        self._events.close(0)
         self.socket.close()
+
+    def close(self) -> None:
+        self._shut()
         self.context.term()
 
 
