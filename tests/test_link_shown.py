@@ -81,7 +81,8 @@ def test_doctor_names_the_link_of_a_run_that_is_going_on_and_of_one_that_stopped
     assert LINE in capsys.readouterr().out.splitlines()[0]
     quiet = m.Status(made.run, 1, 9, 1, {}, {}, [], {}, False)
     assert doctor.look(made.config, run_dir, quiet)["link"] == ""
-    # its buffer answers no more: by the last row
+    # its buffer answers no more: by the last row that tells of links
+    commit(made, 1)
     seen = doctor.look(made.config, run_dir, None)
     assert seen["link"] == LINE and LINE in doctor.lines(made.config, run_dir, seen)
 

@@ -120,7 +120,7 @@ def look(config: Config, run_dir: Path, status: Status | None) -> dict[str, Any]
         "waits": [wait._asdict() for wait in status.waits] if status is not None else [],
         "held_up": msgspec.to_builtins(status.held_up) if status is not None else None,
         "rewards": live.rewards(status.metrics) if status is not None else "",
-        "link": live.link(status.metrics if status is not None else rows[-1] if rows else {}),
+        "link": live.link(status.metrics if status is not None else linked(rows)),
         "refused": signs.refusals(
             status.metrics if status is not None else rows[-1] if rows else {}
         ),
@@ -129,6 +129,15 @@ def look(config: Config, run_dir: Path, status: Status | None) -> dict[str, Any]
         "last_metrics": {n: rows[-1][n] for n in SHOWN if n in rows[-1]} if rows else {},
         "silent_s": time.time() - path.stat().st_mtime if rows else None,
     }
+
+
+def linked(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The last step at which generators had told of their links: not each step has news of them.
+
+    >>> linked([{"step": 1, "link/ack_s": 2.0}, {"step": 2}])["step"]
+    1
+    """
+    return next((row for row in reversed(rows) if any(n.startswith("link/") for n in row)), {})
 
 
 def missing(seen: dict[str, Any]) -> list[str]:
