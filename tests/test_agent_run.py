@@ -192,7 +192,8 @@ def test_a_learner_held_up_by_an_endless_tool_is_told_of_it_and_freed_at_the_dea
         assert process.poll() is None
         status = live.ask(buffer_address(load.load("calc"), run), "", 10.0)
         found = status.held_up if status is not None else None
-        named.extend([found] if found is not None and found.session.kind == "environment" else [])
+        step = found is not None and found.session.what.startswith("the step of its environment")
+        named.extend([found] if found is not None and step else [])
         return bool(named)
 
     try:
@@ -204,8 +205,11 @@ def test_a_learner_held_up_by_an_endless_tool_is_told_of_it_and_freed_at_the_dea
         process.kill()
     session = named[0].session
     assert named[0].producer == "gateway-0" and session.turn >= 1
-    assert session.what.startswith("the step of its environment")
-    assert session.limit == "agent.step_s" and 0 < session.ends_s <= 30
+    assert (
+        session.kind == "environment"
+        and session.limit == "agent.step_s"
+        and 0 < session.ends_s <= 30
+    )
     assert said.exit_code == 0
     assert "the learner is held up by session " in said.output
     assert "agent.step_s ends that in " in said.output
