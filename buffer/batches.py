@@ -148,7 +148,7 @@ def judge(store: Store, groups: list[Group], number: int) -> list[list[tuple[int
             limits = announced(store, group, stored) if hard else []
             late = [
                 (lag, limit)
-                for (_, _, lag), limit in zip(runs, limits, strict=False)
+                for (_, _, lag), limit in zip(runs if hard else [], limits, strict=True)
                 if not store.may_train(stored.trajectory, lag, limit)
             ]
             if not late:

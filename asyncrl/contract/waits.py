@@ -17,9 +17,7 @@ import msgspec
 
 BUFFER = "buffer"  # the process that most waits are for
 KEPT = 50  # steps whose median counts
-HOLDS_S = (
-    5.0  # a session that is open for less holds nobody up; nor does one that the engine serves
-)
+HOLDS_S = 5.0  # a session open for less, or waiting for the engine for less, holds nobody up
 
 
 class Wait(NamedTuple):

@@ -410,11 +410,7 @@ class ChunkClient:
         then, and `digest` where it is only not there yet."""
         offsets = range(begin, size, CHUNK_BYTES)
         for number in range(len(offsets)):
-            ahead = offsets[number + AHEAD - 1 : number + AHEAD] if number else offsets[:AHEAD]
-            for offset in ahead:
-                wanted = min(CHUNK_BYTES, size - offset)
-                self.socket.send(_encoder.encode(_ChunkAsk(label, digest, offset, wanted)))
-            chunk = self._receive()
+            chunk = self._next(label, digest, offsets, number, size)
             of_these = bool(chunk.digest) and chunk.digest == (digest or chunk.digest)
             if not of_these or len(chunk.data) != min(CHUNK_BYTES, size - offsets[number]):
                 for _ in offsets[number + 1 : number + AHEAD]:
@@ -424,6 +420,14 @@ class ChunkClient:
                 return
             digest = chunk.digest
             yield chunk
+
+    def _next(self, label: Label, digest: str, offsets: range, number: int, size: int) -> _Chunk:
+        """Chunk `number` of those at `offsets`, with AHEAD of them asked for."""
+        ahead = offsets[number + AHEAD - 1 : number + AHEAD] if number else offsets[:AHEAD]
+        for offset in ahead:
+            wanted = min(CHUNK_BYTES, size - offset)
+            self.socket.send(_encoder.encode(_ChunkAsk(label, digest, offset, wanted)))
+        return self._receive()
 
     def place(self, label: Label, digest: str, asking: fan_out.Asking) -> fan_out.Placed | None:
         """Where to get a version from; None: it is not there (any more)."""
@@ -456,13 +460,9 @@ class ChunkClient:
 
     def file(self, digest: str, begin: int, size: int) -> Iterator[bytes]:
         """The bytes of a file from `begin` to `size`, in order."""
-        offsets = list(range(begin, size, CHUNK_BYTES))
+        offsets = range(begin, size, CHUNK_BYTES)
         for number in range(len(offsets)):
-            ahead = offsets[number + AHEAD - 1 : number + AHEAD] if number else offsets[:AHEAD]
-            for offset in ahead:
-                wanted = min(CHUNK_BYTES, size - offset)
-                self.socket.send(_encoder.encode(_ChunkAsk(FILES, digest, offset, wanted)))
-            chunk = self._receive()
+            chunk = self._next(FILES, digest, offsets, number, size)
             if chunk.digest != digest or len(chunk.data) != min(
                 CHUNK_BYTES, size - offsets[number]
             ):
