@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from asyncrl.tasks.calc import Calculator
+
 
 class Talks:
     """Answers every word with its length, three times; pays for each a tenth of it."""
@@ -53,6 +55,18 @@ class Fails(Talks):
 
 class Slow(Talks):
     """Waits, in its second turn, until a file is there."""
+
+    def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        gate = Path(os.environ["AGENT_GATE"])
+        if self.turns == 1:
+            gate.with_suffix(".reached").touch()
+        while self.turns == 1 and not gate.exists():
+            time.sleep(0.01)
+        return super().step(text)
+
+
+class Held(Calculator):
+    """A calculator that waits, in its second turn, until a file is there."""
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         gate = Path(os.environ["AGENT_GATE"])

@@ -82,13 +82,30 @@ def test_the_learner_finds_the_probabilities_that_the_calls_were_drawn_with(
     model_dir: Path, tmp_path: Path
 ) -> None:
     """At limit 0 every token's probability under the row's forward pass is the recorded one, tools
-    and all.
+    and all, and behind kept keys: the sessions stand in their second turn until the generator has
+    told what it kept.
     """
-    argv = command(model_dir, tmp_path, "zero", "learner.steps=2", "staleness.max_lag=0")
-    done = subprocess.run(
-        argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=PATIENCE_S
+    gate, env = tmp_path / "gate", f"{ROOT / 'tests' / 'agent_envs.py'}:Held"
+    config = command(
+        *(model_dir, tmp_path, "zero", "learner.steps=2", "staleness.max_lag=0"),
+        *("agent.step_s=3600.0", "agent.deadline_s=7200.0", f"agent.env={env!r}"),
     )
-    assert done.returncode == 0, done.stderr[-3000:]
+    process = subprocess.Popen(
+        config,
+        cwd=ROOT,
+        env=ENV | {"AGENT_GATE": str(gate)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        until(gate.with_suffix(".reached").exists)
+        until_heard(tmp_path / "zero", "generator-0", 1)
+        gate.touch()
+        _, said = process.communicate(timeout=PATIENCE_S)
+    finally:
+        process.kill()
+    assert process.returncode == 0, said[-3000:]
     samples = check(tmp_path / "zero", 0, 2)
     assert max(s["calls"] for s in samples) > 1 and any(0 in s["mask"] for s in samples)
     found = [
@@ -153,7 +170,7 @@ def test_a_killed_learners_open_sessions_go_on_under_its_next_life(
     try:
         until(gate.with_suffix(".reached").exists)
         os.kill(int((run / ".learner.alive").read_text().strip()), signal.SIGKILL)
-        until_the_gateway_has_heard(run, 2)
+        until_heard(run, "gateway-0", 2)
         gate.touch()
         _, said = process.communicate(timeout=PATIENCE_S)
     finally:
@@ -270,14 +287,16 @@ def test_an_agent_and_a_gateway_killed_amid_calls_cost_no_sample(
     assert json.loads((run / "summary.json").read_text())["ledger"]["duplicate"] == 0
 
 
-def until_the_gateway_has_heard(run: Path, epoch: int) -> None:
-    """Of the learner's life that the buffer follows: the answer to each report tells it."""
+def until_heard(run: Path, peer: str, epoch: int) -> None:
+    """A whole report of `peer` came while the buffer follows this life of the learner, and was
+    answered.
+    """
     ages: list[float] = []
 
     def reported() -> bool:
         status = live.ask(buffer_address(load.load("calc"), run), "", 10.0)
         if status is not None and status.epoch == epoch:
-            ages.append(status.peers.get("gateway-0", 0.0))
+            ages.append(status.peers.get(peer, 0.0))
         return any(later < before for before, later in itertools.pairwise(ages))
 
     until(reported)
