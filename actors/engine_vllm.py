@@ -7,7 +7,12 @@ steps and needs no pause. A swap writes the pulled bytes into the layers of vLLM
 leaves stale is packed again) and sets the version label; vLLM then reports per answer which tokens
 each version drew.  Either way can go wrong without an error, so every swap is probed: the
 log-probabilities of a few fixed tokens, from the engine, against those that the learner published
-with the weights.  No answer leaves the engine between a swap and its probe."""
+with the weights.  No answer leaves the engine between a swap and its probe.
+
+Where samples are sessions, a call's prompt is what its session's earlier calls were and more.  vLLM
+keeps the keys and values of prompts and answers in whole blocks while there is memory, and a prompt
+that begins with them is encoded behind them; the salt of their names is the load, so that a call
+never begins with keys of other weights."""
 
 from __future__ import annotations
 
@@ -15,7 +20,7 @@ import importlib
 import os
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -173,8 +178,12 @@ class Reference:
 
 class VllmEngine:
     """See `actors.engine.Engine`.  path: a Hugging Face directory.  kv_bytes: memory for keys and
-    values, 0 for what slots x context need.  lora: versions are adapters, each added to a copy of
-    the base that is held beside vLLM's.
+    values, 0 for what slots x context and kept_tokens need.  lora: versions are adapters, each
+    added to a copy of the base that is held beside vLLM's.
+
+    kept_tokens: of sessions, tokens that find room beside those of `slots` answers, for later calls
+    that begin with them; 0: a prompt shares keys with equal prompts alone.  None: samples are
+    single answers, whose prompts share what they can in the memory of the answers.
 
     in_flight: keep_kv leaves the keys of live answers as they are; recompute_kv has vLLM preempt
     them, forget all keys and encode them anew with the weights just loaded.  Raises ConfigError
@@ -193,12 +202,15 @@ class VllmEngine:
         kv_bytes: int = 0,
         seed: int = 0,
         lora: Lora | None = None,
+        kept_tokens: int | None = None,
     ) -> None:
         if why := missing("vllm"):
             raise ConfigError(f"generator.engine = vllm: {why}")
         self.slots = slots
         self.context = context
         self.in_flight = in_flight
+        self.kept_tokens = kept_tokens
+        self.hits = self.reused = self.encoded = 0  # prompts that began with kept keys; tokens
         self.dtype = getattr(torch, dtype)
         self.path = path
         self.published = published or dtype
@@ -215,6 +227,7 @@ class VllmEngine:
             dtype=dtype,
             device=device,
             kv_bytes=kv_bytes,
+            kept_tokens=kept_tokens or 0,
             seed=seed,
         )
         self.llm.collective_rpc("asyncrl_sampler")
@@ -264,7 +277,9 @@ class VllmEngine:
         self.llm.set_weight_version(f"{label.epoch}.{label.number}.{digest}")
         self.expected = expected
         ask = params(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-        self.llm.add_request(self._id(PROBE, self.loads), self._prompt(self.ids), ask, priority=-1)
+        self.llm.add_request(
+            self._id(PROBE, self.loads), self._prompt(self.ids, PROBE), ask, priority=-1
+        )
 
     def add(self, requests: Iterable[Request]) -> None:
         for request in requests:
@@ -285,7 +300,8 @@ class VllmEngine:
                 seed=request_seed(request),
             )
             self.requests[name] = (request, self.label)
-            self.llm.add_request(name, self._prompt(request.prompt.tolist()), how)
+            asked = self._prompt(request.prompt.tolist(), request.group)
+            self.llm.add_request(name, asked, how)
 
     def step(self, steps: int = 8) -> list[Answer]:
         out: list[Answer] = []
@@ -328,7 +344,13 @@ class VllmEngine:
         return {request.key: count.get(name, 0) for name, (request, _) in self.requests.items()}
 
     def numbers(self) -> dict[str, float]:
-        return {}
+        if not self.kept_tokens:
+            return {}
+        return {
+            "prefix/hits": self.hits,
+            "prefix/reused_tokens": self.reused,
+            "prefix/encoded_tokens": self.encoded,
+        }
 
     def close(self) -> None:
         """Give back memory and vLLM's process group, so that another engine can be made in this
@@ -345,11 +367,12 @@ class VllmEngine:
     def _id(*parts: Any) -> str:
         return "-".join(map(str, parts))
 
-    def _prompt(self, ids: list[int]) -> dict[str, Any]:
+    def _prompt(self, ids: list[int], group: Hashable) -> dict[str, Any]:
         """Keys of a prompt are shared between requests added under the same load, never with those
-        of another version.
+        of another version; where calls are to keep nothing, within a group.
         """
-        return {"prompt_token_ids": ids, "cache_salt": str(self.loads)}
+        salt = str(self.loads) if self.kept_tokens != 0 else self._id(self.loads, hash(group))
+        return {"prompt_token_ids": ids, "cache_salt": salt}
 
     def _drop(self, names: list[str]) -> None:
         self.llm.abort_request(names)
@@ -378,6 +401,9 @@ class VllmEngine:
     def _answer(self, done: Any) -> Answer:
         request, born = self.requests.pop(done.request_id)
         output = done.outputs[0]
+        self.hits += done.num_cached_tokens > 0
+        self.reused += done.num_cached_tokens
+        self.encoded += len(request.prompt) - done.num_cached_tokens
         spans = [
             self._span(v.version, v.start, v.end, born)
             for v in output.weight_versions
@@ -440,6 +466,7 @@ def start(
     dtype: str,
     device: str,
     kv_bytes: int,
+    kept_tokens: int,
     seed: int,
 ) -> Any:
     """vLLM's engine on the Hugging Face directory `path`, its core in this process."""
@@ -464,7 +491,7 @@ def start(
                 f"{', '.join(map(str, sizes))}: "
                 "use generator.engine = embedded"
             )
-    blocks = (slots + 1) * -(-context // BLOCK) + 16
+    blocks = (slots + 1) * -(-context // BLOCK) + -(-kept_tokens // BLOCK) + 16
     args = EngineArgs(
         model=str(path),
         tokenizer=str(path),
@@ -516,4 +543,5 @@ def make_engine(config: Config) -> VllmEngine:
         kv_bytes=settings.kv_cache_mib << 20,
         seed=config.seed,
         lora=config.lora if config.lora.rank else None,
+        kept_tokens=settings.prefix_cache_tokens if config.agent.on else None,
     )

@@ -158,13 +158,17 @@ class Generator(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     prefix_cache_tokens: Annotated[
         Count,
         Meta(
-            description="embedded, with sessions: tokens whose keys and values stay for later "
-            "calls that begin with them, until the next weights; 0: each call is encoded whole, as "
-            "always in exact mode"
+            description="with sessions: tokens whose keys and values stay for later calls that "
+            "begin with them, until the next weights; 0: each call is encoded whole, as always in "
+            "exact mode"
         ),
     ] = 16384
     kv_cache_mib: Annotated[
-        Count, Meta(description="vllm: memory for keys and values; 0: what slots x context need")
+        Count,
+        Meta(
+            description="vllm: memory for keys and values; 0: what slots x context and, with "
+            "sessions, prefix_cache_tokens need"
+        ),
     ] = 0
     threads: Annotated[Positive, Meta(description="OMP threads of each generator process")] = 1
     gpus: Annotated[
