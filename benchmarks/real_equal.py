@@ -1,14 +1,23 @@
-"""A real model's log-probabilities by three ways: transformers, the packed forward, the embedded
-engine; and the memory that the loss takes over its large vocabulary.
+"""A real model through every way that a run may take it, against transformers' own
+log-probabilities; and the memory that the loss takes over its large vocabulary.
 
     asyncrl model get smollm2 models/smollm2
-    OMP_NUM_THREADS=1 python benchmarks/real_equal.py models/smollm2
+    OMP_NUM_THREADS=1 python benchmarks/real_equal.py models/smollm2 [--json] [--parts forms ...]
+    OMP_NUM_THREADS=1 python benchmarks/real_equal.py --quick        of a tiny random model
 
-Proves: in float32 no token of an answer differs by more than 1e-4 nats from transformers' own; in
-bfloat16 ours are no further from the float32 values than BOUND times transformers' own bfloat16,
-on average; the loss adds the same memory for any number of tokens.  Prompts of 10 to 1,000 tokens
-through the model's chat template, with and without a system turn; the answers are drawn by the
-engine.  Prints a table; a goal that is missed ends with 1."""
+Prompts of 10 to 1,000 tokens through the model's chat template, with and without a system turn, one
+of plain text; two answers each, drawn by the engine, whose prompt both sides encode once.  Proves:
+- forms     the packed forward and the embedded engine, its weights through a real ring, in float32:
+            no token further than 1e-4 nats from transformers; in bfloat16 ours are no further from
+            the float32 values than BOUND times transformers' own bfloat16, on average; what came
+            out of the ring is what was published, bit for bit, a tied head once
+- exact     in exact mode engine and learner agree in every bit, and with transformers to 1e-4
+- vllm      vLLM after a swap of all weights, as the embedded engine
+- deepspeed the learner by torch and by two ranks of each ZeRO stage: its log-probabilities of the
+            shorter answers as in forms, and after a step weights that lie less than 1 % of that
+            step's length from torch's
+- loss      the loss adds the same memory for any number of tokens
+"""
 
 from __future__ import annotations
 
@@ -17,98 +26,245 @@ import os
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
+import json
+import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import msgspec
 import numpy as np
 import psutil
 import torch
+from lib import rounds
+from lib.real_answers import (
+    ANSWER,
+    GROUP,
+    Answered,
+    by_packed,
+    by_transformers,
+    drawn,
+    far,
+    prompts,
+    recorded,
+    room,
+    tiny,
+)
+from lib.real_ranks import batch
 from lib.results_file import ROOT
+from weights import Pair
 
-sys.path.insert(0, str(ROOT))
-
-from actors.engine import Request
 from actors.engine_embedded import EmbeddedEngine
-from asyncrl.contract.messages import Prompt
 from asyncrl.contract.versions import Label
 from asyncrl.models import packed_forward
-from asyncrl.models.policy import PolicyModel, load_policy, named_weights
-from asyncrl.models.tokenizer import encode_prompt, load_tokenizer
+from asyncrl.models.policy import (
+    PolicyModel,
+    load_policy,
+    named_weights,
+    probe_logprobs,
+)
 
 LENGTHS = (10, 100, 300, 1000)  # tokens of the prompts, about
-ANSWER = 16
+SHORT = (10, 60)  # with --quick
+LEARNED = 200  # tokens of the prompts that the learners' step takes, at most
 FLOAT32 = 1e-4  # nats a token, the largest
-BOUND = 1.5  # bfloat16: mean distance from float32, over that of transformers' own
+BOUND = 1.5  # bfloat16: distance from float32, over that of transformers' own
+STEP = 0.01  # of a step's length
 TOKENS = (256, 1024, 4096)  # of the loss
-
-
-class Answered(NamedTuple):
-    prompt: np.ndarray
-    tokens: np.ndarray
-    logprobs: np.ndarray  # as the engine recorded them
-
-
-def prompts(path: str) -> list[np.ndarray]:
-    """Of about LENGTHS tokens, each with a system turn and without."""
-    tokenizer = load_tokenizer(path)
-    words = (ROOT / "README.md").read_text().split()
-    out = []
-    for length in LENGTHS:
-        for system in (False, True):
-            turns = [{"role": "system", "content": "Be brief."}] if system else []
-            count = 0
-            ids = np.empty(0, np.int32)
-            while len(ids) < length:
-                count += max(1, (length - len(ids)) // 3)
-                asked = {"role": "user", "content": " ".join(words[:count])}
-                ids = encode_prompt(tokenizer, Prompt(0, "", messages=[*turns, asked]))
-            out.append(ids)
-    # the template alone is longer than the shortest: one prompt of plain text
-    out.append(np.asarray(tokenizer.encode(" ".join(words[:40]))[: LENGTHS[0]], np.int32))
-    return out
-
-
-def drawn(model: PolicyModel, asked: list[np.ndarray]) -> list[Answered]:
-    """Answers by the embedded engine, in the order of `asked`."""
-    engine = EmbeddedEngine(model, slots=len(asked), context=1200, max_new_tokens=ANSWER)
-    engine.load(dict(named_weights(model)), Label(1, 0), "")
-    engine.add(
-        Request((at, 0, 0), prompt, at, ANSWER, 1.0, 1.0, 0, (), 7)
-        for at, prompt in enumerate(asked)
+DTYPES = ("float32", "bfloat16")
+PARTS = ("forms", "exact", "vllm", "deepspeed", "loss")
+# name of a learner -> its section and dtype; torch's writes the weights that the others are held to
+TORCH: dict[str, Any] = {"backend": "torch"}
+LEARNERS = {
+    f"{'torch' if stage is None else f'ZeRO stage {stage}, two ranks'}, {dtype}": (
+        TORCH if stage is None else {"backend": "deepspeed", "zero_stage": stage, "ranks": 2},
+        dtype,
     )
-    done: dict[int, Answered] = {}
-    while len(done) < len(asked):
-        for answer in engine.step():
-            done[answer.key[0]] = Answered(answer.prompt, answer.tokens, answer.logprobs)
-    return [done[at] for at in range(len(asked))]
+    for dtype in DTYPES
+    for stage in ((None, 0, 1, 2, 3) if dtype == "float32" else (None, 2, 3))
+}
 
 
-@torch.no_grad()
-def by_transformers(model: PolicyModel, answers: list[Answered]) -> np.ndarray:
-    """Log-probabilities of all answers' tokens, one after the other."""
-    out = []
-    for prompt, tokens, _ in answers:
-        ids = torch.from_numpy(np.concatenate([prompt, tokens])).long()[None]
-        logits = model.hf(ids, logits_to_keep=len(tokens) + 1).logits[0, :-1].float()
-        out.append(logits.log_softmax(-1).gather(1, ids[0, len(prompt) :, None])[:, 0])
-    return torch.cat(out).numpy()
+class Held:
+    """Goals and figures of a program's parts, held against transformers in float32.
+
+    theirs: the mean and largest distance of transformers' own bfloat16, found when first asked for.
+    """
+
+    def __init__(self, path: str, lengths: tuple[int, ...]) -> None:
+        self.path = path
+        self.asked = prompts(path, lengths)
+        self.goals: list[dict[str, Any]] = []
+        self.result: dict[str, Any] = {"prompts": sorted(map(len, self.asked)), "rows": {}}
+        self.found: tuple[float, float] | None = None
+        self.answers: list[Answered] = []
+        self.wanted = np.empty(0, np.float32)
+
+    def model(self, dtype: str, *, whole: bool = True) -> PolicyModel:
+        return load_policy(self.path, dtype, "cpu", whole=whole)
+
+    def want(self, answers: list[Answered]) -> np.ndarray:
+        """Their log-probabilities by transformers in float32."""
+        return by_transformers(self.model("float32"), answers)
+
+    def drawn(self) -> tuple[list[Answered], np.ndarray]:
+        """Answers by the embedded engine in float32, and what transformers says of them; once."""
+        if not self.answers:
+            model = self.model("float32")
+            engine = embedded(model, self.asked)
+            engine.load(dict(named_weights(model)), Label(1, 0), "")
+            self.answers = drawn(engine, self.asked)
+            self.wanted = by_transformers(model, self.answers)
+        return self.answers, self.wanted
+
+    @property
+    def theirs(self) -> tuple[float, float]:
+        if self.found is None:
+            answers, want = self.drawn()
+            self.found = far(by_transformers(self.model("bfloat16"), answers), want)
+            self.result["rows"]["transformers, bfloat16"] = self.found
+        return self.found
+
+    def row(self, name: str, dtype: str, mean: float | None, most: float) -> None:
+        """A way's distance from transformers in float32; mean: None where a learner says only the
+        largest.
+        """
+        self.result["rows"][f"{name}, {dtype}"] = (mean, most)
+        if dtype == "float32":
+            self.goal(f"{name}, {dtype}: largest distance, nats", most, FLOAT32)
+            return
+        bound = self.theirs[1] if mean is None else self.theirs[0]
+        value = (most if mean is None else mean) / bound
+        which = "largest" if mean is None else "mean"
+        self.goal(f"{name}, {dtype}: {which} distance / transformers'", value, BOUND)
+
+    def goal(self, name: str, value: float, most: float) -> None:
+        line = rounds.goal(name, value, most, at_least=False)
+        self.goals.append(line | {"value": float(f"{value:.3g}")})
+        print(f"{name}: {value:.2g}, at most {most:g}", file=sys.stderr)
 
 
-@torch.no_grad()
-def by_packed(model: PolicyModel, answers: list[Answered]) -> np.ndarray:
-    """The same by the packed forward, all in one pass."""
-    one = torch.ones(len(answers))
-    found = model.logprobs([a.prompt for a in answers], [a.tokens for a in answers], one)
-    return found.logprobs.numpy()
+def embedded(model: PolicyModel, asked: list[np.ndarray], *, fixed: bool = False) -> EmbeddedEngine:
+    return EmbeddedEngine(
+        model,
+        slots=len(asked) * GROUP,
+        context=room(asked),
+        max_new_tokens=ANSWER,
+        fixed=fixed,
+    )
 
 
-def far(found: np.ndarray, want: np.ndarray) -> tuple[float, float]:
-    """Mean and largest distance, nats a token."""
-    apart = np.abs(found.astype(np.float64) - want)
-    return float(apart.mean()), float(apart.max())
+# ---- the parts -----------------------------------------------------------------------------------
+
+
+def forms(held: Held) -> None:
+    """Packed forward and embedded engine; its weights are those that came out of a ring."""
+    for dtype in DTYPES:
+        model = held.model(dtype)
+        with tempfile.TemporaryDirectory() as work:
+            pair = Pair(model, Path(work))
+            pair.publish()
+            pair.pull()
+            sent = dict(named_weights(model))
+            other = [n for n, t in sent.items() if not torch.equal(t, pair.tensors[n])]
+            held.goal(f"ring, {dtype}: tensors that differ", len(other), 0)
+            tied = model.hf.config.tie_word_embeddings
+            twice = len([n for n in pair.tensors if n not in sent or (tied and "lm_head" in n)])
+            held.goal(f"ring, {dtype}: tied or unknown tensors in it", twice, 0)
+            engine = embedded(model, held.asked)
+            engine.load(pair.tensors, Label(1, 1), pair.digest)
+            own = drawn(engine, held.asked)
+            pair.close()
+        del engine
+        if dtype == "float32":
+            held.answers, held.wanted = own, by_transformers(model, own)
+        answers, want = held.drawn()
+        held.row("packed forward", dtype, *far(by_packed(model, answers), want))
+        del model
+        # bfloat16 draws tokens of its own: they have float32 values of their own
+        mine = want if dtype == "float32" else held.want(own)
+        held.row("embedded engine", dtype, *far(recorded(own), mine))
+    held.result["tokens"] = len(held.wanted)
+
+
+def exact(held: Held) -> None:
+    model = held.model("float32")
+    engine = embedded(model, held.asked, fixed=True)
+    engine.load(dict(named_weights(model)), Label(1, 0), "")
+    answers = drawn(engine, held.asked)
+    del engine
+    model.exact = True
+    learned = by_packed(model, answers)
+    differ = int((learned != recorded(answers)).sum())
+    held.goal("exact mode: tokens of engine and learner that differ", differ, 0)
+    held.row("exact mode", "float32", *far(learned, by_transformers(model, answers)))
+
+
+def vllm(held: Held) -> None:
+    """Its answers after a swap: first it gets weights that are a hundredth larger."""
+    from actors.engine_vllm import VllmEngine
+
+    for dtype in DTYPES:
+        model = held.model(dtype)
+        weights = dict(named_weights(model))
+        engine = VllmEngine(
+            held.path,
+            slots=len(held.asked) * GROUP,
+            context=room(held.asked),
+            dtype=dtype,
+            published=dtype,
+            device="cpu",
+        )
+        probe = probe_logprobs(model).tobytes()
+        # the probe of a swap that another one follows is never asked
+        engine.load({n: t * 1.01 for n, t in weights.items()}, Label(1, 0), "a", probe)
+        engine.load(weights, Label(1, 1), "b", probe)
+        answers = drawn(engine, held.asked)
+        assert engine.probes == 1
+        engine.close()
+        del engine, model, weights
+        held.row("vLLM", dtype, *far(recorded(answers), held.want(answers)))
+
+
+def deepspeed(held: Held) -> None:
+    answers, want = held.drawn()
+    ends = np.cumsum([len(a.tokens) for a in answers])
+    few = [at for at, a in enumerate(answers) if len(a.prompt) <= LEARNED]
+    known = np.concatenate([want[ends[at] - len(answers[at].tokens) : ends[at]] for at in few])
+    some = [answers[at] for at in few]
+    seen: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as work:
+        data = Path(work) / "batch"
+        data.write_bytes(msgspec.msgpack.encode(batch(some, known)))
+        for name, (learner, dtype) in LEARNERS.items():
+            job = {
+                "model": held.path,
+                "dtype": dtype,
+                "batch": str(data),
+                "learner": learner,
+                "weights": f"{work}/{dtype}",
+            }
+            seen[name] = row = learned(job)
+            held.row(name.removesuffix(f", {dtype}"), dtype, None, row["largest"])
+            if row["weights_off"] is not None and dtype == "float32":
+                held.goal(f"{name}: weights off torch's, of a step", row["weights_off"], STEP)
+    held.result["learners"] = {k: {**v, "names": len(v["names"])} for k, v in seen.items()}
+
+
+def learned(job: dict[str, Any]) -> dict[str, Any]:
+    program = ROOT / "benchmarks" / "lib" / "real_ranks.py"
+    argv = [sys.executable, str(program), json.dumps(job)]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"{job['learner']} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+# ---- the loss ------------------------------------------------------------------------------------
 
 
 class Peak:
@@ -151,59 +307,45 @@ def loss_memory(weight: torch.Tensor, tokens: int, *, whole: bool) -> float:
     return peak.mib
 
 
-def equality(path: str) -> list[tuple[str, float, float]]:
-    """(way, mean, largest distance from transformers in float32) of each way."""
-    rows = []
-    model = load_policy(path, "float32", "cpu", whole=True)
-    answers = drawn(model, prompts(path))
-    want = by_transformers(model, answers)
-    rows.append(("packed forward, float32", *far(by_packed(model, answers), want)))
-    engine = np.concatenate([a.logprobs for a in answers])
-    rows.append(("embedded engine, float32", *far(engine, want)))
-    del model
-    half = load_policy(path, "bfloat16", "cpu", whole=True)
-    rows.append(("transformers, bfloat16", *far(by_transformers(half, answers), want)))
-    rows.append(("packed forward, bfloat16", *far(by_packed(half, answers), want)))
-    own = drawn(half, [a.prompt for a in answers])  # tokens of its own: its own float32 values
-    model = load_policy(path, "float32", "cpu", whole=True)
-    theirs = by_transformers(model, own)
-    rows.append(
-        ("embedded engine, bfloat16", *far(np.concatenate([a.logprobs for a in own]), theirs))
-    )
-    lengths = sorted(len(a.prompt) for a in answers)
-    print(f"{len(want)} tokens of {len(answers)} answers; prompts of {lengths} tokens")
-    return rows
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("model", type=Path)
-    args = parser.parse_args()
-    torch.manual_seed(0)
-    rows = equality(str(args.model))
-    print("| way | mean, nats a token | largest |\n|---|---|---|")
-    for name, mean, most in rows:
-        print(f"| {name} | {mean:.1e} | {most:.1e} |")
-    wrong = [f"{name}: {most:.1e} > {FLOAT32:g}" for name, _, most in rows[:2] if most > FLOAT32]
-    theirs = rows[2][1]
-    wrong += [
-        f"{name}: {mean:.1e} > {BOUND} x {theirs:.1e}"
-        for name, mean, _ in rows[3:]
-        if mean > BOUND * theirs
-    ]
-    weight: Any = load_policy(args.model, "float32", "cpu").hf.get_output_embeddings().weight
+def loss(held: Held) -> None:
+    weight: Any = held.model("float32", whole=False).hf.get_output_embeddings().weight
     loss_memory(weight, 64, whole=False)  # what is made once
-    print("| tokens | chunks, MiB | all logits, MiB |\n|---|---|---|")
-    added = []
-    for tokens in TOKENS:
-        added.append(loss_memory(weight, tokens, whole=False))
-        whole = f"{loss_memory(weight, tokens, whole=True):.0f}" if tokens <= 1024 else "-"
-        print(f"| {tokens} | {added[-1]:.0f} | {whole} |")
-    if added[-1] > 1.5 * added[1]:
-        wrong.append(f"the loss of {TOKENS[-1]} tokens adds {added[-1]:.0f} MiB")
-    for line in wrong:
-        print(f"missed: {line}")
-    sys.exit(bool(wrong))
+    added = {tokens: loss_memory(weight, tokens, whole=False) for tokens in TOKENS}
+    at_once = {n: loss_memory(weight, n, whole=True) for n in TOKENS if n <= 1024}
+    held.result["loss_mib"] = {"in chunks": added, "all logits at once": at_once}
+    if len(weight) * TOKENS[1] >= packed_forward.LOGIT_CHUNK:  # a tiny vocabulary has no chunks
+        value = added[TOKENS[-1]] / added[TOKENS[1]]
+        held.goal("loss: memory of 4,096 tokens / of 1,024", value, 1.5)
+
+
+def measure(path: str, parts: list[str], lengths: tuple[int, ...]) -> Held:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    held = Held(path, lengths)
+    for part in PARTS:  # in this order: the first ones keep their answers for the next
+        if part in parts:
+            began = time.monotonic()
+            {"forms": forms, "exact": exact, "vllm": vllm, "deepspeed": deepspeed, "loss": loss}[
+                part
+            ](held)
+            print(f"{part}: {time.monotonic() - began:.0f} s", file=sys.stderr)
+    return held
+
+
+def main(words: list[str] | None = None) -> None:
+    p: argparse.ArgumentParser = rounds.parser(__doc__)
+    p.add_argument("model", type=Path, nargs="?", help="its directory; with --quick a tiny one")
+    p.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    args = p.parse_args(words)
+    if not args.model and not args.quick:
+        p.error("name the model's directory")
+    with tempfile.TemporaryDirectory() as work:
+        path = tiny(Path(work) / "model") if args.quick else str(args.model)
+        held = measure(path, args.parts, SHORT if args.quick else LENGTHS)
+    name = "_".join(["real_equal", *(args.parts if len(args.parts) < len(PARTS) else [])])
+    what = "a real model's log-probabilities by every way, against transformers' in float32"
+    rounds.report(name, held.goals, {"what": what, **held.result}, args)
+    sys.exit(not all(g["met"] for g in held.goals))
 
 
 if __name__ == "__main__":

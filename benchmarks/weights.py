@@ -83,13 +83,8 @@ def checksums(on: bool) -> Iterator[None]:
 class Pair:
     """A learner's publisher and a generator's receiver of one model, on one ring."""
 
-    def __init__(self, shape: dict[str, int], work: Path) -> None:
-        model = policy.build_model(
-            work / "model",
-            "0123456789abcdefghij",
-            **shape,  # type: ignore[arg-type]
-        )
-        settings = config(work / "model")
+    def __init__(self, model: policy.PolicyModel, work: Path) -> None:
+        settings = config(Path(model.tokenizer_dir))
         core: Any = SimpleNamespace(
             config=settings,
             model=model,
@@ -103,7 +98,8 @@ class Pair:
         self.bytes = policy.flat_bytes(core.layout)
         self.number = 0
         self.digest = ""
-        self.engine = EmbeddedEngine(model, slots=8, context=64)
+        self.model = model
+        self.engine: EmbeddedEngine | None = None
         self.tensors: dict[str, Any] = {}
         self.ways = {"publish": self.publish, "pick up": self.pull}
 
@@ -117,6 +113,7 @@ class Pair:
         self.tensors = pulled.tensors
 
     def load(self) -> None:
+        self.engine = self.engine or EmbeddedEngine(self.model, slots=8, context=64)
         self.engine.load(self.tensors, Label(1, self.number), self.digest)
 
     def close(self) -> None:
@@ -125,9 +122,11 @@ class Pair:
         rundir.clean(self.run_dir)
 
 
-def measure(name: str, n_rounds: int, work: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    shape, count = SIZES[name]
-    pair = Pair(shape, work)
+def measure(
+    name: str, model: policy.PolicyModel, count: int, n_rounds: int, work: Path
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """count: of each in a round."""
+    pair = Pair(model, work)
     source = np.ones(pair.bytes, np.uint8)
     target = np.zeros(pair.bytes, np.uint8)
 
@@ -178,8 +177,16 @@ def main() -> None:
     goals = []
     details = {}
     for name in args.sizes[:2] if args.quick else args.sizes:
+        shape, count = SIZES[name]
         with tempfile.TemporaryDirectory() as work:
-            found, details[name] = measure(name, 3 if args.quick else args.rounds, Path(work))
+            model = policy.build_model(
+                Path(work) / "model",
+                "0123456789abcdefghij",
+                **shape,  # type: ignore[arg-type]
+            )
+            found, details[name] = measure(
+                name, model, count, 3 if args.quick else args.rounds, Path(work)
+            )
         goals += found
     what = "weights from a learner to a generator against one memcpy, one core, by turns"
     rounds.report("weights", goals, {"what": what, "runs": details}, args)
