@@ -29,8 +29,10 @@ from asyncrl.contract.errors import AsyncrlError, NothingToDo, PeerUnreachable
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BUFFER, Wait, WaitLog
 from asyncrl.models.devices import bind
-from asyncrl.records.rundir import buffer_address, ended, run_id
+from asyncrl.records import terms
+from asyncrl.records.rundir import ended, found_address, run_id
 from asyncrl.records.trace import Tracer
+from asyncrl.transport import chunks
 from asyncrl.transport.sockets import PeerSocket, wait
 
 # seconds for DECODE_STEPS: a slow engine makes fewer, as leases are renewed and rewards delivered
@@ -102,8 +104,9 @@ class Generator:
         self.outbox = Outbox(config.wires, self.producer, self.session)
         self.weights = WeightsReceiver(config, self.producer)
         self.socket = PeerSocket(
-            buffer_address(config, run_dir), config.wires.curve_dir, self.producer, run=self.run
+            found_address(config, run_dir), config.wires.curve_dir, self.producer, run=self.run
         )
+        self.socket.find = self.whereabouts
         self.loaded: Loaded | None = None
         self.decoded = 0  # decode steps made
         self.steps = DECODE_STEPS  # of the next decode call
@@ -192,6 +195,10 @@ class Generator:
                 error.exit_code = reply.exit_code
                 raise error
         silent = time.monotonic() - self.unanswered if self.unanswered else 0.0
+        if self.socket.seek(silent):
+            self.unanswered = silent = 0.0
+            self.asked = 0
+            self.greet()
         if silent > ENDED_S and ended(self.run_dir, self.config.learner.steps):
             # the buffer has gone without telling this one: it decoded, or was still starting
             self.over = True
@@ -202,6 +209,16 @@ class Generator:
                 "(wires.connect_s); "
                 "start it with `asyncrl buffer`, or set wires.address"
             )
+
+    def whereabouts(self) -> str:
+        """Where the buffer is, by what others know: the run directory where it is shared, else the
+        learner, who gives the weights.
+        """
+        said = self.schedule.announced
+        shared = terms.directory(self.run_dir).exists()
+        if shared or said is None or not said.source.address or self.weights.local(said.source):
+            return found_address(self.config, self.run_dir)
+        return chunks.buffer_of(self.config, said.source, self.producer)
 
     def on_tickets(self, reply: m.Tickets) -> None:
         if reply.session != self.session:

@@ -29,6 +29,7 @@ Glossary, one word for one thing in code, configs, metrics and docs:
 - target policy (pi_theta): the learner now. Reference (pi_ref): frozen.
 - version, label: (epoch, number). The number counts committed batches, the epoch the learner's
   lives.
+- term: a life of the buffer, numbered in the run directory; the newest alone speaks.
 - lag: versions between the policy that drew a token and the one its batch starts from. Staleness:
   the fact of lag.
 - group: the samples of one prompt. Ticket: the order to write one group. Lease, attempt: one grant

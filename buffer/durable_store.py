@@ -23,6 +23,7 @@ from asyncrl.contract.messages import (
     Trajectory,
 )
 from asyncrl.contract.versions import Label
+from asyncrl.records.terms import Term
 from buffer import checks
 from buffer.batches import Lack
 from buffer.evaluation import Evaluations
@@ -120,7 +121,8 @@ class RecordedStore(Store):
     """A Store that appends each change to the journal after making it; nothing may leave the
     process before it is durable there.
 
-    `open` folds what an earlier life left.  Raises Damaged when that does not fold.
+    `open` folds what an earlier life left, of terms before `term`.  Raises Damaged when that does
+    not fold, TakenOver when there is a later term.
     """
 
     journal: Journal
@@ -136,11 +138,15 @@ class RecordedStore(Store):
         evaluations: Evaluations,
         now: float,
         segment_bytes: int = 0,
+        term: Term | None = None,
     ) -> RecordedStore:
         store = cls(settings, prompt, evaluations)
         plan = evaluations.plan
-        if found := segments(directory):
-            store._fold_segment(found[-1])
+        try:
+            store._fold_newest(directory, term.number if term else 0)
+        finally:
+            if term is not None:
+                term.check()  # a later one may have removed what was to be folded, or added to it
         # a segment folds with the settings that it was written under; from here on count ours
         evaluations.plan = plan
         store.settings = settings
@@ -148,10 +154,24 @@ class RecordedStore(Store):
         evaluations.fresh = []
         store.leases_anew(now)
         store.journal = Journal(
-            directory, sync=sync, **({"segment_bytes": segment_bytes} if segment_bytes else {})
+            directory,
+            sync=sync,
+            term=term.number if term else 0,
+            **({"segment_bytes": segment_bytes} if segment_bytes else {}),
         )
         store.journal.rotate(_encode(store.snapshot()))
         return store
+
+    def _fold_newest(self, directory: Path, term: int) -> None:
+        """Of the segments of earlier terms.  One that goes meanwhile was replaced by a newer one,
+        of a buffer that did not know that it is over.
+        """
+        while found := segments(directory, term):
+            try:
+                return self._fold_segment(found[-1])
+            except FileNotFoundError:
+                if found[-1] in segments(directory, term):
+                    raise
 
     def _fold_segment(self, path: Path) -> None:
         records = read(path)

@@ -1,10 +1,14 @@
 """The segmented log: records with checksums, group commit, a torn tail cut, damage reported.
 
 ```
-journal/00000007.log   [mark 4 | length 4 | sure 8 | xxh3-64 8 | payload] ...
-                       the first payload is a snapshot
-journal/sure           [segment 8 | sure 8 | xxh3-64 8]
+journal/00000002-00000007.log   [mark 4 | length 4 | sure 8 | xxh3-64 8 | payload] ...
+                                the first payload is a snapshot
+journal/00000002.sure           [segment 8 | sure 8 | xxh3-64 8]
 ```
+
+2 is the term of the buffer that writes it (`asyncrl/records/terms.py`; without one, 00000007.log
+and sure), 7 counts segments.  A buffer reads what terms before its own have written, and writes
+under its own alone: one that is over, and does not know yet, harms nothing.
 
 `sure` is the offset up to which the file was as durable as the mode promises when the frame was
 written (`process`: written, `disk`: synced).  An unreadable place, or an end, is a torn tail, hence
@@ -64,8 +68,29 @@ def _at(data: bytes, offset: int) -> tuple[int, bytes] | None:
     return (sure, payload) if _sum(length, sure, payload) == checksum else None
 
 
-def segments(directory: Path) -> list[Path]:
-    return sorted(directory.glob("[0-9]*.log"))
+def place(path: Path) -> tuple[int, int]:
+    """Term and number of a segment, which order them.
+
+    >>> place(Path("journal/00000002-00000007.log")), place(Path("journal/00000008.log"))
+    ((2, 7), (0, 8))
+    """
+    term, _, number = path.stem.rpartition("-")
+    return int(term or 0), int(number)
+
+
+def named(directory: Path, term: int, number: int) -> Path:
+    """The segment of that place."""
+    return directory / (f"{term:08d}-{number:08d}.log" if term else f"{number:08d}.log")
+
+
+def segments(directory: Path, before: int = 0) -> list[Path]:
+    """Oldest first; before: those of earlier terms alone, where it is one."""
+    found = (path for path in directory.glob("[0-9]*.log"))
+    return sorted((p for p in found if not before or place(p)[0] < before), key=place)
+
+
+def sure_file(directory: Path, term: int) -> Path:
+    return directory / (f"{term:08d}.sure" if term else "sure")
 
 
 def read(path: Path) -> Iterator[bytes]:
@@ -86,16 +111,29 @@ def read(path: Path) -> Iterator[bytes]:
 
 
 def _sure(path: Path) -> int:
-    """What `sure` says of this segment; 0: nothing.  Raises Damaged when it knows a newer one."""
+    """What the files `sure` say of this segment; 0: nothing.  Raises Damaged when one knows a newer
+    one.
+    """
+    known = max(map(_noted, path.parent.glob("*sure")), default=(0, 0, 0))
+    if known[:2] > place(path):
+        raise Damaged(f"{named(path.parent, *known[:2])} is missing: restore it")
+    return known[2] if known[:2] == place(path) else 0
+
+
+def _noted(path: Path) -> tuple[int, int, int]:
+    """Term and number of the segment that a file `sure` tells of, and up to where."""
     try:
-        number, sure, checksum = SURE.unpack(path.with_name("sure").read_bytes())
+        number, sure, checksum = SURE.unpack(path.read_bytes())
     except (OSError, struct.error):
-        return 0
+        return 0, 0, 0
     if xxhash.xxh3_64_intdigest(struct.pack("<QQ", number, sure)) != checksum:
-        return 0
-    if number > int(path.stem):
-        raise Damaged(f"{path.with_name(f'{number:08d}.log')} is missing: restore it")
-    return int(sure) if number == int(path.stem) else 0
+        return 0, 0, 0
+    return _term_of(path), int(number), int(sure)
+
+
+def _term_of(path: Path) -> int:
+    """Of a file `sure`."""
+    return int(path.stem) if path.suffix else 0
 
 
 def _damaged(path: Path, bad: int, size: int) -> Damaged:
@@ -193,19 +231,23 @@ class Journal:
     its number.
 
     Under `disk` a thread syncs what is written, in groups: while it does, more is appended and
-    written."""
+    written.  term: of the buffer that writes."""
 
-    def __init__(self, directory: Path, *, sync: bool, segment_bytes: int = SEGMENT_BYTES) -> None:
+    def __init__(
+        self, directory: Path, *, sync: bool, segment_bytes: int = SEGMENT_BYTES, term: int = 0
+    ) -> None:
         self.directory = directory
+        self.term = term
         self.sync = sync
         self.segment_bytes = segment_bytes
         atomic_write.directory(directory)
         for left in directory.glob("*.part"):
-            atomic_write.remove(left)
+            if place(left)[0] <= term:
+                atomic_write.remove(left)
         self.next: Next | None = None
         self._remover: threading.Thread | None = None
-        self._sure_fd = os.open(directory / "sure", os.O_WRONLY | os.O_CREAT, 0o600)
-        self.number = int(found[-1].stem) if (found := segments(directory)) else 0
+        self._sure_fd = os.open(sure_file(directory, term), os.O_WRONLY | os.O_CREAT, 0o600)
+        self.number = place(found[-1])[1] if (found := segments(directory, term)) else 0
         self.fd = -1
         self.appended = self.durable = self.size = self.sure = self.first = 0
         self.waiting: list[bytes] = []
@@ -291,7 +333,7 @@ class Journal:
         return self.next is None and self.size > max(self.segment_bytes, 2 * self.first)
 
     def _next_path(self) -> Path:
-        return self.directory / f"{self.number + 1:08d}.log"
+        return named(self.directory, self.term, self.number + 1)
 
     def rotate(self, snapshot: bytes, *, wait: bool = True) -> None:
         """Start a new segment with a snapshot that contains everything appended so far; older
@@ -340,10 +382,18 @@ class Journal:
 
     def _remove(self, old: int, keep: Path) -> None:
         for other in segments(self.directory):
-            if other < keep:
+            if place(other) < place(keep):
                 other.unlink(missing_ok=True)
+        for note in self.directory.glob("*sure"):
+            if _term_of(note) < self.term:
+                note.unlink(missing_ok=True)
         if old >= 0:
             os.close(old)
+
+    def leave(self) -> None:
+        """Another buffer's journal counts: what was appended here and is not written stays away."""
+        self.waiting = []
+        self.close()
 
     def close(self) -> None:
         if self.next is not None:

@@ -26,10 +26,10 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract import admission
 from asyncrl.contract import messages as m
-from asyncrl.contract.errors import AsyncrlError, BadMessage
+from asyncrl.contract.errors import AsyncrlError, BadMessage, TakenOver
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import KEPT, HeldUp, Wait, WaitLog, held_up
-from asyncrl.records import atomic_write, jsonl, metrics
+from asyncrl.records import atomic_write, jsonl, metrics, terms
 from asyncrl.records.metrics import MetricsWriter, RunClock
 from asyncrl.records.rundir import Lock, buffer_address, run_id, take_back
 from asyncrl.tasks import Task, get_task
@@ -77,7 +77,7 @@ def evaluations(config: Config, task: Task) -> Evaluations:
     )
 
 
-def open_store(config: Config, run_dir: Path, task: Task) -> Store:
+def open_store(config: Config, run_dir: Path, task: Task, term: terms.Term | None = None) -> Store:
     """A new store (`memory`), or the journal's, folded (`process`, `disk`)."""
 
     def prompt(index: int) -> m.Prompt:
@@ -92,6 +92,7 @@ def open_store(config: Config, run_dir: Path, task: Task) -> Store:
         prompt=prompt,
         evaluations=evaluations(config, task),
         now=time.monotonic(),
+        term=term,
     )
 
 
@@ -110,14 +111,14 @@ def say(line: str) -> None:
 
 
 class Service:
-    """The loop over one ROUTER socket."""
+    """The loop over one ROUTER socket.
 
-    def __init__(self, config: Config, run_dir: Path) -> None:
+    moved: it takes the run over, at `wires.address`, which is not where the run's config says."""
+
+    def __init__(self, config: Config, run_dir: Path, *, moved: bool = False) -> None:
         self.config, self.run_dir, self.run = config, run_dir, run_id(run_dir)
         task = get_task(config.task)
-        self.store = open_store(config, run_dir, task)
-        # replies that wait for the journal, with the record they rest on
-        self.outgoing: deque[tuple[int, bytes, m.FromBuffer]] = deque()
+        # before the term is taken: a buffer that nobody could reach ends no other
         self.socket = BufferSocket(
             buffer_address(config, run_dir),
             config.wires.curve_dir,
@@ -125,6 +126,19 @@ class Service:
             most=largest(config),
         )
         self.socket.refused = self.refuse
+        try:
+            self.term = terms.take(
+                run_dir,
+                self.socket.address,
+                moved=moved,
+                supervised=bool(os.environ.get("ASYNCRL_SUPERVISED")),
+            )
+            self.store = open_store(config, run_dir, task, self.term)
+        except BaseException:
+            self.socket.close()
+            raise
+        # replies that wait for the journal, with the record they rest on
+        self.outgoing: deque[tuple[int, bytes, m.FromBuffer]] = deque()
         self.metrics = MetricsWriter(run_dir)
         self.samples = jsonl.Appender(run_dir / "samples.jsonl")
         self.wants: dict[str, tuple[bytes, m.Want]] = {}
@@ -154,7 +168,7 @@ class Service:
         self.last_commit = self.last_metrics = 0.0
         self.trained = Trained(run_dir / "trained.jsonl")
         self.error = ""
-        self.stop = False
+        self.stop = self.taken_over = False
         # taken: samples that counted as progress since the last commit
         self.progress = self.taken = 0
         if self.store.finished and not (run_dir / "weights_digest").exists():
@@ -185,11 +199,14 @@ class Service:
                 return
 
     def take_in(self) -> None:
-        """What has come, up to PASS messages; nothing while the disk holds up OUTGOING replies."""
+        """What has come, up to PASS messages; nothing while the disk holds up OUTGOING replies.
+        Raises TakenOver: whatever has come since another buffer speaks is not looked at.
+        """
         if len(self.outgoing) >= OUTGOING:
             time.sleep(SYNC_POLL_S)
             return
         got = self.socket.recv(SYNC_POLL_S if self.outgoing else POLL_S)
+        self.term.check()
         for _ in range(PASS):
             if got is None:
                 return
@@ -208,10 +225,15 @@ class Service:
             self.socket.send(peer, message)
 
     def flush(self) -> None:
-        if isinstance(self.store, RecordedStore):
-            self.store.settle()
-            while self.outgoing and self.outgoing[0][0] <= self.store.journal.durable:
-                self.socket.send(*self.outgoing.popleft()[1:])
+        if not isinstance(self.store, RecordedStore):
+            return
+        self.store.settle()
+        durable = self.store.journal.durable
+        if not self.outgoing or self.outgoing[0][0] > durable:
+            return
+        self.term.check()  # behind what is durable: see asyncrl/records/terms.py
+        while self.outgoing and self.outgoing[0][0] <= durable:
+            self.socket.send(*self.outgoing.popleft()[1:])
 
     def handle(self, peer: bytes, message: m.FromPeer) -> None:
         """One message; what cannot be costs its sender, never the run."""
@@ -836,14 +858,19 @@ class Service:
             raise jsonl.full(path, error) from error
 
     def close(self) -> str:
-        """End everything; returns what could not be written, "" when all is well."""
+        """End everything; returns what could not be written, "" when all is well.  One that was
+        taken over leaves what is the other's.
+        """
         wrong = []
+        kept = [self.store.journal] if isinstance(self.store, RecordedStore) else []
+        last = [] if self.taken_over else [self.write_summary]
         for end in (
-            self.write_summary,
+            *last,
             self.metrics.close,
             self.samples.close,
             self.trained.close,
-            *([self.store.journal.close] if isinstance(self.store, RecordedStore) else []),
+            *(journal.leave if self.taken_over else journal.close for journal in kept),
+            self.term.end,
         ):
             try:
                 end()
@@ -853,12 +880,13 @@ class Service:
         return wrong[0] if wrong else ""
 
 
-def main(config: Config, run_dir: Path) -> bool:
-    """Serve the run in `run_dir` until it is finished, or SIGTERM ends it (False).  Raises
-    AsyncrlError when the run must stop.
+def main(config: Config, run_dir: Path, *, moved: bool = False) -> bool:
+    """Serve the run in `run_dir` until it is finished, or SIGTERM ends it (False); moved: taken
+    over from a buffer elsewhere.  Raises AsyncrlError when the run must stop, TakenOver when
+    another buffer speaks for it.
     """
     lock = Lock(run_dir, "buffer")
-    service = Service(config, run_dir)
+    service = Service(config, run_dir, moved=moved)
     take_back(run_dir)
     # thousands of stored samples and no cycles among them: looking for some took a sixth of its
     # time, and at 100,000 still a tenth, as what is kept up to a checkpoint is as many objects
@@ -873,6 +901,9 @@ def main(config: Config, run_dir: Path) -> bool:
     try:
         service.loop()
         return bool(service.ended_at)
+    except TakenOver:
+        service.taken_over = True  # and not a word to the peers, who are the other's
+        raise
     except AsyncrlError as error:
         service.error = str(error)
         for entry in [

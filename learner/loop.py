@@ -25,7 +25,7 @@ from asyncrl.models import adapters, policy
 from asyncrl.models.devices import bind_learner
 from asyncrl.models.policy import export, weights_digest
 from asyncrl.records import atomic_write, lives
-from asyncrl.records.rundir import buffer_address, ended, run_id
+from asyncrl.records.rundir import ended, found_address, run_id
 from asyncrl.records.trace import Tracer
 from asyncrl.transport import inbound, keys
 from asyncrl.transport.sockets import PeerSocket
@@ -67,8 +67,9 @@ class Learner:
         self.ring = self.publisher.held(older)
         self.core.measure.weights_of = self.publisher.weights_of
         self.socket = PeerSocket(
-            buffer_address(config, run_dir), config.wires.curve_dir, keys.LEARNER, run=self.run
+            found_address(config, run_dir), config.wires.curve_dir, keys.LEARNER, run=self.run
         )
+        self.socket.find = lambda: found_address(config, run_dir)
         self.vocabulary = int(self.core.model.hf.config.get_text_config().vocab_size)
         self.socket.check = self.check
         self.tracer = Tracer(run_dir, "learner")
@@ -124,6 +125,9 @@ class Learner:
             self.checkpointed = None
         self.core.backend.keep_alive()
         now = time.monotonic()
+        if self.waiting and self.socket.seek(now - self.heard):
+            self.heard = now
+            self.sent.clear()  # every request goes to the other one, too
         self.report(now)
         self.judge_silence(now - self.heard)
 

@@ -20,9 +20,10 @@ from asyncrl.contract.errors import NotFinite
 from asyncrl.contract.messages import WeightsSource
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
-from asyncrl.records import private
+from asyncrl.records import private, terms
 from asyncrl.records.rundir import ring_dir
 from asyncrl.transport import ways
+from asyncrl.transport.chunks import ChunkServer
 from asyncrl.transport.ring import Ring
 from learner.step import LearnerCore
 
@@ -55,6 +56,8 @@ class Publisher:
         )
         self.keep: list[Label] = []
         self.server = ways.maker(config.weights.transport).serve(config, self.ring)
+        if isinstance(self.server, ChunkServer):
+            self.server.buffer = lambda: terms.moved_to(run_dir)
 
     @property
     def source(self) -> WeightsSource:

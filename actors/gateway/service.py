@@ -58,7 +58,7 @@ from asyncrl.models.tokenizer import (
     stop_tokens,
     vocabulary,
 )
-from asyncrl.records.rundir import buffer_address, ended, gateway_address, run_id
+from asyncrl.records.rundir import ended, found_address, gateway_address, run_id
 from asyncrl.tasks import get_task
 from asyncrl.transport import inbound, sockets
 
@@ -172,7 +172,8 @@ class Gateway:
         self.rewards = RewardRunner(config, get_task(config.task), run_dir) if judges else None
         self.judged: dict[tuple[int, int, int], Episode] = {}
         self.outbox = Outbox(config.wires, self.producer, self.session)
-        self.socket = sockets.PeerSocket(buffer_address(config, run_dir), run=self.run)
+        self.socket = sockets.PeerSocket(found_address(config, run_dir), run=self.run)
+        self.socket.find = lambda: found_address(config, run_dir)
         self.calls_socket = sockets.BufferSocket(
             gateway_address(run_dir, index),
             run=self.run,
@@ -295,6 +296,10 @@ class Gateway:
                 error.exit_code = reply.exit_code
                 raise error
         silent = time.monotonic() - self.unanswered if self.unanswered else 0.0
+        if self.socket.seek(silent):
+            self.unanswered = silent = 0.0
+            self.asked = 0
+            self.greet()
         if silent > ENDED_S and ended(self.run_dir, self.config.learner.steps):
             self.over = True
         elif silent > self.config.wires.connect_s:

@@ -43,7 +43,7 @@ def doctor(run_dir: Path | None, exact: bool, as_json: bool) -> None:
     config = load.load(run_dir / "config.toml")
     there = bool(config.wires.address) or lives.alive(run_dir, "buffer")
     status = (
-        live.ask(rundir.buffer_address(config, run_dir), config.wires.curve_dir, 3.0)
+        live.ask(rundir.found_address(config, run_dir), config.wires.curve_dir, 3.0)
         if there
         else None
     )

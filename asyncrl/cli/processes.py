@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from asyncrl.cli.base import PATH, emit, options
 from asyncrl.contract import refusal
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo, PeerUnreachable
 from asyncrl.contract.importing import no_garbage
-from asyncrl.records import lives
+from asyncrl.records import lives, terms
 
 
 def agreed(
@@ -71,12 +72,51 @@ def joined_run(config: Any, where: Path) -> str:
     return ""
 
 
-def lived(name: str, config: Any, where: Path, index: int) -> bool:
-    """One process's life, to the run's end (True) or until it is told to end (False)."""
+def elsewhere(config: Any, where: Path, address: str) -> Any:
+    """The config of a buffer that goes on at `address`, in the place of one on another host, say.
+    Raises ConfigError where there is nothing to go on from.
+    """
+    import socket
+
+    import msgspec
+
+    from asyncrl.records import terms
+    from asyncrl.transport.chunks import ANYWHERE
+    from asyncrl.transport.sockets import check_address
+
+    check_address(address, config.wires.curve_dir, "--take-over")
+    host, _, port = address.partition("://")[2].rpartition(":")
+    if not address.startswith("tcp://") or host.strip("[]") in ANYWHERE or not port.isdecimal():
+        raise ConfigError(
+            f"--take-over {address}: give the address at which the others reach this machine, as "
+            "tcp://10.0.0.2:5555"
+        )
+    before = [terms.read(path)[0] for path in terms.files(where)[-1:]]
+    if not before:
+        raise ConfigError(
+            f"--take-over: no buffer has served the run in {where} yet: start it without"
+        )
+    mode = config.durability.mode
+    there = [each.host for each in before if each is not None]
+    if mode == "memory" or (mode == "process" and there != [socket.gethostname()]):
+        raise ConfigError(
+            f"--take-over: durability.mode = {mode} keeps no journal that another host can go on "
+            "from; disk does.  End learner and generators and start all again: the run goes on "
+            "from its last checkpoint"
+        )
+    return msgspec.structs.replace(
+        config, wires=msgspec.structs.replace(config.wires, address=address)
+    )
+
+
+def lived(name: str, config: Any, where: Path, index: int, *, moved: bool = False) -> bool:
+    """One process's life, to the run's end (True) or until it is told to end (False); moved: a
+    buffer that takes the run over.
+    """
     if name == "buffer":
         with no_garbage():
             from buffer.service import main as start_buffer
-        return start_buffer(config, where)
+        return start_buffer(config, where, moved=moved)
     if name == "learner":
         with no_garbage():
             from learner.loop import main as start_learner
@@ -97,11 +137,13 @@ def lived(name: str, config: Any, where: Path, index: int) -> bool:
     return start_generator(config, where, index)
 
 
-def recorded(name: str, config: Any, where: Path, index: int) -> int:
+def recorded(name: str, config: Any, where: Path, index: int, *, moved: bool = False) -> int:
     """The same, with its beginning and end on record in the run directory.  Returns the exit
     code.
     """
     supervised = bool(os.environ.get("ASYNCRL_SUPERVISED"))
+    if moved:
+        terms.displace(where)
     life = lives.Life(
         where,
         f"{name}-{index}" if name in ("generator", "gateway") else name,
@@ -111,7 +153,8 @@ def recorded(name: str, config: Any, where: Path, index: int) -> int:
     code = 1
     why = "killed"
     try:
-        code, why = (0 if lived(name, config, where, index) else lives.INTERRUPTED), ""
+        well = lived(name, config, where, index, moved=moved)
+        code, why = (0 if well else lives.INTERRUPTED), ""
     except KeyboardInterrupt:
         code, why = lives.INTERRUPTED, ""
     except AsyncrlError as error:
@@ -130,30 +173,49 @@ def recorded(name: str, config: Any, where: Path, index: int) -> int:
     return code
 
 
-def process(name: str, doc: str) -> click.Command:
-    """The command of one kind of process."""
+def process(
+    name: str, doc: str, more: Callable[[Any], Any] = lambda command: command
+) -> click.Command:
+    """The command of one kind of process; more: options of its own."""
 
     @click.option("--run-dir", type=PATH, help="directory of the run; made by whoever starts first")
     @click.option("--index", default=0, help="number of this generator")
     @options()
     def command(
-        source: str, sets: tuple[str, ...], as_json: bool, run_dir: Path | None, index: int
+        source: str,
+        sets: tuple[str, ...],
+        as_json: bool,
+        run_dir: Path | None,
+        index: int,
+        take_over: str = "",
     ) -> None:
         refusal.listen()
         config, where = agreed(source, sets, run_dir, joins=name == "generator")
+        if take_over:
+            config = elsewhere(config, where, take_over)
         # a rank of the learner's: it lives and ends with rank 0
         if int(os.environ.get("RANK", "0")) > 0:
             sys.exit(0 if lived(name, config, where, index) else lives.INTERRUPTED)
-        code = recorded(name, config, where, index)
+        code = recorded(name, config, where, index, moved=bool(take_over))
         if as_json:
             result.put({"run_dir": str(where), "process": name})
         sys.exit(code)
 
     command.__doc__ = doc
-    return click.command(name)(command)
+    return click.command(name)(more(command))
 
 
-buffer = process("buffer", "The buffer process of a run.")
+buffer = process(
+    "buffer",
+    "The buffer process of a run.",
+    click.option(
+        "--take-over",
+        default="",
+        metavar="ADDRESS",
+        help="go on at this address of this machine, in the place of a buffer that is lost or "
+        "stands still",
+    ),
+)
 generator = process(
     "generator", "One generator process of a run; as many as wanted, with different --index."
 )

@@ -12,6 +12,7 @@ EXIT_CODES = {
     4: "a peer cannot be reached",
     5: "stored data is damaged",
     6: "nothing left to do",
+    7: "another process has taken this one's place",
     130: "interrupted",
 }
 
@@ -50,6 +51,12 @@ class NothingToDo(AsyncrlError):
     """A finished run was asked to go on."""
 
     exit_code = 6
+
+
+class TakenOver(AsyncrlError):
+    """Another buffer speaks for the run: this one says nothing any more."""
+
+    exit_code = 7
 
 
 class ProtocolError(AsyncrlError):

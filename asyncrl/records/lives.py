@@ -24,9 +24,10 @@ from typing import IO, Any, Literal
 
 from asyncrl.contract.errors import ConfigError
 
-# exit codes: told to end; nothing left to do
+# exit codes: told to end; nothing left to do; another speaks in its place
 INTERRUPTED = 130
 NOTHING = 6
+TAKEN_OVER = 7
 # exit codes of signals that come from outside; of these, SIGKILL may be the kernel's, for want of
 # memory
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
@@ -76,14 +77,20 @@ def rows(run_dir: Path) -> list[dict[str, Any]]:
     return out
 
 
+def newest(run_dir: Path) -> dict[str, dict[str, Any]]:
+    """The newest row of each process; the end of one whose place another had taken is none, as it
+    may come long after the other's beginning.
+    """
+    return {row["name"]: row for row in rows(run_dir) if row.get("code") != TAKEN_OVER}
+
+
 def ends(run_dir: Path) -> list[dict[str, Any]]:
     """The newest row of each process that has ended otherwise than well, or without a word; oldest
     first.
     """
-    newest = {row["name"]: row for row in rows(run_dir)}
     bad = [
         r
-        for r in newest.values()
+        for r in newest(run_dir).values()
         if (
             r.get("code") not in (0, NOTHING)
             if r["event"] != "began"

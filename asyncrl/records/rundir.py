@@ -16,7 +16,7 @@ from pathlib import Path
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
-from asyncrl.records import atomic_write, private
+from asyncrl.records import atomic_write, private, terms
 
 SHM = Path("/dev/shm")
 
@@ -114,6 +114,11 @@ def socket_dir(run_dir: Path) -> Path:
 
 def buffer_address(config: Config, run_dir: Path) -> str:
     return config.wires.address or f"ipc://{socket_dir(run_dir) / 'buffer'}"
+
+
+def found_address(config: Config, run_dir: Path) -> str:
+    """Where the run's buffer is now: as the config says, unless one elsewhere has taken over."""
+    return terms.moved_to(run_dir) or buffer_address(config, run_dir)
 
 
 def gateway_address(run_dir: Path, index: int) -> str:

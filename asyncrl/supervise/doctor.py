@@ -48,7 +48,7 @@ def processes(config: Config, run_dir: Path) -> list[dict[str, Any]]:
     """Every process that the run should have or has had: does it live, how did it end, and the last
     line of its log.
     """
-    newest = {row["name"]: row for row in lives.rows(run_dir)}
+    newest = lives.newest(run_dir)
     logs = sorted(
         (run_dir / "logs").glob("attempt_*"),
         key=lambda p: int(p.name.removeprefix("attempt_") or 0),

@@ -33,6 +33,7 @@ KINDS: dict[int, type[AsyncrlError]] = {
         errors.PeerUnreachable,
         errors.Damaged,
         errors.NothingToDo,
+        errors.TakenOver,
     )
 }
 

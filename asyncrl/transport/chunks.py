@@ -38,6 +38,8 @@ AHEAD = 4  # chunks that a client asks for before it has read the first of them
 ASK_BYTES = 4096  # a larger ask is none
 MANIFEST_BYTES = 64 << 20
 FILES = Label(-1, 0)  # asks for this are for files, not for weights
+BUFFER = Label(-2, 0)  # and for this, where the buffer is
+BUFFER_S = 2.0  # for the answer: who asks has other things to do
 LISTING_POLL_S = 0.2
 HEARD_FROM = zmq.EVENT_HANDSHAKE_SUCCEEDED  # a peer that may be spoken with
 ANYWHERE = ("0.0.0.0", "*", "::")  # hosts to listen at, and to connect to nowhere
@@ -139,6 +141,7 @@ class ChunkServer(Server):
         self.answered = self.refused = 0
         self.trees: fan_out.Trees | None = None
         self.pieces: fan_out.Pieces | None = None
+        self.buffer: Callable[[], str] = lambda: ""  # where it is, when it is not where it was
         self._waiting: list[_Waiting] = []  # in the order in which they came
         self._end = False
         self._decoder = msgspec.msgpack.Decoder(_ChunkAsk)
@@ -216,6 +219,8 @@ class ChunkServer(Server):
                 return self._placed(ask, ask.place, frames[0])
             if ask.label == FILES:
                 return self._file(ask)
+            if ask.label == BUFFER:
+                return _Chunk(self.buffer(), b"", NOTHING, b"")
             if ask.offset < 0:
                 data = msgspec.msgpack.encode(self.manifest)
                 return _Chunk("manifest", data, xxhash.xxh3_64_intdigest(data), b"")
@@ -470,6 +475,13 @@ class ChunkClient:
                 raise PeerUnreachable(f"{self.address} does not give the file {digest[:12]}")
             yield chunk.data
 
+    def buffer(self) -> str:
+        """The address of the run's buffer, where it is not what it was; else "".  Raises
+        PeerUnreachable.
+        """
+        self.socket.send(_encoder.encode(_ChunkAsk(BUFFER, "", 0, 0)))
+        return self._receive().digest
+
     def _shut(self) -> None:
         self.socket.disable_monitor()
         self._events.close(0)
@@ -494,6 +506,20 @@ def reachable(address: str, buffer: str) -> str:
         return address
     there = urlsplit(buffer).netloc.rpartition("@")[2].rpartition(":")[0]
     return f"tcp://{there}:{port}" if there else address
+
+
+def buffer_of(config: Config, source: WeightsSource, name: str) -> str:
+    """Where the buffer is now, as the learner knows; "" when it knows nothing else than the config,
+    or does not answer.
+    """
+    address = reachable(source.address, config.wires.address)
+    client = ChunkClient(address, BUFFER_S, config.wires.curve_dir, name)
+    try:
+        return client.buffer()
+    except PeerUnreachable:
+        return ""
+    finally:
+        client.close()
 
 
 def serve(config: Config, ring: Ring) -> ChunkServer | None:

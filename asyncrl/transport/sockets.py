@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ipaddress
 import sys
+import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -43,6 +44,8 @@ LEAST_WAITING = 16  # messages
 HEARTBEAT_MS = 5_000
 SILENT_MS = 60_000
 WAITING = 1000  # messages that have come and nobody has read
+
+SOUGHT_S = 2.0  # of the other side's silence, before it is looked up where it is; then as often
 
 BROKEN = 20  # messages in a row that cannot be: whoever sends them is no peer of ours
 BROKEN_SAID = 3  # of these, lines in the log
@@ -244,9 +247,9 @@ class PeerSocket:
     """A DEALER to the buffer.
 
     It connects when the buffer comes and again after it was away; what was sent meanwhile queues
-    here.  A dead buffer shows as silence: the caller holds the deadline.  name: whose key it
-    shows, where there are keys; reads: what the other side says; run: "" for those who only watch;
-    key: the config's, that named the address.
+    here.  A dead buffer shows as silence: the caller holds the deadline, and `seek`s it meanwhile,
+    as `find` says where it is.  name: whose key it shows, where there are keys; reads: what the
+    other side says; run: "" for those who only watch; key: the config's, that named the address.
 
     A message that does not decode, or that `check` refuses, is counted in `broken` and costs the
     connection: a new one is made, and what was asked is asked again."""
@@ -268,6 +271,8 @@ class PeerSocket:
         self.run = run
         self.head = head(run)
         self.check: Callable[[Any], None] = inbound.check
+        self.find: Callable[[], str] = lambda: ""  # its address, as far as anybody knows
+        self.sought = 0.0
         self.broken = self.broken_in_a_row = 0
         self.context = zmq.Context()
         self.socket = self._connected()
@@ -292,6 +297,33 @@ class PeerSocket:
             self.socket.send_multipart([self.head, _encoder.encode(message)], zmq.NOBLOCK)
         except zmq.Again:
             pass
+
+    def seek(self, silent: float) -> bool:
+        """The other side has not answered for `silent` seconds: is it elsewhere by now?  True: it
+        is, and this socket speaks with it; what was not answered is to be asked again.
+        """
+        now = time.monotonic()
+        if silent < SOUGHT_S or now - self.sought < SOUGHT_S:
+            return False
+        address = self.find()
+        self.sought = time.monotonic()
+        if not address or address == self.address:
+            return False
+        try:
+            check_address(address, self.curve_dir, "the buffer's address")
+        except ConfigError as error:
+            print(f"not followed: {error}", file=sys.stderr, flush=True)
+            return False
+        print(
+            f"{self.address} has been silent for {silent:.0f} s, and the run's buffer is at "
+            f"{address} now: going on with that one",
+            file=sys.stderr,
+            flush=True,
+        )
+        self.address = address
+        self.socket.close(linger=0)  # what waits here for the other one is asked again
+        self.socket = self._connected()
+        return True
 
     @property
     def waiting(self) -> bool:
