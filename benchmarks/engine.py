@@ -46,25 +46,26 @@ A_SLOT = 10
 class Lengths(StoppingCriteria):  # type: ignore[misc]
     """Row i is done after its own number of tokens."""
 
-    def __init__(self, lengths: torch.Tensor) -> None:
+    def __init__(self, lengths: torch.Tensor, prompt: int) -> None:
         self.lengths = lengths
+        self.prompt = prompt
 
     def __call__(self, input_ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
-        done: torch.Tensor = (input_ids.shape[1] - PROMPT) >= self.lengths
+        done: torch.Tensor = (input_ids.shape[1] - self.prompt) >= self.lengths
         return done
 
 
-def lengths(n: int, spread: int, r: np.random.Generator) -> np.ndarray:
-    """n answer lengths whose longest is MOST and `spread` times the mean."""
+def lengths(n: int, spread: int, r: np.random.Generator, most: int = MOST) -> np.ndarray:
+    """n answer lengths whose longest is `most` and `spread` times the mean."""
     if spread == 1:
-        return np.full(n, MOST)
-    mean = MOST / spread
-    out = np.clip(r.exponential(mean, n).round(), 1, MOST).astype(int)
-    out[:: n // 16] = MOST
+        return np.full(n, most)
+    mean = most / spread
+    out = np.clip(r.exponential(mean, n).round(), 1, most).astype(int)
+    out[:: n // 16] = most
     # one token here and there, until the mean is exact
     while (excess := round(out.sum() - mean * n)) != 0:
         some = r.choice(
-            np.flatnonzero((out > 1) & (out < MOST) if excess > 0 else out < MOST),
+            np.flatnonzero((out > 1) & (out < most) if excess > 0 else out < most),
             min(abs(excess), n // 8),
             replace=False,
         )
@@ -75,7 +76,9 @@ def lengths(n: int, spread: int, r: np.random.Generator) -> np.ndarray:
 def by_engine(
     model: policy.PolicyModel, slots: int, prompts: torch.Tensor, lens: np.ndarray
 ) -> Any:
-    engine = EmbeddedEngine(model, slots=slots, context=PROMPT + MOST, max_new_tokens=MOST)
+    most = int(lens.max())
+    context = prompts.shape[1] + most
+    engine = EmbeddedEngine(model, slots=slots, context=context, max_new_tokens=most)
     engine.load(dict(policy.named_weights(model)), Label(1, 0), "d")
     rows = prompts.numpy().astype(np.int32)
     requests = [
@@ -102,7 +105,7 @@ def by_generate(
         "do_sample": True,
         "top_k": 0,
         "top_p": 1.0,
-        "max_new_tokens": MOST,
+        "max_new_tokens": int(lens.max()),
         "pad_token_id": 0,
     }
     how |= {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
@@ -111,11 +114,11 @@ def by_generate(
     def run() -> None:
         for at in range(0, len(lens), batch):
             piece = slice(at, at + batch)
-            stop = StoppingCriteriaList([Lengths(torch.from_numpy(lens[piece]))])
+            stop = Lengths(torch.from_numpy(lens[piece]), prompts.shape[1])
             model.hf.generate(
                 prompts[piece],
                 attention_mask=torch.ones_like(prompts[piece]),
-                stopping_criteria=stop,
+                stopping_criteria=StoppingCriteriaList([stop]),
                 **how,
             )
 
@@ -230,8 +233,10 @@ def measure(
     return [goal], what
 
 
-def with_attention(path: Path, attention: str) -> policy.PolicyModel:
-    hf = AutoModelForCausalLM.from_pretrained(str(path), attn_implementation=attention)
+def with_attention(path: Path, attention: str, dtype: str = "float32") -> policy.PolicyModel:
+    hf = AutoModelForCausalLM.from_pretrained(
+        str(path), attn_implementation=attention, dtype=getattr(torch, dtype)
+    )
     return policy.PolicyModel(hf.eval(), str(path))
 
 

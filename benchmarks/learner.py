@@ -34,7 +34,8 @@ import msgspec
 import numpy as np
 import torch
 from lib import rounds, strong_loop
-from lib.learner_batch import GROUPS, PROMPT, SIZE, batch, config
+from lib.learner_batch import PROMPT, batch, config
+from lib.plain_step import Plain, advantages
 
 from asyncrl.contract.messages import Batch
 from asyncrl.models import memory
@@ -46,62 +47,6 @@ SIZES: dict[str, dict[str, int]] = {
     "2.6M": {"hidden": 256, "layers": 4, "heads": 8},
 }
 STEPS = {"84k": 10, "2.6M": 1}  # of a round; the first of them measures the KL to the reference
-
-
-def advantages(b: Batch) -> torch.Tensor:
-    reward = torch.tensor([s.reward for s in b.samples]).view(GROUPS, SIZE)
-    return ((reward - reward.mean(1, keepdim=True)) * SIZE / (SIZE - 1)).flatten()
-
-
-class Plain:
-    """The step on half a page: rows sorted by length, the model's own forward, log_softmax over the
-    answers' logits.  rows: of a micro-batch.
-    """
-
-    def __init__(self, path: Path, rows: int, attention: str) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.hf = AutoModelForCausalLM.from_pretrained(str(path), attn_implementation=attention)
-        self.rows = rows
-        self.optimizer = torch.optim.AdamW(
-            self.hf.parameters(), lr=0.0, betas=(0.9, 0.99), weight_decay=0.0, fused=True
-        )
-
-    def train(self, b: Batch) -> None:
-        advantage = advantages(b)
-        tokens = sum(s.length for s in b.samples)
-        order = sorted(range(len(b.samples)), key=lambda i: b.samples[i].length)
-        self.optimizer.zero_grad()
-        for at in range(0, len(order), self.rows):
-            part = order[at : at + self.rows]
-            (-self.gain([b.samples[i] for i in part], advantage[part]) / tokens).backward()
-        torch.nn.utils.clip_grad_norm_(self.hf.parameters(), 1.0)
-        self.optimizer.step()
-
-    def gain(self, part: list[Any], advantage: torch.Tensor) -> torch.Tensor:
-        """The clipped objective, summed over the tokens of a micro-batch."""
-        answers = [np.frombuffer(s.tokens, "<i4") for s in part]
-        width = PROMPT + max(map(len, answers))
-        ids = np.zeros((len(part), width), np.int64)
-        seen = np.zeros((len(part), width), np.int64)
-        old = np.zeros((len(part), width - PROMPT), np.float32)
-        for i, (s, a) in enumerate(zip(part, answers, strict=True)):
-            ids[i, :PROMPT] = np.frombuffer(s.prompt_tokens, "<i4")
-            ids[i, PROMPT : PROMPT + len(a)] = a
-            seen[i, : PROMPT + len(a)] = 1
-            old[i, : len(a)] = np.frombuffer(s.behavior_logprobs, "<f4")
-        mask = torch.from_numpy(seen[:, PROMPT:]).bool()
-        targets = torch.from_numpy(ids)[:, PROMPT:, None]
-        out = self.hf(
-            input_ids=torch.from_numpy(ids),
-            attention_mask=torch.from_numpy(seen),
-            use_cache=False,
-            logits_to_keep=width - PROMPT + 1,
-        )
-        logs = out.logits[:, :-1].float().log_softmax(-1).gather(2, targets)[:, :, 0]
-        ratio = (logs - torch.from_numpy(old)).exp()
-        a = advantage[:, None]
-        return (torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a) * mask).sum()
 
 
 class Strong:

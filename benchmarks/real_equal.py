@@ -42,7 +42,7 @@ import torch
 from lib import rounds
 from lib.real_answers import (
     ANSWER,
-    GROUP,
+    SLOTS,
     Answered,
     by_packed,
     by_transformers,
@@ -150,7 +150,7 @@ class Held:
 def embedded(model: PolicyModel, asked: list[np.ndarray], *, fixed: bool = False) -> EmbeddedEngine:
     return EmbeddedEngine(
         model,
-        slots=len(asked) * GROUP,
+        slots=SLOTS,
         context=room(asked),
         max_new_tokens=ANSWER,
         fixed=fixed,
@@ -176,8 +176,9 @@ def forms(held: Held) -> None:
             held.goal(f"ring, {dtype}: tied or unknown tensors in it", twice, 0)
             engine = embedded(model, held.asked)
             engine.load(pair.tensors, Label(1, 1), pair.digest)
-            own = drawn(engine, held.asked)
             pair.close()
+        del pair  # the ring's memory goes before the answers' comes
+        own = drawn(engine, held.asked)
         del engine
         if dtype == "float32":
             held.answers, held.wanted = own, by_transformers(model, own)
@@ -212,7 +213,7 @@ def vllm(held: Held) -> None:
         weights = dict(named_weights(model))
         engine = VllmEngine(
             held.path,
-            slots=len(held.asked) * GROUP,
+            slots=SLOTS,
             context=room(held.asked),
             dtype=dtype,
             published=dtype,
@@ -336,12 +337,13 @@ def main(words: list[str] | None = None) -> None:
     p: argparse.ArgumentParser = rounds.parser(__doc__)
     p.add_argument("model", type=Path, nargs="?", help="its directory; with --quick a tiny one")
     p.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
+    p.add_argument("--lengths", nargs="+", type=int, default=LENGTHS, help="of the prompts, tokens")
     args = p.parse_args(words)
     if not args.model and not args.quick:
         p.error("name the model's directory")
     with tempfile.TemporaryDirectory() as work:
         path = tiny(Path(work) / "model") if args.quick else str(args.model)
-        held = measure(path, args.parts, SHORT if args.quick else LENGTHS)
+        held = measure(path, args.parts, SHORT if args.quick else tuple(args.lengths))
     name = "_".join(["real_equal", *(args.parts if len(args.parts) < len(PARTS) else [])])
     what = "a real model's log-probabilities by every way, against transformers' in float32"
     rounds.report(name, held.goals, {"what": what, **held.result}, args)

@@ -61,6 +61,9 @@ PROGRAMS = {
     "demo_seeds": Program("demo_seeds.py", ("demo_seeds",), 12),
     "vllm_engine": Program("vllm_engine.py", ("vllm_engine", "vllm_engine_start"), 25),
     "gateway": Program("gateway.py", ("gateway",), 25),
+    "real_model": Program("real_model.py models/smollm2", ("real_model",), 60),
+    "real_equal": Program("real_equal.py models/smollm2", ("real_equal",), 15),
+    "memory_sizes": Program("memory_sizes.py models/smollm2", ("memory_sizes",), 5),
     "mutants": Program("mutants.py", ("mutants",), 20),
 }
 # Results before this day are against weaker rivals, and are no figures any more.

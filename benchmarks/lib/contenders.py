@@ -66,9 +66,12 @@ def asyncrl(
     steps: int,
     *sets: str,
     policy: str = "PASSIVE",
+    config: str = "configs/demo.toml",
+    skip: int = SKIP,
+    samples: int = BATCH,
 ) -> dict[str, float]:
-    """One run; seconds a step after the first few, and what its metrics say of publishing, swapping
-    and idleness (medians).
+    """One run; seconds a step after the first `skip`, and what its metrics say of publishing,
+    swapping and idleness (medians).  samples: of a batch.
     """
     every = [
         f"runs={str(work)!r}",
@@ -78,17 +81,17 @@ def asyncrl(
         *SMALL,
         *sets,
     ]
-    argv = [sys.executable, "-m", "asyncrl.cli", "run", "configs/demo.toml", "--json"]
+    argv = [sys.executable, "-m", "asyncrl.cli", "run", config, "--json"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     said = output([*argv, *[x for s in every for x in ("--set", s)]], cores, 1, policy)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     rows = [json.loads(line) for line in (work / name / "metrics.jsonl").read_text().splitlines()]
     rows = [r for r in rows if "reward/mean" in r]
-    seconds = rows[-1]["t"] - rows[SKIP]["t"]
+    seconds = rows[-1]["t"] - rows[skip]["t"]
     ended = json.loads(said.splitlines()[-1])
     out = {
-        "step": seconds / (len(rows) - 1 - SKIP),
-        "token": seconds / sum(r["answer/length"] * BATCH for r in rows[SKIP + 1 :]),
+        "step": seconds / (len(rows) - 1 - skip),
+        "token": seconds / sum(r["answer/length"] * samples for r in rows[skip + 1 :]),
     }
     out |= {k: ended[k] for k in ("heldout_start", "heldout_end")}
     # of all its processes, starts included
@@ -102,7 +105,7 @@ def asyncrl(
         "lag/mean",
         "answer/length",
     ):
-        found = [r[key] for r in rows[SKIP:] if key in r]
+        found = [r[key] for r in rows[skip:] if key in r]
         if found:
             out[key] = statistics.median(found)
     return out

@@ -17,17 +17,19 @@ MOST = 56
 MEAN = 24
 
 
-def batch() -> Batch:
+def batch(
+    groups: int = GROUPS, size: int = SIZE, prompt_tokens: int = PROMPT, vocabulary: int = 23
+) -> Batch:
     """Answers of 4 to 56 tokens, 24 in the mean; a run's batch of `sort` has 20 to 30 and is cut at
     56.
     """
     r = np.random.default_rng(0)
     samples = []
-    for t in range(GROUPS):
-        prompt = r.integers(3, 23, PROMPT).astype("<i4").tobytes()
-        for s in range(SIZE):
+    for t in range(groups):
+        prompt = r.integers(3, vocabulary, prompt_tokens).astype("<i4").tobytes()
+        for s in range(size):
             n = int(np.clip(r.gamma(4.0, MEAN / 4.0), 4, MOST))
-            tokens = r.integers(3, 23, n).astype("<i4")
+            tokens = r.integers(3, vocabulary, n).astype("<i4")
             lp = (-3.1 + 0.1 * r.standard_normal(n)).astype("<f4")
             samples.append(
                 Trajectory(
@@ -53,12 +55,13 @@ def batch() -> Batch:
         [0] * len(samples),
         [[(0, s.length, 1)] for s in samples],
         {},
-        GROUPS,
+        groups,
         {},
     )
 
 
-def config(path: Path) -> Config:
+def config(path: Path, **sections: dict[str, object]) -> Config:
+    """sections: in the place of these."""
     raw = {
         "model": {"path": str(path), "device": "cpu"},
         "task": {"name": "sort"},
@@ -66,4 +69,4 @@ def config(path: Path) -> Config:
         "correction": {"proximal": "behavior"},
         "loss": {"surrogate": "ppo"},
     }
-    return msgspec.convert(raw, Config)
+    return msgspec.convert(raw | sections, Config)

@@ -20,6 +20,7 @@ from lib.results_file import ROOT
 
 ANSWER = 16  # tokens at most
 GROUP = 2  # answers of a prompt, which share its keys and values
+SLOTS = 6  # rows of an engine: answers wait, enter and leave
 TEMPLATE = (
     "{% for message in messages %}{% if loop.first and message['role'] != 'system' %}"
     "{{ '<system>tiny\n' }}{% endif %}{{ '<' + message['role'] + '>' + message['content'] + '\n' }}"
@@ -110,14 +111,20 @@ def by_transformers(model: PolicyModel, answers: list[Answered]) -> np.ndarray:
 
 @torch.no_grad()
 def by_packed(model: PolicyModel, answers: list[Answered]) -> np.ndarray:
-    """The same by the packed forward, all in one pass; each prompt is encoded once."""
-    found = model.logprobs(
-        [a.prompt for a in answers],
-        [a.tokens for a in answers],
-        torch.ones(len(answers)),
-        groups=[a.group for a in answers],
-    )
-    return found.logprobs.numpy()
+    """The same by the packed forward, SLOTS answers of several prompts in a pass; each prompt is
+    encoded once in it.
+    """
+    out = []
+    for at in range(0, len(answers), SLOTS):
+        part = answers[at : at + SLOTS]
+        found = model.logprobs(
+            [a.prompt for a in part],
+            [a.tokens for a in part],
+            torch.ones(len(part)),
+            groups=[a.group for a in part],
+        )
+        out.append(found.logprobs)
+    return torch.cat(out).numpy()
 
 
 def recorded(answers: list[Answered]) -> np.ndarray:

@@ -1,0 +1,137 @@
+"""What a learner and a generator hold at their peak, by arithmetic: bytes of each part, from a
+model's shape.  benchmarks/memory_sizes.py holds it against real processes; docs/machines.md shows
+it for models that were not run.
+
+The packed forward keeps what its backward pass needs of every layer, and recomputes nothing but the
+logits: memory grows with `learner.micro_batch_tokens`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+WIDTHS = {"float32": 4, "bfloat16": 2}
+LOGITS = 1 << 24  # held at once, asyncrl.models.packed_forward.LOGIT_CHUNK
+COPIES = 5  # float32 tensors of that size in the loss's backward pass
+RING = 4  # weights.slots
+PROGRAM = 450 << 20  # bytes of a process with torch that holds no model: 300 to 450 MiB
+
+
+class Shape(NamedTuple):
+    """A Llama-like model.  norms: whether queries and keys have norms of their own (Qwen3)."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head: int
+    intermediate: int
+    vocabulary: int
+    tied: bool = True
+    norms: bool = False
+
+    @property
+    def embedding(self) -> int:
+        return self.vocabulary * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        attention = self.hidden * self.head * (2 * self.heads + 2 * self.kv_heads)
+        norms = 2 * self.hidden + (2 * self.head if self.norms else 0)
+        layer = attention + 3 * self.hidden * self.intermediate + norms
+        return self.layers * layer + self.hidden + self.embedding * (1 if self.tied else 2)
+
+
+SHAPES = {
+    "84k": Shape(64, 2, 4, 4, 16, 128, 23, norms=True),
+    "2.6M": Shape(256, 4, 8, 8, 32, 512, 23, norms=True),
+    "135M": Shape(576, 30, 9, 3, 64, 1536, 49152),
+    "1B": Shape(2048, 16, 32, 8, 64, 8192, 128256),
+    "8B": Shape(4096, 32, 32, 8, 128, 14336, 128256, tied=False),
+}
+
+
+def activations(shape: Shape, width: int, tokens: int) -> int:
+    """Kept for the backward pass of a micro-batch: of each layer the two normed states in float32,
+    what the matrices multiplied, queries and keys before and after they are turned, and the MLP's
+    four products.
+    """
+    queries = shape.head * shape.heads
+    keys = shape.head * shape.kv_heads
+    layer = width * (4 * shape.hidden + 3 * queries + 6 * keys + 4 * shape.intermediate)
+    return shape.layers * tokens * (layer + 8 * shape.hidden)
+
+
+def loss(shape: Shape, width: int, tokens: int) -> int:
+    """A chunk of logits, forward and backward, and the head's gradient before it is added."""
+    rows = min(tokens, max(LOGITS // shape.vocabulary, 16) + 15)
+    return 4 * COPIES * rows * shape.vocabulary + width * shape.embedding
+
+
+def learner(
+    shape: Shape, dtype: str, tokens: int = 2048, stage: int | None = None, ranks: int = 1
+) -> dict[str, int]:
+    """Bytes of each part, of one rank; tokens: of a micro-batch.  stage: of ZeRO, None: by torch.
+
+    torch keeps gradient and moments in the type of the weights; DeepSpeed in bfloat16 keeps a
+    float32 copy of the weights with the moments.
+    """
+    width = WIDTHS[dtype]
+    weights = gradient = width * shape.parameters
+    master = 4 * shape.parameters if stage is not None and dtype == "bfloat16" else 0
+    moments = 2 * (4 if master else width) * shape.parameters
+    if stage is not None and stage >= 1:
+        moments, master = moments // ranks, master // ranks
+    if stage is not None and stage >= 2:
+        gradient //= ranks
+    if stage == 3:
+        weights //= ranks
+    return {
+        "weights": weights,
+        "gradient": gradient,
+        "moments": moments + master,
+        "activations": activations(shape, width, tokens),
+        "loss": loss(shape, width, tokens),
+    }
+
+
+def generator(shape: Shape, dtype: str, slots: int, context: int) -> dict[str, int]:
+    """Bytes of each part, with the embedded engine: the model as read, the version pulled last (in
+    the host's memory, also where the rest is on a GPU), and the matrices that it multiplies by, a
+    tied head apart.
+    """
+    width = WIDTHS[dtype]
+    model = width * shape.parameters
+    keys = 2 * width * shape.layers * shape.kv_heads * shape.head
+    return {
+        "model": model,
+        "pulled": model,
+        "fused": model + (width * shape.embedding if shape.tied else 0),
+        "keys and values": slots * context * keys,
+    }
+
+
+def ring(shape: Shape, dtype: str) -> int:
+    """Bytes of shared memory, once a machine: the versions that are published."""
+    return RING * WIDTHS[dtype] * shape.parameters
+
+
+def gpu_rows(slots: int = 64, context: int = 4096, tokens: int = 2048) -> list[list[str]]:
+    """The table of docs/machines.md: model, GPUs, learner's and generator's GB on each GPU in
+    bfloat16, GB of shared memory on the host.
+    """
+    rows = []
+    for name in ("1B", "8B"):
+        shape = SHAPES[name]
+        serve = generator(shape, "bfloat16", slots, context)
+        engine = sum(serve.values()) - serve["pulled"]
+        for ranks, stage, how in (
+            (1, None, "torch"),
+            (1, 2, "ZeRO 2"),
+            (8, 2, "ZeRO 2"),
+            (8, 3, "ZeRO 3"),
+        ):
+            learn = sum(learner(shape, "bfloat16", tokens, stage, ranks).values())
+            sizes = (learn, engine, ring(shape, "bfloat16"))
+            rows.append([name, str(ranks), how, *(f"{size / 1e9:.0f}" for size in sizes)])
+    return rows

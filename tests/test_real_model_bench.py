@@ -1,0 +1,129 @@
+"""benchmarks/real_model.py on a tiny model, and benchmarks/lib/memory_arithmetic.py: programs for
+the numbers of a real one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_bench_rivals import ROOT, program
+
+from asyncrl.models import policy
+
+
+@pytest.fixture
+def quick(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., dict[str, Any]]:
+    """What `real_model.py --quick` says of some parts."""
+    bench = program("real_model", monkeypatch)
+    monkeypatch.setattr(bench.rounds, "MADE", [])
+    monkeypatch.setattr(bench.memory, "keep_freed", lambda: False)  # this process goes on
+    monkeypatch.setattr(bench.rounds, "idle_cores", lambda n: [3, 5][:n])
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, cores: None)
+    # rounds beside other work are made again, which is no subject here
+    monkeypatch.setattr(bench.rounds, "quiet", lambda n, one: [one(i) for i in range(n)])
+
+    def run(*parts: str, **instead: Any) -> dict[str, Any]:
+        for name, value in instead.items():
+            monkeypatch.setattr(bench, name, value)
+        bench.main(["--quick", "--json", "--parts", *parts])
+        return dict(json.loads(capsys.readouterr().out.splitlines()[-1]))
+
+    return run
+
+
+def test_engine_step_and_swap_on_a_tiny_model(quick: Callable[..., dict[str, Any]]) -> None:
+    said = quick("engine", "learner", "swap")
+    goals = {g["figure"]: g for g in said["goals"]}
+    assert list(goals) == [
+        "engine / generate, answers of spread 3",
+        "learner's step, ours / transformers' modules",
+        "learner: gradient, relative difference",
+        "swap: publish and pick up / memcpy",
+    ]
+    first = goals["engine / generate, answers of spread 3"]
+    assert first["ours"] in ("engine, float32", "engine, bfloat16")
+    assert first["rival"] in first["tokens_per_s"] and first["goal"] == ">= 1.3"
+    # eager and sdpa, two types, two caches, two batch sizes
+    assert said["engine"]["tried"] == 16
+    assert said["engine"]["tokens"] == 160 * 4  # the longest, 12, is three times the mean
+    assert goals["learner's step, ours / transformers' modules"]["goal"] == ">= 1"
+    assert goals["learner: gradient, relative difference"]["value"] < 1e-4
+    assert goals["swap: publish and pick up / memcpy"]["goal"] == "<= 2"
+
+
+def test_a_run_is_held_against_its_fastest_synchronous_self(
+    quick: Callable[..., dict[str, Any]],
+) -> None:
+    """Runs are stand-ins that say what they were asked."""
+    asked: list[dict[str, Any]] = []
+    seconds = {"one_core": 3.0, "both_cores_for_each_phase": 2.0, "a_core_for_each_side": 2.5}
+
+    def stand_in(
+        work: Path, name: str, model: Path, cores: list[int], steps: int, *sets: str, **how: Any
+    ) -> dict[str, float]:
+        asked.append({"name": name, "cores": cores, "sets": sets, "steps": steps} | how)
+        took = seconds.get(name.partition("-")[0], 2.0 if name.startswith("sync") else 1.25)
+        return {"step": took, "token": took / 10}
+
+    said = quick("run", asyncrl=stand_in)
+    (goal,) = said["goals"]
+    assert goal["value"] == 1.6 and goal["met"] and goal["goal"] == ">= 1.3"
+    assert goal["way"] == "both cores for each phase"
+    assert [a["cores"] for a in asked] == [[3], [3, 5], [3, 5], [3, 5], [3, 5]]
+    still = [["staleness.max_lag=0" in a["sets"], "learner.threads=2" in a["sets"]] for a in asked]
+    assert still == [[True, False], [True, True], [True, False], [True, True], [False, False]]
+    for each in asked:
+        assert each["config"] == "configs/smollm2_sort.toml" and each["samples"] == 64
+        assert "learner.lr=0.0" in each["sets"] and each["steps"] - each["skip"] > 2
+
+
+# ---- memory --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sums(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "benchmarks")])
+    from lib import memory_arithmetic
+
+    return memory_arithmetic
+
+
+def test_parameters_are_counted_as_models_have_them(sums: Any, tmp_path: Path) -> None:
+    assert sums.SHAPES["135M"].parameters == 134_515_008  # SmolLM2
+    assert sums.SHAPES["1B"].parameters == 1_235_814_400  # Llama 3.2 1B
+    assert sums.SHAPES["8B"].parameters == 8_030_261_248  # Llama 3.1 8B
+    small = policy.build_model(tmp_path, "0123456789abcdefghij", hidden=64, layers=2, heads=4)
+    assert sums.SHAPES["84k"].parameters == sum(p.numel() for p in small.hf.parameters())
+
+
+def test_what_a_learner_holds(sums: Any) -> None:
+    shape = sums.SHAPES["8B"]
+    whole = shape.parameters
+    by_torch = sums.learner(shape, "bfloat16")
+    assert [by_torch[k] for k in ("weights", "gradient", "moments")] == [2 * whole] * 2 + [
+        4 * whole
+    ]
+    # the published sum for mixed precision: 16 bytes a parameter, of which ZeRO divides 12, 14, 16
+    for stage, kept in ((1, 4), (2, 2), (3, 0)):
+        parts = sums.learner(shape, "bfloat16", stage=stage, ranks=8)
+        held = sum(parts[k] for k in ("weights", "gradient", "moments"))
+        assert held == pytest.approx(whole * (kept + (16 - kept) / 8))
+    one = sums.learner(shape, "float32", stage=0, ranks=8)
+    assert sum(one[k] for k in ("weights", "gradient", "moments")) == 16 * whole
+    # activations grow with the micro-batch, the loss stops at a chunk of logits
+    short, long = (sums.learner(shape, "bfloat16", tokens) for tokens in (4096, 8192))
+    assert long["activations"] == 2 * short["activations"] and long["loss"] == short["loss"]
+
+
+def test_the_documented_table_is_the_arithmetic(sums: Any) -> None:
+    page = (ROOT / "docs" / "machines.md").read_text()
+    for row in sums.gpu_rows():
+        assert "| " + " | ".join(row) + " |" in page
