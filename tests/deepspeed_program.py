@@ -1,9 +1,10 @@
 """Rank program of test_deepspeed.py: `python deepspeed_program.py JSON` trains LearnerCore on a
 fixed stream of batches.
 
-JSON: model, config (sections), batches, and optionally dtype, bad (a batch without finite rewards),
-save (after which batch, directory), restore (directory). Rank 0 prints one JSON object: losses,
-norms, weights' digest, what each rank holds of the optimizer's state."""
+JSON: model, config (sections), batches, and optionally sessions (how those of the batches after
+these are cut into rows), dtype, bad (a batch without finite rewards), save (after which batch,
+directory), restore (directory). Rank 0 prints one JSON object: losses, norms, weights' digest, what
+each rank holds of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ import msgspec
 import numpy as np
 import torch
 from test_learner_step import batch
+from test_rows import sessions
 
 from asyncrl.config.tree import Config
 from asyncrl.models.policy import (
@@ -72,8 +74,13 @@ def main() -> None:
     if "restore" in job:
         checkpoint.restore(core, Path(job["restore"]))
     losses, norms, steps = [], [], []
-    for n in range(core.state.number, job["batches"]):
-        metrics = core.train(batch(n, seed=n, reward=math.nan if n == job.get("bad") else None))
+    cuts = job.get("sessions", [])
+    for n in range(core.state.number, job["batches"] + len(cuts)):
+        if n < job["batches"]:
+            data = batch(n, seed=n, reward=math.nan if n == job.get("bad") else None)
+        else:
+            data = msgspec.structs.replace(sessions(cuts[n - job["batches"]]), number=n)
+        metrics = core.train(data)
         losses.append(metrics["loss/policy"])
         norms.append(metrics["optim/grad_norm"])
         steps.append(

@@ -314,7 +314,6 @@ def until(what: Callable[[], bool]) -> None:
     [
         ("staleness.inject=1", "staleness.inject: knows single answers only"),
         ("staleness.delay=1.0", "staleness.delay: knows single answers only"),
-        ("learner.backend='deepspeed'", "learner.backend: rows were tried with torch alone"),
         ("advantage.name='remax'", "advantage.name: remax has no greedy session"),
         ("advantage.name='gae'", 'advantage.name = gae: needs the order .* agent.fork = "end"'),
         ("agent.tools=['m:f']", "agent.env: an environment has its own tools"),

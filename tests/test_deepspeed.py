@@ -67,20 +67,25 @@ def trained(
 
 @pytest.fixture(scope="module")
 def plain(model_dir: Path) -> dict[str, Any]:
-    return trained(model_dir, {"backend": "torch"})[0]
+    return trained(model_dir, {"backend": "torch"}, sessions=["whole"] * 3)[0]
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(0, 2), (1, 2), (2, 1), (2, 2), (3, 2)])
 def test_every_stage_is_the_torch_learner(
     stage: int, ranks: int, model_dir: Path, plain: dict[str, Any]
 ) -> None:
-    """Answers of 1 to 12 tokens, 18 a batch: uneven over ranks and micro-batches.  One stage's
-    ranks are started by torchrun, the others' by rank 0.
+    """Answers of 1 to 12 tokens, 18 a batch: uneven over ranks and micro-batches; then sessions
+    split into rows, which torch trains unsplit.  One stage's ranks are started by torchrun, the
+    others' by rank 0.
     """
     launcher = TORCHRUN if stage == 1 else ()
     mine, others = trained(
-        model_dir, {"backend": "deepspeed", "zero_stage": stage, "ranks": ranks}, launcher=launcher
+        model_dir,
+        {"backend": "deepspeed", "zero_stage": stage, "ranks": ranks},
+        launcher=launcher,
+        sessions=["split", "shared", "split"],
     )
+    assert len(mine["losses"]) == STEPS + 3
     assert mine["losses"] == pytest.approx(plain["losses"], abs=1e-5)
     assert mine["norms"] == pytest.approx(plain["norms"], rel=1e-4)
     assert mine["weights"] == pytest.approx(plain["weights"], abs=1e-5)
@@ -96,6 +101,23 @@ def test_every_stage_is_the_torch_learner(
     # what it publishes for a generator to check itself by is a plain forward of the published
     # weights
     assert max(mine["probe_off"], plain["probe_off"]) < 1e-5
+
+
+def test_a_sample_split_into_rows_has_the_gradient_that_torch_has_of_the_unsplit_one(
+    model_dir: Path,
+) -> None:
+    """By plain gradient steps at every stage, for losses by token, by sequence, towards a
+    reference, and over mini-batches and epochs.
+    """
+    argv = [sys.executable, "tests/rows_program.py", str(model_dir)]
+    env = ENV | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = json.loads(done.stdout.strip().splitlines()[-1])
+    assert {(stage, variant) for stage, variant, *_ in rows} == {
+        (stage, variant) for stage in range(4) for variant in range(4)
+    }
+    assert all(moved > 1e-3 and apart <= 1e-6 for *_, apart, moved in rows), rows
 
 
 def test_adapters_are_trained_published_and_kept_alone(model_dir: Path, tmp_path: Path) -> None:

@@ -264,15 +264,16 @@ def test_the_same_call_drawn_again_is_the_same(vllm: Engine) -> None:
     assert tokens[10] == tokens[12] != tokens[11] == tokens[13]
 
 
-def test_a_run_of_sessions(tmp_path: Path) -> None:
+def test_a_run_of_sessions_with_vllm_and_deepspeed(tmp_path: Path) -> None:
     """At limit 0 the learner finds every probability that vLLM drew with, tools and all."""
     policy.build_model(tmp_path / "m", Calc.symbols, heads=2, layers=1)
     argv = command(
         *(tmp_path / "m", tmp_path, "v", "generator.engine='vllm'", "generator.slots=16"),
+        *("learner.backend='deepspeed'", "learner.zero_stage=2"),
         *("learner.steps=3", "staleness.max_lag=0", "agent.deadline_s=7200.0"),
         *("wires.connect_s=600", "watchdog.startup_s=3600.0"),
     )
-    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=1200)
     assert done.returncode == 0, done.stderr[-3000:]
     samples = check(tmp_path / "v", 0, 3)
     assert max(s["calls"] for s in samples) > 1 and any(0 in s["mask"] for s in samples)

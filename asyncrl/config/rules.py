@@ -714,7 +714,6 @@ def _agent(config: Config) -> list[str]:
     refused = (
         (config.staleness.inject is not None, "staleness.inject: knows single answers only"),
         (config.staleness.delay > 0, "staleness.delay: knows single answers only"),
-        (config.learner.backend != "torch", "learner.backend: rows were tried with torch alone"),
         (config.advantage.name == "remax", "advantage.name: remax has no greedy session"),
         (
             config.advantage.truncated == "soft",
