@@ -24,6 +24,7 @@ from actors.delivery import Outbox
 from asyncrl.config.tree import Wires
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
+from asyncrl.records import terms
 from buffer import batches, checks
 from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
@@ -77,6 +78,7 @@ class Play:
         self.service.outgoing = deque()
         self.service.learner = {}
         self.service.socket = SimpleNamespace(send=self.heard)
+        self.service.term = terms.take(directory, "here")
         self.service.store = self.open()
         self.session = 0
         self.learners: list[Learner] = []
