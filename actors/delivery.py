@@ -102,6 +102,11 @@ class Outbox:
     def empty(self) -> bool:
         return not self.fresh and not self.sent
 
+    def tickets(self) -> set[tuple[int, int]]:
+        """(ticket, attempt) of what is not acknowledged."""
+        fresh = {(sample.ticket, sample.attempt) for sample in self.fresh}
+        return fresh | {(ticket, attempt) for ticket, _, attempt in self.sent}
+
     def add(self, sample: Trajectory) -> None:
         self.fresh.append(sample)
 

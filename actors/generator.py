@@ -188,6 +188,8 @@ class Generator:
                 self.schedule.announce(reply.announcement)
             elif isinstance(reply, m.Heard):
                 self.schedule.announce(reply.announcement)
+                if self.calls is None:
+                    self.schedule.forgo(reply.attempts)
             elif isinstance(reply, m.Unknown) and reply.session == self.session:
                 self.greet()
             elif isinstance(reply, m.Refused):
@@ -410,6 +412,10 @@ class Generator:
             return []
         return sorted({(t, a) for t, _, a in self.judged if (t, a) not in self.schedule.held})
 
+    def written(self) -> list[tuple[int, int]]:
+        """(ticket, attempt) of all that is written and not acknowledged."""
+        return sorted({(t, a) for t, _, a in self.judged} | self.outbox.tickets())
+
     def renew(self) -> None:
         now = time.monotonic()
         if now - self.renewed < RENEW_S:
@@ -435,6 +441,9 @@ class Generator:
                 waiting=waiting,
                 judging=self.judging(),
                 drawn=self.outbox.drawn.reported(progress),
+                written=self.written(),
+                # calls are numbered otherwise
+                taken=self.schedule.newest_attempt if self.calls is None else 0,
             )
         )
 

@@ -8,7 +8,8 @@ protocol, pure.
 2. A ticket with an exact version (evaluation, lag injection) starts, runs and ends with exactly
    these weights: while such a row is live, nothing is swapped.
 3. A newer epoch's weights end every unfinished sample of an older one.
-4. In lockstep, no training sample starts while an evaluation ticket is held: which answers share
+4. Attempts are taken in their order: what the buffer granted before, and has not come, is forgone.
+5. In lockstep, no training sample starts while an evaluation ticket is held: which answers share
    the engine's batch, and with it the last bit of every logprob, is then a function of the tickets
    alone.
 """
@@ -82,6 +83,12 @@ class Schedule:
             self.newest_attempt = max(self.newest_attempt, ticket.attempt)
             self.held[ticket.ticket, ticket.attempt] = Held(ticket, list(ticket.samples))
         return new
+
+    def forgo(self, attempts: int) -> None:
+        """Take no ticket up to this attempt any more: one that has not come by now is granted
+        again, and would be written twice.
+        """
+        self.newest_attempt = max(self.newest_attempt, attempts)
 
     def order(self) -> list[Held]:
         return sorted(

@@ -461,8 +461,9 @@ def want(message: Want) -> None:
 def renew(message: Renew) -> None:
     """A generator's own numbers and its wait: finite, not negative, and its own."""
     need(
-        len(message.stats) <= NAMES and len(message.judging) <= ROWS,
-        f"{message.producer} tells {len(message.stats)} numbers and {len(message.judging)} tickets",
+        len(message.stats) <= NAMES and len(message.judging) + len(message.written) <= ROWS,
+        f"{message.producer} tells {len(message.stats)} numbers and "
+        f"{len(message.judging) + len(message.written)} tickets",
         "text",
     )
     for name, value in message.stats.items():

@@ -99,6 +99,10 @@ class Told(msgspec.Struct, tag="told", array_like=True):
     drawn: int
 
 
+class Freed(msgspec.Struct, tag="free", array_like=True):
+    attempts: list[tuple[int, int]]  # (ticket, attempt)
+
+
 Record = (
     Granted
     | Renewed
@@ -112,6 +116,7 @@ Record = (
     | Retired
     | Finished
     | Told
+    | Freed
 )
 _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Record).decode
@@ -227,6 +232,8 @@ class RecordedStore(Store):
             super().checkpointed(record.oldest)
         elif isinstance(record, Told):
             super().told(record.producer, record.session, record.drawn)
+        elif isinstance(record, Freed):
+            super().free(record.attempts)
         else:
             self.finished = True
 
@@ -275,6 +282,10 @@ class RecordedStore(Store):
     def end_sessions(self, producer: str, session: int) -> None:
         super().end_sessions(producer, session)
         self._record(Ended(producer, session))
+
+    def free(self, attempts: Sequence[tuple[int, int]]) -> None:
+        super().free(attempts)
+        self._record(Freed(list(attempts)))
 
     def take_all(self, samples: Sequence[Trajectory]) -> list[Disposition]:
         what = [super(RecordedStore, self).take(sample) for sample in samples]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from asyncrl.contract.messages import EVAL_BASE, Disposition, Prompt, Sampling, Ticket, Trajectory
 from asyncrl.contract.versions import Label
-from buffer.groups import Settings
+from buffer.groups import Leases, Settings
 
 OOD_BASE = EVAL_BASE + (1 << 32)
 MAX_FAILURES = 3
@@ -113,6 +113,7 @@ class Evaluations:
         self.prompt = prompt
         self.queue: deque[Job] = deque()
         self.out: dict[int, Out] = {}  # by attempt
+        self.leases = Leases()  # of `out`
         self.rounds: list[Round] = []
         self.results: dict[tuple[str, int], dict[str, float]] = {}
         # finished, not yet written to the metrics
@@ -134,6 +135,9 @@ class Evaluations:
         self.plan = state.plan
         self.queue = deque(state.queue)
         self.out = dict(state.out)
+        self.leases = Leases()
+        for attempt, out in self.out.items():
+            self.leases.add(out.producer, out.session, attempt, out.job.ticket)
         self.rounds = state.rounds
         self.results = dict(state.results)
 
@@ -146,6 +150,7 @@ class Evaluations:
         """
         self.queue.clear()
         self.out.clear()
+        self.leases = Leases()
         self.rounds = []
         self.results = {k: v for k, v in self.results.items() if k[1] <= label.number}
         self.fresh = [x for x in self.fresh if x[0] <= label.number]
@@ -192,6 +197,7 @@ class Evaluations:
         assert self.prompt is not None
         job = self.queue.popleft()
         self.out[attempt] = Out(job, producer, session, expires)
+        self.leases.add(producer, session, attempt, job.ticket)
         limit = settings.sampling.max_new_tokens
         return Ticket(
             ticket=job.ticket,
@@ -223,15 +229,24 @@ class Evaluations:
             ]
         )
 
+    def free(self, attempt: int) -> None:
+        """A job that is out is due again."""
+        if attempt in self.out:
+            self._again([attempt])
+
     def _again(self, attempts: list[int]) -> None:
         for attempt in attempts:
-            self.queue.appendleft(self.out.pop(attempt).job)
+            self.queue.appendleft(self._back(attempt).job)
+
+    def _back(self, attempt: int) -> Out:
+        out = self.out.pop(attempt)
+        self.leases.end(out.producer, out.session, attempt)
+        return out
 
     def deliver(self, sample: Trajectory) -> Disposition:
-        entry = self.out.pop(sample.attempt, None)
-        if entry is None:
+        if sample.attempt not in self.out:
             return "duplicate"
-        job = entry.job
+        job = self._back(sample.attempt).job
         current = next(r for r in self.rounds if r.label == job.label and r.split == job.split)
         if sample.failed and job.failures + 1 < MAX_FAILURES:
             job.failures += 1

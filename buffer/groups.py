@@ -5,6 +5,7 @@ ledger.
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -87,6 +88,37 @@ class Lease:
     expires: float
     todo: set[int]
     granted: Label
+
+
+@dataclass
+class Leases:
+    """Which attempts a session holds, of the leases that stand.
+
+    >>> leases = Leases()
+    >>> leases.add("g", 1, 5, ticket=0), leases.add("g", 1, 6, ticket=1)
+    (None, None)
+    >>> leases.unnamed("g", 1, taken=5, named=set()), leases.unnamed("g", 1, taken=6, named={5})
+    ([(0, 5)], [(1, 6)])
+    """
+
+    # (producer, session) -> {attempt: ticket}
+    held: dict[tuple[str, int], dict[int, int]] = field(default_factory=dict)
+
+    def add(self, producer: str, session: int, attempt: int, ticket: int) -> None:
+        self.held.setdefault((producer, session), {})[attempt] = ticket
+
+    def end(self, producer: str, session: int, attempt: int) -> None:
+        mine = self.held[producer, session]
+        del mine[attempt]
+        if not mine:
+            del self.held[producer, session]
+
+    def unnamed(
+        self, producer: str, session: int, taken: int, named: Set[int]
+    ) -> list[tuple[int, int]]:
+        """(ticket, attempt) up to the attempt `taken` that are not among those `named`."""
+        mine = self.held.get((producer, session), {})
+        return [(t, a) for a, t in mine.items() if a <= taken and a not in named]
 
 
 class Grant(NamedTuple):

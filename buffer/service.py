@@ -445,10 +445,22 @@ class Service:
             message.producer, message.session, message.progress, time.monotonic(), message.judging
         )
         if entry is not None:
+            self.free_unheld(message)
             entry["stats"], entry["waiting"] = message.stats, message.waiting
             entry["sessions"] = message.sessions
             self.reported.add(message.producer)
-            self.send(peer, m.Heard(self.store.epoch, self.announcement()))
+            said = self.announcement()
+            self.send(peer, m.Heard(self.store.epoch, said, attempts=self.store.attempts))
+
+    def free_unheld(self, message: m.Renew) -> None:
+        """Tickets whose reply died with a connection, or with the buffer's life before, are due
+        again: the generator says up to which attempt it takes none, and names those that it has.
+        """
+        each = (message.progress, message.judging, message.written)
+        named = {row[1] for rows in each for row in rows}
+        unheld = self.store.unheld(message.producer, message.session, message.taken, named)
+        if unheld:
+            self.store.free(unheld)
 
     def on_Leaving(self, peer: bytes, message: m.Leaving) -> None:
         """A generator ends: what it holds is due again now, and nobody waits for it."""

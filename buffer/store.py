@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 
 from asyncrl.contract import admission
 from asyncrl.contract.errors import AsyncrlError
@@ -35,7 +35,7 @@ from asyncrl.contract.messages import (
 from asyncrl.contract.versions import Label, PolicyTree
 from buffer import batches, checks
 from buffer.evaluation import Evaluations
-from buffer.groups import MAX_DROPS, Grant, Group, Lease, Settings, Stored
+from buffer.groups import MAX_DROPS, Grant, Group, Lease, Leases, Settings, Stored
 from buffer.ledger import Ledger, tokens_of
 from buffer.state import Snapshot
 
@@ -73,6 +73,7 @@ class Store:
         self.policy: Label | None = None
         self.source: WeightsSource | None = None
         self.alive: dict[int, Group] = {}  # in ticket order
+        self.leases = Leases()  # of `alive`
         self.retained: dict[int, Group] = {}  # committed, needed by a checkpoint kept
         self.comps: list[list[int]] = []  # tickets of batch base, base + 1, ...
         self.composed: set[int] = set()
@@ -161,6 +162,10 @@ class Store:
         self.policy = state.policy
         self.source = state.source
         self.alive = {group.ticket: group for group in state.alive}
+        self.leases = Leases()
+        for group in state.alive:
+            if (lease := group.lease) is not None:
+                self.leases.add(lease.producer, lease.session, lease.attempt, group.ticket)
         self.retained = {group.ticket: group for group in state.retained}
         self.comps = state.comps
         self.composed = {ticket for comp in state.comps for ticket in comp}
@@ -337,6 +342,7 @@ class Store:
         group.lease = Lease(
             self.attempts, producer, session, now + self.settings.lease_s, set(todo), self.policy
         )
+        self.leases.add(producer, session, self.attempts, group.ticket)
         group.attempts[self.attempts] = [0, 0, 0]
         limit = self.announced()
         group.grants[self.attempts] = Grant(
@@ -446,10 +452,30 @@ class Store:
                 self._end_lease(group)
         self.evaluations.end_sessions(producer, session)
 
+    def unheld(
+        self, producer: str, session: int, taken: int, named: Set[int]
+    ) -> list[tuple[int, int]]:
+        """(ticket, attempt) granted to a session that it has not, and will not take: those up to
+        `taken`, the attempt up to which it takes none any more, that are not `named`.
+        """
+        mine = self.leases.unnamed(producer, session, taken, named)
+        return mine + self.evaluations.leases.unnamed(producer, session, taken, named)
+
+    def free(self, attempts: Sequence[tuple[int, int]]) -> None:
+        """End the leases of these (ticket, attempt)."""
+        for ticket, attempt in attempts:
+            if ticket >= EVAL_BASE:
+                self.evaluations.free(attempt)
+            elif (group := self.alive.get(ticket)) is not None and (
+                group.lease is not None and group.lease.attempt == attempt
+            ):
+                self._end_lease(group)
+
     def _end_lease(self, group: Group) -> None:
-        if group.lease is not None:
-            group.attempts[group.lease.attempt][2] = 1
+        if (lease := group.lease) is not None:
+            group.attempts[lease.attempt][2] = 1
             group.lease = None
+            self.leases.end(lease.producer, lease.session, lease.attempt)
             self.lacking = True
 
     # ---- samples ---------------------------------------------------------------------------------

@@ -12,15 +12,19 @@ updates, its label (epoch, number) is what travels.  Samples travel through a ne
 them; faults come out of a budget: a sample lost or doubled, a generator or learner killed, a lease
 that ends under a slow generator, a second learner beside the first.  With `sessions` a generator is
 a gateway: a sample's last call may be another engine's, and what a new epoch finds begun waits
-until the next grant of its sample adopts it.  Requests of a learner are answered at once: their
-loss and repetition are the business of tests/test_service.py, durability of tests/test_journal.py.
+until the next grant of its sample adopts it.  With `mail` tickets, renewals and their answers
+travel too, and tickets get lost, as a connection breaks or the buffer dies between the grant and
+its reply, or overtaken; no lease of a generator that lives then ends by time, but by a fault.
+Requests of a learner are answered at once: their loss and repetition are the business of
+tests/test_service.py, durability of tests/test_journal.py.
 tests/test_protocol_model.py runs the model and the real store side by side, action by action.
 
 Invariants: I1 no token is trained past the limit.  I2 no sample is trained twice in the surviving
 history.  I4 a batch that comes again is the same, orphans excepted.  I5 the end stays reachable
 without further faults.  I6 what was written has one ledger line, or is still on its way.  I7 what a
 checkpoint kept may need is not retired.  I8 batches are trained in order, none left out.  I9 a
-label names one policy, and the buffer knows it."""
+label names one policy, and the buffer knows it.  I10 what a generator holds, or will take, is not
+given to another as long as its lease lasts."""
 
 from __future__ import annotations
 
@@ -83,6 +87,9 @@ class Bounds(NamedTuple):
     # generators are gateways: a sample is a session whose last call any engine draws, and which
     # goes on over a learner's life
     sessions: bool = False
+    # of a generator's tickets, renewals and the answers to these, so many of each may be on their
+    # way; 0: tickets are taken as they are granted
+    mail: int = 0
     off: frozenset[str] = frozenset()
 
 
@@ -115,6 +122,7 @@ class Generator(NamedTuple):
     # (ticket, attempt, samples to do, min_version, () or the version of the first token)
     held: tuple[Any, ...] = ()
     out: frozenset[Any] = frozenset()  # sent, not acknowledged
+    taken: int = 0  # with `mail`: the attempt up to which it takes no ticket
 
 
 class Learner(NamedTuple):
@@ -136,6 +144,9 @@ class World(NamedTuple):
     epochs: int = 1
     # ghost: (number, ((ticket, sample), ...)) of every batch handed out
     leased: tuple[Any, ...] = ()
+    # ("tickets", generator, what it is to hold), ("renewal", generator, its `taken`, the attempts
+    # that it names), ("heard", generator, the attempts granted then)
+    mail: frozenset[tuple[Any, ...]] = frozenset()
 
 
 class Broken(Exception):
@@ -375,10 +386,81 @@ def grant(c: Bounds, w: World, i: int) -> World:
     b, held = on_grant(w.buffer, g, i, w.gens[i].session)
     if "attempts" in c.off:
         held = (held[0], 0, *held[2:])
+    w = w._replace(buffer=b)
+    if c.mail:
+        return w._replace(mail=w.mail | {("tickets", i, held)})
     mine = w.gens[i].held
     if c.sessions:
         held, mine = adopt(held, mine)
-    return with_gen(w._replace(buffer=b), i, held=(*mine, held))
+    return with_gen(w, i, held=(*mine, held))
+
+
+def will_take(c: Bounds, w: World, letter: tuple[Any, ...]) -> bool:
+    _, i, held = letter
+    return held[1] > w.gens[i].taken or "forgo" in c.off
+
+
+def take(c: Bounds, w: World, letter: tuple[Any, ...]) -> World:
+    """Tickets arrive; what was forgone is not taken, nor what is of an epoch that is over."""
+    _, i, held = letter
+    g = w.gens[i]
+    mine = will_take(c, w, letter) and not parked(g, held)
+    w = w._replace(mail=w.mail - {letter})
+    return with_gen(w, i, held=(*g.held, held) if mine else g.held, taken=max(g.taken, held[1]))
+
+
+def tickets_lost(c: Bounds, w: World, letter: tuple[Any, ...]) -> World:
+    return w._replace(mail=w.mail - {letter}, faults=w.faults - 1)
+
+
+def renew(c: Bounds, w: World, i: int) -> World:
+    """A generator names what it holds, and up to which attempt that is all."""
+    g = w.gens[i]
+    sent = {m[2][2] for m in g.out} if "written" not in c.off else set()
+    named = frozenset({h[1] for h in g.held} | sent)
+    return w._replace(mail=w.mail | {("renewal", i, g.taken, named)})
+
+
+def answer(c: Bounds, w: World, letter: tuple[Any, ...]) -> World:
+    """What is not named, and will not be taken, is due again."""
+    _, i, taken, named = letter
+    b = w.buffer
+
+    def unheld(group: Group) -> bool:
+        attempt, holder, session, _ = group.lease
+        forgone = attempt <= taken or "taken" in c.off
+        mine = holder == i and session == w.gens[i].session
+        return mine and forgone and attempt not in named and "unheld" not in c.off
+
+    for group in (x for x in b.groups if x.lease and unheld(x)):
+        attempt = group.lease[0]
+        held = any(h[1] == attempt for h in w.gens[i].held)
+        coming = any(
+            x[0] == "tickets" and x[1] == i and x[2][1] == attempt and will_take(c, w, x)
+            for x in w.mail
+        )
+        sent = any(x[2][2] == attempt for x in w.gens[i].out)
+        need(
+            not (held or coming or sent),
+            "I10",
+            f"attempt {attempt} of ticket {group.ticket} is freed, and generator {i} has it",
+        )
+    # an answer that says nothing new would change nothing
+    news = {("heard", i, b.attempts)} if b.attempts > taken else set()
+    return w._replace(buffer=end_leases(b, unheld), mail=w.mail - {letter} | news)
+
+
+def overtakes(w: World, letter: tuple[Any, ...]) -> bool:
+    """Are tickets still on their way that were granted before this answer was given?"""
+    _, i, attempts = letter
+    return any(x[:2] == ("tickets", i) and x[2][1] <= attempts for x in w.mail)
+
+
+def hear(c: Bounds, w: World, letter: tuple[Any, ...], fault: bool) -> World:
+    """What was granted by now, and has not come, is lost: it is not taken later."""
+    _, i, attempts = letter
+    w = w._replace(mail=w.mail - {letter}, faults=w.faults - fault)
+    return with_gen(w, i, taken=max(w.gens[i].taken, attempts))
 
 
 def adopt(new: tuple[Any, ...], mine: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
@@ -585,7 +667,9 @@ def kill_generator(c: Bounds, w: World, i: int) -> World:
     w = w._replace(faults=w.faults - 1)
     if "reissue" not in c.off:
         w = w._replace(buffer=end_leases(w.buffer, lambda g: g.lease[1] == i))
-    return with_gen(w, i, session=w.gens[i].session + 1, weights=(), held=(), out=frozenset())
+    w = w._replace(mail=frozenset(x for x in w.mail if x[1] != i))
+    new = {"weights": (), "held": (), "out": frozenset(), "taken": 0}
+    return with_gen(w, i, session=w.gens[i].session + 1, **new)
 
 
 def expire(c: Bounds, w: World, ticket: int, fault: bool) -> World:
@@ -594,10 +678,12 @@ def expire(c: Bounds, w: World, ticket: int, fault: bool) -> World:
     )
 
 
-def idle_lease(w: World, g: Group) -> bool:
+def idle_lease(c: Bounds, w: World, g: Group) -> bool:
     """Nobody works on it any more: it ends by itself, without a fault."""
     attempt, i, session, _ = g.lease
     mine = w.gens[i]
+    if c.mail:
+        return bool(mine.session != session)
     busy = any(h[:2] == (g.ticket, attempt) for h in mine.held) or any(
         (m[2][0], m[2][2]) == (g.ticket, attempt) for m in mine.out | w.net
     )
@@ -609,7 +695,8 @@ def steps(c: Bounds, w: World) -> Iterator[tuple[tuple[Any, ...], bool]]:
     b, free = w.buffer, grantable(c, w.buffer)
     for i, g in enumerate(w.gens):
         # those that wait to be adopted take no place: else none might come that adopts them
-        if free is not None and sum(not parked(g, h) for h in g.held) < c.slots:
+        full = sum(not parked(g, h) for h in g.held) >= c.slots
+        if free is not None and not full and (not c.mail or on_way(w, "tickets", i) < c.mail):
             yield (grant, i), False
         if g.weights != newest(c, w) and (
             not g.weights or newest(c, w)[0] >= g.weights[0] or "lineage" in c.off
@@ -626,6 +713,8 @@ def steps(c: Bounds, w: World) -> Iterator[tuple[tuple[Any, ...], bool]]:
                 yield (finish, i, h), False
         for m in g.out - w.net:
             yield (resend, m), False
+    if c.mail:
+        yield from mail_steps(c, w)
     for m in w.net:
         yield (deliver, m, False), False
         if w.faults and "double" in c.kinds:
@@ -635,7 +724,7 @@ def steps(c: Bounds, w: World) -> Iterator[tuple[tuple[Any, ...], bool]]:
     for x in w.learners:
         yield from learner_steps(c, w, x)
     for g2 in b.groups:
-        if g2.lease and "reissue" not in c.off and idle_lease(w, g2):
+        if g2.lease and "reissue" not in c.off and idle_lease(c, w, g2):
             yield (expire, g2.ticket, False), False
         elif g2.lease and w.faults and "slow" in c.kinds:
             yield (expire, g2.ticket, True), True
@@ -650,6 +739,29 @@ def steps(c: Bounds, w: World) -> Iterator[tuple[tuple[Any, ...], bool]]:
                 yield (start, p, k, w.learners, True), True
     if not w.learners:
         yield (start, w.kept[1][-1], c.k[0], (), False), False
+
+
+def on_way(w: World, kind: str, i: int) -> int:
+    return sum(x[:2] == (kind, i) for x in w.mail)
+
+
+def mail_steps(c: Bounds, w: World) -> Iterator[tuple[tuple[Any, ...], bool]]:
+    for i in range(c.gens):
+        leased = any(g.lease and g.lease[1] == i for g in w.buffer.groups)
+        if leased and on_way(w, "renewal", i) < c.mail:  # else none can be freed
+            yield (renew, i), False
+    for letter in w.mail:
+        kind, i = letter[:2]
+        if kind == "tickets":
+            yield (take, letter), False
+            if w.faults and "unheard" in c.kinds:
+                yield (tickets_lost, letter), True
+        elif kind == "heard":
+            late = overtakes(w, letter)
+            if not late or (w.faults and "unheard" in c.kinds):
+                yield (hear, letter, late), late
+        elif on_way(w, "heard", i) < c.mail:
+            yield (answer, letter), False
 
 
 def learner_steps(c: Bounds, w: World, x: Learner) -> Iterator[tuple[tuple[Any, ...], bool]]:
@@ -768,6 +880,9 @@ RUNS: tuple[dict[str, Any], ...] = (
     {"k": (0, 1), "same": True, "kinds": "learner"},
     {"k": (1, 0), "moves": (0, 1), "kinds": "learner slow"},
     {"k": (1, 0), "kinds": "learner slow", "sessions": True},
+    {"k": (0,), "kinds": "unheard", "mail": 2},
+    {"k": (0,), "kinds": "unheard gen", "mail": 1},
+    {"k": (0,), "kinds": "unheard learner", "mail": 1},
 )
 LARGE: tuple[dict[str, Any], ...] = (
     {"k": (0,), "faults": 2},
@@ -778,6 +893,8 @@ LARGE: tuple[dict[str, Any], ...] = (
     {"k": (1, 0), "moves": (0, 1), "kinds": "learner slow", "steps": 3},
     {"k": (1, 0), "kinds": "learner slow", "sessions": True, "gens": 2},
     {"k": (0,), "kinds": "learner slow", "sessions": True, "group": 2, "steps": 3},
+    {"k": (1,), "kinds": "unheard", "mail": 2},
+    {"k": (0,), "kinds": "unheard", "mail": 1, "gens": 2, "faults": 2},
 )
 # rule -> (invariant that breaks without it, bounds that show it)
 OFF: dict[str, tuple[str, dict[str, Any]]] = {
@@ -801,6 +918,10 @@ OFF: dict[str, tuple[str, dict[str, Any]]] = {
     "hello_truth": ("I9", {"k": (0,), "kinds": "learner"}),
     "fencing": ("I9", {"kinds": "second"}),
     "retire_kept": ("I5", {"kinds": "learner older", "steps": 3, "keep": 2}),
+    "unheld": ("I5", {"k": (0,), "kinds": "unheard", "mail": 1}),
+    "taken": ("I10", {"k": (0,), "faults": 0, "mail": 1}),
+    "forgo": ("I10", {"k": (0,), "kinds": "unheard", "mail": 1}),
+    "written": ("I10", {"k": (0,), "faults": 0, "mail": 1}),
 }
 
 

@@ -318,7 +318,12 @@ class SessionWorld(World):
         self.store.renew(
             message.producer, message.session, message.progress, self.now, message.judging
         )
-        return m.Heard(self.store.epoch, self.announcement())
+        rows = (*message.progress, *message.judging, *message.written)
+        named = {row[1] for row in rows}
+        # no reply is lost here: whatever it was granted and took, it has
+        unheld = self.store.unheld(message.producer, message.session, message.taken, named)
+        need(not unheld, f"tickets {unheld} are held, and not named")
+        return m.Heard(self.store.epoch, self.announcement(), attempts=self.store.attempts)
 
     def answer_want(self) -> bool:
         """Tickets, as soon as there are some."""

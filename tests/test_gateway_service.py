@@ -379,9 +379,26 @@ def test_it_vouches_for_open_sessions_and_asks_for_as_many_as_it_may_hold(
     (renewed,) = [x for x in w.wire.sent if isinstance(x, m.Renew)]
     assert renewed.judging == [(11, 1), (12, 2)] and renewed.drawn == 3
     assert renewed.progress == [(11, 1, 3), (12, 2, 0)]
+    assert (renewed.taken, renewed.written) == (2, [])
     w.wire.replies.append(m.Tickets(w.gateway.session, 1, [], None, True))
     w.gateway.read()
     assert w.gateway.over
+
+
+def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(
+    world: Callable[..., World],
+) -> None:
+    w = world(sessions=3, env="agent_envs:Fails")
+    lost = w.ticket(kind="raises")
+    w.wire.replies.append(m.Heard(1, None, attempts=1))
+    w.gateway.read()
+    w.take(lost, w.ticket(kind="raises"))
+    assert set(w.gateway.held) == {(12, 2)}
+    w.answer(w.calls(1)[0], "ab")
+    w.gateway.outbox.fresh = w.ended()  # on its way, and no session's any more
+    w.gateway.renew()
+    (renewed,) = [x for x in w.wire.sent if isinstance(x, m.Renew)]
+    assert not w.gateway.held and (renewed.taken, renewed.written) == (2, [(12, 2)])
 
 
 def test_it_tells_what_the_oldest_sessions_wait_for(world: Callable[..., World]) -> None:

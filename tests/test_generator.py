@@ -16,6 +16,7 @@ from conftest import ROOT
 
 from actors.engine import Answer, Request
 from actors.generator import Generator
+from actors.turn import NoRoom, unwritten
 from asyncrl.config import load as config_load
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import NothingToDo, PeerUnreachable
@@ -246,6 +247,68 @@ def test_answers_that_wait_for_their_reward_keep_their_lease(
         and {"link/acked", "link/fetch_s"} < set(told().stats)
     )
     assert sum(len(x.samples) for x in said if isinstance(x, m.Deliver)) == 4
+
+
+def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(
+    make: Callable[..., Generator],
+) -> None:
+    """It names all that it has, wherever that is, and the attempt up to which that is all."""
+    g = make()
+    inbox, said = g.socket.inbox, g.socket.said  # type: ignore[attr-defined]
+    inbox.append(
+        tickets(g, announcement(1), *(ticket(n, n + 1, epoch=1, samples=1) for n in range(3)))
+    )
+    one_pass(g)
+
+    def told() -> m.Renew:
+        g.renewed = 0.0
+        one_pass(g)
+        return next(x for x in reversed(said) if isinstance(x, m.Renew))
+
+    span = m.Span(Label(1, 0), "d", 0, 2, Label(1, 0))
+    for key in ((0, 0, 1), (1, 0, 2)):
+        row = g.engine.rows.pop(key)  # type: ignore[attr-defined]
+        answer = Answer(
+            key, row.prompt, np.zeros(2, np.int32), np.zeros(2, np.float32), [span], "length"
+        )
+        g.finished(answer)
+    g.rewards.poll = list  # type: ignore[method-assign, assignment]
+    renew = told()
+    assert (renew.taken, renew.written) == (3, [(0, 1), (1, 2)])
+    assert [name[:2] for name in renew.progress] == [(2, 3)]
+    written = g.judged.pop((0, 0, 1))
+    g.outbox.add(
+        unwritten(NoRoom(written.ticket, (0, 0, 1), m.Failure("data", "no")), Label(1, 0), "d")
+    )
+    assert told().written == [(0, 1), (1, 2)]  # fresh, then sent, and not acknowledged
+    g.outbox.fresh_since = -1.0  # it has waited for company
+    assert told().written == [(0, 1), (1, 2)] and g.outbox.sent and not g.outbox.fresh
+    inbox.append(m.Acks(g.session, [(0, 0, 1, "failed")], 1 << 20, None))
+    assert told().written == [(1, 2)]
+    inbox.append(m.Heard(1, None, attempts=5))
+    assert told().taken == 5
+    inbox.append(tickets(g, None, ticket(4, 5, epoch=1), ticket(5, 6, epoch=1)))
+    renew = told()
+    assert set(g.schedule.held) == {(2, 3), (5, 6)} and renew.taken == 6
+    inbox.append(m.Heard(1, None, attempts=2))  # a late one
+    assert told().taken == 6
+
+
+def test_one_that_draws_calls_forgoes_none_and_says_nothing_of_tickets(
+    make: Callable[..., Generator], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Calls are numbered by itself: what the buffer has granted is the gateway's business."""
+    g = make("agent.env='none:None'")
+    assert g.calls is not None
+    g.calls.close()
+    monkeypatch.setattr("actors.generator.wait", lambda *_: None)
+    monkeypatch.setattr(g.calls, "read", lambda: None)
+    g.socket.inbox.append(m.Heard(1, None, attempts=5))  # type: ignore[attr-defined]
+    g.read()
+    assert g.schedule.newest_attempt == 0
+    g.schedule.newest_attempt = 3
+    g.renew()
+    assert g.socket.said[-1].taken == 0  # type: ignore[attr-defined]
 
 
 def test_a_slow_engine_makes_fewer_steps_in_a_call(

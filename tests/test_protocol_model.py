@@ -83,8 +83,9 @@ class SideBySide:
             )
         )
 
-    def run(self, most: int = 400) -> int:
+    def run(self) -> int:
         """To the end; returns how many actions."""
+        most = 4000 if self.c.mail else 400
         for n in range(most):
             if pm.over(self.c, self.w):
                 return n
@@ -98,7 +99,8 @@ class SideBySide:
         raise AssertionError(f"no end after {most} actions")
 
     def do_grant(self, before: pm.World, i: int) -> None:
-        t, a, todo, least, _ = self.w.gens[i].held[-1]
+        new = [letter[2] for letter in self.w.mail - before.mail] or [self.w.gens[i].held[-1]]
+        t, a, todo, least, _ = new[0]
         got = self.store.grant(f"g{i}", before.gens[i].session, 1, 0.0)
         for ticket, earlier, (sample, *_), _, first in before.gens[i].held:
             if self.c.sessions and ticket == t and first and sample in todo:
@@ -165,6 +167,10 @@ class SideBySide:
 
     def do_start(self, before: pm.World, policy: int, k: int, others: Any, fault: bool) -> None:
         self.hello(self.w.epochs, policy, k, before.kept[0])
+
+    def do_answer(self, before: pm.World, letter: tuple[Any, ...]) -> None:
+        _, i, taken, named = letter
+        self.store.free(self.store.unheld(f"g{i}", before.gens[i].session, taken, named))
 
     def do_kill_generator(self, before: pm.World, i: int) -> None:
         self.store.end_sessions(f"g{i}", self.w.gens[i].session)
@@ -269,12 +275,24 @@ WALKS: list[dict[str, Any]] = [
         "prefetch": 1,
         "same": True,
     },
+    {
+        "k": (1, 0, 2),
+        "batch": 1,
+        "group": 2,
+        "gens": 2,
+        "slots": 2,
+        "steps": 4,
+        "faults": 5,
+        "kinds": "lose gen learner slow older unheard",
+        "keep": 2,
+        "mail": 2,
+    },
 ]
 
 
-@pytest.mark.parametrize("more", WALKS, ids=lambda m: f"k{m['k']}")
+@pytest.mark.parametrize("more", WALKS, ids=str)
 def test_the_real_store_does_what_the_model_does(more: dict[str, Any]) -> None:
-    for seed in range(150):
+    for seed in range(40 if more.get("mail") else 150):  # messages more, and so longer
         try:
             SideBySide(pm.Bounds(**more), seed).run()
         except (AssertionError, pm.Broken) as e:

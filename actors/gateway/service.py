@@ -291,6 +291,7 @@ class Gateway:
                 self.announce(reply.announcement)
             elif isinstance(reply, m.Heard):
                 self.announce(reply.announcement)
+                self.newest_attempt = max(self.newest_attempt, reply.attempts)
             elif isinstance(reply, m.Refused):
                 error = AsyncrlError(reply.reason)
                 error.exit_code = reply.exit_code
@@ -826,6 +827,8 @@ class Gateway:
                 ),
                 drawn=self.outbox.drawn.reported(progress),
                 sessions=self.oldest(now),
+                written=sorted(self.outbox.tickets()),
+                taken=self.newest_attempt,
             )
         )
 

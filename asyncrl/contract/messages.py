@@ -281,6 +281,11 @@ class Renew(msgspec.Struct, frozen=True, tag="renew"):
     # what it reported or delivered
     drawn: int = 0
     sessions: list[OpenSession] = []  # of a gateway: one of each of its oldest tickets
+    # (ticket, attempt) that are written and not acknowledged, the rest of what it holds
+    written: list[tuple[int, int]] = []
+    # up to this attempt it takes no ticket any more: what was granted to it and is not named here
+    # never came, and is due again; 0: it does not say
+    taken: int = 0
 
 
 class Leaving(msgspec.Struct, frozen=True, tag="leaving"):
@@ -565,6 +570,8 @@ class Heard(msgspec.Struct, frozen=True, tag="heard"):
 
     epoch: int
     announcement: Announcement | None = None
+    # granted so far: a ticket up to here that has not come by now is lost, and not taken later
+    attempts: int = 0
 
 
 class Watch(msgspec.Struct, frozen=True, tag="watch"):
