@@ -121,3 +121,43 @@ def plays(prompt: Any, session: Any) -> Any:
 
 async def plays_later(prompt: Any, session: Any) -> float:
     return float(session.first) + len(session.base_url.rpartition("/")[2])
+
+
+class Longer:
+    """A game of two: three moves each, any text is one; a player is told how long the last move of
+    the other was.  Who wrote more wins 1, a draw pays both a half.
+    """
+
+    def reset(self, *, seed: int, options: dict[str, Any]) -> None:
+        self.said = options["prompt"].text
+        self.kind = options["prompt"].meta.get("kind", "")
+        self.lengths = [0, 0]
+        self.turns = 0
+
+    def turn(self) -> tuple[int, str]:
+        if self.kind == "three":
+            return 2, ""
+        return self.turns % 2, self.said
+
+    def play(self, text: str) -> tuple[float, float] | None:
+        self.lengths[self.turns % 2] += len(text)
+        self.said = f"{len(text)}="
+        self.turns += 1
+        if self.turns < 6 and not (self.kind == "quits" and text == "h"):
+            return None
+        ahead = self.lengths[0] - self.lengths[1]
+        first = 0.5 + 0.5 * ((ahead > 0) - (ahead < 0))
+        return first, 1 - first
+
+    def moves(self) -> list[str]:
+        return [] if self.kind == "mute" else ["a", "bb"]
+
+    def parts(self, player: int) -> dict[str, float]:
+        return {"length": float(self.lengths[player])}
+
+
+def answers(text: str) -> Any:
+    """An opponent: as many letters as it was told things; raises when told of nothing."""
+    if text.endswith("0="):
+        raise KeyError("gone")
+    return None if text.endswith("1=") else "c" * (text.count("=") + 1)

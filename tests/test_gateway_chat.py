@@ -18,7 +18,7 @@ from gateway_kit import CHATML, tokenizer
 
 from actors.gateway.chat import Chat, call_id, hermes, normalised, parser_for, whole_text
 from actors.gateway.forest import rows_of
-from actors.gateway.sessions import CallRefused, Limits, Session
+from actors.gateway.sessions import CallRefused, Limits, Session, Sides
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt, Sampling, Span, Ticket
 from asyncrl.contract.versions import Label
@@ -216,6 +216,44 @@ def test_prompts_are_the_references_token_by_token(kind: str, seed: int) -> None
             )
         )
     assert set(play.session.forks) <= {"branch", "again"}
+
+
+@pytest.mark.parametrize("templated", [True, False])
+def test_both_sides_of_a_game_may_be_told_and_say_the_same(templated: bool) -> None:
+    """Each goes on behind its own draw, not behind the newest that is equal; the other side's draws
+    are set aside, and another game begins anew.
+    """
+    play = Play(ZOO["chatml"])
+    end = play.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    ids = [*play.characters("low"), end]
+    sides = Sides(templated)
+
+    def turn(game: int, told: Any, chosen: list[int] = ids) -> Any:
+        sides.turn(game)
+        call = sides.now.place(play.session, told, (), 0.0)
+        play.draw(call, chosen, "stop")
+        sides.now.drew(call.node)
+        assert call.aside == (game > 0)
+        return call
+
+    said = [{"role": "user", "content": "go"}]
+    first = [turn(0, "go"), turn(1, said)]
+    second = [turn(0, "lower"), turn(1, "lower")]
+    third = [turn(0, "slow", [*ids[1:]]), turn(1, "slow")]
+    assert [call.parent for call in first] == [None, None]
+    assert [call.parent for call in second] == [call.node for call in first]
+    assert [call.parent for call in third] == [call.node for call in second]
+    for own, other in zip([first, second], [first, second], strict=True):
+        assert own[0].prompt_ids.tolist() == other[1].prompt_ids.tolist()
+        assert own[0].stream_key != other[1].stream_key
+    again = turn(2, "go")
+    assert again.parent is None and again.prompt_ids.tolist() == first[0].prompt_ids.tolist()
+    assert turn(2, "slow").parent is again.node
+    assert sides.policy.last is third[0].node and sides.policy.game == 0
+    (row,) = play.session.rows()
+    trained = np.frombuffer(row.tokens, "<i4")[np.frombuffer(row.mask, np.uint8) > 0]
+    assert trained.tolist() == [*ids, *ids, *ids[1:]]
+    assert play.session.aside == 5 * len(ids)
 
 
 def test_a_template_that_strips_thinking_forks_or_keeps() -> None:

@@ -195,6 +195,91 @@ def test_rewards_of_calls_stand_on_their_last_tokens_where_sessions_have_one_row
     assert at == {2: 0.2, 8: 0.3, 12: 0.1}
 
 
+def of_side(w: World, side: int, kind: str = "") -> m.Ticket:
+    """A ticket whose seed gives the policy that side of a game."""
+    while True:
+        ticket = w.ticket(kind=kind)
+        if service.env_seed(w.gateway.config, ticket) % 2 == side:
+            return ticket
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_against_itself_one_side_is_trained_and_the_other_set_aside(
+    world: Callable[..., World], side: int
+) -> None:
+    """Both sides' calls are the session's: the same minimum version, seed and ledger."""
+    settings = {"max_new_tokens": 8, "context": 64}
+    w = world(env="agent_envs:Longer", opponent="self", eval_opponent="random", generator=settings)
+    ticket = of_side(w, side)
+    w.take(ticket)
+    heard: list[list[list[int]]] = [[], []]
+    texts = ("a", "bb", "abc", "abcd", "abcde", "abcdef")
+    streams = []
+    for turn, text in enumerate(texts):
+        (call,) = w.calls(1)
+        assert (call.ticket, call.sample, call.min_version, call.seed) == (
+            *(ticket.ticket, 0, AT, 3),
+        )
+        heard[turn % 2].append(np.frombuffer(call.prompt, "<i4").tolist())
+        streams.append(call.stream)
+        w.answer(call, text)
+    assert len(set(streams)) == 6
+    (s,) = w.ended()
+    for player, begins in enumerate(("ab=", "1=")):
+        whole = ids(w, begins)
+        for turn, prompt in enumerate(heard[player]):
+            assert prompt == whole
+            whole = [*whole, *ids(w, texts[2 * turn + player]), 1]
+            whole += ids(w, f"{2 * turn + player + 2}=")
+    own, other = ("a", "abc", "abcde"), ("bb", "abcd", "abcdef")
+    if side:
+        own, other = other, own
+    kept = np.frombuffer(s.tokens, "<i4")[np.frombuffer(s.mask, np.uint8) > 0].tolist()
+    assert kept == [token for text in own for token in (*ids(w, text), 1)]
+    assert (s.calls, s.aside, s.rows) == (6, sum(len(text) + 1 for text in other), [])
+    assert s.reward == side and not s.failed and s.finish == "stop"
+    assert s.reward_parts == {"won": side, "length": sum(map(len, own))}
+    assert np.frombuffer(s.prompt_tokens, "<i4").tolist() == heard[side][0]
+
+
+def test_the_opponents_reward_is_on_the_policys_last_token(world: Callable[..., World]) -> None:
+    w = world(env="agent_envs:Longer", opponent="self", eval_opponent="self", fork="end")
+    w.take(of_side(w, 0))
+    for text in ("abcd", "a", "abcd", "a", "abcd", "a"):
+        w.answer(w.calls(1)[0], text)
+    (s,) = w.ended()
+    given = np.frombuffer(s.token_rewards, "<f4")
+    assert s.reward == 1 and np.flatnonzero(~np.isnan(given)).tolist() == [len(given) - 1]
+    assert given[-1] == 1 and not s.rows
+
+
+def test_evaluations_are_against_their_own_opponent(world: Callable[..., World]) -> None:
+    """Whom it plays is the ticket's kind; a fixed opponent's moves are no calls."""
+    w = world(env="agent_envs:Longer", opponent="self", eval_opponent="random")
+    w.take(msgspec.structs.replace(w.ticket(), kind="eval"))
+    for _ in range(3):
+        w.answer(w.calls(1)[0], "abc")
+    (s,) = w.ended()
+    assert (s.calls, s.aside, s.reward) == (3, 0, 1.0)
+
+
+def test_an_opponent_in_another_game_knows_nothing_of_the_first(
+    world: Callable[..., World],
+) -> None:
+    w = world(env="agent_envs:Longer", opponent="self", eval_opponent="random")
+    w.take(of_side(w, 1, "quits"))
+    prompts = []
+    for text in ("h", "h", "a", "bb", "h"):  # h ends it
+        (call,) = w.calls(1)
+        prompts.append(np.frombuffer(call.prompt, "<i4").tolist())
+        w.answer(call, text)
+    (s,) = w.ended()
+    first = ids(w, "ab=")
+    assert prompts[:4] == [first, first, first, ids(w, "1=")]
+    assert prompts[4] == [*first, *ids(w, "a"), 1, *ids(w, "2=")]
+    assert (s.calls, s.aside, s.length, s.reward) == (5, 8, 3, 0.5)
+
+
 @pytest.mark.parametrize(
     ("agent", "generator", "calls", "reward"),
     [

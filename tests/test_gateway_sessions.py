@@ -130,13 +130,14 @@ def test_random_forests_train_each_drawn_token_once_behind_the_ids_it_saw(seed: 
         # two tokens and short tails: prompts meet by chance, too
         before = chance.choice(calls).whole if calls and chance.random() < 0.8 else (0,)
         prompt = before + tuple(chance.choices((1, 2, 3), k=chance.randrange(0, 3)))
-        # the longest, of these the newest placed
+        aside = chance.random() < 0.2
+        # the longest, of these one that is aside as this is or not, of these the newest placed
         parent = max(
             (c for c in calls if prompt[: len(c.whole)] == c.whole),
-            key=lambda c: (len(c.whole), c.number),
+            key=lambda c: (len(c.whole), c.aside == aside, c.number),
             default=None,
         )
-        call = made.place_ids(ids(*prompt), now=0.0, aside=chance.random() < 0.2)
+        call = made.place_ids(ids(*prompt), now=0.0, aside=aside)
         assert call.prompt_ids.tolist() == list(prompt)
         assert (call.parent.number if call.parent else None) == (parent.number if parent else None)
         path = parent.path if parent else []

@@ -76,7 +76,8 @@ class Drive:
 
     def __init__(self, agent: Agent) -> None:
         self.step_s = agent.step_s
-        self.setup = msgspec.msgpack.encode(Setup(agent.env, agent.tools))
+        opponents = sorted({agent.opposed_by("train"), agent.opposed_by("eval")} - {""})
+        self.setup = msgspec.msgpack.encode(Setup(agent.env, agent.tools, opponents))
         self.workers = [_Worker(self.setup) for _ in range(agent.workers)]
         self.places: dict[int, _Worker] = {}
         self.hangs = 0
@@ -130,7 +131,7 @@ class Drive:
             found, closed = worker.received(_decode)
             for each in found:
                 if each.kind == "broken":
-                    raise ConfigError(f"{each.why}; write module:name or file.py:name")
+                    raise ConfigError(each.why)
                 worker.since = now
                 if each.kind == "ready":
                     worker.ready = True

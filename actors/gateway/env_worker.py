@@ -8,7 +8,6 @@ parent knows from what is unanswered which session a process was busy with when 
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import socket
@@ -19,9 +18,11 @@ from typing import Any, Literal
 import msgspec
 
 from actors.reward_worker import Bounded, _read, one_line, said
+from asyncrl.config.agents import RANDOM, SELF
 from asyncrl.contract import importing
+from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.tasks import arena
+from asyncrl.tasks import arena, games
 from asyncrl.transport import child
 from asyncrl.transport.child import frame
 
@@ -32,10 +33,11 @@ Observation = str | list[dict[str, Any]]
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """Once: what agent.env and agent.tools name."""
+    """Once: what agent.env and agent.tools name, and whoever plays the other side of a game."""
 
     env: str
     tools: list[str]
+    opponents: list[str] = []
 
 
 class Op(msgspec.Struct, frozen=True, array_like=True):
@@ -49,12 +51,15 @@ class Op(msgspec.Struct, frozen=True, array_like=True):
     seed: int = 0
     attempt: int = 1
     first: bool = True
+    opponent: str = ""  # one of Setup's
 
 
 class Happened(msgspec.Struct, frozen=True, array_like=True):
     """What came of it.  failed: the environment raised, or returned what cannot be used; lost: its
     process ended while it was at another session's step.
-    """
+
+    asked: 0, obs is for the policy's side; else for its opponent's, in the so-manieth game that was
+    begun.  told: (what it was told, its move) of the opponent, where it is none of ours."""
 
     session: int
     kind: Literal["ready", "broken", "ok", "failed", "lost"]
@@ -66,15 +71,33 @@ class Happened(msgspec.Struct, frozen=True, array_like=True):
     parts: dict[str, float] = {}
     tools: list[dict[str, Any]] = []
     why: str = ""
+    asked: int = 0
+    told: list[tuple[str, str]] = []
 
 
-def resolve(path: str) -> Any:
-    """`module:name`, `file.py:name` or `textarena:GAME`.  Raises whatever importing it raises."""
+def resolve(path: str, players: int = 1) -> Any:
+    """`module:name`, `file.py:name` or `textarena:GAME`, one for so many players.  Raises whatever
+    importing it raises.
+    """
     module, _, name = path.rpartition(":")
     if module == "textarena":
-        arena.Game(name)  # now: an unknown game is not every session's failure
-        return functools.partial(arena.Game, name)
+        return arena.found(name, players)
     return getattr(importing.module(module), name)
+
+
+def opponent(path: str) -> games.Opponent | None:
+    """Who plays the other side; None: the policy.  Raises ConfigError where it cannot be had."""
+    if path == SELF:
+        return None
+    if path == RANDOM:
+        return games.random_move
+    try:
+        return games.by_text(resolve(path))
+    except BaseException as error:
+        raise ConfigError(
+            f"the opponent {path}: importing it {said(error)}; write module:function or "
+            "file.py:function"
+        ) from error
 
 
 # ---- tools ---------------------------------------------------------------------------------------
@@ -146,11 +169,18 @@ def observed(obs: Any) -> Observation:
     raise ValueError(f"an observation is text or a list of messages, not {type(obs).__name__}")
 
 
+def sides(env: Any) -> tuple[int, list[tuple[str, str]]]:
+    """Whose turn it is in a game of two, and what the opponent did."""
+    return (env.asked, list(env.told)) if isinstance(env, games.Match) else (0, [])
+
+
 class Environments:
     """The sessions of this process, each with an environment of its own."""
 
     def __init__(self, setup: Setup) -> None:
-        self.made = resolve(setup.env) if setup.env else None
+        self.made = resolve(setup.env, 2 if setup.opponents else 1) if setup.env else None
+        games.check(self.made, setup.env, setup.opponents)
+        self.opponents = {path: opponent(path) for path in setup.opponents}
         functions = [resolve(path) for path in setup.tools]
         self.loop = ToolLoop(functions)
         self.schemas = [schema(function) for function in functions]
@@ -174,16 +204,22 @@ class Environments:
 
     def _reset(self, op: Op) -> Happened:
         assert self.made is not None
-        env = self.sessions[op.session] = self.made()
+        env = self.made()
+        if op.opponent:
+            env = games.Match(env, op.opponent, self.opponents[op.opponent])
+        self.sessions[op.session] = env
         options = {"prompt": op.prompt, "attempt": op.attempt, "first": op.first}
         obs, info = env.reset(seed=op.seed, options=options)
         tools = list((info or {}).get("tools", []))
-        return Happened(op.session, "ok", observed(obs), tools=tools)
+        asked, told = sides(env)
+        return Happened(op.session, "ok", observed(obs), tools=tools, asked=asked, told=told)
 
     def _step(self, op: Op) -> Happened:
-        obs, reward, terminated, truncated, info = self.sessions[op.session].step(op.text)
+        env = self.sessions[op.session]
+        obs, reward, terminated, truncated, info = env.step(op.text)
         parts = {str(k): number(v, str(k)) for k, v in ((info or {}).get("parts") or {}).items()}
         ended = bool(terminated or truncated)
+        asked, told = sides(env)
         return Happened(
             op.session,
             "ok",
@@ -192,6 +228,8 @@ class Environments:
             ended=ended,
             truncated=bool(truncated),
             parts=parts,
+            asked=asked,
+            told=told,
         )
 
     def _tools(self, op: Op) -> Happened:
@@ -222,7 +260,9 @@ def serve(wire: socket.socket) -> None:
         environments = Environments(setup)
     except BaseException as error:
         named = f"agent.env = {setup.env}" if setup.env else f"agent.tools = {setup.tools}"
-        send(Happened(-1, "broken", why=f"{named}: importing it {said(error)}"))
+        why = f"{named}: importing it {said(error)}; write module:name or file.py:name"
+        why = str(error) if isinstance(error, ConfigError) else why
+        send(Happened(-1, "broken", why=why))
         return
     send(Happened(-1, "ready"))
     decode = msgspec.msgpack.Decoder(list[Op]).decode

@@ -137,7 +137,8 @@ def text_digest(text: str) -> bytes:
 @dataclass
 class Found:
     """What of a request's messages is known: chains [n + 1], the digest before each message and
-    after the last; `candidates`: nodes whose answer is message i, deepest first, then newest."""
+    after the last; `candidates`: nodes whose answer is message i, deepest first, then newest (of
+    the kind asked for)."""
 
     chains: list[bytes]
     candidates: list[tuple[int, Node]]
@@ -164,35 +165,41 @@ class Forest:
         self.seen: set[bytes] = set()
         self.forks: Counter[str] = Counter()
 
-    def find(self, messages: Sequence[Message]) -> Found:
-        """Look the messages up; nothing is changed.  Raises ValueError as `plain_text`."""
+    def find(self, messages: Sequence[Message], aside: bool = False) -> Found:
+        """Look the messages up; nothing is changed.  Raises ValueError as `plain_text`.
+
+        aside: of equal answers those come first that are aside, or not, as this says: the two sides
+        of a game may be told and say the same, and each goes on behind its own."""
         chains = [b""]
         for message in messages:
             chains.append(chained(chains[-1], message))
         candidates = [
             (index, node)
             for index in reversed(range(len(messages)))
+            for alike in (True, False)
             for node in reversed(self.answers.get(chains[index + 1], ()))
+            if (node.aside == aside) is alike
         ]
         known = 0
         while known < len(messages) and chains[known + 1] in self.seen:
             known += 1
         return Found(chains, candidates, known)
 
-    def find_ids(self, ids: np.ndarray) -> Node | None:
-        """The node of the longest `whole` that `ids` begin with, the newest of those; None: none
-        does.
+    def find_ids(self, ids: np.ndarray, aside: bool = False) -> Node | None:
+        """The node of the longest `whole` that `ids` begin with, of those one that is aside or not
+        as is asked for, of those the newest; None: none does.
         """
-        best: tuple[int, Node] | None = None
+        best: tuple[tuple[int, bool], Node] | None = None
         for node in self.nodes:
             if node.ids is None:
                 continue
             whole = node.whole()
             length = len(whole)
-            if best is not None and length < best[0]:
+            rank = (length, node.aside == aside)
+            if best is not None and rank < best[0]:
                 continue
             if length <= len(ids) and np.array_equal(whole, ids[:length]):
-                best = (length, node)
+                best = (rank, node)
         return best[1] if best else None
 
     def texts(self) -> list[Node]:

@@ -36,7 +36,7 @@ from actors.delivery import Outbox
 from actors.gateway.chat import Chat, parser_for
 from actors.gateway.drive import Drive
 from actors.gateway.env_worker import Happened, Op
-from actors.gateway.sessions import Call, CallRefused, Limits, Outcome, Session
+from actors.gateway.sessions import Call, CallRefused, Limits, Outcome, Session, Sides
 from actors.gateway.switchboard import Switchboard
 from actors.rewards import RewardRunner
 from actors.turn import RENEW_S
@@ -99,21 +99,19 @@ class Held:
 
 @dataclass(eq=False)
 class Episode:
-    """A session and its environment.  history: the messages so far, or the ids of a call that is to
-    continue them where the model has no template.
-    """
+    """A session and its environment, in which it plays one side or both."""
 
     number: int
     session: Session
     first: bool
-    history: list[dict[str, Any]] = field(default_factory=list)
+    sides: Sides
     tools: list[dict[str, Any]] = field(default_factory=list)
     reward: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
     shares: dict[int, float] = field(default_factory=dict)  # reward of each call, by its number
     doing: str = ""  # what its environment was asked for last
     call: Call | None = None
-    last: Call | None = None  # the newest that was drawn
+    last: Call | None = None  # the newest of the policy's that was drawn
 
 
 def limits(config: Config) -> Limits:
@@ -432,7 +430,8 @@ class Gateway:
         session = Session(
             ticket, sample, ticket.attempt, self.limits, chat, own_prompt=own, opened=now
         )
-        made = self.episodes[self.numbers] = Episode(self.numbers, session, first)
+        sides = Sides(self.templated)
+        made = self.episodes[self.numbers] = Episode(self.numbers, session, first, sides)
         held.open.add(self.numbers)
         return made
 
@@ -450,6 +449,7 @@ class Gateway:
                 seed=env_seed(self.config, ticket),
                 attempt=ticket.attempt,
                 first=first,
+                opponent=self.config.agent.opposed_by(ticket.kind),
             )
         )
 
@@ -482,12 +482,7 @@ class Gateway:
         session = episode.session
         now = time.monotonic()
         try:
-            if self.templated:
-                new = [{"role": "user", "content": obs}] if isinstance(obs, str) else obs
-                episode.history = [*episode.history, *new]
-                call = session.place(messages=episode.history, tools=episode.tools, now=now)
-            else:
-                call = session.place_ids(self.written(episode, obs), now=now)
+            call = episode.sides.now.place(session, obs, episode.tools, now)
         except CallRefused as error:
             # a template that refuses the messages is the environment's fault; a limit is none
             if error.code in ("session_limit", "context_length_exceeded"):
@@ -522,14 +517,6 @@ class Gateway:
         else:
             self.place(asked, ticket)
         return asked.id
-
-    def written(self, episode: Episode, obs: Any) -> np.ndarray:
-        """Without a template: the ids so far, and the observation's."""
-        text = obs if isinstance(obs, str) else "".join(str(x.get("content", "")) for x in obs)
-        new = self.chat.encode(text)
-        before = episode.last.node.whole() if episode.last is not None else new[:0]
-        whole: np.ndarray = np.concatenate([before, new]).astype(np.int32)
-        return whole
 
     def at_limit(self, episode: Episode) -> None:
         """A limit that the policy can cause is an outcome: the reward so far counts."""
@@ -627,16 +614,14 @@ class Gateway:
             past=message.lost,
             now=time.monotonic(),
         )
-        if node is not None:
+        if node is not None and not call.aside:
             episode.last = call
         if session.state != "open":
             return
         if node is None or session.limit:
             self.at_limit(episode)
             return
-        if self.templated:
-            assert node.answer is not None
-            episode.history = [*episode.history, node.answer]
+        episode.sides.now.drew(node)
         assert self.drive is not None
         episode.doing = asked_of(node.answer)
         self.drive.step(Op(episode.number, "step", text=self.chat.shown(ids), message=node.answer))
@@ -661,6 +646,7 @@ class Gateway:
             episode.shares[number] = episode.shares.get(number, 0.0) + happened.reward
         for name, value in happened.parts.items():
             episode.parts[name] = episode.parts.get(name, 0.0) + value
+        episode.sides.turn(happened.asked)
         if not happened.ended:
             self.call(episode, happened.obs)
             return

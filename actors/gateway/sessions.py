@@ -178,7 +178,7 @@ class Session:
         max_new_tokens: the client's; 0: as many as the run allows."""
         assert self.composer is not None
         self._may_call(now)
-        found = self.forest.find(messages)
+        found = self.forest.find(messages, aside)
         parent, tail = None, None
         for index, node in found.candidates:
             ours = {**node.ours, index: node}
@@ -212,7 +212,7 @@ class Session:
         """
         self._may_call(now)
         ids = np.ascontiguousarray(ids, np.int32)
-        parent = self.forest.find_ids(ids)
+        parent = self.forest.find_ids(ids, aside)
         tail = ids if parent is None else ids[len(parent.whole()) :]
         node = Node(self.forest.placed, parent, tail, aside)
         call = self._sized(node, max_new_tokens, stop, now)
@@ -633,6 +633,59 @@ class Session:
             if self.limits.deadline_s
             else None,
         }
+
+
+@dataclass(eq=False)
+class Side:
+    """One player in a session's environment: what it was told and has said.  game: 0 is the
+    policy's side; else its opponent's, in the so-manieth game that was begun, whose draws are set
+    aside.  history: for a chat template.
+    """
+
+    templated: bool
+    game: int = 0
+    history: list[Message] = field(default_factory=list)
+    last: Node | None = None  # the newest that it drew
+
+    def place(
+        self, session: Session, obs: str | list[Message], tools: Sequence[Any], now: float
+    ) -> Call:
+        """The environment has spoken to it: the call for its answer.  Without a template the ids so
+        far go on with the observation's.  Raises as Session.place.
+        """
+        if self.templated:
+            new = [{"role": "user", "content": obs}] if isinstance(obs, str) else obs
+            self.history = [*self.history, *new]
+            return session.place(messages=self.history, tools=tools, now=now, aside=self.game > 0)
+        assert session.composer is not None
+        text = obs if isinstance(obs, str) else "".join(str(x.get("content", "")) for x in obs)
+        ids = session.composer.encode(text)
+        if self.last is not None:
+            ids = np.concatenate([self.last.whole(), ids])
+        return session.place_ids(ids, now=now, aside=self.game > 0)
+
+    def drew(self, node: Node) -> None:
+        """Its answer."""
+        self.last = node
+        if self.templated:
+            assert node.answer is not None
+            self.history = [*self.history, node.answer]
+
+
+class Sides:
+    """The players in a session's environment; `now` is to answer."""
+
+    def __init__(self, templated: bool) -> None:
+        self.policy = self.now = Side(templated)
+        self.other = Side(templated, 1)
+
+    def turn(self, game: int) -> None:
+        """Whose turn it is, as of Side: in another game the opponent knows nothing of earlier
+        ones.
+        """
+        if game not in (0, self.other.game):
+            self.other = Side(self.policy.templated, game)
+        self.now = self.other if game else self.policy
 
 
 def put_back(messages: Sequence[Message], ours: Mapping[int, Node]) -> list[Message]:

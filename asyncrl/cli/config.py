@@ -129,8 +129,10 @@ def _written(shown: Any) -> str:
     """A turn as a reader sees it."""
     parts = "".join(f", {name} {value:g}" for name, value in shown.parts.items())
     tokens = f" ({shown.tokens} tokens)" if shown.tokens else ""
+    if shown.kind == "asked" and shown.other:
+        return f"--- turn {shown.turn}, the other side{tokens}\n{shown.text}"
     if shown.kind == "asked":
-        row = ", a row of its own" if shown.row and shown.turn > 1 else ""
+        row = ", a row of its own" if shown.row else ""
         paid = f" reward {shown.reward:g}{parts}" if shown.turn > 1 else ""
         return f"--- turn {shown.turn}{tokens}{row}{paid}\n{shown.text}"
     if shown.kind == "answered":

@@ -9,6 +9,10 @@ from msgspec import Meta
 
 from asyncrl.algorithms.settings import Count, Positive
 
+# who plays the other side of a game of two, besides a function
+RANDOM = "random"
+SELF = "self"
+
 
 class Agent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     env: Annotated[
@@ -18,6 +22,15 @@ class Agent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             "step, or textarena:GAME: every sample is a session in one; empty: none"
         ),
     ] = ""
+    opponent: Annotated[
+        str,
+        Meta(
+            description="who plays the other side of env, a game of two: random; self, the policy "
+            "(drawn as its own, set aside); module:function or file.py:function, text to text; "
+            "empty: env is for one player"
+        ),
+    ] = ""
+    eval_opponent: Annotated[str, Meta(description="the same in evaluations; empty: opponent")] = ""
     tools: Annotated[
         list[str],
         Meta(
@@ -111,6 +124,10 @@ class Agent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             "cut (advantage.truncated); or failed, and written again"
         ),
     ] = "keep"
+
+    def opposed_by(self, kind: str) -> str:
+        """Who plays the other side in a ticket of this kind; empty: there is none."""
+        return (self.eval_opponent if kind == "eval" else "") or self.opponent
 
     @property
     def on(self) -> bool:

@@ -7,6 +7,7 @@ import math
 import msgspec
 
 from asyncrl.algorithms import settings
+from asyncrl.config.agents import RANDOM, SELF
 from asyncrl.config.engines import ENGINES, which
 from asyncrl.config.tree import Config
 
@@ -673,7 +674,7 @@ def _reward(config: Config) -> list[str]:
         out.append("reward.judge: url and model, the name the server knows it by, go together")
     if judge.url and not judge.url.startswith(("http://", "https://")):
         out.append(f"reward.judge.url: {judge.url} begins with neither http:// nor https://")
-    if config.task.name in ("seeds", "guess") and not config.agent.env:
+    if config.task.name in ("seeds", "guess", "nim") and not config.agent.env:
         out.append(
             f"task.name: {config.task.name} is for an environment that asks and pays: give "
             "agent.env"
@@ -711,6 +712,7 @@ def _agent(config: Config) -> list[str]:
     module, colon, name = agent.function.rpartition(":")
     if agent.function and not (module and colon and name.isidentifier()):
         out.append(f"agent.function: {agent.function}; write module:function or file.py:function")
+    out += _opponents(config)
     refused = (
         (config.staleness.inject is not None, "staleness.inject: knows single answers only"),
         (config.staleness.delay > 0, "staleness.delay: knows single answers only"),
@@ -732,6 +734,30 @@ def _agent(config: Config) -> list[str]:
         out.append(
             f"agent.max_tokens: {agent.max_tokens} are fewer than one call may draw "
             f"(generator.max_new_tokens = {config.generator.max_new_tokens})"
+        )
+    return out
+
+
+def _opponents(config: Config) -> list[str]:
+    """Who plays the other side of a game of two."""
+    agent = config.agent
+    out = []
+    for key in ("opponent", "eval_opponent"):
+        value = getattr(agent, key)
+        module, colon, name = value.rpartition(":")
+        if value and value not in (RANDOM, SELF) and not (module and colon and name.isidentifier()):
+            out.append(
+                f"agent.{key}: {value}; choose random or self, or write module:function or "
+                "file.py:function"
+            )
+    if agent.opponent and not agent.env:
+        out.append("agent.opponent: plays the other side of an environment; give agent.env")
+    if agent.eval_opponent and not agent.opponent:
+        out.append("agent.eval_opponent: is for a game of two; give agent.opponent too")
+    if agent.opponent == SELF and not agent.eval_opponent:
+        out.append(
+            "agent.eval_opponent: against itself a policy wins half its games, however well it "
+            "plays; give random or module:function"
         )
     return out
 

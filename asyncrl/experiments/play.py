@@ -11,14 +11,12 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import msgspec
-import numpy as np
 
 from actors.gateway.chat import Chat, parser_for
 from actors.gateway.drive import Drive
 from actors.gateway.env_worker import Happened, Observation, Op
-from actors.gateway.forest import Message
 from actors.gateway.service import env_seed, limits
-from actors.gateway.sessions import Call, CallRefused, Session
+from actors.gateway.sessions import Call, CallRefused, Session, Sides
 from actors.rewards import judge_all
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
@@ -32,7 +30,8 @@ LOADED = Label(1, 0)
 
 class Shown(msgspec.Struct, frozen=True):
     """One thing that happened.  reward: of the answer before; tokens: of the model's context so far
-    ("asked") or drawn ("answered"), 0 by hand; row: its answer begins a row of its own.
+    ("asked") or drawn ("answered"), 0 by hand; row: its answer begins a row, not the first; other:
+    the other side of a game is asked, or answers.
     """
 
     kind: Literal["asked", "answered", "ended"]
@@ -42,6 +41,7 @@ class Shown(msgspec.Struct, frozen=True):
     parts: dict[str, float] = {}
     tokens: int = 0
     row: bool = False
+    other: bool = False
 
 
 class Said(msgspec.Struct, frozen=True):
@@ -55,9 +55,9 @@ class Said(msgspec.Struct, frozen=True):
 class Player(Protocol):
     """Who answers."""
 
-    def hear(self, obs: Observation, tools: list[dict[str, Any]]) -> tuple[int, bool]:
-        """What it is asked now: its tokens so far, and whether it begins a row.  Raises
-        CallRefused at a limit.
+    def hear(self, happened: Happened, tools: list[dict[str, Any]]) -> tuple[int, bool]:
+        """What it is asked now, on whichever side: the tokens so far, and whether it begins a row.
+        Raises CallRefused at a limit.
         """
 
     def answer(self) -> Said | None:
@@ -73,7 +73,7 @@ class ByHand:
         self.most = config.agent.max_calls
         self.calls = 0
 
-    def hear(self, obs: Observation, tools: list[dict[str, Any]]) -> tuple[int, bool]:
+    def hear(self, happened: Happened, tools: list[dict[str, Any]]) -> tuple[int, bool]:
         if self.most and self.calls >= self.most:
             raise CallRefused(400, "session_limit", f"agent.max_calls = {self.most}")
         self.calls += 1
@@ -113,21 +113,15 @@ class ByModel:
         chat = self.chat.at(datetime.now())
         opened = time.monotonic()
         self.session = Session(ticket, 0, 1, limits(config), chat, own_prompt=own, opened=opened)
-        self.history: list[Message] = []
-        self.whole = np.zeros(0, np.int32)
+        self.sides = Sides(self.templated)
         self.call: Call | None = None
 
-    def hear(self, obs: Observation, tools: list[dict[str, Any]]) -> tuple[int, bool]:
+    def hear(self, happened: Happened, tools: list[dict[str, Any]]) -> tuple[int, bool]:
+        self.sides.turn(happened.asked)
         now = time.monotonic()
-        if self.templated:
-            new = [{"role": "user", "content": obs}] if isinstance(obs, str) else obs
-            self.history = [*self.history, *new]
-            self.call = self.session.place(messages=self.history, tools=tools, now=now)
-        else:
-            text = as_text(obs) if isinstance(obs, list) else obs
-            ids = np.concatenate([self.whole, self.chat.encode(text)])
-            self.call = self.session.place_ids(ids, now=now)
-        return len(self.call.prompt_ids), self.call.parent is None
+        begun = self.session.forest.rows_begun()
+        self.call = self.sides.now.place(self.session, happened.obs, tools, now)
+        return len(self.call.prompt_ids), self.session.forest.rows_begun() > begun > 0
 
     def answer(self) -> Said | None:
         from actors.engine import Request
@@ -157,10 +151,9 @@ class ByModel:
         )
         if node is None:
             return None
-        self.whole = node.whole()
+        self.sides.now.drew(node)
         text = self.chat.shown(got.tokens)
         message = node.answer or {"role": "assistant", "content": text}
-        self.history = [*self.history, message]
         return Said(text, message, [int(token) for token in got.tokens])
 
 
@@ -207,17 +200,20 @@ def play(config: Config, ticket: Ticket, player: Player) -> Iterator[Shown]:
 
 def _played(config: Config, ticket: Ticket, player: Player, drive: Drive) -> Iterator[Shown]:
     seed = env_seed(config, ticket)
-    drive.reset(Op(1, "reset", prompt=ticket.prompt, seed=seed))
+    opponent = config.agent.opposed_by(ticket.kind)
+    drive.reset(Op(1, "reset", prompt=ticket.prompt, seed=seed, opponent=opponent))
     happened = _wait(drive)
     tools = happened.tools
     total = 0.0
     parts: dict[str, float] = {}
     last: Said | None = None
     turn = 0
+    yield from _told(happened, turn)
     while not happened.ended:
         turn += 1
+        other = happened.asked > 0
         try:
-            tokens, row = player.hear(happened.obs, tools)
+            tokens, row = player.hear(happened, tools)
         except CallRefused as error:
             if error.code not in ("session_limit", "context_length_exceeded"):
                 raise ConfigError(str(error)) from error
@@ -225,16 +221,16 @@ def _played(config: Config, ticket: Ticket, player: Player, drive: Drive) -> Ite
             yield Shown("ended", turn, f"cut: {error}", total, parts | more)
             return
         said_now = as_text(happened.obs)
-        yield Shown(
-            "asked", turn, said_now, happened.reward, happened.parts, tokens=tokens, row=row
-        )
+        paid, more = happened.reward, happened.parts
+        yield Shown("asked", turn, said_now, paid, more, tokens=tokens, row=row, other=other)
         last = player.answer()
         if last is None:
             yield Shown("ended", turn, "nobody answers any more", total, parts)
             return
-        yield Shown("answered", turn, last.text, tokens=len(last.ids))
+        yield Shown("answered", turn, last.text, tokens=len(last.ids), other=other)
         drive.step(Op(1, "step", text=last.text, message=last.message))
         happened = _wait(drive)
+        yield from _told(happened, turn)
         tools = happened.tools or tools
         total += happened.reward
         for name, value in happened.parts.items():
@@ -245,6 +241,15 @@ def _played(config: Config, ticket: Ticket, player: Player, drive: Drive) -> Ite
     how = "cut by the environment" if happened.truncated else "the environment ended it"
     how = "judged by the config's reward" if happened.judge else how
     yield Shown("ended", turn, how, total, parts)
+
+
+def _told(happened: Happened, turn: int) -> Iterator[Shown]:
+    """The moves of an opponent that is none of ours, behind the policy's turn (0: before its
+    first).
+    """
+    for told, move in happened.told:
+        yield Shown("asked", turn, told, other=True)
+        yield Shown("answered", turn, move, other=True)
 
 
 def _wait(drive: Drive) -> Happened:

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
-from asyncrl.tasks import arena, calc, file, names, reasoning, synthetic
+from asyncrl.tasks import arena, calc, file, names, nim, reasoning, synthetic
 
 
 class Task(Protocol):
@@ -29,7 +29,7 @@ class Task(Protocol):
 
 
 OTHERS: dict[str, type[Task]] = {
-    **{kind.name: kind for kind in (calc.Calc, arena.GuessTask, arena.Seeds)},
+    **{kind.name: kind for kind in (calc.Calc, arena.GuessTask, arena.Seeds, nim.NimTask)},
     **names.TASKS,
 }
 NAMES = (*synthetic.TASKS, *OTHERS, "file", f"{reasoning.PREFIX}GENERATOR")

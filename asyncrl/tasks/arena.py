@@ -1,8 +1,9 @@
-"""textarena's games of one player as environments, and one of them as a task for a tiny model.
+"""textarena's games of one player or two as environments, and one of them as a task for a tiny
+model.
 
 `agent.env = "textarena:GuessTheNumber-v0"` is any game by its id, with `task.name = "seeds"`: the
-game asks, and a prompt is only a seed.  `GuessTask` is the prompts and the warm start of that game
-in few characters (guess.py):
+game asks, and a prompt is only a seed.  A game of two is a `Duel`; its opponent is in games.py.
+`GuessTask` is the prompts and the warm start of GuessTheNumber in few characters (guess.py):
 
 ```
 1-20:   asked
@@ -16,15 +17,21 @@ from __future__ import annotations
 
 import importlib
 import random
+import re
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks.calc import END
+from asyncrl.tasks.games import Luck
 from asyncrl.tasks.synthetic import FIXED, Synthetic
 
 RAW = "-raw"  # a game's own messages, each once: its other forms repeat the history at every turn
 FAIREST = 5  # guesses that are enough for 20 numbers
+GAME = -1  # who speaks, where it is the game itself
+BRACKETS = re.compile(r"\[[^\[\]]+\]")
 
 
 def games() -> Any:
@@ -37,6 +44,37 @@ def games() -> Any:
         ) from error
 
 
+def made(name: str) -> Any:
+    """A game by its id, in the form that says each thing once.  Raises ConfigError."""
+    try:
+        return games().make(name if name.endswith(RAW) else name + RAW)
+    except ValueError as error:
+        raise ConfigError(f"agent.env = textarena:{name}: {error}") from error
+
+
+def found(name: str, players: int) -> Callable[[], Any]:
+    """What makes a game for so many players.  It is begun once: one that is unknown, or for others,
+    is not every session's failure.  Raises ConfigError.
+    """
+    kind = Duel if players == 2 else Game
+    made(name)
+    try:
+        with Luck(0):
+            kind(name).reset(seed=0, options={})
+    except Exception as error:
+        hint = (
+            "agent.opponent is for games of two, and of more none is played here"
+            if players == 2
+            else "a game of two needs agent.opponent"
+        )
+        said = " ".join(str(error).split())
+        raise ConfigError(
+            f"agent.env = textarena:{name} cannot be begun with {players} "
+            f"player{'s' * (players > 1)}: {type(error).__name__}: {said}; {hint}"
+        ) from error
+    return partial(kind, name)
+
+
 class Game:
     """One game by gymnasium's signature.  A turn's observation is what the game said since the
     last one; the policy's own words are not repeated to it.
@@ -45,38 +83,22 @@ class Game:
     the sessions of a process do not change one another's."""
 
     def __init__(self, name: str) -> None:
-        arena = games()
-        self.name = name
-        try:
-            self.game = arena.make(name if name.endswith(RAW) else name + RAW)
-        except ValueError as error:
-            raise ConfigError(f"agent.env = textarena:{name}: {error}") from error
-        self.luck: Any = None
+        self.game = made(name)
 
     def reset(self, *, seed: int, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         """Raises what the game raises, for instance when it is for more than one player."""
-        outer = random.getstate()
-        try:
-            random.seed(seed)
+        self.luck = Luck(seed)
+        with self.luck:
             self.game.reset(num_players=1, seed=seed)
             return self.heard(), {}
-        finally:
-            self.luck = random.getstate()
-            random.setstate(outer)
 
     def step(self, text: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        outer = random.getstate()
-        random.setstate(self.luck)
-        try:
+        with self.luck:
             done, _ = self.game.step(action=self.action(text))
             if not done:
                 return self.heard(), 0.0, False, False, {}
             rewards, info = self.game.close()
-            parts = {"invalid": float(bool((info.get(0) or {}).get("invalid_move")))}
-            return "", self.paid(float(rewards[0])), True, False, {"parts": parts}
-        finally:
-            self.luck = random.getstate()
-            random.setstate(outer)
+            return "", self.paid(float(rewards[0])), True, False, {"parts": invalid(info, 0)}
 
     def heard(self) -> str:
         """What the game has said since the last time."""
@@ -91,6 +113,50 @@ class Game:
 
     def paid(self, reward: float) -> float:
         return reward
+
+
+class Duel:
+    """A game of two, by the signature of games.py."""
+
+    def __init__(self, name: str) -> None:
+        self.game = made(name)
+        self.listed: dict[int, list[str]] = {}
+
+    def reset(self, *, seed: int, options: dict[str, Any]) -> None:
+        self.listed = {}
+        self.game.reset(num_players=2, seed=seed)
+
+    def turn(self) -> tuple[int, str]:
+        """What the game and the other player said since this player's last turn."""
+        player, messages = self.game.get_observation()
+        self.player = player
+        lines = []
+        for sender, text, *_ in messages:
+            if sender == GAME:
+                lines.append(str(text))
+                self.listed[player] = BRACKETS.findall(text) or self.listed.get(player, [])
+            elif sender != player:
+                lines.append(f"[Player {sender}] {text}")
+        return player, "\n".join(lines)
+
+    def play(self, text: str) -> tuple[float, float] | None:
+        done, _ = self.game.step(action=text)
+        if not done:
+            return None
+        rewards, self.info = self.game.close()
+        return float(rewards[0]), float(rewards[1])
+
+    def moves(self) -> list[str]:
+        """What the game has last shown its player in brackets, in which most name their moves."""
+        return self.listed.get(self.player, [])
+
+    def parts(self, player: int) -> dict[str, float]:
+        return invalid(self.info, player)
+
+
+def invalid(info: dict[int, Any], player: int) -> dict[str, float]:
+    """Whether that player's broken rules ended the game, as a part of the reward."""
+    return {"invalid": float(bool((info.get(player) or {}).get("invalid_move")))}
 
 
 class Seeds:

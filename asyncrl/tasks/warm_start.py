@@ -17,12 +17,14 @@ from asyncrl.config.sft import Training
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Prompt
 from asyncrl.records import atomic_write
-from asyncrl.tasks import Task, arena, calc, file, fit, get_task, synthetic
+from asyncrl.tasks import Task, arena, calc, file, fit, get_task, nim, synthetic
 
 BATCH = 64
 LR = 3e-3
 ONE_PASS = 1 << 40  # tokens of a forward: a step's rows are never divided
 MOST = 56  # tokens of the longest answer of any built-in task
+
+Played = calc.Calc | arena.GuessTask | nim.NimTask  # in an environment
 
 
 def warm_start(
@@ -103,14 +105,14 @@ def accuracy(model: Any, task: Task, seed: int, count: int = 512) -> float:
     prompts = [task.prompt("heldout", i, seed) for i in range(count)]
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        if isinstance(task, calc.Calc | arena.GuessTask):
+        if isinstance(task, Played):
             return _played(model, task, prompts)
         texts = _drawn(model, [p.text for p in prompts], MOST)
     judged = [task.reward(p, t) for p, t in zip(prompts, texts, strict=True)]
     return sum(j["reward"] if isinstance(j, dict) else j for j in judged) / count
 
 
-def _played(model: Any, task: calc.Calc | arena.GuessTask, prompts: list[Prompt]) -> float:
+def _played(model: Any, task: Played, prompts: list[Prompt]) -> float:
     """Mean reward of a session in the task's environment to each prompt."""
     environments = [task.environment() for _ in prompts]
     live = {

@@ -1,0 +1,138 @@
+"""Nim, the smallest game of two: three heaps of up to three stones; who takes the last one wins.
+
+```
+312:   told    heaps a, b and c
+b1     moved   one stone of heap b
+102:   told    after the opponent's c1 and a2
+```
+
+A move that is none loses.  `Nim` is the game, `NimTask` its prompts (the heaps at the beginning)
+and its warm start, `best` who never errs."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+from asyncrl.config.agents import RANDOM
+from asyncrl.contract.messages import Prompt
+from asyncrl.tasks.calc import END
+from asyncrl.tasks.games import Match, random_move
+from asyncrl.tasks.synthetic import FIXED, Synthetic
+
+HEAPS = "abc"
+MOST = 3  # stones of a heap
+
+
+def legal(heaps: list[int]) -> list[str]:
+    """Every move.
+
+    >>> legal([2, 0, 1])
+    ['a1', 'a2', 'c1']
+    """
+    return [f"{n}{k}" for n, heap in zip(HEAPS, heaps, strict=True) for k in range(1, heap + 1)]
+
+
+def after(heaps: list[int], move: str) -> list[int]:
+    """What a legal move leaves."""
+    out = list(heaps)
+    out[HEAPS.index(move[0])] -= int(move[1])
+    return out
+
+
+def best(text: str) -> str:
+    """A move that wins where one does: it leaves heaps whose exclusive or is 0.  Else one stone of
+    the first heap that has any.  text: ends with what its player is told.
+
+    >>> best("230:"), best("012:"), best("312:")
+    ('b1', 'c1', 'a1')
+    """
+    heaps = [int(stones) for stones in text[-len(HEAPS) - 1 : -1]]
+    moves = legal(heaps)
+    for move in moves:
+        a, b, c = after(heaps, move)
+        if a ^ b ^ c == 0:
+            return move
+    return moves[0]
+
+
+class Nim:
+    """By the signature of games.py; player 0 begins."""
+
+    def reset(self, *, seed: int, options: dict[str, Any]) -> None:
+        self.heaps = [int(stones) for stones in options["prompt"].text[:-1]]
+        self.player = 0
+
+    def turn(self) -> tuple[int, str]:
+        return self.player, f"{''.join(map(str, self.heaps))}:"
+
+    def play(self, text: str) -> tuple[float, float] | None:
+        player, self.player = self.player, 1 - self.player
+        if text in legal(self.heaps):
+            self.heaps = after(self.heaps, text)
+            if any(self.heaps):
+                return None
+            winner = player
+        else:
+            winner = 1 - player
+        return float(winner == 0), float(winner == 1)
+
+    def moves(self) -> list[str]:
+        return legal(self.heaps)
+
+
+class NimTask(Synthetic):
+    """A prompt is the heaps at the beginning, 27 of them in every split: what is held out is the
+    opponent's luck.
+    """
+
+    name = "nim"
+    symbols = "0123abc:"
+    steps = 200
+    turns = 6  # of one player
+    longest = 4  # tokens of a move, its end included
+
+    def environment(self) -> Match:
+        """Against random moves."""
+        return Match(Nim(), RANDOM, random_move)
+
+    def prompt(self, split: str, index: int, seed: int) -> Prompt:
+        rng = random.Random(f"{self.name}:{split}:{seed if split == 'train' else 0}:{index}")
+        heaps = "".join(str(rng.randint(1, MOST)) for _ in HEAPS)
+        return Prompt(index, f"{heaps}:", split=split)
+
+    def size(self, split: str) -> int | None:
+        return None if split == "train" else FIXED
+
+    def reward(self, prompt: Prompt, text: str) -> float:
+        raise ValueError("task.name = nim has no reward of its own: the environment pays")
+
+    def demonstrations(self, number: int, seed: int) -> list[tuple[str, str]]:
+        """One turn each: (all before it, the move).  Moves at random; one of ten takes what is not
+        there: something is left to learn.
+        """
+        rng = random.Random(f"{self.name}:demo:{seed}")
+        out: list[tuple[str, str]] = []
+        while len(out) < number:
+            out += self._session(rng)
+        return out[:number]
+
+    def _session(self, rng: random.Random) -> list[tuple[str, str]]:
+        heaps = [rng.randint(1, MOST) for _ in HEAPS]
+        if rng.random() < 0.5:  # the opponent begins
+            heaps = after(heaps, rng.choice(legal(heaps)))
+        before = ""
+        turns: list[tuple[str, str]] = []
+        while any(heaps):
+            before += f"{''.join(map(str, heaps))}:"
+            moves = legal(heaps)
+            if rng.random() < 0.1:
+                every = [*legal([MOST] * len(HEAPS)), HEAPS[0]]
+                turns.append((before, rng.choice([move for move in every if move not in moves])))
+                break
+            turns.append((before, rng.choice(moves)))
+            heaps = after(heaps, turns[-1][1])
+            before += turns[-1][1] + END
+            if any(heaps):
+                heaps = after(heaps, rng.choice(legal(heaps)))
+        return turns
