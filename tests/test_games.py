@@ -6,6 +6,8 @@ import itertools
 import json
 import random
 import re
+import socket
+import struct
 import subprocess
 import sys
 from functools import cache
@@ -13,12 +15,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from agent_envs import Longer, answers
 from conftest import ENV, ROOT
 
-from actors.gateway.env_worker import Environments, Happened, Op, Setup
+from actors.gateway.env_worker import Environments, Happened, Op, Setup, serve
 from asyncrl.config import load
 from asyncrl.config.agents import Agent
 from asyncrl.contract.errors import ConfigError
@@ -28,6 +31,7 @@ from asyncrl.models.policy import build_model
 from asyncrl.tasks import arena, games, nim
 from asyncrl.tasks.calc import END
 from asyncrl.tasks.games import Luck, Match, Told, by_text, check, random_move
+from asyncrl.transport.child import frame
 
 LONGER = f"{ROOT}/tests/agent_envs.py:Longer"
 
@@ -225,6 +229,27 @@ def test_what_cannot_be_played_is_said_at_the_import(
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         Environments(Setup(env, [], opponents))
+
+
+@pytest.mark.parametrize(
+    ("env", "why"),
+    [
+        (
+            "agent_envs:Longer",
+            "agent.env = agent_envs:Longer is a game of two: who plays the other ",
+        ),
+        ("no_such:Env", "agent.env = no_such:Env: importing it raised ModuleNotFoundError: "),
+    ],
+)
+def test_a_process_says_why_it_cannot_begin(env: str, why: str) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.sendall(frame(msgspec.msgpack.encode(Setup(env, []))))
+        serve(theirs)
+        (length,) = struct.unpack(">I", ours.recv(4))
+        got = msgspec.msgpack.decode(ours.recv(length), type=Happened)
+    assert got.kind == "broken" and got.why.startswith(why)
+    assert got.why.endswith("write module:name or file.py:name") == (env == "no_such:Env")
 
 
 # ---- textarena's games ---------------------------------------------------------------------------

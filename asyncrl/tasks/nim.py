@@ -50,8 +50,8 @@ def best(text: str) -> str:
     heaps = [int(stones) for stones in text[-len(HEAPS) - 1 : -1]]
     moves = legal(heaps)
     for move in moves:
-        a, b, c = after(heaps, move)
-        if a ^ b ^ c == 0:
+        left = after(heaps, move)
+        if not left[0] ^ left[1] ^ left[2]:
             return move
     return moves[0]
 
