@@ -31,7 +31,7 @@ import msgspec
 import torch
 from lib import rounds
 from lib.learner_batch import batch, config
-from lib.memory_arithmetic import PROGRAM, SHAPES, generator, learner, ring
+from lib.memory_arithmetic import PROGRAM, SHAPES, Micro, generator, learner, ring
 
 from asyncrl.config import load
 from asyncrl.config.tree import Config
@@ -142,7 +142,8 @@ def expected(name: str, who: str, dtype: str) -> dict[str, int]:
     """The parts by arithmetic; shared memory counts to whoever touches it."""
     shape = SHAPES[name]
     if who == "learner":
-        parts = learner(shape, dtype, MICRO)
+        # MICRO tokens of that batch: two thirds of its answers
+        parts = learner(shape, dtype, Micro(5, PROMPT, 36, 24, 56))
         return parts | {"ring": ring(shape, dtype), "program": PROGRAM}
     pages = ring(shape, dtype) // 2  # of the two versions that were read
     return generator(shape, dtype, SLOTS, CONTEXT) | {"ring": pages, "program": PROGRAM}
@@ -178,6 +179,7 @@ def main() -> None:
     p: argparse.ArgumentParser = rounds.parser(__doc__)
     p.add_argument("model", type=Path, nargs="?", help="the directory of the one with 135M")
     p.add_argument("--sizes", nargs="+", default=list(SIZES), choices=SIZES)
+    p.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
     p.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     args = p.parse_args()
     torch.set_num_threads(1)
@@ -197,10 +199,11 @@ def main() -> None:
             path = args.model.resolve() if name == "135M" else Path(tmp) / name
             if name in MODELS:
                 policy.build_model(path, "0123456789abcdefghij", **MODELS[name])  # type: ignore[arg-type]
-            for dtype in DTYPES[:1] if args.quick else DTYPES:
+            for dtype in args.dtypes[:1] if args.quick else args.dtypes:
                 found, result[f"{name}, {dtype}"] = measure(name, path, dtype)
                 goals += found
     extra = args.sizes if len(args.sizes) < len(SIZES) else []
+    extra = extra + (args.dtypes if len(args.dtypes) < len(DTYPES) else [])
     rounds.report("_".join(["memory_sizes", *extra]), goals, result, args)
 
 

@@ -11,7 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from test_bench_rivals import ROOT, program
 
 from asyncrl.models import policy
@@ -118,9 +120,41 @@ def test_what_a_learner_holds(sums: Any) -> None:
         assert held == pytest.approx(whole * (kept + (16 - kept) / 8))
     one = sums.learner(shape, "float32", stage=0, ranks=8)
     assert sum(one[k] for k in ("weights", "gradient", "moments")) == 16 * whole
-    # activations grow with the micro-batch, the loss stops at a chunk of logits
-    short, long = (sums.learner(shape, "bfloat16", tokens) for tokens in (4096, 8192))
-    assert long["activations"] == 2 * short["activations"] and long["loss"] == short["loss"]
+    # the loss stops at a chunk of logits, whatever the micro-batch
+    short, long = (sums.loss(shape, 2, tokens) for tokens in (1024, 8192))
+    assert short == long and sums.loss(shape, 2, 64) < short
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("qwen3", "bfloat16")])
+def test_what_the_packed_forward_keeps_for_its_backward_pass(
+    family: str, dtype: str, sums: Any, tmp_path: Path
+) -> None:
+    """Every tensor that autograd saves, once, but the parameters, against the arithmetic."""
+    made = {"hidden": 64, "layers": 6, "heads": 4, "kv_heads": 2, "intermediate": 96}
+    model = policy.build_model(tmp_path, "abcdefgh", family=family, **made)
+    model.hf.to(getattr(torch, dtype))
+    own = {p.untyped_storage().data_ptr() for p in model.hf.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    micro = sums.Micro(prompts=2, prompt=30, answers=6, answer=40, longest=60)
+    lengths = (20, 60, 40, 20, 60, 40)
+    draw = np.random.default_rng(0)
+    prompts = [draw.integers(3, 11, 30).astype(np.int32) for _ in range(2)]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model.logprobs(
+            [prompts[at // 3] for at in range(6)],
+            [draw.integers(3, 11, n).astype(np.int32) for n in lengths],
+            torch.ones(6),
+            groups=[at // 3 for at in range(6)],
+        )
+    held = sum(t.untyped_storage().nbytes() for at, t in kept.items() if at not in own)
+    shape = sums.Shape(64, 6, 4, 2, 16, 96, 11, norms=family == "qwen3")
+    found = sums.activations(shape, sums.WIDTHS[dtype], micro)
+    assert found == pytest.approx(held, rel=0.1)
 
 
 def test_the_documented_table_is_the_arithmetic(sums: Any) -> None:

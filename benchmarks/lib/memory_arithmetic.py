@@ -3,7 +3,7 @@ model's shape.  benchmarks/memory_sizes.py holds it against real processes; docs
 it for models that were not run.
 
 The packed forward keeps what its backward pass needs of every layer, and recomputes nothing but the
-logits: memory grows with `learner.micro_batch_tokens`.
+logits: memory grows with `learner.micro_batch_tokens`, and with the square of the length of a row.
 """
 
 from __future__ import annotations
@@ -51,15 +51,40 @@ SHAPES = {
 }
 
 
-def activations(shape: Shape, width: int, tokens: int) -> int:
-    """Kept for the backward pass of a micro-batch: of each layer the two normed states in float32,
-    what the matrices multiplied, queries and keys before and after they are turned, and the MLP's
-    four products.
+class Micro(NamedTuple):
+    """A micro-batch: prompts of a length, answers to them, their mean length and the longest one,
+    to which attention pads them.
     """
-    queries = shape.head * shape.heads
-    keys = shape.head * shape.kv_heads
-    layer = width * (4 * shape.hidden + 3 * queries + 6 * keys + 4 * shape.intermediate)
-    return shape.layers * tokens * (layer + 8 * shape.hidden)
+
+    prompts: int
+    prompt: int
+    answers: int
+    answer: int
+    longest: int
+
+    @property
+    def tokens(self) -> int:
+        return self.prompts * self.prompt + self.answers * (self.answer - 1)
+
+
+LONG = Micro(1, 256, 2, 897, 897)  # 2,048 tokens, in docs/machines.md
+
+
+def activations(shape: Shape, width: int, micro: Micro) -> int:
+    """Kept for the backward pass.  Of each layer: the two normed states, in float32 and as they are
+    multiplied, attention's result, the MLP's four products; queries, keys, values and shares in the
+    padded rows of attention, the keys of a prompt for each of its answers.
+    """
+    queries, keys = shape.head * shape.heads, shape.head * shape.kv_heads
+    token = width * (2 * shape.hidden + queries + 4 * shape.intermediate) + 8 * shape.hidden
+    if shape.norms:
+        token += 4 * (queries + keys)
+    inner = micro.longest - 1  # the last token of an answer predicts nothing
+    rows = micro.prompts * micro.prompt + micro.answers * inner
+    columns = micro.prompts * micro.prompt + micro.answers * (micro.prompt + inner)
+    shares = micro.prompts * micro.prompt**2 + micro.answers * inner * (micro.prompt + inner)
+    attention = queries * rows + 2 * keys * columns + shape.heads * shares
+    return shape.layers * (token * micro.tokens + width * attention)
 
 
 def loss(shape: Shape, width: int, tokens: int) -> int:
@@ -69,9 +94,9 @@ def loss(shape: Shape, width: int, tokens: int) -> int:
 
 
 def learner(
-    shape: Shape, dtype: str, tokens: int = 2048, stage: int | None = None, ranks: int = 1
+    shape: Shape, dtype: str, micro: Micro = LONG, stage: int | None = None, ranks: int = 1
 ) -> dict[str, int]:
-    """Bytes of each part, of one rank; tokens: of a micro-batch.  stage: of ZeRO, None: by torch.
+    """Bytes of each part, of one rank.  stage: of ZeRO, None: by torch.
 
     torch keeps gradient and moments in the type of the weights; DeepSpeed in bfloat16 keeps a
     float32 copy of the weights with the moments.
@@ -90,8 +115,8 @@ def learner(
         "weights": weights,
         "gradient": gradient,
         "moments": moments + master,
-        "activations": activations(shape, width, tokens),
-        "loss": loss(shape, width, tokens),
+        "activations": activations(shape, width, micro),
+        "loss": loss(shape, width, micro.answers * micro.answer),
     }
 
 
@@ -116,7 +141,7 @@ def ring(shape: Shape, dtype: str) -> int:
     return RING * WIDTHS[dtype] * shape.parameters
 
 
-def gpu_rows(slots: int = 64, context: int = 4096, tokens: int = 2048) -> list[list[str]]:
+def gpu_rows(slots: int = 64, context: int = 4096) -> list[list[str]]:
     """The table of docs/machines.md: model, GPUs, learner's and generator's GB on each GPU in
     bfloat16, GB of shared memory on the host.
     """
@@ -131,7 +156,7 @@ def gpu_rows(slots: int = 64, context: int = 4096, tokens: int = 2048) -> list[l
             (8, 2, "ZeRO 2"),
             (8, 3, "ZeRO 3"),
         ):
-            learn = sum(learner(shape, "bfloat16", tokens, stage, ranks).values())
+            learn = sum(learner(shape, "bfloat16", LONG, stage, ranks).values())
             sizes = (learn, engine, ring(shape, "bfloat16"))
             rows.append([name, str(ranks), how, *(f"{size / 1e9:.0f}" for size in sizes)])
     return rows
