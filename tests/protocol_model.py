@@ -37,6 +37,7 @@ from typing import Any, NamedTuple
 
 Label = tuple[int, int]  # (epoch, number)
 Version = tuple[Label, int]  # (label, policy)
+Token = tuple[Label, int, int]  # (label, policy, the attempt that it was drawn under)
 Key = tuple[int, int, int]  # (ticket, sample, attempt)
 
 PARENT, DEPTH = [0], [0]  # policy 0 is the initial one
@@ -96,7 +97,7 @@ class Bounds(NamedTuple):
 class Group(NamedTuple):
     ticket: int
     lease: tuple[Any, ...]  # () or (attempt, generator, session, samples to come)
-    samples: tuple[Any, ...]  # per sample () or (attempt, versions)
+    samples: tuple[Any, ...]  # per sample () or (attempt, tokens)
     ghost: bool = False  # filtered, and yet counted: only with `filter_leaves` off
 
 
@@ -113,13 +114,14 @@ class Buffer(NamedTuple):
     known: frozenset[Version] = frozenset()
     lines: frozenset[tuple[Key, str]] = frozenset()
     now: int = -1  # where the limit sets itself: the one for tickets from now on, k at most
-    said: frozenset[tuple[int, int]] = frozenset()  # (attempt, the limit its ticket announced)
+    # (attempt, the limit that its ticket announced, its least version)
+    said: frozenset[tuple[int, int, Label]] = frozenset()
 
 
 class Generator(NamedTuple):
     session: int = 0
     weights: tuple[Any, ...] = ()  # () or a version
-    # (ticket, attempt, samples to do, min_version, () or the version of the first token)
+    # (ticket, attempt, samples to do, min_version, () or the first token)
     held: tuple[Any, ...] = ()
     out: frozenset[Any] = frozenset()  # sent, not acknowledged
     taken: int = 0  # with `mail`: the attempt up to which it takes no ticket
@@ -129,7 +131,7 @@ class Learner(NamedTuple):
     epoch: int
     k: int
     policy: int
-    queue: tuple[Any, ...] = ()  # leased batches: (number, ((key, versions), ...))
+    queue: tuple[Any, ...] = ()  # leased batches: (number, ((key, tokens), ...))
     told: int = 0  # commits answered
 
 
@@ -139,7 +141,7 @@ class World(NamedTuple):
     learners: tuple[Learner, ...]
     # (epoch that claimed its directory, policies checkpointed there)
     kept: tuple[int, tuple[int, ...]]
-    net: frozenset[Any]  # samples: (generator, session, key, versions)
+    net: frozenset[Any]  # samples: (generator, session, key, tokens)
     faults: int
     epochs: int = 1
     # ghost: (number, ((ticket, sample), ...)) of every batch handed out
@@ -205,7 +207,7 @@ def on_grant(b: Buffer, g: Group, i: int, session: int) -> tuple[Buffer, tuple[A
     a, todo = b.attempts + 1, tuple(s for s, got in enumerate(g.samples) if not got)
     new = g._replace(lease=(a, i, session, todo))
     groups = swap(b.groups, new) if g.ticket < b.cursor else (*b.groups, new)
-    said = b.said | {(a, b.now)} if b.now >= 0 else b.said
+    said = b.said | {(a, b.now, (b.epoch, b.committed))} if b.now >= 0 else b.said
     b = b._replace(said=said)
     return b._replace(attempts=a, cursor=max(b.cursor, g.ticket + 1), groups=groups), (
         g.ticket,
@@ -216,12 +218,12 @@ def on_grant(b: Buffer, g: Group, i: int, session: int) -> tuple[Buffer, tuple[A
     )
 
 
-def on_sample(c: Bounds, b: Buffer, key: Key, versions: tuple[Version, ...]) -> Buffer:
+def on_sample(c: Bounds, b: Buffer, key: Key, tokens: tuple[Token, ...]) -> Buffer:
     t, s, a = key
     need(
-        all(v in b.known for v in versions),
+        all(x[:2] in b.known for x in tokens),
         "I9",
-        f"{key}: weights {versions} that no learner registered",
+        f"{key}: weights {tokens} that no learner registered",
     )
     if any(k == key for k, _ in b.lines) and "dedupe" not in c.off:
         return b
@@ -233,7 +235,7 @@ def on_sample(c: Bounds, b: Buffer, key: Key, versions: tuple[Version, ...]) -> 
     if g is None or g.ghost or (g.samples[s] and "dedupe" not in c.off):
         return b._replace(lines=relabel(b.lines, [key], "duplicate"))
     need(not g.samples[s], "I6", f"sample {t}.{s} is stored twice")
-    g = g._replace(samples=(*g.samples[:s], (a, versions), *g.samples[s + 1 :]))
+    g = g._replace(samples=(*g.samples[:s], (a, tokens), *g.samples[s + 1 :]))
     if all(g.samples):
         g = g._replace(lease=())
     b = b._replace(groups=swap(b.groups, g), lines=relabel(b.lines, [key], "accepted"))
@@ -285,15 +287,30 @@ def on_ask(c: Bounds, b: Buffer, number: int) -> list[tuple[Buffer, tuple[Any, .
     return [judge(c, b2, comp, number) for b2, comp in ways]
 
 
-def promised(b: Buffer, attempt: int) -> int:
-    """The lag up to which what an attempt wrote may be trained."""
-    return min(b.k, dict(b.said).get(attempt, b.k))
+def own_limit(said: frozenset[tuple[int, int, Label]], attempt: int, k: int) -> int:
+    """What an attempt's ticket announced; k at most."""
+    return min([k, *(limit for a, limit, _ in said if a == attempt)])
 
 
-def judged(c: Bounds, b: Buffer, versions: tuple[Version, ...]) -> list[Version]:
+def promised(c: Bounds, b: Buffer, token: Token, tokens: tuple[Token, ...]) -> int:
+    """The lag up to which a token of a sample may be trained, as the buffer reckons it, which sees
+    versions and attempts: of those of the sample's grants that its version may have written under,
+    the largest limit.
+    """
+    attempts = {x[2] for x in tokens}
+    limits = [
+        limit
+        for a, limit, least in b.said
+        if a in attempts
+        and ("own_epoch" in c.off or (token[0][0] == least[0] and token[0] >= least))
+    ]
+    return min(b.k, max(limits, default=b.k))
+
+
+def judged(c: Bounds, b: Buffer, tokens: tuple[Token, ...]) -> list[Token]:
     """Those whose lag is looked at: all, an adopted session's first ones too."""
-    mixed = len({v[0][0] for v in versions}) > 1
-    return [v for v in versions if not (mixed and "adopted" in c.off and v[0][0] < b.epoch)]
+    mixed = len({x[0][0] for x in tokens}) > 1
+    return [x for x in tokens if not (mixed and "adopted" in c.off and x[0][0] < b.epoch)]
 
 
 def judge(
@@ -304,17 +321,16 @@ def judge(
     late: list[Key] = []
     for g in (by_ticket[t] for t in comp):
         for s, got in enumerate(g.samples):
-            if (
-                got
-                and max((distance(v[1], b.policy, number) for v in judged(c, b, got[1])), default=0)
-                > promised(b, got[0])
-                and "orphans" not in c.off
-            ):
+            past = got and any(
+                distance(x[1], b.policy, number) > promised(c, b, x, got[1])
+                for x in judged(c, b, got[1])
+            )
+            if past and "orphans" not in c.off:
                 need(
                     got[1][0][0][0] < b.epoch or "lineage" in c.off,
                     "I1",
-                    f"sample {g.ticket}.{s} of this epoch would train past "
-                    f"{promised(b, got[0])} in batch {number}",
+                    f"sample {g.ticket}.{s} of this epoch would train past its limit in batch "
+                    f"{number}",
                 )
                 late.append((g.ticket, s, got[0]))
                 g = g._replace(samples=(*g.samples[:s], (), *g.samples[s + 1 :]))
@@ -515,7 +531,8 @@ def may_begin(c: Bounds, g: Generator, h: tuple[Any, ...]) -> bool:
 
 def begin(c: Bounds, w: World, i: int, h: tuple[Any, ...]) -> World:
     g = w.gens[i]
-    return with_gen(w, i, held=tuple((*x[:4], g.weights) if x is h else x for x in g.held))
+    first = (*g.weights, h[1])
+    return with_gen(w, i, held=tuple((*x[:4], first) if x is h else x for x in g.held))
 
 
 def may_finish(c: Bounds, g: Generator, h: tuple[Any, ...]) -> bool:
@@ -530,14 +547,14 @@ def finish(c: Bounds, w: World, i: int, h: tuple[Any, ...], by: int = -1) -> Wor
     """The last token of a sample, by the weights of now; of a session by those of engine `by`."""
     (t, a, todo, least, first), g = h, w.gens[i]
     weights = w.gens[by].weights if by >= 0 else g.weights
-    key, versions = (t, todo[0], a), tuple(sorted({first, weights}))
+    key, tokens = (t, todo[0], a), tuple(sorted({first, (*weights, a)}))
     need(
         all(k != key for k, _ in w.buffer.lines)
         and all(m[2] != key for x in w.gens for m in x.out),
         "I6",
         f"{key} is written twice and counted once",
     )
-    m = (i, g.session, key, versions)
+    m = (i, g.session, key, tokens)
     rest = ((t, a, todo[1:], least, ()),) if todo[1:] else ()
     out = g.out if "redelivery" in c.off else g.out | {m}
     return with_gen(
@@ -546,9 +563,9 @@ def finish(c: Bounds, w: World, i: int, h: tuple[Any, ...], by: int = -1) -> Wor
 
 
 def deliver(c: Bounds, w: World, m: tuple[Any, ...], keep: bool) -> World:
-    i, session, key, versions = m
+    i, session, key, tokens = m
     w = w._replace(
-        buffer=on_sample(c, w.buffer, key, versions),
+        buffer=on_sample(c, w.buffer, key, tokens),
         net=w.net if keep else w.net - {m},
         faults=w.faults - keep,
     )
@@ -593,10 +610,11 @@ def train(c: Bounds, w: World, x: Learner) -> World:
     (number, samples), depth = x.queue[0], DEPTH[x.policy]
     need(number == depth, "I8", f"batch {number} is trained on version {depth}")
     before = {k[:2] for p in path(x.policy) for k in p[1]}
-    for key, versions in samples:
-        far = max(distance(v[1], x.policy, depth) for v in versions)
-        k = min(x.k, dict(w.buffer.said).get(key[2], x.k))
-        need(far <= k, "I1", f"{key} is trained {far} versions late in batch {number}, limit {k}")
+    for key, tokens in samples:
+        for token in tokens:
+            far, k = distance(token[1], x.policy, depth), own_limit(w.buffer.said, token[2], x.k)
+            late = f"{key} is trained {far} versions late in batch {number}, limit {k}"
+            need(far <= k, "I1", late)
         need(key[:2] not in before, "I2", f"sample {key[:2]} is trained twice")
     update = (0 if c.same else x.epoch, tuple(k for k, _ in samples))
     return with_learner(w, x, policy=grow(x.policy, update), queue=x.queue[1:])
@@ -880,6 +898,7 @@ RUNS: tuple[dict[str, Any], ...] = (
     {"k": (0, 1), "same": True, "kinds": "learner"},
     {"k": (1, 0), "moves": (0, 1), "kinds": "learner slow"},
     {"k": (1, 0), "kinds": "learner slow", "sessions": True},
+    {"k": (2, 0), "moves": (0, 2), "kinds": "learner slow", "sessions": True},
     {"k": (0,), "kinds": "unheard", "mail": 2},
     {"k": (0,), "kinds": "unheard gen", "mail": 1},
     {"k": (0,), "kinds": "unheard learner", "mail": 1},
@@ -893,6 +912,7 @@ LARGE: tuple[dict[str, Any], ...] = (
     {"k": (1, 0), "moves": (0, 1), "kinds": "learner slow", "steps": 3},
     {"k": (1, 0), "kinds": "learner slow", "sessions": True, "gens": 2},
     {"k": (0,), "kinds": "learner slow", "sessions": True, "group": 2, "steps": 3},
+    {"k": (2,), "moves": (0, 2), "kinds": "learner", "sessions": True, "gens": 2},
     {"k": (1,), "kinds": "unheard", "mail": 2},
     {"k": (0,), "kinds": "unheard", "mail": 1, "gens": 2, "faults": 2},
 )
@@ -906,6 +926,7 @@ OFF: dict[str, tuple[str, dict[str, Any]]] = {
     "epoch_tickets": ("I1", {"k": (0,), "kinds": "learner"}),
     "later_calls": ("I1", {"k": (0,), "faults": 0, "sessions": True, "gens": 2}),
     "adopted": ("I1", {"k": (0,), "kinds": "learner", "sessions": True}),
+    "own_epoch": ("I1", {"k": (2,), "moves": (0, 2), "kinds": "learner", "sessions": True}),
     "orphans": ("I1", {"k": (1, 0), "kinds": "learner", "steps": 3}),
     "filter_leaves": ("I5", {"k": (0,), "faults": 0, "group": 2, "filtered": (0,)}),
     "filter_once": ("I4", {"k": (1, 0), "kinds": "learner", "steps": 3, "refiltered": (1,)}),

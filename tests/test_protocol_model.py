@@ -23,7 +23,9 @@ from asyncrl.contract.messages import (
     WeightsSource,
 )
 from asyncrl.contract.versions import Label
-from buffer.groups import Settings
+from buffer import batches
+from buffer.groups import Group, Settings, Stored
+from buffer.store import Store
 
 
 @pytest.mark.parametrize("more", pm.RUNS, ids=str)
@@ -70,8 +72,6 @@ class SideBySide:
         )
         self.store = weakened(off)(settings, lambda i: Prompt(i, ""))
         self.parent: dict[int, Label | None] = {0: None}
-        # (ticket, sample, attempt) -> the earlier attempts of a session that went on
-        self.adopted: dict[pm.Key, tuple[int, ...]] = {}
         self.hello(1, 0, c.k[0], 0)
 
     def hello(self, epoch: int, policy: int, k: int, origin: int) -> None:
@@ -102,10 +102,6 @@ class SideBySide:
         new = [letter[2] for letter in self.w.mail - before.mail] or [self.w.gens[i].held[-1]]
         t, a, todo, least, _ = new[0]
         got = self.store.grant(f"g{i}", before.gens[i].session, 1, 0.0)
-        for ticket, earlier, (sample, *_), _, first in before.gens[i].held:
-            if self.c.sessions and ticket == t and first and sample in todo:
-                line = (*self.adopted.get((t, sample, earlier), ()), earlier)
-                self.adopted[t, sample, a] = line
         same(
             [(t, a, sorted(todo), least, self.w.buffer.now if self.c.moves else self.w.buffer.k)],
             [(x.ticket, x.attempt, x.samples, tuple(x.min_version), x.limit) for x in got],
@@ -113,17 +109,14 @@ class SideBySide:
         )
 
     def do_deliver(self, before: pm.World, m: tuple[Any, ...], keep: bool) -> None:
-        _, _, (t, s, a), versions = m
+        _, _, (t, s, a), tokens = m
         spans = [
             Span(Label(*label), str(policy), n, n + 1, Label(*label))
-            for n, (label, policy) in enumerate(versions)
+            for n, (label, policy, _) in enumerate(tokens)
         ]
         reward = 1.0 if t in self.c.filtered else float(s)
         ids = b"\0" * 4 * len(spans)
-        # the first token is of the first attempt, the last one of the last
-        adopted = [
-            (earlier, int(not n)) for n, earlier in enumerate(self.adopted.get((t, s, a), ()))
-        ]
+        adopted = [(earlier, 1) for *_, earlier in tokens if earlier != a]
         sample = Trajectory(
             t, s, a, b"", ids, b"", b"", spans, reward, {}, "stop", 1.0, adopted=adopted
         )
@@ -146,8 +139,8 @@ class SideBySide:
             f"batch {number}",
         )
         lags = [
-            max(pm.distance(v[1], before.buffer.policy, number) for v in versions)
-            for _, versions in ours
+            max(pm.distance(x[1], before.buffer.policy, number) for x in tokens)
+            for _, tokens in ours
         ]
         same(lags, batch.lags if batch else [], f"lags of batch {number}")
 
@@ -265,6 +258,19 @@ WALKS: list[dict[str, Any]] = [
         "sessions": True,
     },
     {
+        "k": (3,),
+        "moves": (1, 3),
+        "batch": 1,
+        "group": 1,
+        "gens": 2,
+        "slots": 2,
+        "steps": 5,
+        "faults": 4,
+        "kinds": "learner slow older",
+        "keep": 2,
+        "sessions": True,
+    },
+    {
         "k": (0, 1),
         "batch": 2,
         "group": 1,
@@ -297,6 +303,25 @@ def test_the_real_store_does_what_the_model_does(more: dict[str, Any]) -> None:
             SideBySide(pm.Bounds(**more), seed).run()
         except (AssertionError, pm.Broken) as e:
             raise AssertionError(f"seed {seed}: {e}") from e
+
+
+def test_a_store_that_excuses_what_a_life_before_drew_is_told_from_the_model(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the limit sets itself, by the limit of the grant that adopted a session."""
+
+    def largest(store: Store, group: Group, stored: Stored) -> list[float]:
+        limit = max(grant.limit for grant in group.grants.values())
+        return [min(store.max_lag, limit)] * len(stored.trajectory.all_spans())
+
+    monkeypatch.setattr(batches, "announced", largest)
+    (walk,) = [more for more in WALKS if "moves" in more and "sessions" in more]
+    for seed in range(300):
+        try:
+            SideBySide(pm.Bounds(**walk), seed).run()
+        except Differs:
+            return
+    raise AssertionError("adopted tokens go by the largest limit, and nothing differs")
 
 
 @pytest.mark.parametrize(
