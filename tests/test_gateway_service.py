@@ -263,6 +263,24 @@ def test_evaluations_are_against_their_own_opponent(world: Callable[..., World])
     assert (s.calls, s.aside, s.reward) == (3, 0, 1.0)
 
 
+def test_a_limit_of_both_sides_calls_is_an_outcome_once_the_policy_has_moved(
+    world: Callable[..., World],
+) -> None:
+    """Before that nothing of the sample could be trained: it has failed."""
+    for kind, side, texts in (("", 1, ("a", "bb", "abc")), ("quits", 1, ("h", "h", "h"))):
+        w = world(env="agent_envs:Longer", opponent="self", eval_opponent="random", max_calls=3)
+        w.take(of_side(w, side, kind))
+        for text in texts:
+            w.answer(w.calls(1)[0], text)
+        (s,) = w.ended()
+        assert (s.calls, s.reward, s.finish) == (3, 0.0, "length")
+        if kind:
+            assert s.failed and "before its first answer" in s.failed.why
+            assert (s.length, s.aside) == (0, 6)
+        else:
+            assert (s.failed, s.length, s.aside) == ("", 3, 6)
+
+
 def test_an_opponent_in_another_game_knows_nothing_of_the_first(
     world: Callable[..., World],
 ) -> None:
