@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from asyncrl.config.tree import Wires
 from asyncrl.contract.messages import EVAL_BASE, Acks, Deliver, Trajectory
@@ -67,6 +68,14 @@ class Drawn:
         return self.total
 
 
+class Sent(NamedTuple):
+    """A sample that is not acknowledged, and when it was sent (CLOCK_MONOTONIC seconds)."""
+
+    sample: Trajectory
+    first: float
+    last: float
+
+
 class Outbox:
     """At most `credit` bytes are unacknowledged; several samples travel in one frame of about
     `frame_bytes`.
@@ -85,9 +94,7 @@ class Outbox:
         self.sequence = 0
         self.fresh: list[Trajectory] = []
         self.fresh_since = 0.0
-        # key -> (sample, when it was sent last)
-        self.sent: dict[Key, tuple[Trajectory, float]] = {}
-        self.sent_first: dict[Key, float] = {}
+        self.sent: dict[Key, Sent] = {}
         self.unacked_bytes = 0
         self.acked: dict[str, int] = {}  # disposition -> samples
         self.waited_s = 0.0  # from the first sending to the acknowledgement, a sum over samples
@@ -121,13 +128,13 @@ class Outbox:
         self.credit = reply.credit
         for ticket, sample, attempt, disposition in reply.acks:
             if (entry := self.sent.pop((ticket, sample, attempt), None)) is not None:
-                self.unacked_bytes -= size(entry[0])
-                self.waited_s += now - self.sent_first.pop((ticket, sample, attempt))
+                self.unacked_bytes -= size(entry.sample)
+                self.waited_s += now - entry.first
                 self.acked[disposition] = self.acked.get(disposition, 0) + 1
 
     def frames(self, now: float, *, flush: bool) -> Iterator[Deliver]:
         """Frames to send now: new samples, and those unanswered for `retry_s`."""
-        late = [sample for sample, at in self.sent.values() if now - at > self.retry_s]
+        late = [each.sample for each in self.sent.values() if now - each.last > self.retry_s]
         if self.fresh and not self.fresh_since:
             self.fresh_since = now
         due = (
@@ -156,9 +163,10 @@ class Outbox:
     def _frame(self, samples: list[Trajectory], now: float) -> Deliver:
         self.sequence += 1
         for sample in samples:
-            if (key := (sample.ticket, sample.sample, sample.attempt)) not in self.sent:
-                self.sent_first[key] = now
+            key = (sample.ticket, sample.sample, sample.attempt)
+            before = self.sent.get(key)
+            if before is None:
                 for attempt, tokens in sample.by_attempt:
                     self.drawn.delivered(sample.ticket, attempt, tokens)
-            self.sent[key] = (sample, now)
+            self.sent[key] = Sent(sample, now if before is None else before.first, now)
         return Deliver(self.producer, self.session, self.sequence, samples, self.drawn.total)

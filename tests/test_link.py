@@ -30,7 +30,7 @@ def test_an_acknowledgement_is_waited_for_from_the_first_sending() -> None:
     assert box.numbers() == {"link/acked": 1.0, "link/ack_waited_s": 3.0}
     box.on_acks(Acks(1, [(0, 1, second.attempt, "accepted")], 1000, None), 12.0)
     assert box.numbers() == {"link/acked": 2.0, "link/ack_waited_s": 5.0}
-    assert not box.sent_first
+    assert box.empty and box.unacked_bytes == 0
 
 
 def test_two_generators_links_become_a_line() -> None:
