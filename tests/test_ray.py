@@ -193,6 +193,30 @@ def test_what_is_asked_of_the_cluster() -> None:
         on_ray.fitting(load.load(DEMO, ["weights.transport='shared_memory'"]))
 
 
+def test_results_are_not_left_in_the_copy_that_a_job_runs_in(tmp_path: Path) -> None:
+    copy = tmp_path / "session_1" / "runtime_resources" / "working_dir_files" / "_ray_pkg_1"
+    config = load.load(DEMO)
+    with (
+        pytest.raises(ConfigError, match=r"runs: .*_ray_pkg_1/runs/r is in the copy"),
+        on_ray.placed(config, copy / "runs" / "r", "ray", print),
+    ):
+        raise AssertionError("nothing is asked of a cluster")
+    on_ray.kept(tmp_path / "runs" / "r")
+
+
+def test_the_cluster_of_a_job_is_the_one_that_ray_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    asked: list[str] = []
+    monkeypatch.setattr(ray, "init", lambda address, **_: asked.append(address))
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.7:6379")
+    on_ray.connect("ray")
+    on_ray.connect("ray://10.0.0.8:6379")
+    monkeypatch.delenv("RAY_ADDRESS")
+    on_ray.connect("ray")
+    assert asked == ["10.0.0.7:6379", "10.0.0.8:6379", "auto"]
+
+
 def test_addresses_of_the_life_before_are_known(tmp_path: Path) -> None:
     assert on_ray.chosen(tmp_path) == []
     (tmp_path / "hosts.json").write_text(json.dumps({"wires": ["tcp://a:1", "tcp://a:2"]}))

@@ -388,6 +388,7 @@ def placed(
 ) -> Iterator[tuple[Config, OnRay]]:
     """`place` on the cluster that `on` names; at the end everything there is given back."""
     import_ray(on)
+    kept(run_dir)
     import ray
 
     connect(on)
@@ -399,6 +400,15 @@ def placed(
             maker.close()
     finally:
         ray.shutdown()
+
+
+def kept(run_dir: Path) -> None:
+    """Raises ConfigError for a run in a place that is Ray's to remove."""
+    if "working_dir_files" in run_dir.parts:
+        raise ConfigError(
+            f"runs: {run_dir} is in the copy of a working directory that Ray has made for this "
+            "job, and removes: put the run on a path that all hosts share, by --set runs=DIR"
+        )
 
 
 def import_ray(on: str) -> None:
