@@ -266,7 +266,8 @@ class Cards:
         self.cards = random.sample(range(100), 2)
         self.at = self.bad = 0
         self.news: list[list[Any]] = [
-            [(-1, f"Card {card}, say '[1]' or\n'[2]'.", "PROMPT")] for card in self.cards
+            [(-1, f"Card {card}, say '[1]' or\n'[2]'.", "PROMPT"), (-1, "Now!", "MESSAGE")]
+            for card in self.cards
         ]
 
     def get_observation(self) -> tuple[int, list[Any]]:
@@ -306,7 +307,7 @@ def test_a_game_of_two_by_one_line(cards: None) -> None:
     assert got is not None and (got.obs, got.asked) == ("no number", 0)  # its own words are known
     got = made.happened(Op(1, "step", text="[1]"))
     assert got is not None and got.asked == 1
-    assert str(got.obs).endswith("'[2]'.\n[Player 0] well\n[Player 0] [1]")
+    assert str(got.obs).endswith("'[2]'.\nNow!\n[Player 0] well\n[Player 0] [1]")
     got = made.happened(Op(1, "step", text="[2]"))
     assert got is not None and got.ended and abs(got.reward) == 1
     assert got.parts == {"won": float(got.reward > 0), "invalid": 0.0}

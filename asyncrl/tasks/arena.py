@@ -120,10 +120,9 @@ class Duel:
 
     def __init__(self, name: str) -> None:
         self.game = made(name)
-        self.listed: dict[int, list[str]] = {}
 
     def reset(self, *, seed: int, options: dict[str, Any]) -> None:
-        self.listed = {}
+        self.listed: dict[int, list[str]] = {}
         self.game.reset(num_players=2, seed=seed)
 
     def turn(self) -> tuple[int, str]:
