@@ -49,7 +49,7 @@ def both(tmp_path: Path, model: Path, *sets: str) -> tuple[dict[str, Any], list[
         *[x for s in words for x in ("--set", s)],
     ]
     env = ENV | {"PYTHONPATH": f"{ROOT / 'tests' / 'hold'}:{ROOT}:{tmp_path}"}
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads(done.stdout.strip().splitlines()[-1])
     rows = [

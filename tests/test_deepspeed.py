@@ -59,7 +59,7 @@ def trained(
         },
         launcher,
     )
-    out, err = p.communicate(timeout=600)
+    out, err = p.communicate(timeout=1800)
     assert p.returncode == 0, err[-4000:]
     rows = [json.loads(x) for x in err.splitlines() if x.startswith('{"rank"')]
     return json.loads(out.strip().splitlines()[-1]), {r["rank"]: r for r in rows}
@@ -111,7 +111,7 @@ def test_a_sample_split_into_rows_has_the_gradient_that_torch_has_of_the_unsplit
     """
     argv = [sys.executable, "tests/rows_program.py", str(model_dir)]
     env = ENV | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = json.loads(done.stdout.strip().splitlines()[-1])
     assert {(stage, variant) for stage, variant, *_ in rows} == {
@@ -206,7 +206,7 @@ def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(
             "config": {"learner": LEARNER | two | {"zero_stage": 1}},
         }
     )
-    _, err = p.communicate(timeout=600)
+    _, err = p.communicate(timeout=1800)
     assert p.returncode != 0 and f"is of 2 ranks at ZeRO stage {stage}" in err
 
 
@@ -308,7 +308,7 @@ def test_a_rank_that_stands_still_ends_the_step_with_a_clear_error(
             time.sleep(0.05)
         (other,) = ranks_of(p.pid)
         os.kill(other, signal.SIGSTOP)
-        _, err = p.communicate(timeout=600)
+        _, err = p.communicate(timeout=1800)
     finally:
         if p.poll() is None:
             p.kill()

@@ -172,7 +172,7 @@ def run(command: str, where: Path) -> subprocess.CompletedProcess[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=600,
+        timeout=1800,
         check=False,
     )
 
@@ -218,7 +218,7 @@ def test_every_make_target_is_there() -> None:
     for command in sorted(named):
         argv = ["make", "-n", *shlex.split(command)[1:]]
         done = subprocess.run(
-            argv, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=600
+            argv, cwd=ROOT, env={**os.environ}, capture_output=True, text=True, timeout=1800
         )
         assert done.returncode == 0, f"`{command}`: {done.stderr}"
 
