@@ -39,9 +39,14 @@ class Wire:
     def __init__(self) -> None:
         self.sent: list[Any] = []
         self.replies: list[Any] = []
+        self.moved = False  # the buffer is elsewhere: told once
 
     def send(self, message: Any) -> None:
         self.sent.append(message)
+
+    def seek(self, silent: float) -> bool:
+        moved, self.moved = self.moved, False
+        return moved
 
     def recv(self, timeout: float) -> Any:
         return self.replies.pop(0) if self.replies else None
@@ -502,6 +507,17 @@ def test_what_was_granted_and_has_not_come_is_forgone_and_said_to_be(
     w.gateway.renew()
     (renewed,) = [x for x in w.wire.sent if isinstance(x, m.Renew)]
     assert not w.gateway.held and (renewed.taken, renewed.written) == (2, [(12, 2)])
+
+
+def test_a_buffer_found_elsewhere_is_greeted_and_asked_anew(world: Callable[..., World]) -> None:
+    w = world(sessions=3)
+    w.gateway.asked = 2
+    w.gateway.unanswered = time.monotonic() - 1e6  # the one before would be given up
+    w.wire.moved = True
+    w.wire.sent.clear()
+    w.gateway.read()
+    assert [type(x) for x in w.wire.sent] == [m.GeneratorHello]
+    assert w.gateway.asked == 0 and time.monotonic() - w.gateway.unanswered < 1e5
 
 
 def test_it_tells_what_the_oldest_sessions_wait_for(world: Callable[..., World]) -> None:

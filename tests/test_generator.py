@@ -77,10 +77,15 @@ class Wire:
         self.inbox: deque[m.FromBuffer] = deque()
         self.said: list[m.FromPeer] = []
         self.closed = False
+        self.moved = False  # the buffer is elsewhere: told once
 
     def send(self, message: m.FromPeer) -> None:
         assert not self.closed
         self.said.append(message)
+
+    def seek(self, silent: float) -> bool:
+        moved, self.moved = self.moved, False
+        return moved
 
     def recv(self, timeout: float) -> m.FromBuffer | None:
         return self.inbox.popleft() if self.inbox else None
@@ -492,3 +497,19 @@ def test_a_buffer_that_falls_silent_is_given_up_and_one_that_answers_is_not(
     g.unanswered -= 6
     with pytest.raises(PeerUnreachable, match=r"has not answered for 6 s \(wires.connect_s\)"):
         one_pass(g)
+
+
+def test_a_buffer_found_elsewhere_is_greeted_and_asked_anew(
+    make: Callable[..., Generator],
+) -> None:
+    g = make()
+    one_pass(g)
+    wire: Wire = g.socket  # type: ignore[assignment]
+    first = [type(x).__name__ for x in wire.said]
+    wire.said.clear()
+    g.unanswered -= 6  # wires.connect_s is 5: the one before would be given up
+    wire.moved = True
+    one_pass(g)
+    again = [type(x).__name__ for x in wire.said]
+    assert again[0] == "GeneratorHello" and "Want" in first and "Want" in again
+    assert time.monotonic() - g.unanswered < 5

@@ -32,8 +32,15 @@ class Buffer:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir, self.inbox = run_dir, deque[m.FromBuffer]()
         self.seen: dict[str, list[str]] = {}
+        self.sent: list[m.FromPeer] = []
+        self.moved = False  # it is elsewhere: told once
+
+    def seek(self, silent: float) -> bool:
+        moved, self.moved = self.moved, False
+        return moved
 
     def send(self, message: m.FromPeer) -> None:
+        self.sent.append(message)
         self.seen[type(message).__name__] = [
             n for n in ("model/config.json", "weights_digest") if (self.run_dir / n).exists()
         ]
@@ -103,6 +110,21 @@ def test_a_learner_whose_ring_was_removed_makes_it_anew_while_it_waits(
     reader = RingReader(one.publisher.directory, "late")
     assert reader.labels() == {Label(one.epoch, 0): one.digest}
     reader.close()
+
+
+def test_a_buffer_found_elsewhere_is_asked_at_once_for_all_that_was_not_answered(
+    learner: Callable[[], Learner],
+) -> None:
+    one = learner()
+    one.hello()
+    one.repeat("ask 0", m.Ask(one.epoch, 0))
+    one.socket.sent.clear()  # type: ignore[attr-defined]
+    one.waiting = "a batch"
+    one.heard -= 1e6  # the one before would be given up
+    one.socket.moved = True  # type: ignore[attr-defined]
+    one.pump(0)
+    one.repeat("ask 0", m.Ask(one.epoch, 0))
+    assert m.Ask(one.epoch, 0) in one.socket.sent  # type: ignore[attr-defined]
 
 
 def test_one_that_comes_after_the_end_says_so_and_one_whose_last_answer_was_lost_ends_well(
