@@ -74,6 +74,9 @@ class Wire:
     def recv(self, timeout: float) -> Any:
         return self.replies.popleft() if self.replies else None
 
+    def seek(self, silent: float) -> bool:
+        return False
+
     def close(self) -> None:
         pass
 
@@ -145,14 +148,15 @@ class Gateway(service.Gateway):
             need(sorted(rows) == sorted(mine), f"{session.name}: drawn {mine}, trained {rows}")
             self.world.rows += len(sample.rows)
 
-    def written(self, episode: service.Episode, obs: Any) -> np.ndarray:
+    def call(self, episode: service.Episode, obs: Any) -> None:
         """The calls go on, or begin at an earlier one, or anew."""
         nodes = [node for node in episode.session.forest.nodes if node.ids is not None]
         r = self.world.r
         if nodes and r.random() < self.world.fork_share:
-            before = r.choice([node.whole() for node in nodes] + [nodes[0].prompt()])
-            return np.concatenate([before, self.chat.encode(obs or "=")]).astype(np.int32)
-        return super().written(episode, obs)
+            before = r.choice([node.whole for node in nodes] + [nodes[0].prompt])
+            episode.sides.now.last = SimpleNamespace(whole=before)  # type: ignore[assignment]
+            obs = obs or "="
+        super().call(episode, obs)
 
 
 @dataclass
