@@ -429,6 +429,32 @@ def test_sessions_of_an_epoch_that_is_over_wait_and_go_on_under_the_next_grant(
     assert [x.label for x in early.spans] == [AT, Label(2, 1), Label(2, 1)]
 
 
+@pytest.mark.parametrize("later", [0, 1])
+def test_an_evaluation_adopts_the_session_of_its_own_version_alone(
+    world: Callable[..., World], later: int
+) -> None:
+    """Two evaluations may be under way at once, with the same numbers of tickets: by the weights of
+    one, nothing of the other's is drawn.
+    """
+    w = world(sessions=2)
+    first = msgspec.structs.replace(w.ticket(), kind="eval", exact_version=AT)
+    w.take(first)
+    w.answer(w.calls(1)[0], "ab")
+    (call,) = w.calls(1)  # its second
+    other = Label(AT.epoch, AT.number + later)
+    w.take(msgspec.structs.replace(first, attempt=2, exact_version=other))
+    assert set(w.gateway.held) == ({(11, 1), (11, 2)} if later else {(11, 2)})
+    if later:
+        (anew,) = w.calls(1)
+        assert (anew.exact_version, anew.stream) == (other, 0)
+    w.answer(call, "abc")
+    w.answer(w.calls(1)[0], "a")
+    (s,) = w.ended()
+    assert (s.attempt, s.calls) == (1 if later else 2, 3)
+    assert {x.label for x in s.spans} == {AT}
+    assert set(w.gateway.held) == ({(11, 2)} if later else set())
+
+
 def test_what_nothing_adopts_is_given_up_and_told_of(world: Callable[..., World]) -> None:
     w = world(deadline_s=100.0, sessions=2)
     w.take(w.ticket(2))

@@ -367,7 +367,9 @@ class Gateway:
             self.newest_attempt = ticket.attempt
             new = Held(ticket, list(ticket.samples))
             for name, held in list(self.held.items()):
-                if name[0] == ticket.ticket:
+                # of evaluations of two versions, both under way, the tickets have equal numbers
+                same = held.ticket.exact_version == ticket.exact_version
+                if name[0] == ticket.ticket and same:
                     self.hand_over(held, new)
                     if not held.waiting and not held.open:
                         self.settle(name)
