@@ -5,12 +5,12 @@ on.
 from __future__ import annotations
 
 import contextlib
-import select
 import socket
 import struct
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing.connection import wait  # select.select knows no descriptor above 1023
 from pathlib import Path
 from typing import Any
 
@@ -203,7 +203,7 @@ def test_a_connection_that_is_cut_is_not_waited_for(server: ChunkServer) -> None
             carried = 0
             with contextlib.suppress(OSError):  # the client's old socket may come again, and go
                 while carried < most:
-                    for wire in select.select([here, there], [], [])[0]:
+                    for wire in wait([here, there]):
                         data = wire.recv(1 << 16)
                         (here if wire is there else there).sendall(data)
                         carried += len(data) if wire is there else 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import select
 import socket
+from multiprocessing.connection import wait  # select.select knows no descriptor above 1023
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -145,7 +145,7 @@ class Heard:
 
     @property
     def waiting(self) -> bool:
-        return self.taken or (not self.sent and bool(select.select([self.socket], [], [], 0)[0]))
+        return self.taken or (not self.sent and bool(wait([self.socket], 0)))
 
     def replaced(self) -> None:
         """By another with the same descriptor."""

@@ -5,7 +5,6 @@ GPUs.
 from __future__ import annotations
 
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -13,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait  # select.select knows no descriptor above 1023
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +81,7 @@ class Generator:
         )
 
     def answer(self) -> str:
-        assert select.select([self.answers], [], [], 60)[0], "no answer"
+        assert wait([self.answers], 600), "no answer"
         return self.answers.readline().strip()
 
 
