@@ -22,6 +22,7 @@ from actors.gateway.requests import Manners
 from actors.gateway.sessions import Call, CallRefused, Session
 from actors.gateway.web import Bind, Endpoint, Opened
 from asyncrl.contract import messages as m
+from asyncrl.contract.versions import Label
 from asyncrl.records import private
 
 if TYPE_CHECKING:
@@ -46,7 +47,8 @@ class Door:
         self.episodes: dict[str, Episode] = {}
         self.drawing: dict[int, tuple[Call, asyncio.Future[Node | None]]] = {}
         self.asks = 0  # leases that wait for a sample
-        self.begun: set[tuple[int, int]] = set()  # (ticket, sample) that some session has had
+        # (ticket, sample, an evaluation's version) that some session has had
+        self.begun: set[tuple[int, int, Label | None]] = set()
         self.news = asyncio.Event()
         self.due = asyncio.Event()  # the gateway's next turn is
         self.pushing: Pushing | None = None  # who plays sessions here
@@ -91,7 +93,7 @@ class Door:
         held = next((held for held in gateway.line() if held.waiting), None)
         if held is None or gateway.room < 1:
             return None
-        name = (held.ticket.ticket, held.waiting[0])
+        name = (held.ticket.ticket, held.waiting[0], held.ticket.exact_version)
         episode = gateway.episode(held, held.waiting.pop(0), first=name not in self.begun)
         self.begun.add(name)
         session = episode.session

@@ -58,8 +58,9 @@ class Happened(msgspec.Struct, frozen=True, array_like=True):
     """What came of it.  failed: the environment raised, or returned what cannot be used; lost: its
     process ended while it was at another session's step.
 
-    asked: 0, obs is for the policy's side; else for its opponent's, in the so-manieth game that was
-    begun.  told: (what it was told, its move) of the opponent, where it is none of ours."""
+    asked: 0, obs is for the policy's side; else for its opponent's, in the game of that number,
+    from 1, of those that were begun.  told: (what it was told, its move) of the opponent, where it
+    is none of ours."""
 
     session: int
     kind: Literal["ready", "broken", "ok", "failed", "lost"]

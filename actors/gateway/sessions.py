@@ -638,8 +638,8 @@ class Session:
 @dataclass(eq=False)
 class Side:
     """One player in a session's environment: what it was told and has said.  game: 0 is the
-    policy's side; else its opponent's, in the so-manieth game that was begun, whose draws are set
-    aside.  history: for a chat template.
+    policy's side; else its opponent's, in the game of that number, from 1, of those that were
+    begun; its draws are set aside.  history: for a chat template.
     """
 
     templated: bool
