@@ -79,11 +79,12 @@ class Scripted:
         self.gate = asyncio.Event()
         self.gate.set()
         self.drawn: list[int] = []
+        self.clock: Callable[[], float] = time.monotonic
         self.skew = 0.0  # seconds by which the clock was put on
         self.looked_at: list[str] = []
 
     def now(self) -> float:
-        return time.monotonic() + self.skew
+        return self.clock() + self.skew
 
     def open(self) -> Opened:
         """A session."""
@@ -155,7 +156,7 @@ class Served:
 
     @staticmethod
     def wait(future: Future[Any]) -> Any:
-        return future.result(60)
+        return future.result(600)
 
     def do(self, function: Callable[[], Any]) -> Any:
         """In the endpoint's thread."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio.selector_events
 import json
 import socket
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -25,8 +26,18 @@ from actors.gateway.sessions import Limits
 from actors.gateway.web import Bind, Opened
 from asyncrl.contract.errors import ConfigError
 
+WAIT_S = 600.0
 GO = [{"role": "user", "content": "go"}]
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patient() -> Iterator[None]:
+    """No request is late, and no stream says more, because a process stood still."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("HEAD_S", "BODY_S", "KEEP_ALIVE_S"):
+            patch.setattr(web, name, 3600.0)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +55,7 @@ def served(shared: Served) -> Iterator[Served]:
     service.say = lambda call: f"answer {call.number}"
     service.over = service.ending = False
     service.skew = 0.0
+    service.clock = time.monotonic
     service.drawn.clear()
     shared.do(service.gate.set)
 
@@ -59,7 +71,7 @@ def post(served: Served, opened: Opened, path: str, body: Any, **headers: str) -
         f"{served.url}/s/{opened.session.name}{path}",
         content=body if isinstance(body, bytes) else json.dumps(body),
         headers={"authorization": f"Bearer {opened.key}", **headers},
-        timeout=600,
+        timeout=WAIT_S,
     )
 
 
@@ -100,7 +112,7 @@ def test_a_head_is_asked_for_alone(served: Served) -> None:
     opened = served.do(served.service.open)
     url = f"{served.url}/s/{opened.session.name}"
     own = {"authorization": f"Bearer {opened.key}"}
-    with httpx.Client(headers=own, timeout=60) as http:
+    with httpx.Client(headers=own, timeout=WAIT_S) as http:
         for path in ("", "/v1/models"):
             asked = http.head(url + path)
             assert asked.status_code == 200 and not asked.content
@@ -414,6 +426,7 @@ def test_a_body_is_bounded(served: Served, monkeypatch: pytest.MonkeyPatch) -> N
         f"{served.url}/s/{opened.session.name}/v1/chat/completions",
         content=pieces(),
         headers={"authorization": f"Bearer {opened.key}"},
+        timeout=WAIT_S,
     )
     assert said.status_code == 413
     monkeypatch.setattr(web, "BODY_S", 0.05)
@@ -433,15 +446,17 @@ def test_a_key_opens_its_own_session_alone(served: Served) -> None:
             f"{served.url}/s/{one.session.name}/v1/chat/completions",
             json=body,
             headers={"authorization": f"Bearer {key}".encode("latin-1")},
+            timeout=WAIT_S,
         )
         assert said.status_code == 401 and said.json()["error"]["type"] == "authentication_error"
-    assert httpx.get(f"{served.url}/s/{one.session.name}").status_code == 401
-    assert httpx.get(f"{served.url}/s/9.9.9").status_code == 401
+    for name in (one.session.name, "9.9.9"):
+        assert httpx.get(f"{served.url}/s/{name}", timeout=WAIT_S).status_code == 401
     assert one.session.calls == 0
     talk, _ = client(served, one)
     with pytest.raises(openai.AuthenticationError):
         talk.with_options(api_key="other").models.list()
-    other = httpx.get(f"{served.url}/s/{one.session.name}", headers={"x-api-key": one.key})
+    own = {"x-api-key": one.key}
+    other = httpx.get(f"{served.url}/s/{one.session.name}", headers=own, timeout=WAIT_S)
     assert other.status_code == 200
 
 
@@ -450,7 +465,7 @@ def test_a_key_opens_its_own_session_alone(served: Served) -> None:
     [("GET", "/"), ("POST", "/v1/chat/completions"), ("GET", "/asyncrl/v1/sessions")],
 )
 def test_other_routes_are_not_there(method: str, path: str, served: Served) -> None:
-    said = httpx.request(method, served.url + path)
+    said = httpx.request(method, served.url + path, timeout=WAIT_S)
     assert said.status_code == 404 and said.json()["error"]["code"] == "no_such_route"
 
 
@@ -510,7 +525,7 @@ def test_too_many_calls_at_once_are_told_to_come_again() -> None:
         assert caught.value.response.headers["retry-after"] == "1"
         assert "x-should-retry" not in caught.value.response.headers
         served.do(served.service.gate.set)
-        first.result(60)
+        first.result(WAIT_S)
     served.close()
 
 
@@ -544,7 +559,7 @@ def raw(opened: Opened, body: bytes, **headers: str) -> bytes:
 
 
 def connected(served: Served) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])), 60)
+    return socket.create_connection(("127.0.0.1", int(served.url.rpartition(":")[2])), WAIT_S)
 
 
 def ask(served: Served, opened: Opened, body: bytes, **headers: str) -> bytes:
@@ -571,8 +586,9 @@ def leave(served: Served, opened: Opened, body: bytes) -> None:
 
 
 def test_the_clients_own_retries_join_the_call_and_lose_nothing(served: Served) -> None:
-    """Time-outs of a client with its default retries: one draw, whichever attempt is answered."""
-    talk, opened = client(served, timeout=0.3)
+    """Time-outs of a client that repeats its request by itself, until an answer comes in time: one
+    draw, whichever attempt is answered."""
+    talk, opened = client(served, timeout=0.3, max_retries=1000)
     served.do(served.service.gate.clear)
     with ThreadPoolExecutor(1) as pool:
         asked = pool.submit(talk.chat.completions.create, model="policy", messages=GO)  # type: ignore[arg-type]
@@ -580,7 +596,7 @@ def test_the_clients_own_retries_join_the_call_and_lose_nothing(served: Served) 
         served.until(lambda: opened.session.requests and opened.session.requests[0].lost)
         served.until(lambda: not opened.session.requests[0].lost)
         served.do(served.service.gate.set)
-        answer = asked.result(60)
+        answer = asked.result(WAIT_S)
     assert answer.choices[0].message.content == "answer 0"
     assert served.service.drawn == [0] and len(opened.session.rows()) == 1
 
@@ -656,7 +672,7 @@ def test_equal_bodies_at_once_are_draws_of_their_own(served: Served) -> None:
         ]
         served.until(lambda: opened.session.calls == 5)
         served.do(served.service.gate.set)
-        got = {each.result(60).choices[0].message.content for each in asked}
+        got = {each.result(WAIT_S).choices[0].message.content for each in asked}
     assert got == {f"answer {number}" for number in range(5)}
     keys = {node.number for node in opened.session.forest.nodes}
     assert len(keys) == 5 and len(opened.session.rows()) == 5
@@ -673,7 +689,7 @@ def test_votes_of_which_one_loses_its_socket_keep_their_draws(served: Served) ->
         again = pool.submit(ask, served, opened, body, **{"x-stainless-retry-count": "1"})
         served.until(lambda: not any(each.lost for each in opened.session.requests))
         served.do(served.service.gate.set)
-        answers = [each.result(60) for each in [*kept, again]]
+        answers = [each.result(WAIT_S) for each in [*kept, again]]
     assert sorted(served.service.drawn) == [0, 1, 2, 3]
     assert {f"answer {n}" for n in range(4)} == {
         json.loads(each.partition(b"\r\n\r\n")[2])["choices"][0]["message"]["content"]
@@ -685,6 +701,8 @@ def test_a_client_that_never_comes_back_leaves_what_was_drawn(served: Served) ->
     _, opened = client(served)
     body = json.dumps({"model": "policy", "messages": GO}).encode()
     served.do(served.service.gate.clear)
+    moment = served.service.now()
+    served.service.clock = lambda: moment  # it stands still but for the skew
     leave(served, opened, body)
     served.service.skew = 59.0
     served.do(lambda: served.service.changed(opened.session))
@@ -715,7 +733,9 @@ def test_a_draw_that_fails_is_said_and_may_be_asked_again(served: Served) -> Non
 
 def lease(served: Served, body: Any, key: str = "the-runs-key") -> httpx.Response:
     headers = {"authorization": f"Bearer {key}"}
-    return httpx.post(f"{served.url}/asyncrl/v1/sessions", json=body, headers=headers, timeout=600)
+    return httpx.post(
+        f"{served.url}/asyncrl/v1/sessions", json=body, headers=headers, timeout=WAIT_S
+    )
 
 
 def test_a_harness_leases_runs_and_scores(served: Served) -> None:
@@ -743,7 +763,7 @@ def test_a_harness_leases_runs_and_scores(served: Served) -> None:
     rewards = np.frombuffer(opened.session.rows()[0].token_rewards, "<f4")
     assert rewards[-1] == 1.0  # its own and what remains
     head = {"authorization": f"Bearer {opened.key}"}
-    view = httpx.get(f"{served.url}/s/{got['session']}", headers=head).json()
+    view = httpx.get(f"{served.url}/s/{got['session']}", headers=head, timeout=WAIT_S).json()
     assert view["calls"] == 1 and view["versions"] == ["1.2"] and view["rows"] == 1
 
 
