@@ -25,7 +25,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-DEADLINE_S = 600.0
+DEADLINE_S = 3600.0  # of what hangs: no bound on speed
 
 
 def part(name: str, run_dir: Path, die: int, slow: float) -> None:

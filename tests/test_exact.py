@@ -101,7 +101,7 @@ def run(tmp_path: Path, *words: str) -> Ended:
         policy.build_model(tmp_path / "m", get_task(Task(name="sort")).symbols, kv_heads=2)
     argv = demo_command("run", tmp_path, tmp_path / "m", "generator.max_new_tokens=24", *words)
     return Ended(
-        subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
+        subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=3600)
     )
 
 

@@ -21,6 +21,8 @@ from asyncrl.contract.waits import OpenSession
 from asyncrl.models.policy import build_model
 
 PATIENCE_S = 600.0
+# a process of environments may stand still, while others have the cores
+PATIENT = {"step_s": 3600.0, "deadline_s": 7200.0}
 AT = Label(1, 3)
 
 
@@ -143,7 +145,8 @@ def world(
             "model": {"path": str(model_dir), "device": "cpu"},
             "task": {"name": "sort"},
             "generator": {"max_new_tokens": 6, "context": 64} | (generator or {}),
-            "agent": {"env": "agent_envs:Talks", "max_tokens": 64} | agent,
+            "agent": {"env": "agent_envs:Talks", "max_tokens": 64, **PATIENT} | agent,
+            "wires": {"lease_s": 3600.0},  # its generator tells of itself once
         }
         made.append(World(msgspec.convert(raw, Config), tmp_path))
         return made[-1]
@@ -335,11 +338,11 @@ def test_a_limit_is_an_outcome(
 def test_the_deadline_ends_a_session_whose_call_is_being_drawn(
     world: Callable[..., World],
 ) -> None:
-    w = world(deadline_s=500.0)
+    w = world(deadline_s=5000.0)
     w.take(w.ticket())
     w.answer(w.calls(1)[0], "ab")
     (call,) = w.calls(1)
-    late = time.monotonic() + 501
+    late = time.monotonic() + 5001
     holding = m.Serving(m.PROTOCOL, "run", "generator-0", 1, 64, [call.id], 9)
     w.gateway.board.said(b"g", holding, late)
     w.gateway.tick(late)
@@ -456,7 +459,7 @@ def test_an_evaluation_adopts_the_session_of_its_own_version_alone(
 
 
 def test_what_nothing_adopts_is_given_up_and_told_of(world: Callable[..., World]) -> None:
-    w = world(deadline_s=100.0, sessions=2)
+    w = world(deadline_s=1000.0, sessions=2)
     w.take(w.ticket(2))
     w.answer(w.calls(2)[0], "ab")
     gateway = w.gateway
@@ -465,7 +468,7 @@ def test_what_nothing_adopts_is_given_up_and_told_of(world: Callable[..., World]
     gateway.tick(now)
     assert len(gateway.episodes) == 2
     gateway.ticked = 0.0
-    gateway.tick(now + 200.0)
+    gateway.tick(now + 1000.0 + gateway.limits.grace_s + 1.0)
     assert not gateway.episodes and not gateway.held and not gateway.drawing
     assert not gateway.outbox.fresh and gateway.progress() == [(11, 1, 3)]
 
@@ -548,7 +551,7 @@ def test_a_buffer_found_elsewhere_is_greeted_and_asked_anew(world: Callable[...,
 
 def test_it_tells_what_the_oldest_sessions_wait_for(world: Callable[..., World]) -> None:
     """One of each ticket: that which has waited longest for anything but the engine."""
-    w = world(sessions=3, step_s=3600.0)
+    w = world(sessions=3, deadline_s=3000.0)
     gateway = w.gateway
     w.take(w.ticket(2, kind="hangs"), w.ticket(2))
 
@@ -563,7 +566,7 @@ def test_it_tells_what_the_oldest_sessions_wait_for(world: Callable[..., World])
     (first, _) = told(7.0)
     assert (first.kind, first.what) == ("engine", "an answer of the engine")
     assert first.task == "prompt 5 'ab='" and first.turn == 1 and 7 <= first.seconds <= first.open_s
-    assert first.limit == "agent.deadline_s" and 0 < first.ends_s < 600
+    assert first.limit == "agent.deadline_s" and 0 < first.ends_s < 3000
     assert not first.bounded
     hanging, behind = (call for call in calls if call.ticket == 11)
     w.answer(hanging, "ab")
@@ -676,8 +679,9 @@ def test_tools_are_called_through_the_template_and_the_reward_judges_the_last_an
         "model": {"path": str(tmp_path / "m"), "device": "cpu"},
         "task": {"name": "sort"},
         "generator": {"max_new_tokens": 90, "context": 512},
-        "agent": {"tools": ["agent_envs:add"], "max_tokens": 400},
-        "reward": {"function": "agent_envs:is_four", "workers": 1},
+        "agent": {"tools": ["agent_envs:add"], "max_tokens": 400, **PATIENT},
+        "reward": {"function": "agent_envs:is_four", "workers": 1, "deadline_s": 3600.0},
+        "wires": {"lease_s": 3600.0},
     }
     w = World(msgspec.convert(raw, Config), tmp_path)
     try:

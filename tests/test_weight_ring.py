@@ -65,8 +65,8 @@ def test_a_reader_denied_shared_memory_gets_every_byte_over_the_socket(tmp_path:
     layout = policy.manifest(model)
     r = Ring(tmp_path / "ring", policy.flat_bytes(layout), 2, layout, 1)
     server = ChunkServer("tcp://127.0.0.1:0", layout, r.read_part)
-    config = msgspec.convert({"model": {"path": "m"}, "task": {"name": "sort"}}, Config)
-    receiver = WeightsReceiver(config, "generator-0")
+    raw = {"model": {"path": "m"}, "task": {"name": "sort"}, "wires": {"connect_s": 600.0}}
+    receiver = WeightsReceiver(msgspec.convert(raw, Config), "generator-0")
     denied = WeightsSource(1, "another-host", str(tmp_path / "not-there"), server.address)
     for n in range(3):
         with torch.no_grad():
@@ -139,7 +139,7 @@ def test_a_stopped_reader_never_sees_a_torn_copy_nor_blocks_the_writer(
     """The reader stands still whenever it has copied half; every other time its slot is overwritten
     meanwhile, as its pin is too old.
     """
-    r, end = ring(tmp_path, 2, wait_s=30), tmp_path / "end"
+    r, end = ring(tmp_path, 2, wait_s=600), tmp_path / "end"
     r.write(Label(1, 0), fill(0))
     argv = [sys.executable, "-c", READER, str(tmp_path / "ring"), str(end)]
     with subprocess.Popen(argv, cwd=ROOT, env=ENV, stdout=subprocess.PIPE, text=True) as process:
@@ -170,7 +170,7 @@ def test_chunks_over_tcp_without_shared_memory(tmp_path: Path) -> None:
     r = ring(tmp_path, 2)
     digest = r.write(Label(1, 0), fill(7))
     server = ChunkServer("tcp://127.0.0.1:0", ROWS, r.read_part)
-    client = ChunkClient(server.address, 10)
+    client = ChunkClient(server.address, 600)
     try:
         assert client.manifest() == ROWS
         before, into = client.bytes_received, bytearray(SIZE)
