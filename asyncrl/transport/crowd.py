@@ -17,7 +17,8 @@ from asyncrl.transport import keys
 DESCRIPTORS = 65536  # what is asked of the system
 CONNECTIONS = 6000  # more are a flood
 LEAST = 64
-PAUSE_S = 5.0
+LOOK_S = 0.01
+LOOKS = 6000  # for the address to come free: a process that stood still meanwhile looks on
 
 
 def newest() -> int:
@@ -70,9 +71,8 @@ class Crowd:
         if not self.lost:
             self.socket.unbind(address)
         self.lost = True
-        until = time.monotonic() + PAUSE_S
-        while time.monotonic() < until:
-            time.sleep(0.01)  # the old listener and its connections end in a thread of their own
+        for _ in range(LOOKS):
+            time.sleep(LOOK_S)  # the old listener and its connections end in a thread of their own
             if newest() >= self.most:
                 continue
             try:
