@@ -47,7 +47,9 @@ from asyncrl.transport import child
 from asyncrl.transport.child import frame
 
 Key = tuple[int, int, int]
-GRACE_S = 60.0  # the first import may be slow; a call's deadline starts when the process is ready
+# the first import may be slow, or a call be given longer; its deadline starts when the process is
+# ready
+GRACE_S = 60.0
 # processes in a row that end before they are ready: the function's module cannot be imported here
 START_TRIES = 3
 # work in a process's socket beyond what it is doing: longer calls wait in the common queue for
@@ -301,7 +303,7 @@ class _Pool(threading.Thread):
 
     def _deadline(self, process: _Process) -> float:
         if not process.ready:
-            return process.since + GRACE_S
+            return process.since + max(GRACE_S, self.deadline_s)
         return (
             process.since + self.deadline_s + (SLACK_S if process.window > 1 else 0.0)
             if process.units

@@ -12,6 +12,7 @@ import pytest
 import torch
 from test_critic import batch, core
 
+from actors import rewards
 from actors.reward_worker import call
 from asyncrl.algorithms import loss
 from asyncrl.config import load
@@ -219,7 +220,7 @@ def test_in_a_run_with_prompts_and_a_reward_of_ones_own(
         "evaluation.ood_prompts=0",
         "staleness.max_lag=0",
         "task.name=file",
-        "reward.deadline_s=10.0",
+        "reward.deadline_s=3600.0",
     )
     found = serial.one(load.load("configs/demo.toml", sets), 3)
     assert "failed" not in found and len(seen) == 2
@@ -238,6 +239,21 @@ def test_in_a_run_with_prompts_and_a_reward_of_ones_own(
             )
             at += s.length
     assert any(float(prep.advantage.abs().max()) > 0.1 for _, prep in seen)
+
+
+@pytest.mark.parametrize(("deadline_s", "wanted"), [(1.0, 60.0), (600.0, 600.0)])
+def test_the_import_of_a_function_has_the_time_of_a_call_and_a_minute_at_least(
+    deadline_s: float, wanted: float
+) -> None:
+    sets = ("reward.function='test_token_rewards:digit'", f"reward.deadline_s={deadline_s}")
+    pool = rewards._Pool(load.load("configs/demo.toml", sets))
+    try:
+        (process,) = pool.processes
+        assert pool._deadline(process) == process.since + wanted
+        process.ready = True
+        assert pool._deadline(process) == np.inf  # it has nothing to do
+    finally:
+        pool.end()
 
 
 def digit(prompt: Prompt, text: str, tokens: list[int]) -> dict[str, Any]:

@@ -83,7 +83,9 @@ class Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             "else it must be there"
         ),
     ] = False
-    deadline_s: Annotated[float, Meta(gt=0, description="seconds for one call")] = 10.0
+    deadline_s: Annotated[
+        float, Meta(gt=0, description="seconds for one call; of the import, at least 60")
+    ] = 10.0
     workers: Annotated[
         Count | Literal["auto"],
         Meta(
