@@ -10,7 +10,8 @@ The parts run their own `main` in processes of their own, talk over their own so
 memory, and die by SIGKILL: `die` names the engine step (generator) or batch (learner) at which a
 process kills itself, in the middle of its work; the next life is started at once, as the supervisor
 does.  `slow`: seconds that every engine step takes longer.  `stop`: kill everything, for good, once
-that many batches are in the recording.  A run directory that is there already is gone on with."""
+that many batches are in the recording; the learner begins no more than two beyond them.  A run
+directory that is there already is gone on with."""
 
 from __future__ import annotations
 
@@ -28,8 +29,10 @@ from typing import Any
 DEADLINE_S = 3600.0  # of what hangs: no bound on speed
 
 
-def part(name: str, run_dir: Path, die: int, slow: float) -> None:
-    """One part's life.  die: SIGKILL itself at this engine step or batch (0: never)."""
+def part(name: str, run_dir: Path, die: int, slow: float, stop: int) -> None:
+    """One part's life.  die: SIGKILL itself at this engine step or batch (0: never); stop: of the
+    recording (0: never).
+    """
     from asyncrl.config import load as config_load
 
     config = config_load.load(run_dir / "config.toml")
@@ -40,7 +43,8 @@ def part(name: str, run_dir: Path, die: int, slow: float) -> None:
     if name == "learner":
         from learner import loop, step
 
-        step.LearnerCore.train = dying(step.LearnerCore.train, die, 0.0)  # type: ignore[method-assign]
+        train = dying(step.LearnerCore.train, die, 0.0)
+        step.LearnerCore.train = standing(train, stop + 2) if stop else train  # type: ignore[method-assign]
         return loop.main(config, run_dir)
     from actors import generator
     from actors.engine_embedded import EmbeddedEngine
@@ -66,7 +70,20 @@ def dying(call: Callable[..., Any], die: int, slow: float) -> Callable[..., Any]
     return wrapped
 
 
-def spawn(name: str, run_dir: Path, die: int, slow: float) -> int:
+def standing(call: Callable[..., Any], most: int) -> Callable[..., Any]:
+    """`call`, which comes back so often less one, and then stands still."""
+    made = [0]
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        made[0] += 1
+        while made[0] == most:
+            time.sleep(1.0)
+        return call(*args, **kwargs)
+
+    return wrapped
+
+
+def spawn(name: str, run_dir: Path, die: int, slow: float, stop: int) -> int:
     pid = os.fork()
     if pid:
         return pid
@@ -76,7 +93,7 @@ def spawn(name: str, run_dir: Path, die: int, slow: float) -> int:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        part(name, run_dir, die, slow)
+        part(name, run_dir, die, slow, stop)
         code = 0
     except BaseException:
         traceback.print_exc()
@@ -105,9 +122,10 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
     config = config_load.load(source)
     if not (run_dir / "config.toml").exists():
         rundir.prepare(config, config_load.dump(config), run_dir)
+    stop = order.get("stop", 0)
     names = ["buffer", "learner", *(f"generator-{i}" for i in range(config.generators))]
     die, slow, deaths = dict(order.get("die", {})), order.get("slow", {}), []
-    live = {spawn(n, run_dir, die.pop(n, 0), slow.get(n, 0.0)): n for n in names}
+    live = {spawn(n, run_dir, die.pop(n, 0), slow.get(n, 0.0), stop): n for n in names}
     began, late = time.monotonic(), 0.0
     try:
         while live:
@@ -116,7 +134,8 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
                 name, code = live.pop(pid), os.waitstatus_to_exitcode(status)
                 if code == -signal.SIGKILL:
                     deaths.append(name)
-                    live[spawn(name, run_dir, die.pop(name, 0), slow.get(name, 0.0))] = name
+                    again = spawn(name, run_dir, die.pop(name, 0), slow.get(name, 0.0), stop)
+                    live[again] = name
                 elif code:
                     raise RuntimeError(
                         f"{name} ended with {code}: "
@@ -124,7 +143,7 @@ def run(order: dict[str, Any]) -> dict[str, Any]:
                     )
                 late = late or (time.monotonic() if name == "learner" else 0.0)
                 continue
-            if order.get("stop") and recorded(run_dir) >= order["stop"]:
+            if stop and recorded(run_dir) >= stop:
                 return {"deaths": deaths}
             if time.monotonic() - began > DEADLINE_S or (
                 late and time.monotonic() - late > DEADLINE_S
