@@ -119,7 +119,7 @@ def _warm_start(directory: Path, config: str) -> None:
         "threads=1)"
     )
     argv = [sys.executable, "-c", code, str(directory / "sort"), config]
-    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=7200)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
@@ -131,7 +131,7 @@ def gain(tmp_path_factory: pytest.TempPathFactory, sort_model: Path) -> Ended:
         argv = demo_command(
             "run", path, sort_model, "learner.steps=40", "staleness.max_lag=4", "name='gain'"
         )
-        done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=900)
+        done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=7200)
         (path / "ended.json").write_text(json.dumps([done.returncode, done.stdout, done.stderr]))
 
     code, out, err = json.loads((shared(tmp_path_factory, "gain", make) / "ended.json").read_text())
@@ -144,7 +144,7 @@ def asyncrl(tmp_path: Path, sort_model: Path) -> Callable[..., Ended]:
     `=` become --set.
     """
 
-    def call(command: str, *words: str, timeout: float = 600.0) -> Ended:
+    def call(command: str, *words: str, timeout: float = 3600.0) -> Ended:
         return Ended(
             subprocess.run(
                 demo_command(command, tmp_path, sort_model, *words),
@@ -166,6 +166,10 @@ def demo_command(command: str, tmp_path: Path, model: Path, *words: str) -> list
         "evaluation.final_prompts=256",
         "evaluation.ood_prompts=16",
         "evaluation.prompts=64",
+        # nobody is taken for hung, or gone, because others have the cores
+        "watchdog.floor_s=3600.0",
+        "watchdog.startup_s=3600.0",
+        "wires.connect_s=1200.0",
     ]
     sets += [w for w in words if "=" in w and not w.startswith("-")]
     flags = [w for w in words if "=" not in w or w.startswith("-")]
@@ -245,6 +249,7 @@ SMALL = (
     "evaluation.prompts=3",
     "evaluation.final_prompts=5",
     "evaluation.ood_prompts=2",
+    "reward.deadline_s=600",  # a reward process may stand still while others have the cores
     "reward.function='shared_reward:reward'",
 )
 
@@ -278,4 +283,4 @@ def forked(small_model: Path) -> Iterator[Callable[..., dict[str, Any]]]:
 
     yield order
     forge.stdin.close()
-    assert forge.wait(timeout=600) == 0
+    assert forge.wait(timeout=3600) == 0

@@ -46,7 +46,7 @@ def test_a_killed_memory_buffer_ends_the_run_and_a_resume_goes_on(
     run_dir = tmp_path / "runs" / "kill"
     wait_until(lambda: steps_done(run_dir) >= 6, process)
     os.kill(children(process.pid)["buffer"], signal.SIGKILL)
-    assert process.wait(timeout=600) == 3
+    assert process.wait(timeout=3600) == 3
     process = start(tmp_path, sort_model, "--resume", str(run_dir))
     summary = finish(process, tmp_path)
     # each batch counts once, over both lives

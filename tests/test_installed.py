@@ -24,7 +24,7 @@ PLAIN_ENV = {k: v for k, v in ENV.items() if k != "PYTHONPATH"}
 PACKED = ("asyncrl", "actors", "buffer", "learner", "configs", "pyproject.toml")
 
 
-def called(argv: list[str], folder: Path, timeout: float = 240.0) -> Ended:
+def called(argv: list[str], folder: Path, timeout: float = 3600.0) -> Ended:
     done = subprocess.run(
         argv, cwd=folder, env=PLAIN_ENV, capture_output=True, text=True, timeout=timeout
     )

@@ -31,7 +31,7 @@ from asyncrl.transport.keys import make_keys
 from asyncrl.transport.library import Entry, Library
 
 __all__ = ["said", "supervisor"]  # fixtures
-WAIT_S = 600.0
+WAIT_S = 1800.0
 
 # ---- files ---------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ def served(place: Path) -> Iterator[Callable[..., ChunkClient]]:
         server = ChunkServer(
             "tcp://127.0.0.1:*", [], lambda *_: ("", b"", b""), "", Library(config)
         )
-        client = ChunkClient(server.address, 30.0)
+        client = ChunkClient(server.address, WAIT_S)
         ends.extend((client, server))
         return client
 
@@ -270,11 +270,11 @@ def test_a_request_is_answered_once_and_by_its_id(
         supervisor.scale()
 
     monkeypatch.setattr(scaling.time, "sleep", turn)
-    assert scaling.ask(tmp_path, 3, 60.0) == 3 and len(names(supervisor)) == 3
-    assert scaling.ask(tmp_path, 2, 60.0) == 2 and len(turns) == 2
+    assert scaling.ask(tmp_path, 3, WAIT_S) == 3 and len(names(supervisor)) == 3
+    assert scaling.ask(tmp_path, 2, WAIT_S) == 2 and len(turns) == 2
     supervisor.interrupts = 1
     with pytest.raises(AsyncrlError, match="the run is ending"):
-        scaling.ask(tmp_path, 3, 60.0)
+        scaling.ask(tmp_path, 3, WAIT_S)
     monkeypatch.setattr(scaling.time, "sleep", lambda _: scaling.forget(tmp_path))
     with pytest.raises(PeerUnreachable, match="has not answered within"):
         scaling.ask(tmp_path, 3, 0.2)
@@ -329,6 +329,11 @@ def test_a_machine_with_nothing_but_keys_joins_a_run_that_is_then_scaled(
         f"wires.weights_address={free_address()!r}",
         f"wires.curve_dir={str(tmp_path / 'keys')!r}",
         "wires.lease_s=2",
+        "wires.connect_s=600",
+        "reward.deadline_s=600",
+        # its generator stands still for as long as the other one needs
+        "watchdog.floor_s=3600.0",
+        "watchdog.startup_s=3600.0",
         "weights.transport='tcp'",
     ]
     command = [sys.executable, "-m", "asyncrl.cli"]
@@ -342,16 +347,21 @@ def test_a_machine_with_nothing_but_keys_joins_a_run_that_is_then_scaled(
         return (tmp_path / f"{name}.log").read_text()
 
     def status() -> Status:
-        found = live.ask(address, str(tmp_path / "keys"), 5.0)
-        return found or Status("", 0, 0, 0, {}, {}, [], {}, False)
+        until = time.monotonic() + WAIT_S
+        while (found := live.ask(address, str(tmp_path / "keys"), 5.0)) is None:
+            assert time.monotonic() < until and run.poll() is None, log("run")
+        return found
 
     def scale(number: int) -> subprocess.CompletedProcess[str]:
         words = [*command, "scale", str(here / "runs" / "r"), str(number), "--json"]
+        words += ["--wait", f"{WAIT_S}"]
         return subprocess.run(words, cwd=there, env=ENV, capture_output=True, text=True)
 
     run = start("run", here, "run", demo, *[word for each in sets for word in ("--set", each)])
     cache = ["--cache", str(there / "cache")]
-    joined = start("join", there, "join", address, "--keys", "copied", *cache)
+    joined = start(
+        "join", there, "join", address, "--keys", "copied", "--wait", f"{WAIT_S}", *cache
+    )
     try:
         wait_for(lambda: "generator-2" in status().peers, run, joined)
         rows = lives.rows(here / "runs" / "r")

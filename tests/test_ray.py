@@ -4,6 +4,7 @@ asks for, and what it says when there is no room.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -36,22 +37,47 @@ os.environ |= {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
     "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    # A raylet that only stands still is no lost host; one that is gone refuses at once.
+    "RAY_health_check_timeout_ms": "1800000",
+    "RAY_agent_register_timeout_ms": "1800000",
+    "RAY_worker_register_timeout_seconds": "1800",
+    "RAY_gcs_rpc_server_reconnect_timeout_s": "1800",
+    "RAY_gcs_server_request_timeout_seconds": "1800",
 }
-WAIT_S = 600.0
+WAIT_S = 1800.0
 DEMO = ROOT / "configs" / "demo.toml"
 
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    from ray._private import services
     from ray.cluster_utils import Cluster
 
+    get_node = services.get_node
+
+    def patient(*words: Any, **more: Any) -> Any:
+        """A node gets more than Ray's thirty seconds until it is known."""
+        until = time.monotonic() + WAIT_S
+        while True:
+            try:
+                return get_node(*words, **more)
+            except RuntimeError:
+                if time.monotonic() > until:
+                    raise
+                time.sleep(0.1)
+
+    monkeypatch = pytest.MonkeyPatch()
+    monkeypatch.setattr(services, "get_node", patient)
+    waited = functools.partialmethod(Cluster._wait_for_node, timeout=WAIT_S)
+    monkeypatch.setattr(Cluster, "_wait_for_node", waited)
     small = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 << 20}
     made = Cluster(initialize_head=True, head_node_args=small)
     for _ in range(2):
         made.add_node(num_cpus=1, object_store_memory=80 << 20)
     yield made
     made.shutdown()
+    monkeypatch.undo()
     del os.environ["XDG_CACHE_HOME"]
 
 
@@ -84,6 +110,10 @@ SETS = [
     "evaluation.final_prompts=4",
     "evaluation.ood_prompts=0",
     "wires.lease_s=3",
+    "wires.connect_s=600",
+    "watchdog.floor_s=3600.0",
+    "watchdog.startup_s=3600.0",
+    "placement.deadline_s=1800",
     "placement.generator.count=2",
     "placement.strategy='STRICT_SPREAD'",
 ]
@@ -101,8 +131,10 @@ def test_a_run_on_three_hosts_outlives_one_of_them(
         hosts = json.loads((run_dir / "hosts.json").read_text())
 
         def status() -> Status:
-            found = live.ask(hosts["wires"][0], str(run_dir / "keys"), 5.0)
-            return found or Status("", 0, 0, 0, {}, {}, [], {}, False)
+            until = time.monotonic() + WAIT_S
+            while (found := live.ask(hosts["wires"][0], str(run_dir / "keys"), 5.0)) is None:
+                assert time.monotonic() < until and run.poll() is None, log.read_text()[-3000:]
+            return found
 
         both = {"generator-0", "generator-1"}
         wait_for(lambda: both <= status().peers.keys() and status().committed > 0, run, log)
@@ -141,13 +173,14 @@ from asyncrl.supervise.hosts import Order, on_ray
 config = load.load(sys.argv[1])
 where = Path(sys.argv[2])
 with on_ray.placed(on_ray.fitting(config), where, "ray", print) as (config, maker):
-    code = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+    code = "import os, time; print(os.getpid(), flush=True); time.sleep(7200)"
     maker.start(Order("buffer", [sys.executable, "-c", code], 1, where / "buffer.log"))
     bad = maker.start(Order("learner", [sys.executable, "-c", "raise KeyError(3)"], 1, where / "l"))
     while bad.poll() is None:
         time.sleep(0.05)
-    (where / "done").write_text(f"{bad.poll()} {bad.pid > 0} {bad.tail(1)}")
-    time.sleep(600)
+    (where / "part").write_text(f"{bad.poll()} {bad.pid > 0} {bad.tail(1)}")
+    (where / "part").rename(where / "done")
+    time.sleep(7200)
 """
 
 
@@ -156,7 +189,8 @@ def test_what_it_started_ends_with_the_driver(cluster: Any, tmp_path: Path) -> N
     driver = start(cluster, log, "-c", DRIVER, str(DEMO), str(tmp_path))
     try:
         wait_for(lambda: (tmp_path / "done").exists(), driver, log)
-        wait_for(lambda: (tmp_path / "buffer.log").read_text().strip() != "", driver, log)
+        said = tmp_path / "buffer.log"
+        wait_for(lambda: said.exists() and said.read_text().endswith("\n"), driver, log)
         child = psutil.Process(int((tmp_path / "buffer.log").read_text()))
         assert (tmp_path / "done").read_text() == "1 True ['KeyError: 3']"
     finally:

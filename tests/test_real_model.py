@@ -43,7 +43,7 @@ def asyncrl(*words: str, **env: str) -> subprocess.CompletedProcess[str]:
         env=ENV | env,
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=3600,
         check=False,
     )
 
@@ -248,6 +248,8 @@ def hub(small_model: Path, tmp_path: Path) -> Iterator[str]:
 
 def test_a_name_of_the_hub(hub: str, small_model: Path, tmp_path: Path) -> None:
     settings = {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+    # the hub is a thread of this process, which may stand still
+    settings |= {"HF_HUB_ETAG_TIMEOUT": "600", "HF_HUB_DOWNLOAD_TIMEOUT": "600"}
     done = asyncrl("model", "get", "hf://org/name", str(tmp_path / "m"), **settings)
     assert done.returncode == 0, done.stderr
     found = {p.name: p.read_bytes() for p in (tmp_path / "m").iterdir()}

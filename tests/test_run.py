@@ -69,7 +69,7 @@ def steps_done(run_dir: Path) -> int:
 
 
 def wait_until(
-    condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 600
+    condition: Callable[[], Any], process: subprocess.Popen[str], seconds: float = 3600
 ) -> Any:
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -94,7 +94,7 @@ def start(tmp_path: Path, model: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def finish(process: subprocess.Popen[str], tmp_path: Path) -> dict[str, Any]:
-    code = process.wait(timeout=600)
+    code = process.wait(timeout=3600)
     assert code == 0, f"exit {code}: {(tmp_path / 'stderr').read_text()[-3000:]}"
     return dict(json.loads((tmp_path / "stdout").read_text().strip().splitlines()[-1]))
 
@@ -141,7 +141,7 @@ def test_synchronous_runs_repeat_bitwise_also_after_stop_and_resume(
     run_dir = tmp_path / "runs" / "three"
     wait_until(lambda: steps_done(run_dir) >= 4, process)
     os.kill(process.pid, signal.SIGINT)
-    assert process.wait(timeout=600) == 130
+    assert process.wait(timeout=3600) == 130
     resumed = asyncrl("run", "--resume", str(run_dir))
     assert resumed.code == 0, resumed.err[-3000:]
     assert resumed.json["weights_digest"] == first["weights_digest"]
@@ -182,7 +182,7 @@ def test_parts_start_in_any_order_from_their_own_terminals(
         # only to make the order of starting what the name says; no assertion rests on it
         time.sleep(0.5)
     for part, process in zip(("learner", "generator", "buffer"), parts, strict=True):
-        assert process.wait(timeout=600) == 0, (part, (tmp_path / part).read_text()[-2000:])
+        assert process.wait(timeout=3600) == 0, (part, (tmp_path / part).read_text()[-2000:])
     assert steps_done(run_dir) == 6
 
 

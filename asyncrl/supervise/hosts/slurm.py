@@ -49,7 +49,10 @@ srun --het-group=1 --kill-on-bad-exit=0 bash -c 'n=$((SLURM_PROCID + 1))
   exec asyncrl join "$0" --keys "$1/generator-$n" --index "$n" --wait 600' \\
   "tcp://$ip:$port" "$keys" &
 joined=$!
-while kill -0 $run 2>/dev/null; do wait $run; code=$?; done
+# a wait that a signal ends says the signal's code; bash keeps that of the run
+while kill -0 $run 2>/dev/null; do wait $run; done
+wait $run
+code=$?
 kill -TERM $joined 2>/dev/null
 wait $joined
 exit $code
