@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 from conftest import ROOT
 
@@ -161,3 +162,17 @@ def test_what_starts_too_late_is_ended_soon_and_a_learner_that_is_closing_late(m
     assert codes() == [0, None, 0]
     s.end_late(END_S + 0.1)
     assert codes() == [0, 0, 0] and run(s)
+
+
+def test_who_is_asked_to_end_has_longer_where_steps_may_take_longer(make: Make) -> None:
+    """The learner finishes its batch: ten times the usual floor, ten times the patience."""
+    s = make(buffer="pass", learner=WAIT)
+    assert s.end_s == END_S
+    watchdog = msgspec.structs.replace(s.config.watchdog, floor_s=600.0)
+    s.config = msgspec.structs.replace(s.config, watchdog=watchdog)
+    run(s, lambda: s.ended)
+    s.status = Status("r", 1, 1, 1, {}, {}, [], {"learner": 0.1}, True)
+    s.end_late(10 * END_S - 0.1)
+    assert [c.code for c in s.children] == [0, None]
+    s.end_late(10 * END_S + 0.1)
+    assert [c.code for c in s.children] == [0, 0]

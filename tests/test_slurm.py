@@ -37,6 +37,14 @@ echo "srun $1 $2" >> {log}
 shift 2
 for n in 0 1; do SLURM_PROCID=$n "$@"; done
 """
+# read by the script's bash: who was told to end has gone before it goes on
+SLOW = """kill() {
+  builtin kill "$@"
+  local code=$?
+  if [ "$1" = -TERM ]; then while builtin kill -0 "$2" 2>/dev/null; do sleep 0.01; done; fi
+  return $code
+}
+"""
 
 
 def text(tmp_path: Path, *sets: str) -> str:
@@ -59,7 +67,10 @@ def test_the_script_starts_a_run_and_who_joins_it_and_ends_in_time(tmp_path: Pat
         (tmp_path / "bin" / name).chmod(0o755)
     env = os.environ | {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "SLURM_JOB_ID": "1007"}
 
-    def job() -> list[str]:
+    (tmp_path / "slow.sh").write_text(SLOW)
+    held = env | {"BASH_ENV": str(tmp_path / "slow.sh")}
+
+    def job(env: dict[str, str]) -> list[str]:
         log.write_text("")
         (tmp_path / "log.up").unlink(missing_ok=True)
         process = subprocess.Popen(["bash", str(script)], env=env, start_new_session=True)
@@ -77,7 +88,7 @@ def test_the_script_starts_a_run_and_who_joins_it_and_ends_in_time(tmp_path: Pat
         return log.read_text().splitlines()
 
     keys = tmp_path / "runs" / "r.keys"
-    lines = job()
+    lines = job(env)
     assert lines[0] == f"asyncrl keys {keys} --generators 3" and lines[-1] == "told to end"
     run = next(line for line in lines if line.startswith("asyncrl run"))
     address = run.partition("wires.address=")[2].split()[0]
@@ -91,7 +102,7 @@ def test_the_script_starts_a_run_and_who_joins_it_and_ends_in_time(tmp_path: Pat
     # the same script again goes on with the run, with the same keys
     (tmp_path / "runs" / "r").mkdir()
     (tmp_path / "runs" / "r" / "config.toml").touch()
-    again = job()
+    again = job(held)
     assert not [line for line in again if "keys " + str(keys) + " --gen" in line]
     assert [
         line for line in again if f"asyncrl run --resume {tmp_path / 'runs' / 'r'} --set" in line

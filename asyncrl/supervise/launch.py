@@ -27,7 +27,9 @@ from asyncrl.supervise.hosts.local import Local
 SILENT_S = 5.0
 SCALE_POLL_S = 0.25  # between two looks whether another number of generators is asked for
 LATE_S = 5.0  # after the end of buffer and learner a generator has this long to hear of it
-END_S = 30.0  # a process asked to end is killed after this long
+# a process asked to end is killed after this long; later where watchdog.floor_s is more than usual
+END_S = 30.0
+USUAL_FLOOR_S = 60.0
 
 
 def signal_name(code: int) -> str:
@@ -74,6 +76,13 @@ class Supervisor:
     def __post_init__(self) -> None:
         settings = self.config.watchdog
         self.watchdog = Watchdog(settings.multiple, settings.floor_s, settings.startup_s)
+
+    @property
+    def end_s(self) -> float:
+        """Seconds that a process has for its end: where a step may take longer than usual before it
+        is overdue, the last one may too.
+        """
+        return END_S * max(1.0, self.config.watchdog.floor_s / USUAL_FLOOR_S)
 
     def start(self) -> None:
         attempt = 1 + sum(1 for _ in (self.run_dir / "logs").glob("attempt_*"))
@@ -188,7 +197,7 @@ class Supervisor:
             child.process.close()
             self.children.remove(child)
             self.say(f"{child.name} has left")
-        elif time.monotonic() - child.leaving > END_S:
+        elif time.monotonic() - child.leaving > self.end_s:
             child.process.kill()
 
     @property
@@ -204,14 +213,12 @@ class Supervisor:
         """
         heard = self.status.peers if self.status is not None else {}
         for child in self.children:
-            patience = END_S if child.name == "learner" and child.name in heard else LATE_S
+            patience = self.end_s if child.name == "learner" and child.name in heard else LATE_S
             if child.code is None and child.process is not None and seconds > patience:
                 child.process.kill()
                 child.code = 0
-                self.say(
-                    f"{child.name} was still {'ending' if patience == END_S else 'starting'} when "
-                    "the run had ended"
-                )
+                doing = "ending" if patience == self.end_s else "starting"
+                self.say(f"{child.name} was still {doing} when the run had ended")
 
     def observe(self, status: Status) -> None:
         """The buffer's newest status: what the watchdog knows of the run."""
@@ -317,7 +324,7 @@ class Supervisor:
             for child in mine:
                 assert child.process is not None
                 child.process.signal(signal.SIGTERM if gently else signal.SIGKILL)
-            deadline = time.monotonic() + END_S
+            deadline = time.monotonic() + self.end_s
             for child in mine:
                 assert child.process is not None
                 while (code := child.process.poll()) is None:
