@@ -30,6 +30,15 @@ ENV = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any speed")
 
+# For real processes on a busy machine: nobody is taken for hung, or gone, because others have the
+# cores.
+PATIENT = (
+    "watchdog.floor_s=3600.0",
+    "watchdog.startup_s=3600.0",
+    "wires.connect_s=1200.0",
+    "reward.deadline_s=600.0",
+)
+
 # Single tests here take up to two minutes: they begin first, so that no worker ends long after the
 # others.
 LONG = ("test_tasks_learn", "test_docs_commands", "test_deepspeed", "test_compare", "test_new")
@@ -166,10 +175,7 @@ def demo_command(command: str, tmp_path: Path, model: Path, *words: str) -> list
         "evaluation.final_prompts=256",
         "evaluation.ood_prompts=16",
         "evaluation.prompts=64",
-        # nobody is taken for hung, or gone, because others have the cores
-        "watchdog.floor_s=3600.0",
-        "watchdog.startup_s=3600.0",
-        "wires.connect_s=1200.0",
+        *PATIENT,
     ]
     sets += [w for w in words if "=" in w and not w.startswith("-")]
     flags = [w for w in words if "=" not in w or w.startswith("-")]
@@ -238,6 +244,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 SMALL = (
+    *PATIENT,
     "learner.steps=6",
     "learner.groups=4",
     "learner.group_size=4",
@@ -249,7 +256,6 @@ SMALL = (
     "evaluation.prompts=3",
     "evaluation.final_prompts=5",
     "evaluation.ood_prompts=2",
-    "reward.deadline_s=600",  # a reward process may stand still while others have the cores
     "reward.function='shared_reward:reward'",
 )
 
