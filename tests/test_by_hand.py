@@ -17,7 +17,9 @@ from test_bad_input import refused
 from test_run import steps_done, wait_until
 from test_shutdown import left
 
+from asyncrl.config import load
 from asyncrl.records import rundir
+from asyncrl.supervise import live
 
 
 class Hand:
@@ -57,7 +59,7 @@ class Hand:
 
     def type_(self, *argv: str) -> Ended:
         return Ended(
-            subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
+            subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=1800)
         )
 
     def said(self, name: str) -> str:
@@ -66,8 +68,14 @@ class Hand:
     def doctor(self) -> Ended:
         return self.type_(sys.executable, "-m", "asyncrl.cli", "doctor", str(self.dir), "--json")
 
+    def heard(self) -> set[str]:
+        """Those of whom the buffer has heard."""
+        config = load.load(self.dir / "config.toml")
+        status = live.ask(rundir.found_address(config, self.dir), "", 10.0)
+        return set(status.peers) if status is not None else set()
+
     def codes(self) -> dict[str, int]:
-        return {name: p.wait(timeout=600) for name, p in self.all.items()}
+        return {name: p.wait(timeout=1800) for name, p in self.all.items()}
 
     def end(self) -> None:
         for p in self.all.values():
@@ -94,7 +102,7 @@ def state(hand: Hand, name: str) -> Callable[[], bool]:
 
 def test_it_ends_as_under_a_supervisor_and_who_comes_later_is_told(hand: Hand) -> None:
     generator = hand.start("generator-0")
-    wait_until(state(hand, "generator-0"), generator, 120)
+    wait_until(state(hand, "generator-0"), generator)
     before = hand.doctor()
     # a run that begins, and no buffer yet
     assert before.code == 0 and before.json["running"] and not before.json["ended"]
@@ -145,7 +153,9 @@ def test_a_generator_may_leave_and_all_may_be_stopped(hand: Hand) -> None:
     words = ("learner.steps=4000", "wires.lease_s=600", "generators=2", "evaluation.every=0")
     for name in ("buffer", "learner", "generator-0", "generator-1"):
         hand.start(name, *words)
-    wait_until(lambda: steps_done(hand.dir) >= 3, hand.all["learner"], 180)
+    wait_until(lambda: steps_done(hand.dir) >= 3, hand.all["learner"])
+    # whom the buffer has heard has said that it lives, and ends when it is told to
+    wait_until(lambda: {"generator-0", "generator-1"} <= hand.heard(), hand.all["learner"])
     refused(
         hand.type_(*hand.argv("generator", *words, "--index", "1")),
         2,
@@ -161,7 +171,7 @@ def test_a_generator_may_leave_and_all_may_be_stopped(hand: Hand) -> None:
     assert leaver.wait(timeout=600) == 130
     at = steps_done(hand.dir)
     # past all that it can have held
-    wait_until(lambda: steps_done(hand.dir) >= at + 20, hand.all["learner"], 120)
+    wait_until(lambda: steps_done(hand.dir) >= at + 20, hand.all["learner"])
     assert "generator-1" not in {w["on"] for w in hand.doctor().json["waits"]}
     for name in ("learner", "generator-0", "buffer"):
         hand.all[name].send_signal(signal.SIGINT)
