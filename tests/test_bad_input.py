@@ -147,26 +147,28 @@ def with_rewards(tmp_path: Path, model: Path, *words: str) -> Ended:
     env = ENV | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     argv = demo_command("run", tmp_path, model, *SMALL, *words, "name='r'")
     return Ended(
-        subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+        subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3600)
     )
 
 
 BROKEN = [
-    ("raises", "    raise ValueError('no such answer')\n", "no such answer"),
-    ("nan", "    return float('nan')\n", "nan"),
-    ("hangs", "    time.sleep(600)\n", "deadline"),
+    ("raises", 600.0, "    raise ValueError('no such answer')\n", "no such answer"),
+    ("nan", 600.0, "    return float('nan')\n", "nan"),
+    ("hangs", 0.3, "    time.sleep(3600)\n", "deadline"),
 ]
 
 
-@pytest.mark.parametrize(("body", "why"), [b[1:] for b in BROKEN], ids=[b[0] for b in BROKEN])
+@pytest.mark.parametrize(
+    ("deadline_s", "body", "why"), [b[1:] for b in BROKEN], ids=[b[0] for b in BROKEN]
+)
 def test_a_reward_that_always_fails_stops_the_run_past_its_budget(
-    body: str, why: str, tmp_path: Path, sort_model: Path
+    deadline_s: float, body: str, why: str, tmp_path: Path, sort_model: Path
 ) -> None:
     done = with_rewards(
         tmp_path,
         sort_model,
         rewards(tmp_path, body),
-        "reward.deadline_s=0.3",
+        f"reward.deadline_s={deadline_s}",
         "reward.workers=1",
         "learner.steps=3",
     )
@@ -179,7 +181,7 @@ def test_on_error_stop_ends_at_the_first_failure(tmp_path: Path, sort_model: Pat
     done = with_rewards(
         tmp_path,
         sort_model,
-        rewards(tmp_path, BROKEN[0][1]),
+        rewards(tmp_path, BROKEN[0][2]),
         "reward.on_error='stop'",
         "reward.workers=1",
         "learner.steps=3",
@@ -359,7 +361,7 @@ def test_a_full_disk_at_checkpoint_ends_the_run_with_the_one_before_whole(
             run_dir = small / "runs" / "full"
         done = Ended(
             subprocess.run(
-                [*words, *argv], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600
+                [*words, *argv], cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=3600
             )
         )
         assert (
