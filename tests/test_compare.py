@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ENV, ROOT, Ended
+from conftest import ENV, PATIENT, ROOT, Ended
 
 from asyncrl.config import load
 from asyncrl.experiments.compare import page, progress
@@ -31,6 +31,7 @@ from asyncrl.experiments.compare.comparison_analysis import (
 from buffer import trained
 
 SETS = (
+    *PATIENT,
     "learner.steps=5",
     "learner.groups=8",
     "learner.group_size=4",
@@ -42,7 +43,7 @@ SETS = (
 )
 
 
-def compare(model: Path, out: Path, *words: str, timeout: float = 300) -> Ended:
+def compare(model: Path, out: Path, *words: str, timeout: float = 3600) -> Ended:
     argv = [sys.executable, "-m", "asyncrl.cli", "compare", "configs/demo.toml", "--out", str(out)]
     argv += [x for s in (*SETS, f"model.path={str(model)!r}") for x in ("--set", s)] + list(words)
     return Ended(
@@ -65,7 +66,7 @@ def on_a_terminal(model: Path, out: Path, *words: str) -> tuple[int, str]:
     except OSError as e:  # Linux says EIO when the other side has gone
         assert e.errno == errno.EIO
     os.close(ours)
-    return process.wait(600), seen.decode()
+    return process.wait(3600), seen.decode()
 
 
 def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) -> None:

@@ -40,7 +40,7 @@ class Progress(ABC):
             self.live = Live(
                 get_renderable=self.table, console=Console(stderr=True), refresh_per_second=2
             )
-            self.live.start()
+            self.live.start(refresh=True)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
