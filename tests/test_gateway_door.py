@@ -59,7 +59,7 @@ def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Pa
     async def play() -> None:
         door = gateway.door = Door(gateway)
         assert await door.lease("a", 0.0) is None
-        waiting = asyncio.create_task(door.lease("a", 60.0))
+        waiting = asyncio.create_task(door.lease("a", 3600.0))
         await asyncio.sleep(0)
         gateway.want()
         assert [x.samples for x in wire.sent if isinstance(x, m.Want)] == [1]  # as many as asked
@@ -173,7 +173,7 @@ def test_a_turn_is_due_when_something_has_come(monkeypatch: pytest.MonkeyPatch) 
                 await asyncio.sleep(0)
             assert not turn.done()
             send()
-            await asyncio.wait_for(turn, 60)
+            await asyncio.wait_for(turn, 600)
             what.recv(1)
             for _ in range(3):
                 await asyncio.sleep(0)
@@ -190,7 +190,7 @@ def test_a_turn_is_due_when_something_has_come(monkeypatch: pytest.MonkeyPatch) 
         wire.close()
         other.close()
         two.taken = True  # zmq has it already, and its descriptor says nothing more
-        await asyncio.wait_for(ears.news(), 60)
+        await asyncio.wait_for(ears.news(), 600)
         two.taken = False
         turn = asyncio.create_task(ears.news())
         two.sent = True
@@ -199,7 +199,7 @@ def test_a_turn_is_due_when_something_has_come(monkeypatch: pytest.MonkeyPatch) 
             await asyncio.sleep(0)
         assert not turn.done()
         ears.tick()  # the clock
-        await asyncio.wait_for(turn, 60)
+        await asyncio.wait_for(turn, 600)
         assert ears.heard.keys() == {one.socket.fileno(), two.socket.fileno()}
         ears.close()
         assert not asyncio.get_running_loop().remove_reader(one.socket.fileno())

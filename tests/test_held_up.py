@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import io
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -14,7 +14,7 @@ from rich.console import Console
 from asyncrl.config import load
 from asyncrl.contract.messages import Status
 from asyncrl.contract.waits import HeldUp, OpenSession, SessionWait, Wait, held_up
-from asyncrl.supervise import live
+from asyncrl.supervise import launch, live
 from asyncrl.supervise.launch import Child, Supervisor
 
 ONE = OpenSession(
@@ -117,19 +117,26 @@ class Killed:
     [("environment", "agent.step_s", False), ("engine", "agent.deadline_s", True)],
 )
 def test_the_watchdog_leaves_a_session_to_its_own_deadline(
-    tmp_path: Path, kind: SessionWait, limit: str, killed: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: SessionWait,
+    limit: str,
+    killed: bool,
 ) -> None:
     """No process is ended for a tool that takes its time; for an engine that does not answer one
     is.
     """
     said: list[str] = []
+    now = 1e7
+    # it stands still: a supervisor that did itself blames nobody
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now))
     supervisor = Supervisor(load.load(ROOT / "configs" / "calc.toml"), tmp_path, said.append)
     supervisor.logs = tmp_path
     gateway = Killed()
     for name, process in (("buffer", Killed()), ("learner", Killed()), ("gateway-0", gateway)):
         supervisor.children.append(Child(name, [], 1, True, process))  # type: ignore[arg-type]
     supervisor.observe(status(kind, limit))
-    supervisor.looked = now = time.monotonic()
+    supervisor.looked = now
     supervisor.watchdog.since = now - 1e6
     supervisor.look()
     assert gateway.killed == killed

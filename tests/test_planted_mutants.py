@@ -18,7 +18,7 @@ def test_every_planted_mutant_is_noticed_by_its_test() -> None:
         env=ENV,
         capture_output=True,
         text=True,
-        timeout=1200,
+        timeout=3600,
     )
     assert done.stdout, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ENV, ROOT
+from conftest import ENV, PATIENT, ROOT
 from packaging.requirements import Requirement
 from test_engine import CUTS, expected, request
 from test_wrong_model import chat_model, check_ends
@@ -438,6 +438,8 @@ def test_the_learner_agrees_and_swaps_come_in_mid_answer(tmp_path: Path) -> None
         "model.warm_start=false",
         f"runs={str(tmp_path / 'runs')!r}",
         "name='v'",
+        *PATIENT,
+        "wires.lease_s=3600.0",  # it stands for as long as a step takes
         "learner.steps=6",
         "learner.groups=8",
         "learner.group_size=4",
@@ -460,7 +462,7 @@ def test_the_learner_agrees_and_swaps_come_in_mid_answer(tmp_path: Path) -> None
         *[x for s in sets for x in ("--set", s)],
     ]
     env = ENV | {"PYTHONPATH": f"{ROOT / 'tests' / 'hold'}:{ROOT}"}
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads(done.stdout.strip().splitlines()[-1])
     assert summary["steps"] == 6 and summary["mismatch_k3_max"] < 1e-8
@@ -498,7 +500,7 @@ def test_engines_command() -> None:
         env=ENV,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=1800,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     rows = {r["name"]: r for r in json.loads(done.stdout.strip().splitlines()[-1])["engines"]}
