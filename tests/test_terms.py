@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -459,10 +460,12 @@ def test_a_silent_buffer_is_looked_for_and_followed(
         return known[0]
 
     peer.find = find
+    monkeypatch.setattr(sockets, "SOUGHT_S", 600.0)
+    peer.sought = -math.inf
     try:
-        assert not peer.seek(sockets.SOUGHT_S / 2) and asked == []
+        assert not peer.seek(300.0) and asked == []
         peer.send(m.Watch())
-        assert peer.seek(sockets.SOUGHT_S) and peer.address == there.address
+        assert peer.seek(600.0) and peer.address == there.address
         assert not peer.seek(600.0) and len(asked) == 1, "not again at once"
         monkeypatch.setattr(sockets, "SOUGHT_S", 0.0)
         assert not peer.seek(600.0) and len(asked) == 2, "it is there"
@@ -478,7 +481,10 @@ def test_a_silent_buffer_is_looked_for_and_followed(
     assert f"is at {there.address} now" in said and said.count("not followed: ") == 2
 
 
-def test_who_shares_no_directory_asks_the_learner_where_the_buffer_is() -> None:
+def test_who_shares_no_directory_asks_the_learner_where_the_buffer_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chunks, "BUFFER_S", 600.0)
     config = load.load(ROOT / "configs" / "demo.toml")
     server = ChunkServer("tcp://127.0.0.1:*", [], lambda *_: ("", b"", b""))
     source = m.WeightsSource(1, "far", "", server.address)
