@@ -125,7 +125,7 @@ def test_ones_own_prompts_and_reward(asyncrl: Callable[..., Ended]) -> None:
         "evaluation.ood_prompts=0",
         "reward.function='configs.examples.my_reward:reward'",
         "reward.workers=1",
-        "reward.deadline_s=5.0",
+        "reward.deadline_s=600.0",
         "name='own'",
     )
     assert done.code == 0, done.err[-3000:]

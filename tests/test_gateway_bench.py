@@ -47,7 +47,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """URL of the endpoint that answers at once, in a thread: it goes with this process."""
     file = tmp_path_factory.mktemp("stub") / "url"
     threading.Thread(target=stage.stub, args=(file,), daemon=True).start()
-    deadline = time.monotonic() + 60.0
+    deadline = time.monotonic() + 600.0
     while not file.exists():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -79,8 +79,8 @@ def test_every_call_is_asked_once_with_all_that_was_said(stub: str) -> None:
 
 def test_what_the_stand_in_took_is_no_latency(stub: str) -> None:
     asked = {"url": stub, "sessions": 1, "calls": 2, "at_once": 1}
-    said = asker.Bench(asked | {"pauses": {"a": 100.0}}).run()  # the stub's answers begin with a
-    assert -100.0 < said["latencies"][0] <= said["latencies"][1] < 0.0
+    said = asker.Bench(asked | {"pauses": {"a": 1e4}}).run()  # the stub's answers begin with a
+    assert -1e4 < said["latencies"][0] <= said["latencies"][1] < 0.0
 
 
 def test_connections_begin_one_after_another(stub: str) -> None:
@@ -190,7 +190,7 @@ def test_servers_end_with_who_started_them(tmp_path: Path) -> None:
     with subprocess.Popen(argv, cwd=ROOT, **pipes) as bench:  # type: ignore[call-overload]
         endpoint = psutil.Process(int(bench.stdout.readline()))
         bench.kill()
-    endpoint.wait(timeout=60)
+    endpoint.wait(timeout=600)
 
 
 def test_vllm_has_its_version_under_either_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -318,7 +318,7 @@ def test_the_agent_in_node_knows_the_task(tmp_path: Path) -> None:
         "console.log(JSON.stringify(said));"
     )
     argv = ["node", str(tmp_path / "ask.mjs")]
-    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(argv, capture_output=True, text=True, check=True, timeout=600)
     said, answers = json.loads(done.stdout)
     assert said == [calc.calculated(text) for text in calls]
     assert answers == [prompt.answer for prompt in prompts]
@@ -340,7 +340,7 @@ def test_the_program_without_vllm(short: Path) -> None:
         env=ENV | {"PYTHONPATH": str(ROOT), "TMPDIR": str(short)},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=3600,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     said = json.loads(done.stdout.splitlines()[-1])
@@ -354,5 +354,11 @@ def test_the_program_without_vllm(short: Path) -> None:
     (history,) = said["parts"]["history"]
     assert history["one call"]["cpu_ms"]["endpoint"] > history["nine calls"]["cpu_ms"]["endpoint"]
     assert not list(short.glob("tmp*")), "its folder goes"
-    left = [one.info["cmdline"] for one in psutil.process_iter(["cmdline"])]
-    assert not [words for words in left if words and str(short) in " ".join(words)]
+    end = time.monotonic() + 600
+    while left := [
+        words
+        for one in psutil.process_iter(["cmdline"])
+        if (words := one.info["cmdline"]) and str(short) in " ".join(words)
+    ]:
+        assert time.monotonic() < end, f"they were ended, and go on: {left}"
+        time.sleep(0.1)

@@ -14,6 +14,11 @@ from conftest import ENV, ROOT
 from asyncrl.models.policy import build_model
 from asyncrl.tasks.calc import Calc
 
+# The run, with as much patience as a busy machine may need with a harness that ends.
+PATIENT = (
+    "import sys; from asyncrl.supervise import launch; launch.LATE_S = launch.END_S = 600.0; "
+    "from asyncrl.cli import main; main(sys.argv[1:])"
+)
 SETS = (
     'agent.env=""',
     "agent.serve=true",
@@ -26,6 +31,9 @@ SETS = (
     "evaluation.prompts=2",
     "evaluation.final_prompts=2",
     "evaluation.ood_prompts=2",
+    "wires.lease_s=600.0",
+    "agent.idle_s=600.0",
+    "agent.deadline_s=1800.0",
 )
 
 
@@ -33,7 +41,7 @@ def test_a_harness_is_trained_over_http(tmp_path: Path) -> None:
     build_model(tmp_path / "m", Calc.symbols, hidden=32, layers=1)
     sets = [word for each in (*SETS, "model.path=m") for word in ("--set", each)]
     config = str(ROOT / "configs" / "calc.toml")
-    run = [sys.executable, "-m", "asyncrl.cli", "run", config, *sets]
+    run = [sys.executable, "-c", PATIENT, "run", config, *sets]
     with open(tmp_path / "out.txt", "wb") as out:
         started = subprocess.Popen(run, cwd=tmp_path, env=ENV, stdout=out, stderr=out)
     harness = None
@@ -46,7 +54,7 @@ def test_a_harness_is_trained_over_http(tmp_path: Path) -> None:
         assert (url.parent / "agent.key").stat().st_mode & 0o777 == 0o600
         agent = [sys.executable, str(ROOT / "configs/examples/calc_harness.py"), str(url.parent)]
         harness = subprocess.Popen(agent, cwd=tmp_path, env=ENV)
-        assert started.wait(300) == 0, said(tmp_path)
+        assert started.wait(1800) == 0, said(tmp_path)
         assert harness.wait(600) == 0
     finally:
         for process in (started, harness):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT
@@ -127,8 +128,12 @@ def test_a_refusal_told_through_any_maker_ends_the_run(supervisor: Supervisor) -
     assert maker(supervisor).newest("learner") is process
 
 
-def test_who_holds_the_run_up_is_ended_and_started_again(supervisor: Supervisor) -> None:
+def test_who_holds_the_run_up_is_ended_and_started_again(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = launch.time.monotonic()
+    # a supervisor that was away for seconds blames nobody: its clock stands still here
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now))
     waits = [Wait("learner", "a batch", "generator-0", 900.0)]
     peers = {"generator-0": 900.0, "generator-1": 0.1, "learner": 0.1}
     supervisor.observe(Status("r", 1, 9, 1, {}, {}, waits, peers, False))

@@ -66,11 +66,12 @@ def small_run(folder: Path, model: Path, argv: list[str], **env: str) -> Ended:
         "evaluation.every=0",
         "name='r'",
         "reward.function='my_reward:reward'",
+        "reward.deadline_s=600.0",
     ]
     words = [*argv, "run", "demo.toml", "--json", *[x for s in sets for x in ("--set", s)]]
     return Ended(
         subprocess.run(
-            words, cwd=folder, env=PLAIN_ENV | env, capture_output=True, text=True, timeout=600
+            words, cwd=folder, env=PLAIN_ENV | env, capture_output=True, text=True, timeout=1800
         )
     )
 

@@ -273,7 +273,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture()
-def world(tmp_path: Path, model: Path, request: pytest.FixtureRequest) -> Iterator[World]:
+def world(
+    tmp_path: Path, model: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[World]:
+    monkeypatch.setattr(pushing, "GRACE_S", PATIENCE_S)  # of an import, also on a busy machine
     made = World(tmp_path, model, **getattr(request, "param", {}))
     yield made
     made.close()
