@@ -46,6 +46,7 @@ ANYWHERE = ("0.0.0.0", "*", "::")  # hosts to listen at, and to connect to nowhe
 
 YET_S = 1.0  # what is not there yet is waited for so long before it is said
 YET_POLL_MS = 2
+CLOSING_S = 60.0  # for the serving thread to end; on a busy machine it may wait for a core so long
 MOST_WAITING = 4096  # asks; further ones are not answered
 NOTHING = xxhash.xxh3_64_intdigest(b"")
 
@@ -279,7 +280,9 @@ class ChunkServer(Server):
 
     def close(self) -> None:
         self._end = True
-        self.thread.join(2)
+        self.thread.join(CLOSING_S)
+        if self.thread.is_alive():
+            return  # a socket that two threads use at once ends the process
         if self._guard is not None:
             self._guard.stop()
         self.socket.close()
