@@ -34,6 +34,7 @@ SETS = (
     "evaluation.ood_prompts=1",
     "record.samples_every=1",
     "record.samples=0",
+    "wires.lease_s=3600",  # a sample that is drawn twice stands in the ledger twice
 )
 
 

@@ -26,6 +26,7 @@ from asyncrl.records import rundir
 from asyncrl.tasks import get_task
 from asyncrl.transport import sockets
 from asyncrl.transport.sockets import PeerSocket
+from buffer import service as module
 from buffer import sessions, trained
 from buffer.service import Service, largest, open_store
 
@@ -37,7 +38,7 @@ SMALL = (
     "evaluation.every=0",
     "evaluation.final_prompts=1",
     "evaluation.ood_prompts=0",
-    "wires.lease_s=30",
+    "wires.lease_s=600",  # nothing here comes by time
 )
 
 
@@ -98,7 +99,10 @@ class Run:
 
 
 @pytest.fixture
-def begin(tmp_path: Path) -> Iterator[Any]:
+def begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    # the players here may stand still for long
+    monkeypatch.setattr(module, "LINGER_S", 600.0)
+    monkeypatch.setattr(module, "SESSIONS_S", 600.0)
     runs: list[Run] = []
 
     def make(*sets: str) -> Run:
@@ -436,11 +440,12 @@ def test_under_disk_no_reply_leaves_before_the_disk_has_it(
     learner = run.peer()
     learner.send(run.hello(1))
     # the hello is taken, and on its way to the disk
-    assert held.wait(600) and run.service.store.epoch == 1
-    assert (
-        run.service.store.journal.durable < run.service.store.journal.appended
-        and run.service.outgoing
-    )
+    until = time.monotonic() + 600
+    while not (held.is_set() and run.service.outgoing):
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert run.service.store.epoch == 1
+    assert run.service.store.journal.durable < run.service.store.journal.appended
     go.set()
     assert wait(learner, m.Welcome) == m.Welcome(1, 0)
 
@@ -486,8 +491,7 @@ def first_ticket(run: Run, generator: PeerSocket, session: int = 1) -> m.Ticket:
 
 @pytest.mark.parametrize("mode", ["memory", "process"])
 def test_a_generator_that_leaves_gives_its_leases_back_at_once(begin: Any, mode: str) -> None:
-    """`wires.lease_s` is ten minutes: nothing of this comes by time."""
-    run = begin("wires.lease_s=600", f"durability.mode={mode!r}")
+    run = begin(f"durability.mode={mode!r}")
     leaver, other, learner = run.peer(), run.peer(), run.peer()
     ask(learner, run.hello(1), m.Welcome)
     leaver.send(m.GeneratorHello(m.PROTOCOL, run.id, "generator-0", 1, 4, "here", 1))
@@ -512,7 +516,7 @@ def test_a_generator_that_leaves_gives_its_leases_back_at_once(begin: Any, mode:
 def test_the_last_word_of_a_session_that_was_replaced_takes_nothing_from_the_new_one(
     begin: Any,
 ) -> None:
-    run = begin("wires.lease_s=600")
+    run = begin()
     older, newer, other, learner = run.peer(), run.peer(), run.peer(), run.peer()
     ask(learner, run.hello(1), m.Welcome)
     newer.send(m.GeneratorHello(m.PROTOCOL, run.id, "generator-0", 2, 4, "here", 1))
@@ -862,7 +866,7 @@ def test_an_epoch_before_any_hello_is_nobodys(begin: Any) -> None:
 
 @pytest.mark.parametrize("exported", [True, False])
 def test_a_buffer_folded_after_the_end_waits_for_the_learner_only_if_its_model_is_missing(
-    begin: Any, exported: bool
+    begin: Any, exported: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With the model there, only generators are to be told, and the buffer ends; without, a learner
     comes again and says goodbye again.
@@ -891,7 +895,10 @@ def test_a_buffer_folded_after_the_end_waits_for_the_learner_only_if_its_model_i
         assert ask(learner, m.Goodbye(2, 1), m.Finished).epoch == 2
     while not wait(generator, m.Tickets).finished:
         pass
+    if exported:  # it cannot know that nobody else is to be told
+        monkeypatch.setattr(module, "LINGER_S", 0.0)
     again.thread.join(600)
+    assert not again.thread.is_alive()
     assert (
         again.service.summary()["finished"] and again.service.summary()["heldout_end"] is not None
     )

@@ -71,8 +71,9 @@ def test_nothing_survives_the_end(how: str, code: int, tmp_path: Path, sort_mode
     assert process.wait(timeout=600) == code, (tmp_path / "stderr").read_text()[-2000:]
     gone(run_dir)
     if how == "SIGKILL":  # and the run goes on from its checkpoint
-        process = start(tmp_path, sort_model, "--resume", str(run_dir), "learner.steps=8")
-        assert finish(process, tmp_path)["steps"] == 8
+        steps = steps_done(run_dir) + 4
+        process = start(tmp_path, sort_model, "--resume", str(run_dir), f"learner.steps={steps}")
+        assert finish(process, tmp_path)["steps"] == steps
         gone(run_dir)
 
 
@@ -81,7 +82,7 @@ def test_doctor_says_who_waits_for_whom_and_until_when(tmp_path: Path, sort_mode
     run's own median.
     """
     process, run_dir = under_way(
-        tmp_path, sort_model, "watchdog.floor_s=40.0", "wires.lease_s=600.0"
+        tmp_path, sort_model, "watchdog.floor_s=3600.0", "wires.lease_s=3600.0"
     )
     generator = children(process.pid)["generator"]
     os.kill(generator, signal.SIGSTOP)
@@ -104,13 +105,11 @@ def test_doctor_says_who_waits_for_whom_and_until_when(tmp_path: Path, sort_mode
                 else None
             )
 
-        seen = wait_until(held_up, process, 30)
-        assert seen["deadline_s"] >= 40.0
-        assert (
-            "learner waits" in (said := doctor())
-            and "generator-0: heard" in said
-            and "a step is overdue after" in said
-        )
+        seen = wait_until(held_up, process)
+        assert seen["deadline_s"] >= 3600.0
+        # it asks the buffer anew, which may take its time
+        said = wait_until(lambda: text if "learner waits" in (text := doctor()) else "", process)
+        assert "generator-0: heard" in said and "a step is overdue after" in said
     finally:
         os.kill(generator, signal.SIGCONT)
     os.kill(process.pid, signal.SIGINT)
@@ -129,22 +128,25 @@ def test_a_process_that_stands_still_is_ended_and_started_again(
         "watchdog.floor_s=4.0",
         "watchdog.startup_s=300.0",
         "watchdog.multiple=5.0",
+        # of a machine that stands still itself, others may be ended before: that costs time alone
+        "watchdog.restarts=1000",
+        "wires.lease_s=3600.0",
         "durability.mode='process'",
         "name='still'",
     )
     process = start(tmp_path, sort_model, *words)
     run_dir = tmp_path / "runs" / "still"
     wait_until(lambda: steps_done(run_dir) >= 8, process)
-    os.kill(children(process.pid)[victim], signal.SIGSTOP)
+    os.kill(wait_until(lambda: children(process.pid).get(victim), process), signal.SIGSTOP)
     summary = finish(process, tmp_path)
     check_summary(summary, summary["lag"]["limit"])
     assert summary["steps"] == 24
     said = (tmp_path / "stderr").read_text()
-    assert (
-        "the run stands still: no commit and no evaluation answer for" in said
-        and "holds it up and is ended" in said
+    ended = [line for line in said.splitlines() if line.endswith("holds it up and is ended")]
+    assert all(
+        "the run stands still: no commit and no evaluation answer for" in line for line in ended
     )
-    assert f"{victim}" in said.split("holds it up")[0].rsplit(";", 1)[1], said
+    assert any(victim in line.rsplit(";", 1)[1] for line in ended), said
 
 
 def test_a_run_that_cannot_go_on_ends_and_says_who_was_waited_for(
@@ -155,10 +157,11 @@ def test_a_run_that_cannot_go_on_ends_and_says_who_was_waited_for(
         tmp_path,
         sort_model,
         "learner.steps=400",
-        "watchdog.floor_s=3.0",
-        "watchdog.startup_s=300.0",
+        "watchdog.floor_s=60.0",  # with no restart a busy machine must not pass it by itself
+        "watchdog.startup_s=3600.0",
         "watchdog.multiple=5.0",
         "watchdog.restarts=0",
+        "wires.lease_s=3600.0",
         "name='still'",
     )
     run_dir = tmp_path / "runs" / "still"
