@@ -79,8 +79,7 @@ def test_both_sides_were_busy_at_once(gain: Ended) -> None:
             if e["ph"] == "X" and names[e["pid"]] == process and e["name"] == name
         )
 
-    decode = spans("generator-0", "decode")
-    overlap = sum(
-        max(0.0, min(b, d) - max(a, c)) for a, b in spans("learner", "train") for c, d in decode
-    )
-    assert overlap > 0.1 * sum(b - a for a, b in decode)
+    decoding, training = spans("generator-0", "decode"), spans("learner", "train")
+    both = sum(any(c < b and a < d for c, d in decoding) for a, b in training)
+    # how long is the machine's affair: either side may stand still while the other works
+    assert len(training) >= 40 and both > 0.5 * len(training), f"{both} of {len(training)}"
