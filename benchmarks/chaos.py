@@ -3,6 +3,7 @@ messages lost, doubled and late; then a checker of its own counts what became of
 
     python benchmarks/chaos.py [--quick] [--json] [--seed N] [--disable MECHANISM]
         [--faults N] [--minutes M] [--learner real] [--kinds K,K] [--points P,P] [--actions A,A]
+        [--patience SECONDS]
 
 Supervisor, buffer, learner, generators and reward processes are forked from one warm process, so
 that a fault costs no imports.  One to three faults at a time are drawn by the seed: the victim, at
@@ -21,6 +22,7 @@ import collections
 import ctypes
 import errno
 import importlib
+import itertools
 import json
 import os
 import random
@@ -43,7 +45,7 @@ from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.parent import die_with_parent
 from asyncrl.records import rundir
 
-RECOVER_S = 60.0  # a fault that has not been recovered from by then never is
+RECOVER_S = 60.0  # a fault that has not been recovered from by then never is (--patience)
 GENERATORS = 2
 EACH = 40  # faults a run
 SLOW_S = 10.0  # a recovery that takes longer wants an explanation: its run is kept
@@ -84,8 +86,17 @@ class Run:
     """One run, its supervisor and what that one starts."""
 
     def __init__(
-        self, work: Path, model: Path, steps: int, seed: int, off: str, *, real: bool
+        self,
+        work: Path,
+        model: Path,
+        steps: int,
+        seed: int,
+        off: str,
+        *,
+        real: bool,
+        patience_s: float,
     ) -> None:
+        self.patience_s = patience_s
         choice = random.Random(f"shape {seed}")
         self.groups = choice.choice((2, 2, 4))
         self.size = choice.choice((2, 4))
@@ -114,6 +125,9 @@ class Run:
             "record.reference_kl_every=0",
             "reward.workers=1",
             "reward.machinery_budget=1.0",
+            # what stands still for so long was not asked to
+            f"watchdog.floor_s={max(60.0, patience_s)}",
+            f"reward.deadline_s={max(10.0, patience_s / 6)}",
             "watchdog.restarts=1000000",
             "wires.lease_s=3",
             "wires.retry_s=0.3",
@@ -202,7 +216,7 @@ class Run:
 
     def all_gone(self) -> None:
         """The children of a dead supervisor die with it, in the kernel's own time."""
-        until = time.perf_counter() + RECOVER_S
+        until = time.perf_counter() + self.patience_s
         for role in b.ROLES:
             pid = self.board.number(role, b.PID)
             while pid and role != "supervisor" and alive(pid):
@@ -260,7 +274,7 @@ def draw(run: Run, wanted: Wanted, off: str, choice: random.Random) -> list[Faul
 def commit(run: Run, wanted: Wanted, off: str, choice: random.Random) -> list[Fault]:
     """Some faults at once, to their end; those that came about."""
     faults = draw(run, wanted, off, choice)
-    until = time.perf_counter() + RECOVER_S
+    until = time.perf_counter() + run.patience_s
     while any(fault.state not in ("over", "none") for fault in faults):
         run.look()
         for fault in faults:
@@ -270,7 +284,7 @@ def commit(run: Run, wanted: Wanted, off: str, choice: random.Random) -> list[Fa
                 fault.turn()
         if time.perf_counter() > until:
             left = [f"{x.name} ({x.role}, {x.state})" for x in faults if x.state != "over"]
-            raise RuntimeError(f"not recovered from within {RECOVER_S:.0f} s: {', '.join(left)}")
+            raise RuntimeError(f"not recovered from in {run.patience_s:.0f} s: {', '.join(left)}")
         time.sleep(0.002)
     if run.flipped is not None:  # it went on: the byte was of no consequence
         run.flipped = None
@@ -300,10 +314,11 @@ def chaos(
     wanted: Wanted = Wanted(),
     *,
     real: bool = False,
+    patience_s: float = RECOVER_S,
 ) -> dict[str, Any]:
     """One run with about `faults` faults; what the checker found, and how it recovered."""
     choice = random.Random(seed)
-    run = Run(work, model, 8 + 3 * faults, seed, off, real=real)
+    run = Run(work, model, 8 + 3 * faults, seed, off, real=real, patience_s=patience_s)
     done: list[Fault] = []
     error = ""
     began = time.perf_counter()
@@ -313,7 +328,7 @@ def chaos(
             reached = run.board.number("learner", b.WORK) + choice.randint(0, 1)
             if len(done) >= faults:
                 reached = 1 << 60
-            until = time.perf_counter() + 5 * RECOVER_S
+            until = time.perf_counter() + 5 * patience_s
             while not run.over and run.board.number("learner", b.WORK) < max(1, reached):
                 run.look()
                 if time.perf_counter() > until:
@@ -434,6 +449,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--learner", default="fake", choices=["fake", "real"])
     for name in ("kinds", "points", "actions"):
         made.add_argument(f"--{name}", default="", help="of these alone, with commas between")
+    made.add_argument("--patience", type=float, default=RECOVER_S, help="seconds for a recovery")
     made.add_argument("--name", default="chaos", help="of the result's file")
     return made
 
@@ -457,12 +473,18 @@ def main() -> None:
         model = Path(work) / "model"
         warm(model)
         start_s = time.monotonic() - began
-        for number in range(many):
+        for number in itertools.count():
+            # a run may end before its faults came about, while this process stood still
+            few = sum(one["faults"] for one in runs) < each * many
+            again = few and len(runs) < 2 * many + 8 and not any(one["error"] for one in runs)
+            if len(runs) >= many and not again:
+                break
             if time.monotonic() - began > 60 * args.minutes:
                 break
             seed = args.seed + number
             real = args.learner == "real"
-            runs.append(chaos(Path(work), model, each, seed, args.disable, wanted, real=real))
+            more: Any = {"real": real, "patience_s": args.patience}
+            runs.append(chaos(Path(work), model, each, seed, args.disable, wanted, **more))
             brief = {k: v for k, v in runs[-1].items() if k != "each"}
             print(json.dumps(brief), file=sys.stderr, flush=True)
     found = summed(runs) | {"effective_training_time": effective(runs, start_s)}

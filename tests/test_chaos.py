@@ -237,12 +237,14 @@ def test_kills_and_stops_at_points_of_the_work_lose_and_double_nothing(seed: int
             "--json",
             "--seed",
             str(seed),
+            "--patience",
+            "900",
         ],
         cwd=ROOT,
         env={**ENV, "PYTHONPATH": str(Path(ROOT))},
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=3600,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
