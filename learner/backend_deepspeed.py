@@ -200,8 +200,8 @@ class DeepSpeedBackend(TorchBackend):
         """A thread: ends this process, and with it its ranks, when a collective lasts too long.
         DeepSpeed's own groups have no deadline.
         """
-        limit = self.config.learner.rank_timeout_s
         while not self.closed:
+            limit = self.config.learner.rank_timeout_s
             time.sleep(min(1.0, limit / 10))
             since = self.inside
             if since and time.monotonic() - since > limit:

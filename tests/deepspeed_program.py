@@ -3,8 +3,9 @@ fixed stream of batches.
 
 JSON: model, config (sections), batches, and optionally sessions (how those of the batches after
 these are cut into rows), dtype, bad (a batch without finite rewards), save (after which batch,
-directory), restore (directory). Rank 0 prints one JSON object: losses, norms, weights' digest, what
-each rank holds of the optimizer's state."""
+directory), stand (behind that checkpoint rank 0 touches FILE.there, waits for FILE, and has so
+many seconds of patience from then on), restore (directory). Rank 0 prints one JSON object: losses,
+norms, weights' digest, what each rank holds of the optimizer's state."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import json
 import math
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,16 @@ def held(core: LearnerCore) -> int:
         else core.backend.optimizer.optimizer.state
     )
     return sum(v["exp_avg"].numel() for v in states.values() if "exp_avg" in v)
+
+
+def stand(core: LearnerCore, until: Path, patience_s: float) -> None:
+    """Wait for that file; from then on a rank that does not answer is soon lost."""
+    until.with_suffix(".there").touch()
+    while not until.exists():
+        time.sleep(0.01)
+    config = core.backend.config
+    learner = msgspec.structs.replace(config.learner, rank_timeout_s=patience_s)
+    core.backend.config = msgspec.structs.replace(config, learner=learner)
 
 
 def main() -> None:
@@ -94,6 +106,8 @@ def main() -> None:
         if job.get("save") and n + 1 == job["save"][0]:
             Path(job["save"][1]).mkdir(parents=True, exist_ok=True)
             checkpoint.save(Path(job["save"][1]), core, {}, 3)
+            if "stand" in job:
+                stand(core, Path(job["stand"][0]), job["stand"][1])
     buffer = bytearray(flat_bytes(core.layout))
     core.backend.tell("publish")
     raw = core.backend.probe()

@@ -23,7 +23,16 @@ from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.models.policy import build_model
 
-LEARNER = {"lr": 0.003, "steps": 100, "groups": 6, "group_size": 3, "micro_batch_tokens": 60}
+# no rank is taken for lost because others have the cores
+PATIENT_S = 1800.0
+LEARNER = {
+    "lr": 0.003,
+    "steps": 100,
+    "groups": 6,
+    "group_size": 3,
+    "micro_batch_tokens": 60,
+    "rank_timeout_s": PATIENT_S,
+}
 STEPS = 20
 
 
@@ -59,7 +68,7 @@ def trained(
         },
         launcher,
     )
-    out, err = p.communicate(timeout=1800)
+    out, err = p.communicate(timeout=7200)
     assert p.returncode == 0, err[-4000:]
     rows = [json.loads(x) for x in err.splitlines() if x.startswith('{"rank"')]
     return json.loads(out.strip().splitlines()[-1]), {r["rank"]: r for r in rows}
@@ -111,7 +120,7 @@ def test_a_sample_split_into_rows_has_the_gradient_that_torch_has_of_the_unsplit
     """
     argv = [sys.executable, "tests/rows_program.py", str(model_dir)]
     env = ENV | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=7200)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = json.loads(done.stdout.strip().splitlines()[-1])
     assert {(stage, variant) for stage, variant, *_ in rows} == {
@@ -206,7 +215,7 @@ def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(
             "config": {"learner": LEARNER | two | {"zero_stage": 1}},
         }
     )
-    _, err = p.communicate(timeout=1800)
+    _, err = p.communicate(timeout=7200)
     assert p.returncode != 0 and f"is of 2 ranks at ZeRO stage {stage}" in err
 
 
@@ -284,37 +293,38 @@ def test_a_rank_that_stands_still_ends_the_step_with_a_clear_error(
     model_dir: Path, tmp_path: Path
 ) -> None:
     """At stage 3 the forward pass waits for the others too; a killed rank is the subject of the
-    whole run below.
+    whole run below.  Until it is stopped nobody is impatient.
     """
     learner = LEARNER | {
         "backend": "deepspeed",
         "zero_stage": 3,
         "ranks": 2,
-        "rank_timeout_s": 25.0,
         "steps": 10**6,
     }
+    stopped = tmp_path / "stopped"
     p = start(
         {
             "model": str(model_dir),
             "batches": 10**6,
             "save": [3, str(tmp_path)],
+            "stand": [str(stopped), 5.0],
             "config": {"learner": learner},
         }
     )
     try:
-        deadline = time.monotonic() + 600
-        while not (tmp_path / "number_3" / "manifest").exists():
+        deadline = time.monotonic() + 7200
+        while not stopped.with_suffix(".there").exists():
             assert time.monotonic() < deadline and p.poll() is None
             time.sleep(0.05)
         (other,) = ranks_of(p.pid)
         os.kill(other, signal.SIGSTOP)
-        _, err = p.communicate(timeout=1800)
+        stopped.touch()
+        _, err = p.communicate(timeout=7200)
     finally:
         if p.poll() is None:
             p.kill()
-    assert p.returncode != 0 and "RankLost" in err and "learner.rank_timeout_s = 25" in err, err[
-        -3000:
-    ]
+    assert p.returncode != 0 and "RankLost" in err, err[-3000:]
+    assert "learner.rank_timeout_s = 5)" in err, err[-3000:]
     # it is killed with the first rank's end, and takes a moment to be gone
     deadline = time.monotonic() + 600
     while alive(other):
@@ -328,6 +338,7 @@ def test_a_whole_run_on_two_ranks_stops_resumes_and_exports(asyncrl: Callable[..
         "learner.ranks=2",
         "learner.zero_stage=2",
         "learner.checkpoint_every=3",
+        f"learner.rank_timeout_s={PATIENT_S}",
         "name='two'",
     )
     done = asyncrl("run", "learner.steps=6", *words)
@@ -347,6 +358,7 @@ def test_a_killed_rank_costs_the_run_only_its_time(tmp_path: Path, sort_model: P
         "learner.backend='deepspeed'",
         "learner.ranks=2",
         "learner.checkpoint_every=3",
+        f"learner.rank_timeout_s={PATIENT_S}",
         "learner.steps=10",
         "name='rank'",
     )
