@@ -48,6 +48,7 @@ EVERY = 20
 KEPT = 2
 AHEAD = 2  # batches written before they are asked for: lag 2, as the limit has it
 LOOKS = 5  # batches between two looks of a live view
+PATIENCE_S = 600.0  # for an answer of the buffer, whose start may be slow
 STATS = {f"generator/{name}": 1.0 for name in ("tokens", "busy_s", "idle_s", "swap_s")}
 TO_LEARNER = (m.Welcome, m.Batch, m.Committed, m.Status)
 GOALS = {"memory": 12_000, "process": 6_400, "disk": 6_400}
@@ -107,6 +108,7 @@ class Buffer:
             f"generator.context={max(tokens + PROMPT, CONTEXT)}",
             f"wires.address={address!r}",
             f"wires.curve_dir={curve_dir!r}",
+            "wires.lease_s=3600.0",  # tickets are held while others have their turns
             "evaluation.final_prompts=1",
             "evaluation.ood_prompts=0",
         ]
@@ -152,7 +154,7 @@ class Buffer:
 
     def wait(self, kind: Any) -> Any:
         socket = self.learner if kind in TO_LEARNER else self.socket
-        while (reply := socket.recv(30)) is not None:
+        while (reply := socket.recv(PATIENCE_S)) is not None:
             if isinstance(reply, kind):
                 return reply
         sys.exit(f"the buffer did not answer with {kind}; its log is {self.dir}.log")

@@ -56,7 +56,7 @@ CHILD = HERE / "lib" / "transport_child.py"
 OURS = ("memory", "process", "disk", "tcp", "curve")
 RIVALS = ("raw", "redis", "redis, AOF always", "ray", "reverb", "straw")
 ALONE = "ray"  # with rounds of its own
-PATIENCE_S = 300.0  # for a rival's reply
+PATIENCE_S = 900.0  # for a rival's reply
 QUICK_GROUPS = 4
 
 

@@ -24,7 +24,7 @@ from asyncrl.contract.versions import Label
 from lib.answers import answer, disagreement
 
 SIZE = 8
-PATIENCE_S = 60.0  # for a server's start, and for what was sent to come
+PATIENCE_S = 600.0  # for a server's start, and for what was sent to come
 SINGLE = tuple((frame, 0) for frame in (1, 8, 32, 128))
 Payload = bytes | memoryview
 
