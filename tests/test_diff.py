@@ -39,6 +39,7 @@ def test_how_fast_a_run_was_is_no_difference() -> None:
 
 def test_two_runs_side_by_side(forked: Callable[..., dict[str, Any]], tmp_path: Path) -> None:
     small = ("learner.steps=4", "learner.lr=3e-4", "staleness.max_lag=0", "evaluation.every=0")
+    small += ("wires.lease_s=600",)
     a, b, c = (
         forked(tmp_path / n, *small, *more)["run_dir"]
         for n, more in (("a", ()), ("b", ()), ("c", ("learner.lr=1e-3",)))

@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from test_run import check_summary, children, finish, start, steps_done, wait_until
+from test_run import check_summary, children, finish, let_go, start, steps_done, wait_until
 
 from asyncrl.records import metrics
 
@@ -24,11 +24,16 @@ def test_a_killed_buffer_costs_only_its_time(mode: str, tmp_path: Path, sort_mod
         f"durability.mode='{mode}'",
         "name='kill'",
     )
-    process = start(tmp_path, sort_model, *words)
+    process = start(tmp_path, sort_model, *words, hold=18)
     run_dir = tmp_path / "runs" / "kill"
+    killed = [0]
     for at in (5, 12):
         wait_until(lambda at=at: steps_done(run_dir) >= at, process)
-        os.kill(children(process.pid)["buffer"], signal.SIGKILL)
+        # another one than was killed before
+        wait_until(lambda: children(process.pid).get("buffer", killed[-1]) != killed[-1], process)
+        killed.append(children(process.pid)["buffer"])
+        os.kill(killed[-1], signal.SIGKILL)
+    let_go(tmp_path)
     summary = finish(process, tmp_path)
     check_summary(summary, summary["lag"]["limit"])
     # the learner lived: nothing is written anew for it
@@ -42,10 +47,11 @@ def test_a_killed_memory_buffer_ends_the_run_and_a_resume_goes_on(
     tmp_path: Path, sort_model: Path
 ) -> None:
     words = ("learner.steps=20", "learner.groups=8", "learner.checkpoint_every=2", "name='kill'")
-    process = start(tmp_path, sort_model, *words)
+    process = start(tmp_path, sort_model, *words, hold=15)
     run_dir = tmp_path / "runs" / "kill"
     wait_until(lambda: steps_done(run_dir) >= 6, process)
     os.kill(children(process.pid)["buffer"], signal.SIGKILL)
+    let_go(tmp_path)
     assert process.wait(timeout=3600) == 3
     process = start(tmp_path, sort_model, "--resume", str(run_dir))
     summary = finish(process, tmp_path)

@@ -80,17 +80,27 @@ def wait_until(
     raise AssertionError("the awaited event did not come")
 
 
-def start(tmp_path: Path, model: Path, *words: str) -> subprocess.Popen[str]:
+def start(tmp_path: Path, model: Path, *words: str, hold: int = 0) -> subprocess.Popen[str]:
+    """hold: before this batch the run stands still until `let_go` (0: it does not)."""
     out = (tmp_path / "stdout").open("w+")
+    env = ENV
+    if hold:
+        (tmp_path / "gate").touch()
+        path = f"{ROOT / 'tests' / 'hold_steps'}:{ENV['PYTHONPATH']}"
+        env = ENV | {"PYTHONPATH": path, "HOLD_AT": f"{hold}", "HOLD_GATE": f"{tmp_path / 'gate'}"}
     return subprocess.Popen(
         demo_command("run", tmp_path, model, *words),
         cwd=ROOT,
-        env=ENV,
+        env=env,
         stdout=out,
         stderr=(tmp_path / "stderr").open("w"),
         text=True,
         start_new_session=True,
     )
+
+
+def let_go(tmp_path: Path) -> None:
+    (tmp_path / "gate").unlink()
 
 
 def finish(process: subprocess.Popen[str], tmp_path: Path) -> dict[str, Any]:
@@ -134,13 +144,15 @@ def test_synchronous_runs_repeat_bitwise_also_after_stop_and_resume(
     asyncrl: Call, tmp_path: Path, sort_model: Path
 ) -> None:
     words = ("learner.steps=12", "staleness.max_lag=0", "learner.checkpoint_every=3")
+    words += ("wires.lease_s=600",)  # a generator that stands still draws nothing a second time
     first = asyncrl("run", *words, "name='one'").json
     again = asyncrl("run", *words, "name='two'").json
     assert first["weights_digest"] == again["weights_digest"]
-    process = start(tmp_path, sort_model, *words, "name='three'")
+    process = start(tmp_path, sort_model, *words, "name='three'", hold=9)
     run_dir = tmp_path / "runs" / "three"
     wait_until(lambda: steps_done(run_dir) >= 4, process)
     os.kill(process.pid, signal.SIGINT)
+    let_go(tmp_path)
     assert process.wait(timeout=3600) == 130
     resumed = asyncrl("run", "--resume", str(run_dir))
     assert resumed.code == 0, resumed.err[-3000:]
@@ -158,10 +170,12 @@ def test_a_killed_process_costs_only_its_time(
         "staleness.max_lag=2",
         "learner.checkpoint_every=5",
         "name='kill'",
+        hold=20,
     )
     run_dir = tmp_path / "runs" / "kill"
     wait_until(lambda: steps_done(run_dir) >= 8, process)
     os.kill(children(process.pid)[victim], signal.SIGKILL)
+    let_go(tmp_path)
     summary = finish(process, tmp_path)
     check_summary(summary, 2)
     assert summary["steps"] == 30
