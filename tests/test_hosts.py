@@ -172,6 +172,31 @@ def test_a_run_ends_in_order_and_who_does_not_hear_is_killed(
     }
 
 
+def test_a_learner_has_as_long_for_its_end_as_for_a_step(
+    supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a step and a checkpoint of its model take; all others END_S."""
+    clock = [0.0]
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    learner, generator = (maker(supervisor).newest(n) for n in ("learner", "generator-0"))
+    learner.deaf = generator.deaf = True
+    killed: dict[str, float] = {}
+    for process in (learner, generator):
+        kill, name = process.kill, process.order.name
+        monkeypatch.setattr(
+            process, "kill", lambda kill=kill, name=name: (killed.update({name: clock[0]}), kill())
+        )
+    patience = supervisor.watchdog.deadline
+    supervisor.end(gently=True)
+    assert patience > 2 * launch.END_S
+    assert killed["learner"] == pytest.approx(patience, abs=0.1)
+    assert killed["generator-0"] == pytest.approx(killed["learner"] + launch.END_S, abs=0.1)
+
+
 def test_the_last_lines_of_a_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert last_lines(log, 3) == []

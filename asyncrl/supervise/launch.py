@@ -311,7 +311,7 @@ class Supervisor:
 
     def end(self, *, gently: bool) -> None:
         """End what runs, in order; a learner that ends gently finishes its batch and writes a
-        checkpoint.
+        checkpoint, for which it has as long as for any step.
         """
         for kind in ("learner", "gateway", "generator", "buffer"):
             mine = [
@@ -324,7 +324,8 @@ class Supervisor:
             for child in mine:
                 assert child.process is not None
                 child.process.signal(signal.SIGTERM if gently else signal.SIGKILL)
-            deadline = time.monotonic() + self.end_s
+            patience = max(self.end_s, self.watchdog.deadline) if kind == "learner" else self.end_s
+            deadline = time.monotonic() + patience
             for child in mine:
                 assert child.process is not None
                 while (code := child.process.poll()) is None:
