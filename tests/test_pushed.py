@@ -291,6 +291,27 @@ def answered(world: World, opened: Any) -> None:
     session.drawn(call, np.ones(1, np.int32), logprob, [m.Span(AT, "d", 0, 1, AT)], "stop")
 
 
+@pytest.mark.parametrize(("step_s", "allowed_s"), [(5.0, 60.0), (5000.0, 5000.0)])
+def test_the_import_of_a_function_has_the_time_of_a_step_and_a_minute_at_least(
+    tmp_path: Path, model: Path, step_s: float, allowed_s: float
+) -> None:
+    w = World(tmp_path, model, step_s=step_s)
+    try:
+        (worker,) = w.pushing.workers
+        worker.received = lambda _: ([], False)  # type: ignore[method-assign]
+        worker.since = time.monotonic()
+        w.pushing.import_s += 1000.0
+        w.turn()
+        assert w.pushing.workers == [worker]
+        w.pushing.import_s -= 1000.0
+        worker.since -= allowed_s
+        assert w.pushing.import_s == allowed_s
+        w.turn()
+        assert w.pushing.workers != [worker]
+    finally:
+        w.close()
+
+
 @pytest.mark.parametrize("world", [{"at_once": 3}], indirect=True)
 def test_what_functions_return_ends_their_sessions(world: World, tmp_path: Path) -> None:
     gate = tmp_path / "gate"

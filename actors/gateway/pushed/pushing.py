@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from actors.gateway.door import Door
     from actors.gateway.web import Opened
 
-GRACE_S = 60.0  # the first import may be slow
+GRACE_S = 60.0  # the first import may be slow, or a step be given longer
 STOP_S = 10.0  # from being told to stop to having stopped
 START_TRIES = 3
 
@@ -90,6 +90,7 @@ class Pushing:
             for index in range(min(agent.workers, agent.at_once))
         ]
         self.workers = [_Worker(agent, setup) for setup in self.setups]
+        self.import_s = max(GRACE_S, agent.step_s)
         self.numbers = 0
         self.asked = 0  # samples asked for and not had
         self.unborn = 0  # processes in a row that ended before they were ready
@@ -110,8 +111,9 @@ class Pushing:
                 self._left(worker, left, now)
             if closed or dead:
                 self._replace(index, now, "its process ended ({code})")
-            elif not worker.ready and time.monotonic() > worker.since + GRACE_S:
-                self._replace(index, now, f"importing it takes more than {GRACE_S:g} s")
+            elif not worker.ready and time.monotonic() > worker.since + self.import_s:
+                why = f"importing it takes more than {self.import_s:g} s (agent.step_s)"
+                self._replace(index, now, why)
             else:
                 self._watch(index, worker, now)
         self._begin()
