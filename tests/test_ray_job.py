@@ -33,6 +33,9 @@ SECRETS = {
     # its dashboard is up when it is up, on a busy machine too
     "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "600",
     "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "600",
+    # nor is a node lost because it stood still
+    "RAY_health_check_initial_delay_ms": "600000",
+    "RAY_health_check_timeout_ms": "1800000",
 }
 
 
@@ -72,6 +75,16 @@ def dashboard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 def job(dashboard: str, verb: str, *words: str) -> subprocess.CompletedProcess[str]:
+    """`ray job`, again where the node's agent, which takes a job, is not there yet: the dashboard
+    waits 10 s for it."""
+    until = time.monotonic() + WAIT_S
+    while True:
+        done = job_once(dashboard, verb, *words)
+        if "No available agent" not in done.stdout + done.stderr or time.monotonic() > until:
+            return done
+
+
+def job_once(dashboard: str, verb: str, *words: str) -> subprocess.CompletedProcess[str]:
     argv = [RAY, "job", verb, "--address", dashboard, *words]
     # not from this checkout, nor with its path: as somebody elsewhere types it
     env = {k: v for k, v in ENV.items() if k != "RAY_ADDRESS"} | SECRETS
@@ -134,7 +147,7 @@ def test_a_run_is_submitted_followed_and_stopped(
     ended = job(dashboard, "stop", "r")
     assert ended.returncode == 0, ended.stderr[-3000:]
     wait_for(lambda: str(info(dashboard, "r").status) == "STOPPED", said)
-    assert not any(psutil.pid_exists(pid) for pid in pids)
+    wait_for(lambda: not any(psutil.pid_exists(pid) for pid in pids), said)
     # gently: the learner had the time for its checkpoint, and the books are closed
     summary = json.loads((run_dir / "summary.json").read_text())
     ledger = summary["ledger"]

@@ -53,6 +53,12 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
 SlurmdTimeout=0
+SlurmctldTimeout=3600
+BatchStartTimeout=3600
+MessageTimeout=100
+TCPTimeout=100
+KillWait=3600
+UnkillableStepTimeout=3600
 JobAcctGatherType=jobacct_gather/none
 AccountingStorageType=accounting_storage/none
 NodeName=one[1-2] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{ports[2]}] CPUs=2
@@ -193,7 +199,7 @@ def test_the_script_runs_in_slurm_and_ends_with_a_checkpoint(
     def both_write() -> bool:
         assert shown("JobState") in ("PENDING", "RUNNING"), said()
         joined = re.search(r"at (tcp:\S+) as generator-1", out.read_text() if out.exists() else "")
-        found = live.ask(joined[1], str(tmp_path / "runs" / "r.keys"), 2.0) if joined else None
+        found = live.ask(joined[1], str(tmp_path / "runs" / "r.keys"), 60.0) if joined else None
         return found is not None and "generator-1" in found.peers and found.committed >= 3
 
     try:
