@@ -4,11 +4,14 @@ report make of them.
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import json
 import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import ENV, ROOT
@@ -67,6 +70,29 @@ def test_a_name_is_one_process_and_its_pid_is_told(run_dir: Path) -> None:
         p.wait()
     assert not lives.alive(run_dir, "generator-1")  # the kernel frees it, however it ended
     assert lives.Life(run_dir, "generator-1", alone=True, supervised=True).end(0)
+
+
+@pytest.mark.parametrize("what", ["generator-1", "supervisor"])
+def test_who_looks_at_a_process_does_not_keep_it_from_starting(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """As doctor does, which stands still while it has the lock."""
+    name = ".run.lock" if what == "supervisor" else f".{what}.alive"
+    looking = (run_dir / name).open("w")
+    fcntl.flock(looking, fcntl.LOCK_EX)
+    clock = itertools.count(0.0, 0.01)
+    waits = itertools.count()
+
+    def sleep(_seconds: float) -> None:
+        if next(waits) == 3:
+            looking.close()
+
+    monkeypatch.setattr(rundir, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=sleep))
+    if what == "supervisor":
+        rundir.Lock(run_dir).close()
+    else:
+        lives.Life(run_dir, what, alone=True).free()
+    assert looking.closed
 
 
 def test_two_learners_live_side_by_side(run_dir: Path) -> None:

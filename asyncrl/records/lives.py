@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from asyncrl.contract.errors import ConfigError
+from asyncrl.records import rundir
 
 # exit codes: told to end; nothing left to do; another speaks in its place
 INTERRUPTED = 130
@@ -33,7 +34,6 @@ TAKEN_OVER = 7
 FROM_OUTSIDE = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 RANK_LOST = 137
 AGAIN_S = 5.0  # a process that is started again waits this long for what is left of the one before
-_POLL_S = 0.05
 
 
 Before = Literal["", "ended", "outside", "killed", "crashed"]
@@ -192,17 +192,13 @@ class Life:
         # waits while the last one of those before writes summary and report
         fcntl.flock(self.all, fcntl.LOCK_SH)
         self.mine: IO[str] = (run_dir / f".{name}.alive").open("a+")
-        until = time.monotonic() + (AGAIN_S if supervised else 0.0)
-        while True:
-            try:
-                fcntl.flock(self.mine, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > until:
-                    raise ConfigError(
-                        f"{name} of {run_dir} is running already{self._holder()}: {_other(name)}"
-                    ) from error
-                time.sleep(_POLL_S)
+        how = fcntl.LOCK_EX if alone else fcntl.LOCK_SH
+        try:
+            rundir.lock(self.mine, how, AGAIN_S if supervised else rundir.LOOK_S)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{name} of {run_dir} is running already{self._holder()}: {_other(name)}"
+            ) from error
         self.mine.truncate(0)
         self.mine.write(str(os.getpid()))
         self.mine.flush()

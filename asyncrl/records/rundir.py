@@ -13,12 +13,15 @@ import time
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, private, terms
 
 SHM = Path("/dev/shm")
+LOOK_S = 2.0  # who looks whether a process lives has its lock for an instant (lives.alive)
+_POLL_S = 0.05
 
 
 def prepare(config: Config, toml: str, run_dir: Path, run: str = "") -> None:
@@ -173,6 +176,19 @@ def take_back(run_dir: Path) -> None:
         (run_dir / name).unlink(missing_ok=True)
 
 
+def lock(file: IO[str], how: int, patience_s: float) -> None:
+    """flock `file`.  Raises BlockingIOError when another has it for longer than `patience_s`."""
+    until = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, how | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() > until:
+                raise
+        time.sleep(_POLL_S)
+
+
 class Lock:
     """One supervisor, or one set of processes, at a time in a run directory; freed by the kernel
     when its holder dies.
@@ -181,7 +197,7 @@ class Lock:
     def __init__(self, run_dir: Path, what: str = "run") -> None:
         self.file = (run_dir / f".{what}.lock").open("a+")
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            lock(self.file, fcntl.LOCK_EX, LOOK_S)
         except BlockingIOError as error:
             self.file.seek(0)
             raise ConfigError(
