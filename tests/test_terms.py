@@ -243,6 +243,8 @@ def test_a_buffer_that_is_over_before_it_has_read_touches_nothing(
     store = store_of(tmp_path, newest)
     store.grant("g", 1, 2, 0.0)
     store.settle()
+    assert store.journal._remover is not None
+    store.journal._remover.join()  # what was before it goes in a thread of its own
     assert store._fold_newest(tmp_path / "journal", late.number) is None, "there is nothing left"
     segment = j.segments(tmp_path / "journal")[-1]
     data = segment.read_bytes()
