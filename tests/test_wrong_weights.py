@@ -9,7 +9,9 @@ import os
 import time
 from pathlib import Path
 
+import held_reward
 import pytest
+from conftest import ENV
 from test_run import finish, start, steps_done, wait_until
 
 from asyncrl.config.load import load
@@ -52,9 +54,11 @@ def plant(run_dir: Path, label: Label) -> str:
     "label", [Label(1, 1), Label(1, 999)], ids=["another digest", "a version nobody announced"]
 )
 def test_weights_that_are_not_the_learners_are_refused_with_both_names(
-    label: Label, tmp_path: Path, sort_model: Path
+    label: Label, tmp_path: Path, sort_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setitem(ENV, "REWARD_GATE", str(tmp_path / "gate"))
     words = (
+        *held_reward.SETS,
         "learner.steps=60",
         "learner.groups=4",
         "learner.group_size=4",
@@ -66,7 +70,8 @@ def test_weights_that_are_not_the_learners_are_refused_with_both_names(
     process = start(tmp_path, sort_model, *words)
     run_dir = tmp_path / "runs" / "w"
     wait_until(lambda: steps_done(run_dir) >= 4, process)
-    reason = plant(run_dir, label)
+    reason = plant(run_dir, label)  # the run is not over: it waits, at step 30 at the latest
+    (tmp_path / "gate").touch()
     summary = finish(process, tmp_path)
     # one stranger's frame costs the run nothing
     assert summary["steps"] == 60 and summary["trajectories"] == 60 * 16

@@ -123,13 +123,14 @@ class Server:
         return out
 
     def end(self) -> None:
-        for kind in (signal.SIGTERM, signal.SIGKILL):
+        # who was killed is gone at last, also where a busy machine takes its time
+        for kind, seconds in ((signal.SIGTERM, END_S), (signal.SIGKILL, START_S)):
             for popen in self.processes.values():
                 try:
                     os.killpg(popen.pid, kind)
                 except ProcessLookupError:
                     continue
-            deadline = time.monotonic() + END_S
+            deadline = time.monotonic() + seconds
             while time.monotonic() < deadline and any(
                 popen.poll() is None for popen in self.processes.values()
             ):
