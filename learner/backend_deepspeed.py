@@ -48,9 +48,19 @@ class RankLost(AsyncrlError):
     exit_code = 137  # as if killed: the supervisor starts the learner again from its checkpoint
 
 
-def start_ranks(config: Config) -> list[subprocess.Popen[bytes]]:
-    """Make this process rank 0 and start the others as copies of it; nothing when a launcher
-    (torchrun) has set the ranks.
+def reserved_port() -> socket.socket:
+    """A socket that holds a free port of this host: nobody gets it by chance until it is closed,
+    and torch's store may listen there meanwhile, which it does some imports later.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder
+
+
+def start_ranks(config: Config, meet: socket.socket) -> list[subprocess.Popen[bytes]]:
+    """Make this process rank 0 and start the others as copies of it, which meet at the port that
+    `meet` holds; nothing when a launcher (torchrun) has set the ranks.
     """
     if "WORLD_SIZE" in os.environ:
         if int(os.environ["WORLD_SIZE"]) != config.learner.ranks:
@@ -59,13 +69,10 @@ def start_ranks(config: Config) -> list[subprocess.Popen[bytes]]:
                 f"{os.environ['WORLD_SIZE']}"
             )
         return []
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
     common = {
         "WORLD_SIZE": str(config.learner.ranks),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
+        "MASTER_PORT": str(meet.getsockname()[1]),
     }
     # another rank takes its own GPU: asyncrl/models/devices.py
     os.environ.update(common | {"RANK": "0", "LOCAL_RANK": "0"})
@@ -92,7 +99,7 @@ class DeepSpeedBackend(TorchBackend):
         self.config = config
         self.model = model
         self.own = "WORLD_SIZE" not in os.environ
-        self.others = start_ranks(config)
+        self.others = start_ranks(config, meet := reserved_port())
         self.layout = manifest(model)
         self.heard_at = time.monotonic()
         self.inside = 0.0
@@ -121,6 +128,7 @@ class DeepSpeedBackend(TorchBackend):
                 "the ranks of the learner did not come together within "
                 f"{learner.rank_timeout_s + START_S:g} s: {_first_line(error)}"
             ) from error
+        meet.close()
         self.rank = dist.get_rank()
         self.ranks = dist.get_world_size()
         if learner.zero_stage == 3:

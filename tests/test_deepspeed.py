@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -264,6 +265,20 @@ def test_bfloat16_stages_agree_and_a_lock_left_behind_holds_nobody_up(
     assert two["losses"] == pytest.approx(one["losses"], abs=2e-3)
     assert two["norms"] == pytest.approx(one["norms"], rel=0.03)
     assert max(abs(a - b) for a, b in zip(two["weights"], one["weights"], strict=True)) < 0.02
+
+
+def test_the_ports_at_which_ranks_meet_are_nobody_elses() -> None:
+    import torch.distributed as dist
+
+    from learner.backend_deepspeed import reserved_port
+
+    with reserved_port() as meet:
+        port = meet.getsockname()[1]
+        with socket.socket() as other, pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        store.set("key", "value")
+        assert store.get("key") == b"value"
 
 
 def ranks_of(pid: int, word: bytes = b"deepspeed_program") -> list[int]:
