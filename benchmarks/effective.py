@@ -53,8 +53,9 @@ VICTIMS = [
 ]
 RUNS = ["120:6", "0:2", "10:6", "60:5"]
 PARTS = ("buffer", "learner", "generator")
-BACK_S = 300.0  # who is not heard of again by then never is
+BACK_S = 1800.0  # who is not heard of again by then never is
 POLL_S = 0.01
+ANSWER_S = 5.0  # of a buffer that is there, on a machine that is busy
 
 
 class Tail:
@@ -105,6 +106,7 @@ class Run:
             "learner.groups=8",
             "staleness.max_lag=2",
             "watchdog.restarts=1000000",
+            *kills.PATIENT,
             "durability.mode='process'",
             f"seed={seed}",
             "evaluation.every=0",
@@ -137,7 +139,7 @@ class Run:
         if not (self.dir / "config.toml").exists():
             return None
         config = load.load(self.dir / "config.toml")
-        return live.ask(rundir.buffer_address(config, self.dir), "", 0.2)
+        return live.ask(rundir.buffer_address(config, self.dir), "", ANSWER_S)
 
     def pid(self, victim: str) -> int | None:
         if victim == "supervisor":

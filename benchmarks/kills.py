@@ -51,6 +51,8 @@ KINDS = [
     ("learner", "publish"),
     ("generator", "work"),
 ]
+# who is killed is missed at once: on a machine that stands still for a minute nobody else is to be
+PATIENT = ("wires.connect_s=1800.0", "watchdog.floor_s=1800.0", "watchdog.startup_s=3600.0")
 AWAIT_S = 20.0
 AWAIT_STEPS = 5  # a run that goes on meanwhile is not to end before the last kill
 
@@ -144,6 +146,7 @@ def run(
         "learner.checkpoint_every=3",
         "staleness.max_lag=2",
         f"watchdog.restarts={kills + 1}",
+        *PATIENT,
         f"seed={seed}",
         "evaluation.every=0",
         "record.samples_every=1",
@@ -215,7 +218,7 @@ def run(
                 time.sleep(0.001)
             came = reached_instant(kind, run_dir)
         done[f"{victim}: {kind if came else 'work'}"] += 1
-    out, _ = p.communicate(timeout=600)
+    out, _ = p.communicate(timeout=7200)
     errors.close()
     if p.returncode:
         return {

@@ -25,10 +25,18 @@ from asyncrl.tasks import get_task
 from asyncrl.tasks.file import FileTask
 from asyncrl.tasks.warm_start import warm_start
 
+# a process may stand still for a minute
+PATIENT = (
+    "reward.deadline_s=600.0",
+    "wires.connect_s=1800.0",
+    "watchdog.floor_s=1800.0",
+    "watchdog.startup_s=3600.0",
+)
+
 
 def asyncrl(folder: Path, *words: str) -> Ended:
     argv = [sys.executable, "-m", "asyncrl.cli", *words]
-    done = subprocess.run(argv, cwd=folder, env=ENV, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(argv, cwd=folder, env=ENV, capture_output=True, text=True, timeout=7200)
     return Ended(done)
 
 
@@ -96,7 +104,7 @@ def test_the_rewards_in_comments_work_once_they_are_none(project: Path) -> None:
 
 def test_a_project_trains_and_gets_better(project: Path, tmp_path: Path) -> None:
     """As the README says, from a folder beside it; what it writes is in the project."""
-    sets = ["learner.steps=60", "evaluation.every=30", "name='first'"]
+    sets = ["learner.steps=60", "evaluation.every=30", "name='first'", *PATIENT]
     done = asyncrl(
         tmp_path, "run", "mine/config.toml", "--json", *[x for s in sets for x in ("--set", s)]
     )
@@ -109,12 +117,14 @@ def test_a_project_trains_and_gets_better(project: Path, tmp_path: Path) -> None
     assert (project / "model" / "config.json").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["mine"], "nothing beside the project"
     words = ["--set", "learner.steps=2", "--set", "name='again'", "--set", "evaluation.every=0"]
+    words += [x for s in PATIENT for x in ("--set", s)]
     again = asyncrl(project, "run", "config.toml", "--json", *words)
     assert again.code == 0 and "warm-starting" not in again.err, "from inside, with that model"
     assert (project / "runs" / "again" / "summary.json").exists()
 
 
-SHORT = "learner.steps=2 evaluation.every=0 evaluation.prompts=8 evaluation.final_prompts=8"
+SHORT = "learner.steps=2 evaluation.every=0 evaluation.prompts=8 evaluation.final_prompts=8 "
+SHORT += " ".join(PATIENT)
 
 
 def commands(text: str) -> list[str]:
@@ -153,7 +163,7 @@ def test_every_command_of_the_pages_runs(tmp_path: Path) -> None:
         env=ENV,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=7200,
     )
     assert done.stdout.startswith("[0 2] [0."), done.stderr
 

@@ -21,6 +21,9 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.records import jsonl, lives, metrics, rundir
 from asyncrl.supervise import notebook
 
+# a process may stand still for a minute
+PATIENT = ("wires.connect_s=1800.0", "watchdog.floor_s=1800.0", "watchdog.startup_s=3600.0")
+
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> asyncrl.LoadedRun:
@@ -35,7 +38,7 @@ def first(tmp_path_factory: pytest.TempPathFactory, small_model: Path) -> asyncr
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        return asyncrl.run(table, [*SMALL[:-1], "staleness.max_lag=2"])
+        return asyncrl.run(table, [*SMALL[:-1], *PATIENT, "staleness.max_lag=2"])
 
 
 def test_what_a_run_left(first: asyncrl.LoadedRun) -> None:
@@ -129,7 +132,8 @@ def test_how_a_command_may_end(
 
 def going(folder: Path, model: Path) -> tuple[subprocess.Popen[str], Path]:
     """A program that called asyncrl.run, once its run trains; and the run's directory."""
-    sets = [f"model.path={str(model)!r}", *SMALL[:-1], "learner.steps=100000", "name='long'"]
+    sets = [f"model.path={str(model)!r}", *SMALL[:-1], *PATIENT, "learner.steps=100000"]
+    sets += ["name='long'"]
     # A program in the background of a shell is born deaf to interrupts; one in a notebook is not.
     code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
     code += f"import asyncrl; asyncrl.run('demo', {sets!r}, show=True)"
@@ -137,7 +141,7 @@ def going(folder: Path, model: Path) -> tuple[subprocess.Popen[str], Path]:
         [sys.executable, "-c", code], cwd=folder, env=ENV, stderr=subprocess.PIPE, text=True
     )
     run_dir = folder / "runs" / "long"
-    until = time.monotonic() + 600
+    until = time.monotonic() + 1800
     while not any("reward/mean" in r for r in jsonl.read(run_dir / "metrics.jsonl")):
         assert process.poll() is None and time.monotonic() < until, process.communicate()[1]
         time.sleep(0.05)
@@ -149,7 +153,7 @@ def test_an_interrupt_writes_a_checkpoint_and_is_passed_on(
 ) -> None:
     process, run_dir = going(tmp_path, small_model)
     process.send_signal(signal.SIGINT)
-    err = process.communicate(timeout=600)[1]
+    err = process.communicate(timeout=1800)[1]
     assert "KeyboardInterrupt: the run was stopped; asyncrl.load_run('runs/long')" in err
     found = asyncrl.load_run(run_dir)
     assert 0 < found.summary["steps"] < 100000 and list(run_dir.glob("checkpoints/*/*"))
@@ -159,7 +163,7 @@ def test_a_run_does_not_outlive_the_notebook(tmp_path: Path, small_model: Path) 
     process, run_dir = going(tmp_path, small_model)
     process.kill()
     process.wait()
-    until = time.monotonic() + 600
+    until = time.monotonic() + 1800
     names = ("supervisor", "buffer", "learner", "generator-0")
     while any(lives.alive(run_dir, name) for name in names):
         assert time.monotonic() < until

@@ -272,9 +272,9 @@ def test_a_run_of_sessions_with_vllm_and_deepspeed(tmp_path: Path) -> None:
         *(tmp_path / "m", tmp_path, "v", "generator.engine='vllm'", "generator.slots=16"),
         *("learner.backend='deepspeed'", "learner.zero_stage=2"),
         *("learner.steps=3", "staleness.max_lag=0", "agent.deadline_s=7200.0"),
-        *("wires.connect_s=600", "watchdog.startup_s=3600.0"),
+        *("wires.connect_s=1800", "watchdog.startup_s=3600.0", "watchdog.floor_s=3600.0"),
     )
-    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=1200)
+    done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=7200)
     assert done.returncode == 0, done.stderr[-3000:]
     samples = check(tmp_path / "v", 0, 3)
     assert max(s["calls"] for s in samples) > 1 and any(0 in s["mask"] for s in samples)
