@@ -22,6 +22,11 @@ WORDS = (
     "loss.surrogate='decoupled_ppo'",
     "correction.function='own:weights'",
     "name='n'",
+    # nothing ends because a process stood still
+    "wires.connect_s=3600.0",
+    "watchdog.startup_s=3600.0",
+    "watchdog.floor_s=3600.0",
+    "reward.deadline_s=600.0",
 )
 
 
@@ -40,7 +45,7 @@ def test_a_step_without_a_number_is_skipped_and_three_in_a_row_end_the_run(
             env=env,
             capture_output=True,
             text=True,
-            timeout=600,
+            timeout=1800,
         )
     )
     run_dir = tmp_path / "runs" / "n"

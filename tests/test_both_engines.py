@@ -23,7 +23,12 @@ SHORT = (
     "learner.checkpoint_every=1000",
     "record.samples_every=1",
     "record.samples=0",
-    "wires.lease_s=400.0",
+    "wires.lease_s=3600.0",
+    "wires.connect_s=1800.0",
+    "learner.rank_timeout_s=1800.0",
+    "watchdog.startup_s=3600.0",
+    "watchdog.floor_s=3600.0",
+    "reward.deadline_s=600.0",
     "name='both'",
 )
 REWARD = '''
@@ -49,7 +54,7 @@ def both(tmp_path: Path, model: Path, *sets: str) -> tuple[dict[str, Any], list[
         *[x for s in words for x in ("--set", s)],
     ]
     env = ENV | {"PYTHONPATH": f"{ROOT / 'tests' / 'hold'}:{ROOT}:{tmp_path}"}
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads(done.stdout.strip().splitlines()[-1])
     rows = [

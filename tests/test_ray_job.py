@@ -29,7 +29,8 @@ ASYNCRL = [sys.executable, "-m", "asyncrl.cli"]
 SECRETS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AUTH_MODE": "token",
-    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    # one of this process, which test_ray.py may have set
+    "RAY_AUTH_TOKEN": os.environ.get("RAY_AUTH_TOKEN") or secrets.token_hex(32),
     # its dashboard is up when it is up, on a busy machine too
     "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "600",
     "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": "600",
