@@ -50,6 +50,33 @@ def test_operators_do_not_see_their_neighbours(
     assert len(rows) == 9 and exact_check.failure(rows) == ""
 
 
+def test_long_answers_have_the_learners_logprobs_bitwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = policy.build_model(tmp_path, "abcdefgh", kv_heads=2, max_positions=1024)
+    row = exact_check.whole(model, slots=7, longest=48, context=448, micro=5)
+    assert row.values > 300 and row.differ == 0, row
+    rows = exact_check.operators(model, context=1024)
+    assert exact_check.failure(rows) == "" and rows[-1].cases == exact_check.POSITIONS
+    # a config's own context is looked at: what sums in another order for some widths is found
+    found = []
+    keep = exact_check.operators
+    monkeypatch.setattr(
+        exact_check, "operators", lambda *a, **k: found.append(k["context"]) or keep(*a, **k)
+    )
+    plain = exact_operators.attend
+
+    def other(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor
+    ) -> torch.Tensor:
+        return plain(q, k, v, bias) * (1 + 1e-6 * (700 < k.shape[1] < 800))
+
+    monkeypatch.setattr(exact_operators, "attend", other)
+    sets = [f"model.path='{tmp_path}'", "generator.context=1024", "generator.max_new_tokens=4"]
+    wrong = exact_check.failure(exact_check.check(load.load(ROOT / "configs" / "demo.toml", sets)))
+    assert found == [1024] and wrong.startswith("attention (")
+
+
 @pytest.mark.parametrize("family,kv,tied", FAMILIES)
 def test_the_exact_forward_is_the_model_in_value_and_gradient(
     tmp_path: Path, family: str, kv: int, tied: bool

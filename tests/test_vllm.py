@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -308,6 +309,36 @@ def test_a_swap_that_did_not_take_stops_the_run(case: Case) -> None:
     case.finish()
     case.engine.step(3)
     assert case.engine.probes == before + 2
+
+
+def test_how_far_a_probe_may_be_off_by_type_depth_and_likelihood() -> None:
+    published = np.array([-21.3, -8.0, -9.7, -17.9, -13.5, -6.3, -5.4], np.float32)
+    # vLLM's rounding of SmolLM2 in bfloat16, and one of its 30 layers left out
+    rounded = np.array([0.017, -0.353, -0.1, -0.112, -0.163, 0.132, 0], np.float32)
+    left_out = np.array([0.001, 0, 0.49, 1.831, 0.61, 0.236, 0.614], np.float32)
+
+    def check(off: np.ndarray, dtype: torch.dtype, layers: int) -> int:
+        engine = VllmEngine.__new__(VllmEngine)
+        engine.dtype, engine.layers, engine.expected = dtype, layers, published
+        engine.label, engine.digest, engine.probes = Label(1, 2), "d", 0
+        found = [{0: SimpleNamespace(logprob=x)} for x in published + off]
+        engine._check(SimpleNamespace(prompt_logprobs=[None, *found]))
+        assert engine.expected is None
+        return engine.probes
+
+    assert check(rounded, torch.bfloat16, 30) == 1
+    assert check(rounded / 100, torch.float32, 30) == 1
+    broken = rounded.copy()
+    broken[6] = np.nan
+    for off, dtype, layers, said in (
+        (left_out, torch.bfloat16, 30, r"1\.8 nats off .* \(limit 0\.89\)"),
+        (rounded, torch.bfloat16, 8, r"0\.35 nats off .* \(limit 0\.26\)"),
+        (rounded, torch.bfloat16, 2, r"\(limit 0\.26\)"),  # never below eight layers'
+        (rounded, torch.float32, 30, r"\(limit 0\.005\)"),
+        (broken, torch.bfloat16, 30, "nan nats off"),
+    ):
+        with pytest.raises(ProtocolError, match=said):
+            check(off, dtype, layers)
 
 
 def test_without_a_published_probe_the_generator_computes_it(case: Case) -> None:

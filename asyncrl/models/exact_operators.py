@@ -5,7 +5,8 @@ The engine decodes one token of many answers at a time, the learner whole answer
 pick other kernels, and other orders of summation, for other shapes.  Here both sides call the same
 functions on the same fused weights, with tokens padded to a multiple of `ROWS` (one matrix kernel;
 no scalar tail in a vectorised loop), keys at the column of their position, the key axis padded to a
-multiple of `KEYS`, at least `QUERIES` query rows, and at least `COLUMNS` columns of logits.
+multiple of `KEYS`, their values summed `BLOCK` at a time, at least `QUERIES` query rows, and at
+least `COLUMNS` columns of logits.
 Whether that is enough on a machine is what `asyncrl.supervise.exact_check` finds out."""
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import torch.nn.functional as F
 
 ROWS = 16
 KEYS = 16
+BLOCK = 128  # for few rows over 145 to 352 keys a library may take another order of summation
 QUERIES = 4
 COLUMNS = 16
 MASKED = -1e30
@@ -145,5 +147,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor
     """
     b, groups, rows, d = q.shape
     scores = torch.bmm(q.reshape(b * groups, rows, d), k.transpose(1, 2)).view(b, groups, rows, -1)
-    p = torch.softmax(scores + bias, -1)
-    return torch.bmm(p.view(b * groups, rows, -1), v).view(b, groups, rows, d)
+    p = torch.softmax(scores + bias, -1).view(b * groups, rows, -1)
+    out = torch.bmm(p[..., :BLOCK], v[:, :BLOCK])
+    for at in range(BLOCK, p.shape[-1], BLOCK):
+        out = torch.baddbmm(out, p[..., at : at + BLOCK], v[:, at : at + BLOCK])
+    return out.view(b, groups, rows, d)

@@ -128,11 +128,14 @@ def whole(
 
 
 SHAPES = (16, 32, 48, 256, 1024)  # rows: of a decode step, and of packed micro-batches
+POSITIONS = 64  # that the check of attention looks at, at most
 
 
-def operators(model: PolicyModel, threads: tuple[int, int] = (1, 1), seed: int = 0) -> list[Row]:
+def operators(
+    model: PolicyModel, threads: tuple[int, int] = (1, 1), seed: int = 0, context: int = 512
+) -> list[Row]:
     """Each operator on the same 16 rows alone and among 32 to 1024 others (attention: decoded and
-    in a full forward).
+    in a full forward, over up to `context` keys).
     """
     lay = model.fast
     if lay is None:
@@ -180,47 +183,40 @@ def operators(model: PolicyModel, threads: tuple[int, int] = (1, 1), seed: int =
                     ],
                 )
             )
-        out.append(_attention(lay, threads, source))
+        out.append(_attention(lay, threads, source, context))
     finally:
         torch.set_num_threads(before)
     return out
 
 
-def _attention(lay: Any, threads: tuple[int, int], source: torch.Generator) -> Row:
-    """One query over its keys, padded as in decoding, against all queries of a longer sequence."""
+def _attention(lay: Any, threads: tuple[int, int], source: torch.Generator, context: int) -> Row:
+    """One query over its keys, padded as in decoding, against queries at up to POSITIONS positions
+    of a sequence of `context` at once.
+    """
     share = lay.heads // lay.kv_heads
-    width = 64
-    pairs = []
+    width = exact_operators.up(context, exact_operators.KEYS)
+    at = torch.linspace(0, width - 1, min(POSITIONS, width)).long()
     queries, keys, values = (
         torch.randn(lay.kv_heads, n, lay.head_dim, generator=source)
-        for n in (share * width, width, width)
+        for n in (share * len(at), width, width)
     )
-    bias = torch.full((width, width), exact_operators.MASKED).triu_(1)
+    bias = torch.zeros(len(at), width)
+    bias.masked_fill_(torch.arange(width) > at[:, None], exact_operators.MASKED)
     torch.set_num_threads(threads[1])
     full = exact_operators.attend(queries[None], keys, values, bias.repeat(share, 1)).view(
-        lay.kv_heads, share, width, lay.head_dim
+        lay.kv_heads, share, len(at), lay.head_dim
     )
     torch.set_num_threads(threads[0])
-    for at in range(0, width, 7):
-        seen = exact_operators.up(at + 1, exact_operators.KEYS)
-        one = queries.view(lay.kv_heads, share, width, -1)[:, :, at]
-        one = torch.cat(
-            [
-                one,
-                one[:, :1].expand(
-                    -1, exact_operators.up(share, exact_operators.QUERIES) - share, -1
-                ),
-            ],
-            1,
+    pairs = []
+    repeat = exact_operators.up(share, exact_operators.QUERIES)
+    for number, position in enumerate(at.tolist()):
+        seen = exact_operators.up(position + 1, exact_operators.KEYS)
+        one = queries.view(lay.kv_heads, share, len(at), -1)[:, :, number]
+        one = torch.cat([one, one[:, :1].expand(-1, repeat - share, -1)], 1)
+        found = exact_operators.attend(
+            one[None], keys[:, :seen], values[:, :seen], bias[number, :seen]
         )
-        pairs.append(
-            (
-                exact_operators.attend(
-                    one[None], keys[:, :seen], values[:, :seen], bias[at, :seen]
-                )[0, :, :share],
-                full[:, :, at],
-            )
-        )
+        pairs.append((found[0, :, :share], full[:, :, number]))
     return _compare("attention", pairs)
 
 
@@ -236,7 +232,7 @@ def check(config: Config) -> list[Row]:
         )
     longest = min(generator.max_new_tokens, 48)
     context = min(generator.context, longest + 64)
-    rows = operators(model, threads)
+    rows = operators(model, threads, context=generator.context)
     return rows + [
         whole(
             model,
