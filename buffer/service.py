@@ -46,7 +46,9 @@ POLL_S = 0.25
 TICK_S = 0.25
 SYNC_POLL_S = 0.001  # while replies wait for the disk
 NOBODY = -1  # no session: all of a producer's leases end
-LINGER_S = 5.0  # how long the end of the run is told to generators that have not asked yet
+# how long the end of the run is told to generators that have not asked yet: one on a slow machine,
+# or to which weights come over a slow link, would find nobody and end with an error
+LINGER_S = 20.0
 ANSWER_BYTES = 1024  # of a token of an answer: ids, logprobs, texts, a version each
 MORE_BYTES = 4 * 1024 * 1024  # of a message that is no answer: ledgers, lists of tickets
 NEWS = 64  # of those that wait for tickets, so many are told at once of a new version
