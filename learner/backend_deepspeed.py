@@ -32,7 +32,13 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError, Damaged
 from asyncrl.contract.messages import Batch
 from asyncrl.contract.parent import die_with_parent
-from asyncrl.models.policy import PolicyModel, manifest, named_weights, read_flat
+from asyncrl.models.policy import (
+    PolicyModel,
+    manifest,
+    named_weights,
+    read_flat,
+    recompute_modules,
+)
 from learner.backend import TorchBackend, optimizer_for
 from learner.state import State
 
@@ -172,7 +178,13 @@ class DeepSpeedBackend(TorchBackend):
         if self.ranks > 1:
             threading.Thread(target=self._watch, name="rank-watch", daemon=True).start()
         self.gathered = deepspeed.zero.GatheredParameters
+        self._evaluate(model)
+
+    def _evaluate(self, model: PolicyModel) -> None:
+        """Nothing is dropped out; layers that are to be computed again are told so after that."""
         self.engine.eval()
+        if self.config.learner.gradient_checkpointing and model.one_pass:
+            recompute_modules(model.hf)
 
     # ---- ranks -----------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ class Critic:
             self.trunk = load_policy(
                 settings.path or config.model.path, config.model.dtype, config.model.device
             )
-            self.trunk.exact = policy.exact
+            self.trunk.exact, self.trunk.recompute = policy.exact, policy.recompute
             if self.trunk.hidden_size != policy.hidden_size:
                 self.head = torch.nn.Linear(self.trunk.hidden_size, 1)
             if settings.init == "random":

@@ -58,6 +58,7 @@ class LearnerCore:
             model_dir, config.model.dtype, config.model.device, whole=by_modules
         )
         self.model.exact = bool(config.exact)
+        self.model.recompute = config.learner.gradient_checkpointing
         if config.lora.rank:
             adapters.attach(self.model, config.lora, config.seed)
         self._load_references()

@@ -68,6 +68,10 @@ def main() -> None:
         Config,
     )
     core = LearnerCore(config, job["model"])
+    again: list[int] = []  # calls of a layer's first matrix within a backward pass
+    core.model.hf.model.layers[0].mlp.gate_proj.register_forward_hook(
+        lambda *_: again.append(1) if torch._C._current_graph_task_id() != -1 else None
+    )
     if core.backend.rank > 0:
         from learner import backend_deepspeed
 
@@ -127,6 +131,7 @@ def main() -> None:
         "digest": digest(buffer),
         "held": held(core),
         "pid": os.getpid(),
+        "again": len(again),
         "names": list(tensors),
         "weights": torch.frombuffer(buffer, dtype=next(iter(tensors.values())).dtype)
         .float()[:: max(1, len(buffer) // 2000)]

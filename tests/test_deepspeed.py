@@ -113,6 +113,17 @@ def test_every_stage_is_the_torch_learner(
     assert max(mine["probe_off"], plain["probe_off"]) < 1e-5
 
 
+@pytest.mark.parametrize("stage", [2, 3])  # the packed forward, and transformers' own modules
+def test_layers_computed_again_are_the_torch_learner(
+    stage: int, model_dir: Path, plain: dict[str, Any]
+) -> None:
+    more = {"zero_stage": stage, "ranks": 2, "gradient_checkpointing": True}
+    mine, _ = trained(model_dir, {"backend": "deepspeed", **more}, batches=4)
+    assert mine["losses"] == pytest.approx(plain["losses"][:4], abs=1e-5)
+    assert mine["norms"] == pytest.approx(plain["norms"][:4], rel=1e-4)
+    assert mine["again"] >= 4 and plain["again"] == 0
+
+
 def test_a_sample_split_into_rows_has_the_gradient_that_torch_has_of_the_unsplit_one(
     model_dir: Path,
 ) -> None:

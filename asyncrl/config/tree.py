@@ -208,6 +208,13 @@ class Learner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
     micro_batch_tokens: Annotated[
         Positive, Meta(description="tokens (prompt and answer, padded) in one forward")
     ] = 16384
+    gradient_checkpointing: Annotated[
+        bool,
+        Meta(
+            description="keep the states between layers alone, and compute each layer again in the "
+            "backward pass: less memory, for one more forward pass"
+        ),
+    ] = False
     lr: NonNegative = 2e-4
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     warmup_steps: Count = 0

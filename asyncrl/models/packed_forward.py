@@ -7,13 +7,14 @@ land there.  Equality with the plain path, value and gradient, is a test."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 from asyncrl.models import exact_operators, packed_attention
 from asyncrl.models.packed_attention import Plan, Rows
@@ -410,8 +411,12 @@ def logprobs(
     want_entropy: bool,
     want_hidden: bool,
     fixed: bool = False,
+    recompute: bool = False,
 ) -> ForwardOut:
-    """See `PolicyModel.logprobs`.  fixed: by the operators of exact mode."""
+    """See `PolicyModel.logprobs`.  fixed: by the operators of exact mode; recompute: each layer
+    again in the backward pass (Chen et al. 2016, arXiv:1604.06174), which changes no bit.
+    """
+    again = _again if recompute and torch.is_grad_enabled() else _once
     model = lay.hf.model
     weight = lay.hf.get_output_embeddings().weight
     if fixed:
@@ -421,13 +426,14 @@ def logprobs(
             temperature,
             want_entropy,
             want_hidden,
+            again,
         )
     pl = plan(prompts, responses, groups, weight.device)
     x = F.embedding(pl.ids, model.embed_tokens.weight)
-    cos, sin = lay.rope(pl.positions)
+    cos, sin = (turned.to(x.dtype) for turned in lay.rope(pl.positions))
     rows = packed_attention.Rows.of(pl, lay.heads, lay.kv_heads)
     for layer in model.layers:
-        x = block(lay, layer, x, cos.to(x.dtype), sin.to(x.dtype), rows)
+        x = again(block, lay, layer, x, cos=cos, sin=sin, rows=rows)
     hidden = rms_norm(x, model.norm.weight, lay.eps).index_select(0, pl.picks)
     scale = (1.0 / temperature.to(weight.device, torch.float32))[pl.sample]
     lp, ent = _PickedLogprobs.apply(  # type: ignore[no-untyped-call]
@@ -436,8 +442,25 @@ def logprobs(
     return ForwardOut(lp, ent if want_entropy else None, hidden if want_hidden else None)
 
 
+def _once(layer: Callable[..., torch.Tensor], *args: Any, **more: Any) -> torch.Tensor:
+    return layer(*args, **more)
+
+
+def _again(layer: Callable[..., torch.Tensor], *args: Any, **more: Any) -> torch.Tensor:
+    """`layer(...)`, of which the backward pass keeps the arguments alone."""
+    out: torch.Tensor = checkpoint(
+        layer, *args, use_reentrant=False, preserve_rng_state=False, **more
+    )
+    return out
+
+
 def _fixed_logprobs(
-    lay: Layout, pl: Plan, temperature: torch.Tensor, want_entropy: bool, want_hidden: bool
+    lay: Layout,
+    pl: Plan,
+    temperature: torch.Tensor,
+    want_entropy: bool,
+    want_hidden: bool,
+    again: Callable[..., torch.Tensor],
 ) -> ForwardOut:
     """`logprobs` by the operators that the engine uses in exact mode."""
     hf = lay.hf
@@ -448,17 +471,7 @@ def _fixed_logprobs(
     x = F.embedding(pl.ids, top["embed"])
     cos, sin = lay.rope(pl.positions)
     for i in range(len(hf.model.layers)):
-        w = {
-            name: t.contiguous() for name, t in exact_operators.fuse_layer(lay, i, weights).items()
-        }
-        q, k, v = exact_operators.project(lay, w, x, cos, sin)
-        prompt = _fixed_attention(
-            lay, q, k, v, pl.prompt_rows, pl.prompt_rows, bias=pl.prompt_bias
-        ).index_select(0, pl.prompt_flat)
-        answer = _fixed_attention(
-            lay, q, k, v, pl.response_rows, pl.keys, bias=pl.response_bias
-        ).index_select(0, pl.response_flat)
-        x = exact_operators.finish(lay, w, x, exact_operators.pad_rows(torch.cat([prompt, answer])))
+        x = again(_fixed_block, lay, i, weights, x, cos=cos, sin=sin, pl=pl)
     n = len(pl.picks)
     hidden = exact_operators.unit(exact_operators.pad_rows(x.index_select(0, pl.picks)), lay.eps)
     scale = exact_operators.pad_rows((1.0 / temperature.to(x.device, torch.float32))[pl.sample])
@@ -468,6 +481,27 @@ def _fixed_logprobs(
     )  # type: ignore[no-untyped-call]
     normed = hidden[:n] * hf.model.norm.weight if want_hidden else None
     return ForwardOut(lp[:n], ent[:n] if want_entropy else None, normed)
+
+
+def _fixed_block(
+    lay: Layout,
+    i: int,
+    weights: Mapping[str, torch.Tensor],
+    x: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    pl: Plan,
+) -> torch.Tensor:
+    """Layer i over packed tokens x [n, H]."""
+    w = {name: t.contiguous() for name, t in exact_operators.fuse_layer(lay, i, weights).items()}
+    q, k, v = exact_operators.project(lay, w, x, cos, sin)
+    prompt = _fixed_attention(
+        lay, q, k, v, pl.prompt_rows, pl.prompt_rows, bias=pl.prompt_bias
+    ).index_select(0, pl.prompt_flat)
+    answer = _fixed_attention(
+        lay, q, k, v, pl.response_rows, pl.keys, bias=pl.response_bias
+    ).index_select(0, pl.response_flat)
+    return exact_operators.finish(lay, w, x, exact_operators.pad_rows(torch.cat([prompt, answer])))
 
 
 def _fixed_attention(

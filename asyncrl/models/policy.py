@@ -53,6 +53,8 @@ class PolicyModel:
     tokenizer_dir: str
     # plain path: one forward a call and nothing recomputed, as hooks on the modules may need
     one_pass: bool = False
+    # each layer is computed again in the backward pass
+    recompute: bool = False
     exact: bool = False  # by the operators of exact mode (asyncrl/models/exact_operators.py)
     # with low-rank adapters: they alone are its weights, for all who publish, load or keep them
     adapter: Adapter | None = None
@@ -95,12 +97,28 @@ class PolicyModel:
                 want_entropy=want_entropy,
                 want_hidden=want_hidden,
                 fixed=self.exact,
+                recompute=self.recompute,
             )
         if self.one_pass:
             return ForwardOut(
                 *_plain_rows(self.hf, prompts, responses, temperature, want_entropy, want_hidden)
             )
         return plain_logprobs(self.hf, prompts, responses, temperature, want_entropy, want_hidden)
+
+
+def recompute_modules(hf: Any) -> None:
+    """Let transformers' own modules compute each layer again in the backward pass.  Raises
+    ConfigError for a model whose layers cannot.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    try:
+        hf.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    except ValueError as error:
+        raise ConfigError(f"learner.gradient_checkpointing: {error}; set it to false") from error
+    for module in hf.modules():
+        if isinstance(module, GradientCheckpointingLayer):
+            module.training = True  # it asks; what is inside it stays as it is
 
 
 def plain_logprobs(

@@ -4,6 +4,7 @@ it for models that were not run.
 
 The packed forward keeps what its backward pass needs of every layer, and recomputes nothing but the
 logits: memory grows with `learner.micro_batch_tokens`, and with the square of the length of a row.
+With `learner.gradient_checkpointing` it keeps the states between layers, and of one layer the rest.
 """
 
 from __future__ import annotations
@@ -70,8 +71,10 @@ class Micro(NamedTuple):
 LONG = Micro(1, 256, 2, 897, 897)  # 2,048 tokens, in docs/machines.md
 
 
-def activations(shape: Shape, width: int, micro: Micro) -> int:
-    """Kept for the backward pass.  Of each layer: the two normed states, in float32 and as they are
+def activations(shape: Shape, width: int, micro: Micro, recompute: bool = False) -> int:
+    """Kept for the backward pass; recompute: with gradient checkpointing.
+
+    Of each layer: the two normed states, in float32 and as they are
     multiplied, attention's result, the MLP's four products; queries, keys, values and shares in the
     padded rows of attention, the keys of a prompt for each of its answers.
     """
@@ -84,7 +87,9 @@ def activations(shape: Shape, width: int, micro: Micro) -> int:
     columns = micro.prompts * micro.prompt + micro.answers * (micro.prompt + inner)
     shares = micro.prompts * micro.prompt**2 + micro.answers * inner * (micro.prompt + inner)
     attention = queries * rows + 2 * keys * columns + shape.heads * shares
-    return shape.layers * (token * micro.tokens + width * attention)
+    layer = token * micro.tokens + width * attention
+    between = width * shape.hidden * micro.tokens
+    return layer + shape.layers * between if recompute else shape.layers * layer
 
 
 def loss(shape: Shape, width: int, tokens: int) -> int:
@@ -94,7 +99,13 @@ def loss(shape: Shape, width: int, tokens: int) -> int:
 
 
 def learner(
-    shape: Shape, dtype: str, micro: Micro = LONG, stage: int | None = None, ranks: int = 1
+    shape: Shape,
+    dtype: str,
+    micro: Micro = LONG,
+    stage: int | None = None,
+    ranks: int = 1,
+    *,
+    recompute: bool = False,
 ) -> dict[str, int]:
     """Bytes of each part, of one rank.  stage: of ZeRO, None: by torch.
 
@@ -115,7 +126,7 @@ def learner(
         "weights": weights,
         "gradient": gradient,
         "moments": moments + master,
-        "activations": activations(shape, width, micro),
+        "activations": activations(shape, width, micro, recompute),
         "loss": loss(shape, width, micro.answers * micro.answer),
     }
 
@@ -142,8 +153,8 @@ def ring(shape: Shape, dtype: str) -> int:
 
 
 def gpu_rows(slots: int = 64, context: int = 4096) -> list[list[str]]:
-    """The table of docs/machines.md: model, GPUs, learner's and generator's GB on each GPU in
-    bfloat16, GB of shared memory on the host.
+    """The table of docs/machines.md: model, GPUs, the learner's GB on each GPU in bfloat16,
+    without and with gradient checkpointing, the generator's, GB of shared memory on the host.
     """
     rows = []
     for name in ("1B", "8B"):
@@ -156,7 +167,10 @@ def gpu_rows(slots: int = 64, context: int = 4096) -> list[list[str]]:
             (8, 2, "ZeRO 2"),
             (8, 3, "ZeRO 3"),
         ):
-            learn = sum(learner(shape, "bfloat16", LONG, stage, ranks).values())
-            sizes = (learn, engine, ring(shape, "bfloat16"))
+            learn, less = (
+                sum(learner(shape, "bfloat16", LONG, stage, ranks, recompute=again).values())
+                for again in (False, True)
+            )
+            sizes = (learn, less, engine, ring(shape, "bfloat16"))
             rows.append([name, str(ranks), how, *(f"{size / 1e9:.0f}" for size in sizes)])
     return rows
