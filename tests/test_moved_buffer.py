@@ -63,7 +63,7 @@ class Hosts:
         self.all[name] = subprocess.Popen(argv, cwd=ROOT, env=ENV, stderr=log, text=True)
 
     def log(self, name: str) -> str:
-        return (self.where / f"{name}.log").read_text()
+        return (self.where / f"{'buffer' if name == 'old' else name}.log").read_text()
 
     def committed(self, address: str) -> int:
         found = live.ask(address, self.keys, ASK_S)
@@ -91,8 +91,7 @@ def test_a_buffer_that_stands_still_is_replaced_elsewhere_and_is_over_when_it_wa
     tmp_path: Path, small_model: Path
 ) -> None:
     hosts = Hosts(tmp_path, small_model)
-    first, weights = free_address(), free_address()
-    second = first.replace("127.0.0.1", "127.0.0.2")
+    first, weights, second = free_address(), free_address(), free_address()
     hosts.sets += [f"wires.address={first!r}", f"wires.weights_address={weights!r}"]
     copied = other_machine(tmp_path / "keys", tmp_path / "copied", "generator-1")
     try:
