@@ -148,6 +148,28 @@ def test_where_no_namespaces_can_be_made_it_says_so(
         namespaces.ours()
 
 
+@pytest.mark.parametrize("gone", [True, False])
+def test_two_programs_may_remove_what_a_third_has_left(
+    gone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = ["asyncrl-999999999-near", "asyncrl-1-far", "somebodys"]
+
+    def stand_in(*words: str) -> str:
+        if words[1] == "list":
+            return "\n".join(there)
+        assert words == ("netns", "del", "asyncrl-999999999-near")
+        if gone:
+            del there[0]  # by the other one
+        raise namespaces.NoNamespaces("Cannot remove namespace file: No such file or directory")
+
+    monkeypatch.setattr(namespaces, "ip", stand_in)
+    if gone:
+        namespaces.tidy()
+    else:
+        with pytest.raises(namespaces.NoNamespaces, match="Cannot remove"):
+            namespaces.tidy()
+
+
 def program(*words: str, log: Path) -> subprocess.Popen[str]:
     argv = [sys.executable, str(PROGRAM), *words]
     with log.open("w") as file:

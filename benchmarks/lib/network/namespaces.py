@@ -40,6 +40,18 @@ def ours() -> dict[str, int]:
     }
 
 
+def tidy() -> None:
+    """Remove what killed programs have left; another program may be doing so at this moment."""
+    for name, pid in ours().items():
+        if Path(f"/proc/{pid}").exists():
+            continue
+        try:
+            ip("netns", "del", name)
+        except NoNamespaces:
+            if name in ours():
+                raise
+
+
 class Pair:
     """A near namespace, where learner and buffer are at `near_host`, and a far one.
 
@@ -49,9 +61,7 @@ class Pair:
     far_host = "10.213.0.2"
 
     def __init__(self) -> None:
-        for name, pid in ours().items():
-            if not Path(f"/proc/{pid}").exists():
-                ip("netns", "del", name)
+        tidy()
         self.near, self.far = (f"{PREFIX}{os.getpid()}-{side}" for side in ("near", "far"))
         self.processes: list[subprocess.Popen[str]] = []
         try:
