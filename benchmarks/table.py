@@ -56,7 +56,7 @@ PROGRAMS = {
     "kills": Program("kills.py", ("kills",), 10),
     "chaos": Program("chaos.py --faults 400", ("chaos",), 10),
     "network": Program("network.py", ("network",), 6),
-    "ray_run": Program("ray_run.py", ("ray_run",), 6),
+    "ray_run": Program("ray_run.py", ("ray_run",), 3),
     "effective": Program("effective.py", ("effective",), 25),
     "fuzz": Program("fuzz.py", ("fuzz",), 10),
     "demo_seeds": Program("demo_seeds.py", ("demo_seeds",), 12),

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 
 ROWS = 16
 KEYS = 16
-BLOCK = 128  # for few rows over 145 to 352 keys a library may take another order of summation
+BLOCK = 128  # MKL sums over 193 to 383 keys in two halves, so in another order for another width
 QUERIES = 4
 COLUMNS = 16
 MASKED = -1e30
