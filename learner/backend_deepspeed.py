@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import torch
@@ -505,8 +505,17 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
 
 
+def leave() -> NoReturn:
+    """The end of a rank above 0, without the interpreter's own: a thread of Gloo's may still let go
+    of the last broadcast's tensors, which then aborts the process, and torchrun ends rank 0 for it.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(0)
+
+
 def follow(core: Any) -> None:
-    """A rank above 0: do what rank 0 tells, until it tells the end."""
+    """A rank above 0: do what rank 0 tells, until it tells the end; `leave` comes next."""
     # the order of rank 0's own imports
     from learner import checkpoint
 

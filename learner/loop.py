@@ -370,12 +370,12 @@ def main(config: Config, run_dir: Path) -> bool:
     learner: Learner | None = None
     bind_learner(config)
     if config.learner.backend == "deepspeed" and int(os.environ.get("RANK", "0")) > 0:
-        from learner.backend_deepspeed import follow
+        from learner.backend_deepspeed import follow, leave
 
         for signal_number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(signal_number, signal.SIG_IGN)  # rank 0 tells when it is over
         follow(LearnerCore(config, config.model.path, run_dir))
-        return True
+        leave()
 
     def stop(number: int, _frame: object) -> None:
         asked.append(number)

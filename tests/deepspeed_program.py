@@ -86,7 +86,7 @@ def main() -> None:
             ),
             file=sys.stderr,
         )
-        return
+        backend_deepspeed.leave()
     if "restore" in job:
         checkpoint.restore(core, Path(job["restore"]))
     losses, norms, steps = [], [], []

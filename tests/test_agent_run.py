@@ -17,6 +17,7 @@ import msgspec
 import pytest
 from click.testing import CliRunner
 from conftest import ENV, ROOT
+from holding import held
 
 from asyncrl.cli import main
 from asyncrl.config import load
@@ -214,11 +215,10 @@ def test_a_learner_held_up_by_an_endless_tool_is_told_of_it_and_freed_at_the_dea
         *(model_dir, tmp_path, "stuck", "learner.steps=1", "staleness.max_lag=0"),
         f"agent.env={env!r}",
     )
-    own = {"AGENT_GATE": str(tmp_path / "gate"), "ENVIRONMENTS_LATE": str(late)}
     process = subprocess.Popen(
         config,
         cwd=ROOT,
-        env=ENV | own | {"PYTHONPATH": f"{ROOT / 'tests' / 'hold'}:{ENV['PYTHONPATH']}"},
+        env=held(late=late) | {"AGENT_GATE": str(tmp_path / "gate")},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,

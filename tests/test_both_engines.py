@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from conftest import ENV, ROOT
+from conftest import ROOT
+from holding import held
 
 from asyncrl.models.policy import character_tokenizer
 
@@ -53,7 +54,8 @@ def both(tmp_path: Path, model: Path, *sets: str) -> tuple[dict[str, Any], list[
         "--json",
         *[x for s in words for x in ("--set", s)],
     ]
-    env = ENV | {"PYTHONPATH": f"{ROOT / 'tests' / 'hold'}:{ROOT}:{tmp_path}"}
+    env = held(answers=True)
+    env["PYTHONPATH"] += f":{tmp_path}"
     done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads(done.stdout.strip().splitlines()[-1])

@@ -399,6 +399,33 @@ def test_a_killed_rank_costs_the_run_only_its_time(tmp_path: Path, sort_model: P
     )
 
 
+OTHER_RANK = """
+import atexit, os, sys
+from learner import backend_deepspeed, loop
+
+atexit.register(os.abort)  # what threads of the transport do to an interpreter that ends
+loop.LearnerCore = lambda *words: words
+backend_deepspeed.follow = lambda core: print("followed", end="")
+from asyncrl.config import load
+
+words = {"model": {"path": "m"}, "task": {"name": "sort"}, "learner": {"backend": "deepspeed"}}
+loop.main(load.convert(words, "c.toml"), None)
+print("and went on")
+"""
+
+
+def test_a_rank_that_has_followed_to_the_end_leaves_without_the_interpreters_own() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", OTHER_RANK],
+        cwd=ROOT,
+        env=ENV | {"RANK": "1"},
+        capture_output=True,
+        text=True,
+        timeout=3600,
+    )
+    assert (done.returncode, done.stdout) == (0, "followed"), done.stderr[-3000:]
+
+
 @pytest.mark.parametrize(
     ("learner", "model", "said"),
     [

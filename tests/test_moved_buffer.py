@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from conftest import ENV, ROOT, SMALL
-from gated_learner import allow
+from conftest import ROOT, SMALL
+from holding import allow, held
 from test_several_hosts import free_address, other_machine
 
 from asyncrl.contract.errors import TakenOver
@@ -55,12 +55,12 @@ class Hosts:
 
     def start(self, name: str, part: str, run_dir: Path, keys: str, *words: str) -> None:
         sets = [*self.sets, f"wires.curve_dir={keys!r}"]
-        gate = [str(ROOT / "tests" / "gated_learner.py"), str(self.allowed)]
-        argv = [sys.executable, *(gate if part == "learner" else ["-m", "asyncrl.cli"])]
-        argv += [part, str(ROOT / "configs" / "demo.toml")]
+        argv = [sys.executable, "-m", "asyncrl.cli", part, str(ROOT / "configs" / "demo.toml")]
         argv += ["--run-dir", str(run_dir), *words, *(x for each in sets for x in ("--set", each))]
         log = (self.where / f"{name}.log").open("w")
-        self.all[name] = subprocess.Popen(argv, cwd=ROOT, env=ENV, stderr=log, text=True)
+        self.all[name] = subprocess.Popen(
+            argv, cwd=ROOT, env=held(batches=self.allowed), stderr=log, text=True
+        )
 
     def log(self, name: str) -> str:
         return (self.where / f"{'buffer' if name == 'old' else name}.log").read_text()

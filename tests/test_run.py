@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import ENV, ROOT, Ended, demo_command
+from holding import allow, held
 
 Call = Callable[..., Ended]
 DISPOSITIONS = {
@@ -85,9 +86,8 @@ def start(tmp_path: Path, model: Path, *words: str, hold: int = 0) -> subprocess
     out = (tmp_path / "stdout").open("w+")
     env = ENV
     if hold:
-        (tmp_path / "gate").touch()
-        path = f"{ROOT / 'tests' / 'hold_steps'}:{ENV['PYTHONPATH']}"
-        env = ENV | {"PYTHONPATH": path, "HOLD_AT": f"{hold}", "HOLD_GATE": f"{tmp_path / 'gate'}"}
+        allow(tmp_path / "allowed", hold)
+        env = held(batches=tmp_path / "allowed")
     return subprocess.Popen(
         demo_command("run", tmp_path, model, *words),
         cwd=ROOT,
@@ -100,7 +100,7 @@ def start(tmp_path: Path, model: Path, *words: str, hold: int = 0) -> subprocess
 
 
 def let_go(tmp_path: Path) -> None:
-    (tmp_path / "gate").unlink()
+    allow(tmp_path / "allowed", 1_000_000)
 
 
 def finish(process: subprocess.Popen[str], tmp_path: Path) -> dict[str, Any]:

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import ENV, ROOT, Ended
+from conftest import ENV, Ended
+from holding import held
 
 from asyncrl.models import policy
 
@@ -35,7 +36,8 @@ def written(asyncrl: Call, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, dict[
     """A run that swaps weights in mid-answer, where its generator waits for them (tests/hold), and
     keeps every version and every sample.
     """
-    monkeypatch.setitem(ENV, "PYTHONPATH", f"{ROOT / 'tests' / 'hold'}:{ENV['PYTHONPATH']}")
+    for name, word in held(answers=True).items():
+        monkeypatch.setitem(ENV, name, word)
     done = asyncrl(
         "run",
         "learner.steps=14",

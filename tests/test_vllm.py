@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ENV, PATIENT, ROOT
+from holding import held
 from packaging.requirements import Requirement
 from test_engine import CUTS, expected, request
 from test_wrong_model import chat_model, check_ends
@@ -492,8 +493,9 @@ def test_the_learner_agrees_and_swaps_come_in_mid_answer(tmp_path: Path) -> None
         "--json",
         *[x for s in sets for x in ("--set", s)],
     ]
-    env = ENV | {"PYTHONPATH": f"{ROOT / 'tests' / 'hold'}:{ROOT}"}
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3600)
+    done = subprocess.run(
+        argv, cwd=ROOT, env=held(answers=True), capture_output=True, text=True, timeout=3600
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     summary = json.loads(done.stdout.strip().splitlines()[-1])
     assert summary["steps"] == 6 and summary["mismatch_k3_max"] < 1e-8

@@ -105,7 +105,7 @@ def main() -> None:
         from learner import backend_deepspeed
 
         backend_deepspeed.follow(core)
-        return
+        backend_deepspeed.leave()
     began = flat(core)
     found = core.train(msgspec.msgpack.decode(Path(job["batch"]).read_bytes(), type=m.Batch))
     ended = flat(core)

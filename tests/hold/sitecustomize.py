@@ -1,12 +1,13 @@
-"""On PYTHONPATH, generators of a run stand still in the middle of their answers until the version
-that is on its way is announced.
+"""On PYTHONPATH (`holding.held` puts it there), the processes of a run stand still where a test
+wants them to, whatever the speed of the machine.  The product knows nothing of it.
 
-A run's only generator then changes weights in mid-answer whatever the speed of the machine: it
-holds once every answer of the learner's next batch is written (tickets are served in order), so
-that the batch will be trained and its version announced.
-
-With ENVIRONMENTS_LATE, a path, it is another thing: the clock by which a gateway ends the steps of
-its environments jumps when that file is there.  The product knows nothing of either."""
+HOLD_ANSWERS    generators stand still in the middle of their answers until the version that is on
+                its way is announced.  A run's only generator then changes weights in mid-answer: it
+                holds once every answer of the learner's next batch is written (tickets are served
+                in order), so that the batch will be trained and its version announced.
+HOLD_BATCHES    a file with a number: the learner trains the batches below it.
+HOLD_LATE       a file: the clock by which a gateway ends the steps of its environments jumps when
+                it is there."""
 
 from __future__ import annotations
 
@@ -15,25 +16,17 @@ import importlib.util
 import os
 import sys
 import time
+from collections.abc import Callable
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-LATE = os.environ.get("ENVIRONMENTS_LATE", "")
-MODULE = "actors.gateway.drive" if LATE else "actors.generator"
 JUMP_S = 1e6
 
 
-def late(drive: Any) -> None:
-    def monotonic() -> float:
-        return time.monotonic() + JUMP_S * Path(LATE).exists()
-
-    drive.time = SimpleNamespace(monotonic=monotonic)
-
-
-def hold(generator: type[Any]) -> None:
-    plain = generator.decode
+def hold_answers(module: Any) -> None:
+    plain = module.Generator.decode
 
     def decode(self: Any) -> None:
         said, groups = self.schedule.announced, self.config.learner.groups
@@ -45,14 +38,44 @@ def hold(generator: type[Any]) -> None:
             return
         plain(self)
 
-    generator.decode = decode
+    module.Generator.decode = decode
+
+
+def hold_batches(module: Any) -> None:
+    plain, allowed = module.LearnerCore.train, Path(os.environ["HOLD_BATCHES"])
+
+    def train(self: Any, *args: Any, **more: Any) -> Any:
+        while self.state.number >= int(allowed.read_text()):
+            time.sleep(0.01)
+        return plain(self, *args, **more)
+
+    module.LearnerCore.train = train
+
+
+def hold_clock(module: Any) -> None:
+    late = Path(os.environ["HOLD_LATE"])
+
+    def monotonic() -> float:
+        return time.monotonic() + JUMP_S * late.exists()
+
+    module.time = SimpleNamespace(monotonic=monotonic)
+
+
+HOLDS: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "HOLD_ANSWERS": ("actors.generator", hold_answers),
+    "HOLD_BATCHES": ("learner.step", hold_batches),
+    "HOLD_LATE": ("actors.gateway.drive", hold_clock),
+}
 
 
 class Finder(importlib.abc.MetaPathFinder):
-    """Finds MODULE by the other finders, and patches it once it is there."""
+    """Finds a module by the other finders, and patches it once it is there."""
+
+    def __init__(self, wanted: str, patch: Callable[[Any], None]) -> None:
+        self.wanted, self.patch = wanted, patch
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        if name != MODULE:
+        if name != self.wanted:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -61,13 +84,12 @@ class Finder(importlib.abc.MetaPathFinder):
 
         def exec_module(module: Any) -> None:
             plain(module)
-            if LATE:
-                late(module)
-            else:
-                hold(module.Generator)
+            self.patch(module)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
-sys.meta_path.insert(0, Finder())
+for variable, hold in HOLDS.items():
+    if variable in os.environ:
+        sys.meta_path.insert(0, Finder(*hold))
