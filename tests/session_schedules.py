@@ -533,7 +533,7 @@ class SessionWorld(World):
         whole = told == self.answered or (self.lives > 1 and told < self.answered)
         need(whole, f"{self.answered} tokens were answered, {told} are told of")
 
-    def run(self, most: int = 60_000) -> int:
+    def run(self, most: int = 400_000) -> int:
         calm: list[Callable[[], bool]] = [
             self.turn,
             self.post,
