@@ -63,6 +63,7 @@ PROGRAMS = {
     "vllm_engine": Program("vllm_engine.py", ("vllm_engine", "vllm_engine_start"), 25),
     "gateway": Program("gateway.py", ("gateway",), 25),
     "real_model": Program("real_model.py models/smollm2", ("real_model",), 60),
+    "real_learns": Program("real_learns.py models/smollm2", ("smollm2_sort",), 30),
     "real_equal": Program("real_equal.py models/smollm2", ("real_equal",), 15),
     "memory_sizes": Program("memory_sizes.py models/smollm2", ("memory_sizes",), 5),
     "mutants": Program("mutants.py", ("mutants",), 20),
