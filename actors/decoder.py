@@ -28,13 +28,10 @@ Turns = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
 
 class FusedWeights:
     """The weights in the shapes that decoding wants; norm weights are folded into the matrix that
-    follows them.
+    follows them, and the columns of queries and keys are in pairs (`exact_operators.in_pairs`)
+    where the numbers are float32, which alone has complex ones."""
 
-    paired: the two halves that rotary embedding turns against each other lie side by side in every
-    head of queries and keys, so that a turn is one product of complex numbers; their scores do not
-    know the order of the columns. float32 alone has such numbers."""
-
-    def __init__(self, lay: Layout, positions: int, *, paired: bool = False) -> None:
+    def __init__(self, lay: Layout, positions: int) -> None:
         self.lay, hf = lay, lay.hf
         self.layers = len(hf.model.layers)
         self.dtype = hf.model.embed_tokens.weight.dtype
@@ -46,10 +43,8 @@ class FusedWeights:
         self.sin = sin[:, 0].contiguous()
         self.eps = torch.tensor(lay.eps, device=cos.device)
         half = lay.head_dim // 2
-        self.paired = paired and self.dtype == torch.float32
+        self.paired = self.dtype == torch.float32
         self.turned = torch.complex(self.cos[:, :half].float(), self.sin[:, :half].float())
-        # column of the half-split layout at each place of the paired one
-        self.order = torch.arange(lay.head_dim, device=cos.device).view(2, half).T.flatten()
         self.per_layer: list[dict[str, torch.Tensor]] = [{} for _ in range(self.layers)]
         self.top: dict[str, torch.Tensor] = {}
 
@@ -58,24 +53,10 @@ class FusedWeights:
         lay = self.lay
         for i, store in enumerate(self.per_layer):
             fused = exact_operators.fuse_layer(lay, i, weights)
-            _keep(store, self._in_pairs(fused) if self.paired else fused, self.dtype)
+            if self.paired:
+                fused = exact_operators.in_pairs(lay, fused)
+            _keep(store, fused, self.dtype)
         _keep(self.top, exact_operators.fuse_top(weights, self.tied), self.dtype)
-
-    def _in_pairs(self, fused: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What `exact_operators.fuse_layer` gives, with the columns of queries and keys in
-        pairs."""
-        lay = self.lay
-        turning = lay.heads + lay.kv_heads
-        place = torch.arange((turning + lay.kv_heads) * lay.head_dim, device=self.order.device)
-        place = place.view(-1, lay.head_dim)
-        place[:turning] = place[:turning, self.order]
-        place = place.flatten()
-        out = fused | {"qkv": fused["qkv"].index_select(1, place)}
-        if "b" in fused:
-            out["b"] = fused["b"].index_select(0, place)
-        if "norm" in fused:
-            out["norm"] = fused["norm"].index_select(1, self.order)
-        return out
 
     def turns(self, positions: torch.Tensor) -> Turns:
         """What `project` turns queries and keys at `positions` [n] by."""
@@ -147,15 +128,31 @@ def _unit(x: torch.Tensor, eps: torch.Tensor) -> torch.Tensor:
 
 class ColumnCache:
     """Keys and values of all rows, and which columns each row may see (an additive bias [rows, 1,
-    columns]).
+    columns]).  together: of exact mode (`exact_operators.together`); heads that lie side by side,
+    as one of as many times the columns, their keys column by column in memory, which a product of
+    few queries reads in less time.
     """
 
     def __init__(
-        self, lay: Layout, layers: int, rows: int, columns: int, like: torch.Tensor
+        self,
+        lay: Layout,
+        layers: int,
+        rows: int,
+        columns: int,
+        like: torch.Tensor,
+        *,
+        together: int | None = None,
     ) -> None:
-        shape = (layers, rows, lay.kv_heads, columns, lay.head_dim)
-        self.k = like.new_zeros(shape)
+        each = together or 1
+        shape = (layers, rows, lay.kv_heads // each, columns, each * lay.head_dim)
         self.v = like.new_zeros(shape)
+        if together is None:
+            self.k = like.new_zeros(shape)
+            self.stored = self.k, self.v
+        else:
+            across = like.new_zeros(*shape[:3], shape[4], columns)
+            self.k = across.transpose(3, 4)
+            self.stored = across, self.v
         self.bias = like.new_full((rows, 1, columns), MASKED, dtype=torch.float32)
 
     def forget(self, rows: torch.Tensor) -> None:
@@ -164,7 +161,7 @@ class ColumnCache:
     def keep(self, rows: torch.Tensor) -> None:
         """Move `rows` (ascending) to the front."""
         n = len(rows)
-        for t in (self.k, self.v):
+        for t in self.stored:
             t[:, :n] = t.index_select(1, rows)
         self.bias[:n] = self.bias[rows]
 
@@ -442,50 +439,48 @@ def decode_exact(
     """
     n = len(tokens)
     lay = w.lay
-    share = lay.heads // lay.kv_heads
     rows = torch.arange(n, device=tokens.device)
     columns = cache.bias.shape[2]
     positions = positions.clamp(max=columns - 1)
     seen = min(exact_operators.up(longest + 1, exact_operators.KEYS), columns)
     cache.bias[rows, 0, positions] = 0.0
     bias = cache.bias[:n, None, :, :seen]
-    at = exact_operators.pad_rows(positions)
-    cos = w.cos.index_select(0, at)[:, None]
-    sin = w.sin.index_select(0, at)[:, None]
+    turns = w.turned.index_select(0, exact_operators.pad_rows(positions))
     x = w.top["embed"].index_select(0, exact_operators.pad_rows(tokens))
-    repeat = exact_operators.up(share, exact_operators.QUERIES)
+    space = exact_operators.one_query_space(lay, n, x)
+    groups, wide = space.shape[1], space.shape[3]
     for i, layer in enumerate(w.per_layer):
-        q, k, v = exact_operators.project(lay, layer, x, cos, sin)
-        cache.k[i, rows, :, positions], cache.v[i, rows, :, positions] = k[:n], v[:n]
+        q, k, v = exact_operators.project(lay, layer, x, turns)
+        cache.k[i, rows, :, positions] = k[:n].reshape(n, groups, wide)
+        cache.v[i, rows, :, positions] = v[:n].reshape(n, groups, wide)
         keys, values = (
-            t[i, :n].view(n * lay.kv_heads, columns, lay.head_dim)[:, :seen]
-            for t in (cache.k, cache.v)
+            t[i, :n].view(n * groups, columns, wide)[:, :seen] for t in (cache.k, cache.v)
         )
-        q = q[:n].reshape(n, lay.kv_heads, share, lay.head_dim)
-        if repeat > share:
-            q = torch.cat([q, q[:, :, :1].expand(-1, -1, repeat - share, -1)], 2)
-        out = exact_operators.attend(q, keys, values, bias)[:, :, :share].reshape(
-            n, lay.heads * lay.head_dim
-        )
+        out = exact_operators.attend_one(q[:n], keys, values, bias, space)
         x = exact_operators.finish(lay, layer, x, exact_operators.pad_rows(out))
     return exact_operators.times(exact_operators.unit(x, lay.eps), w.top["head"])[:n]
 
 
 def encode_exact(w: FusedWeights, ids: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """`encode` for rows padded to a multiple of `exact.KEYS`."""
+    """`encode` for rows padded to a multiple of `exact_operators.KEYS`, heads side by side as the
+    cache has them.
+    """
     b, n = ids.shape
     lay, share = w.lay, w.lay.heads // w.lay.kv_heads
-    cos = w.cos[:n].repeat(b, 1)[:, None]
-    sin = w.sin[:n].repeat(b, 1)[:, None]
+    groups = lay.kv_heads // exact_operators.together(lay)
+    turns = w.turned[:n].repeat(b, 1)
     bias = torch.full((n, n), MASKED, device=ids.device).triu_(1).repeat(share, 1)
     x = w.top["embed"].index_select(0, ids.flatten())
     out = []
     for i, layer in enumerate(w.per_layer):
         q, k, v = (
             t.view(b, n, -1, lay.head_dim).transpose(1, 2)
-            for t in exact_operators.project(lay, layer, x, cos, sin)
+            for t in exact_operators.project(lay, layer, x, turns)
         )
-        out.append((k, v))
+        beside, values = (
+            t.transpose(1, 2).reshape(b, n, groups, -1).transpose(1, 2) for t in (k, v)
+        )
+        out.append((beside, values))
         if i + 1 < w.layers:
             keys, values = (t.reshape(b * lay.kv_heads, n, lay.head_dim) for t in (k, v))
             a = exact_operators.attend(

@@ -78,7 +78,6 @@ class EmbeddedEngine:
         self.weights = decoder.FusedWeights(
             model.fast,
             exact_operators.up(context + 1, exact_operators.KEYS),
-            paired=not fixed,
         )
         self.fixed = fixed
         self.dtype = next(model.hf.parameters()).dtype
@@ -299,7 +298,12 @@ class EmbeddedEngine:
         self.answer_needed = answer
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         self.cache = decoder.ColumnCache(
-            self.lay, self.weights.layers, self.slots, self._cache_columns(), like
+            self.lay,
+            self.weights.layers,
+            self.slots,
+            self._cache_columns(),
+            like,
+            together=exact_operators.together(self.lay) if self.fixed else None,
         )
         if answer > self.columns.count:
             more = answer - self.columns.count

@@ -18,6 +18,7 @@ from asyncrl.config import load
 from asyncrl.config.tree import Task
 from asyncrl.contract.errors import ConfigError
 from asyncrl.models import exact_operators, policy
+from asyncrl.models.packed_forward import Layout
 from asyncrl.supervise import exact_check
 from asyncrl.tasks import get_task
 
@@ -64,14 +65,12 @@ def test_long_answers_have_the_learners_logprobs_bitwise(
     monkeypatch.setattr(
         exact_check, "operators", lambda *a, **k: found.append(k["context"]) or keep(*a, **k)
     )
-    plain = exact_operators.attend
+    plain = exact_operators.attend_one
 
-    def other(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor
-    ) -> torch.Tensor:
-        return plain(q, k, v, bias) * (1 + 1e-6 * (700 < k.shape[1] < 800))
+    def other(q: torch.Tensor, k: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        return plain(q, k, *more) * (1 + 1e-6 * (700 < k.shape[1] < 800))
 
-    monkeypatch.setattr(exact_operators, "attend", other)
+    monkeypatch.setattr(exact_operators, "attend_one", other)
     sets = [f"model.path='{tmp_path}'", "generator.context=1024", "generator.max_new_tokens=4"]
     wrong = exact_check.failure(exact_check.check(load.load(ROOT / "configs" / "demo.toml", sets)))
     assert found == [1024] and wrong.startswith("attention (")
@@ -107,6 +106,30 @@ def test_the_exact_forward_is_the_model_in_value_and_gradient(
         torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
     for name in ga:
         torch.testing.assert_close(ga[name], gb[name], atol=3e-5, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize(
+    "heads,kv,dim,side_by_side",
+    [
+        (4, 4, 16, 4),
+        (8, 8, 32, 4),
+        (4, 2, 16, 2),
+        (4, 1, 16, 1),
+        (6, 6, 16, 3),
+        (5, 5, 16, 1),
+        (9, 3, 64, 1),
+        (4, 4, 64, 2),
+        (2, 2, 128, 1),
+        (4, 4, 8, 1),
+    ],
+)
+def test_queries_that_share_a_product_have_the_bits_of_queries_alone(
+    heads: int, kv: int, dim: int, side_by_side: int
+) -> None:
+    lay = Layout(None, heads, kv, dim, 1e-6)
+    assert exact_operators.together(lay) == side_by_side
+    row = exact_check._attention(lay, (1, 1), torch.Generator().manual_seed(dim), 208)
+    assert (row.cases, row.values, row.differ) == (64, 64 * heads * dim, 0)
 
 
 def test_the_self_test_says_which_operator_differs(

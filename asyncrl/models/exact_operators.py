@@ -7,11 +7,16 @@ functions on the same fused weights, with tokens padded to a multiple of `ROWS` 
 no scalar tail in a vectorised loop), keys at the column of their position, the key axis padded to a
 multiple of `KEYS`, their values summed `BLOCK` at a time, at least `QUERIES` query rows, and at
 least `COLUMNS` columns of logits.
+
+Attention alone has two forms: the engine has one query a head (`attend_one`), and would have to pad
+it to `QUERIES` rows; heads take these rows together instead, each among the others' zeros, which
+change no bit of a sum that is made in order.
 Whether that is enough on a machine is what `asyncrl.supervise.exact_check` finds out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,6 +28,7 @@ BLOCK = 128  # MKL sums over 193 to 383 keys in two halves, so in another order 
 QUERIES = 4
 COLUMNS = 16
 MASKED = -1e30
+TINY = 8  # columns of a head up to which a library may take another kernel for it alone
 
 
 def up(n: int, to: int) -> int:
@@ -49,16 +55,16 @@ def times(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     )
 
 
+@cache
+def _scalar(x: float) -> torch.Tensor:
+    return torch.tensor(x)
+
+
 class _Unit(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, eps: float) -> torch.Tensor:
-        r = (
-            torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-            .square_()
-            .div_(x.shape[-1])
-            .add_(eps)
-            .rsqrt_()
-        )
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        r = torch.addcmul(_scalar(eps), norm, norm, value=1 / x.shape[-1]).rsqrt_()
         n: torch.Tensor = x * r
         ctx.save_for_backward(n, r)
         return n
@@ -73,6 +79,47 @@ class _Unit(torch.autograd.Function):
 def unit(x: torch.Tensor, eps: float) -> torch.Tensor:
     """x over its root mean square on the last axis."""
     return _Unit.apply(x, eps)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Turn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(turns)
+        return _turned(x, turns)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _turned(grads[0].contiguous(), ctx.saved_tensors[0].conj()), None
+
+
+def _turned(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    pairs = torch.view_as_complex(x.view(*x.shape[:-1], -1, 2))
+    return torch.view_as_real(pairs * turns[:, None]).flatten(-2)
+
+
+def turn(x: torch.Tensor, turns: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of x [n, heads, d], whose columns are in pairs (`in_pairs`), by the complex
+    numbers turns [n, d / 2]."""
+    return _Turn.apply(x, turns)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def in_pairs(lay: Any, fused: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What `fuse_layer` gives, with the two halves that rotary embedding turns against each other
+    side by side in every head of queries and keys, so that a turn is one product of complex
+    numbers; their scores do not know the order of the columns."""
+    device = fused["qkv"].device
+    order = torch.arange(lay.head_dim, device=device).view(2, -1).T.flatten()
+    turning = lay.heads + lay.kv_heads
+    place = torch.arange((turning + lay.kv_heads) * lay.head_dim, device=device)
+    place = place.view(-1, lay.head_dim)
+    place[:turning] = place[:turning, order]
+    place = place.flatten()
+    out = dict(fused) | {"qkv": fused["qkv"].T.index_select(0, place).T}
+    if "b" in fused:
+        out["b"] = fused["b"].index_select(0, place)
+    if "norm" in fused:
+        out["norm"] = fused["norm"].index_select(1, order)
+    return out
 
 
 def fuse_layer(lay: Any, i: int, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -110,21 +157,20 @@ def fuse_top(weights: Mapping[str, torch.Tensor], tied: bool) -> dict[str, torch
 
 
 def project(
-    lay: Any, w: Mapping[str, torch.Tensor], x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    lay: Any, w: Mapping[str, torch.Tensor], x: torch.Tensor, turns: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """q (scaled), k, v [n, heads, d] of one layer for the residual stream x [n, H]; cos, sin [n, 1,
-    d]; n a multiple of ROWS.
+    """q (scaled), k, v [n, heads, d] of one layer, w `in_pairs`, for the residual stream x [n, H];
+    turns: complex [n, d / 2]; n a multiple of ROWS.
     """
     h = unit(x, lay.eps)
     y = torch.addmm(w["b"], h, w["qkv"]) if "b" in w else h @ w["qkv"]
     y = y.view(len(x), lay.heads + 2 * lay.kv_heads, lay.head_dim)
     both = lay.heads + lay.kv_heads
-    qk = y[:, :both].contiguous()
+    qk = y[:, :both]
     v = y[:, both:]
     if "norm" in w:
         qk = unit(qk, lay.eps) * w["norm"]
-    half = lay.head_dim // 2
-    qk = qk * cos + torch.cat((-qk[..., half:], qk[..., :half]), -1) * sin
+    qk = turn(qk, turns)
     q = qk[:, : lay.heads]
     k = qk[:, lay.heads :]
     return (q if "norm" in w else q * lay.head_dim**-0.5), k, v
@@ -134,9 +180,11 @@ def finish(
     lay: Any, w: Mapping[str, torch.Tensor], x: torch.Tensor, attended: torch.Tensor
 ) -> torch.Tensor:
     """The rest of a layer: output projection and MLP.  n a multiple of ROWS."""
-    x = x + attended @ w["o"]
+    x = torch.addmm(x, attended, w["o"])
     gate, up_ = (unit(x, lay.eps) @ w["up"]).chunk(2, -1)
-    return x + (F.silu(gate.contiguous()) * up_) @ w["down"]
+    inner = F.silu(gate.contiguous())
+    inner = inner * up_ if inner.requires_grad else inner.mul_(up_)
+    return torch.addmm(x, inner, w["down"])
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -147,8 +195,48 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor
     """
     b, groups, rows, d = q.shape
     scores = torch.bmm(q.reshape(b * groups, rows, d), k.transpose(1, 2)).view(b, groups, rows, -1)
-    p = torch.softmax(scores + bias, -1).view(b * groups, rows, -1)
+    p = torch.softmax(scores.add_(bias), -1).view(b * groups, rows, -1)
     out = torch.bmm(p[..., :BLOCK], v[:, :BLOCK])
     for at in range(BLOCK, p.shape[-1], BLOCK):
         out = torch.baddbmm(out, p[..., at : at + BLOCK], v[:, at : at + BLOCK])
     return out.view(b, groups, rows, d)
+
+
+def together(lay: Any) -> int:
+    """How many heads of keys lie side by side in the engine's cache, so that their queries take the
+    rows of one product: as many as fit into those that the queries of one would be padded to.
+
+    Sums are over `BLOCK` columns at most, as those of values are."""
+    share = lay.heads // lay.kv_heads
+    most = min(up(share, QUERIES) // share, BLOCK // lay.head_dim) if lay.head_dim > TINY else 1
+    return max(g for g in range(1, max(1, most) + 1) if lay.kv_heads % g == 0)
+
+
+def one_query_space(lay: Any, n: int, like: torch.Tensor) -> torch.Tensor:
+    """Zeros for `attend_one` over n tokens: [n, groups of heads, rows, columns of a group]."""
+    g = together(lay)
+    rows = up(g * (lay.heads // lay.kv_heads), QUERIES)
+    return like.new_zeros(n, lay.kv_heads // g, rows, g * lay.head_dim)
+
+
+def attend_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor, space: torch.Tensor
+) -> torch.Tensor:
+    """`attend` where each token is the one query of its keys: q [n, heads, d] (scaled) over k, v
+    [n * groups, W, g * d], g heads side by side; bias broadcasts to [n, groups, rows, W].
+
+    space: `one_query_space`, whose places for queries are written anew.  Returns [n, heads * d]."""
+    n, heads, d = q.shape
+    groups, wide = space.shape[1], space.shape[3]
+    g = wide // d
+    share = heads // (groups * g)
+    _own(space, g, share).copy_(q.view(n, groups, g, share, d).permute(0, 1, 3, 4, 2))
+    out = attend(space, k, v, bias)
+    return _own(out, g, share).permute(0, 1, 4, 2, 3).reshape(n, heads * d)
+
+
+def _own(x: torch.Tensor, g: int, share: int) -> torch.Tensor:
+    """Of x [n, groups, rows, g * d], each head's rows in its own columns: [n, groups, share, d,
+    g]."""
+    n, groups, _, wide = x.shape
+    return x[:, :, : g * share].view(n, groups, g, share, g, wide // g).diagonal(0, 2, 4)

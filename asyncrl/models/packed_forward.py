@@ -469,9 +469,10 @@ def _fixed_logprobs(
         weights, hf.get_output_embeddings().weight is hf.get_input_embeddings().weight
     )
     x = F.embedding(pl.ids, top["embed"])
-    cos, sin = lay.rope(pl.positions)
+    half = lay.head_dim // 2
+    turns = torch.complex(*(each[:, 0, :half].contiguous() for each in lay.rope(pl.positions)))
     for i in range(len(hf.model.layers)):
-        x = again(_fixed_block, lay, i, weights, x, cos=cos, sin=sin, pl=pl)
+        x = again(_fixed_block, lay, i, weights, x, turns=turns, pl=pl)
     n = len(pl.picks)
     hidden = exact_operators.unit(exact_operators.pad_rows(x.index_select(0, pl.picks)), lay.eps)
     scale = exact_operators.pad_rows((1.0 / temperature.to(x.device, torch.float32))[pl.sample])
@@ -488,13 +489,13 @@ def _fixed_block(
     i: int,
     weights: Mapping[str, torch.Tensor],
     x: torch.Tensor,
-    cos: torch.Tensor,
-    sin: torch.Tensor,
+    turns: torch.Tensor,
     pl: Plan,
 ) -> torch.Tensor:
     """Layer i over packed tokens x [n, H]."""
-    w = {name: t.contiguous() for name, t in exact_operators.fuse_layer(lay, i, weights).items()}
-    q, k, v = exact_operators.project(lay, w, x, cos, sin)
+    fused = exact_operators.in_pairs(lay, exact_operators.fuse_layer(lay, i, weights))
+    w = {name: t.contiguous() for name, t in fused.items()}
+    q, k, v = exact_operators.project(lay, w, x, turns)
     prompt = _fixed_attention(
         lay, q, k, v, pl.prompt_rows, pl.prompt_rows, bias=pl.prompt_bias
     ).index_select(0, pl.prompt_flat)

@@ -208,15 +208,19 @@ def _attention(lay: Any, threads: tuple[int, int], source: torch.Generator, cont
     )
     torch.set_num_threads(threads[0])
     pairs = []
-    repeat = exact_operators.up(share, exact_operators.QUERIES)
+    space = exact_operators.one_query_space(lay, 1, queries)
+    keys, values = (
+        t.view(space.shape[1], -1, width, lay.head_dim).transpose(1, 2).flatten(2)
+        for t in (keys, values)
+    )
+    keys = keys.transpose(1, 2).contiguous().transpose(1, 2)  # as the engine's cache has them
     for number, position in enumerate(at.tolist()):
         seen = exact_operators.up(position + 1, exact_operators.KEYS)
-        one = queries.view(lay.kv_heads, share, len(at), -1)[:, :, number]
-        one = torch.cat([one, one[:, :1].expand(-1, repeat - share, -1)], 1)
-        found = exact_operators.attend(
-            one[None], keys[:, :seen], values[:, :seen], bias[number, :seen]
+        one = queries.view(1, lay.heads, len(at), -1)[:, :, number]
+        found = exact_operators.attend_one(
+            one, keys[:, :seen], values[:, :seen], bias[number, :seen], space
         )
-        pairs.append((found[0, :, :share], full[:, :, number]))
+        pairs.append((found.view(lay.kv_heads, share, -1), full[:, :, number]))
     return _compare("attention", pairs)
 
 
