@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -45,9 +46,16 @@ class Packed:
         bounds = self.row_offsets
         return [row for i in samples for row in range(bounds[i], bounds[i + 1])]
 
-    def size(self, sample: int) -> int:
-        """Tokens of a sample in the forward pass: prompts and responses of its rows."""
-        return sum(len(self.prompts[row]) + len(self.responses[row]) for row in self.rows([sample]))
+    @cached_property
+    def row_lengths(self) -> np.ndarray:
+        """Tokens of each row in the forward pass, prompt and response: int64 [R]."""
+        return np.array(
+            [len(p) + len(r) for p, r in zip(self.prompts, self.responses, strict=True)]
+        )
+
+    def sizes(self) -> list[int]:
+        """Tokens of each sample in the forward pass: prompts and responses of its rows."""
+        return np.add.reduceat(self.row_lengths, self.row_offsets[:-1]).tolist()  # type: ignore[no-any-return]
 
     def part(self, samples: Sequence[int]) -> torch.Tensor:
         """Places among N of the tokens of `samples`, in their order."""
@@ -166,26 +174,43 @@ def _per_token(samples: Sequence[Trajectory]) -> tuple[torch.Tensor, torch.Tenso
 
 
 def micro_batches(
-    packed: Packed, samples: Sequence[int], tokens: int, rows: int = ROWS
+    packed: Packed,
+    samples: Sequence[int],
+    tokens: int,
+    rows: int = ROWS,
+    *,
+    by_group: bool = False,
 ) -> list[list[int]]:
     """`samples` sorted by length and cut so that none holds more than `tokens` padded tokens or
     `rows` rows.  A sample is never cut: what belongs to a sequence needs all of it.
-    """
-    count = np.diff(packed.row_offsets)
-    widest = {
-        answer: max(
-            len(packed.prompts[row]) + len(packed.responses[row]) for row in packed.rows([answer])
+
+    by_group: those of a group beside each other, groups by their longest: for a forward pass that
+    encodes a prompt once and pads rows of like lengths only."""
+    count = np.diff(packed.row_offsets).tolist()
+    widest = np.maximum.reduceat(packed.row_lengths, packed.row_offsets[:-1]).tolist()
+    longest: dict[int, int] = {}
+    if by_group:
+        for answer in samples:
+            group = packed.groups[answer]
+            longest[group] = max(widest[answer], longest.get(group, 0))
+
+    def place(answer: int) -> tuple[int, ...]:
+        group = packed.groups[answer]
+        return (
+            (longest[group], group, widest[answer], answer)
+            if by_group
+            else (widest[answer], answer)
         )
-        for answer in samples
-    }
+
     out: list[list[int]] = []
     held = 0  # rows of the last one
-    for answer in sorted(samples, key=lambda answer: (widest[answer], answer)):
-        more = held + int(count[answer])
-        if out and more <= rows and more * widest[answer] <= tokens:
+    width = 0  # of its widest row
+    for answer in sorted(samples, key=place):
+        held += count[answer]
+        width = max(width, widest[answer])
+        if out and held <= rows and held * width <= tokens:
             out[-1].append(answer)
-            held = more
         else:
             out.append([answer])
-            held = int(count[answer])
+            held, width = count[answer], widest[answer]
     return out

@@ -396,12 +396,20 @@ class LearnerCore:
 
     def _mine(self, packed: Packed, samples: Sequence[int]) -> tuple[list[list[int]], int]:
         """This rank's micro-batches of `samples`, and how many the busiest rank has."""
-        lengths = [packed.size(sample) for sample in range(packed.count)]
         each = [
-            micro_batches(packed, s, self.config.learner.micro_batch_tokens) if s else []
-            for s in self.backend.share(samples, lengths)
+            self._cut(self.model, packed, share) if share else []
+            for share in self.backend.share(samples, packed.sizes())
         ]
         return each[self.backend.rank], max(map(len, each))
+
+    def _cut(self, model: PolicyModel, packed: Packed, samples: Sequence[int]) -> list[list[int]]:
+        """The micro-batches of `samples` under `model`."""
+        return micro_batches(
+            packed,
+            samples,
+            self.config.learner.micro_batch_tokens,
+            by_group=model.fast is not None and not model.exact,
+        )
 
     def _summed(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The sums of all ranks.  A rank without samples has none of its own: it takes the names
@@ -516,7 +524,7 @@ class LearnerCore:
         mine, rounds = (
             self._mine(packed, samples)
             if model is self.model
-            else (micro_batches(packed, samples, self.config.learner.micro_batch_tokens), 0)
+            else (self._cut(model, packed, samples), 0)
         )
         for micro in mine:
             out[packed.part(micro)] = (

@@ -36,13 +36,17 @@ def sample_batch(vocab: int, seed: int = 0) -> tuple[list[np.ndarray], list[np.n
     return [prompts[i] for i in owner], responses, owner
 
 
+@pytest.mark.parametrize("tables", [1, 3])
 @pytest.mark.parametrize("family,kv,tied", FAMILIES)
 def test_packed_logprobs_equal_plain_ones_in_value_and_gradient(
-    tmp_path: Path, family: str, kv: int, tied: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, kv: int, tied: bool, tables: int
 ) -> None:
+    monkeypatch.setitem(policy.packed_forward.WORTH_A_TABLE, "cpu", 70 if tables > 1 else 1 << 13)
     model = policy.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied)
     assert model.fast is not None
     prompts, responses, owner = sample_batch(11)
+    made = policy.packed_forward.plan(prompts, responses, owner, torch.device("cpu"))
+    assert len(made.answers) == tables
     temperature = torch.tensor([1.0, 0.7, 1.3, 1.0, 2.0, 0.5])
     grads = []
     for path in ("fast", "plain"):
@@ -83,6 +87,27 @@ def test_packed_gradients_in_bfloat16_and_of_answers_of_one_token(tmp_path: Path
         (whole, right), (rounded, near) = found
         assert (whole - rounded).abs().max() < 0.1, what
         assert (right - near).norm() < 0.1 * right.norm(), what
+
+
+def test_answers_are_padded_with_others_of_like_length() -> None:
+    r = np.random.default_rng(0)
+    lengths = r.permutation([*[4] * 40, *[20] * 40, 50])
+    prompts = [np.arange(12, dtype=np.int32)] * len(lengths)
+    answers = [np.ones(n + 1, np.int32) for n in lengths]
+    made = policy.packed_forward.plan(
+        prompts, answers, [0] * len(lengths), torch.device("cpu")
+    ).answers
+    widths = [table.rows.shape[1] for table in made]
+    assert widths == sorted(widths) and widths[0] == 4 and widths[-1] == 50
+    padded = sum(table.bias.numel() for table in made)
+    least = sum(n * (12 + n) for n in lengths)
+    assert padded < 1.6 * least and len(made) < 8, (padded / least, widths)
+    alike = policy.packed_forward.plan(
+        prompts, [np.ones(21, np.int32)] * len(lengths), None, torch.device("cpu")
+    )
+    assert len(alike.answers) == 1  # nothing to save
+    fixed = policy.packed_forward.plan(prompts, answers, None, torch.device("cpu"), True)
+    assert len(fixed.answers) == 1  # exact mode: one width for all
 
 
 def test_chunked_head_equals_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,6 +160,18 @@ def packed(lengths: list[tuple[int, int]]) -> Packed:
     return pack(batch([answer(i, 0, [1] * p, [2] * r) for i, (p, r) in enumerate(lengths)]))
 
 
+def test_micro_batches_by_group_share_their_prompts() -> None:
+    lengths = {(0, 0): 2, (0, 1): 9, (1, 0): 3, (1, 1): 5, (2, 0): 1, (2, 1): 4}
+    p = pack(batch([answer(*name, [7], [2] * n) for name, n in lengths.items()]))
+    both = {"by_group": True}
+    assert micro_batches(p, range(6), 10**6, rows=2, **both) == [[4, 5], [2, 3], [0, 1]]
+    assert micro_batches(p, range(6), 10**6, rows=3, **both) == [[4, 5, 2], [3, 0, 1]]
+    # the widest so far bounds the padding: 4 rows of 6, then 2 of 10
+    assert micro_batches(p, range(6), 24, **both) == [[4, 5, 2, 3], [0, 1]]
+    assert micro_batches(p, range(6), 23, **both) == [[4, 5, 2], [3, 0], [1]]
+    assert micro_batches(p, [1, 5, 4], 10**6, **both) == [[4, 5, 1]]
+
+
 def test_micro_batches_are_sorted_by_length_and_hold_their_padded_tokens() -> None:
     p = packed([(2, 3), (1, 1), (2, 2), (1, 4), (1, 3)])  # 5, 2, 4, 5, 4 tokens
     assert micro_batches(p, range(5), 10**6) == [[1, 2, 4, 0, 3]]

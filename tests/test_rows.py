@@ -165,7 +165,7 @@ def test_rows_stand_one_after_another_and_share_prompts_by_their_ids() -> None:
     assert p.loss.token_lag.tolist() == [0, 0, 1, 0, 1, 1, 4, 4, 7]
     assert p.loss.age.tolist() == [0, 0, 0, 0, 2, 0, 0, 0, 0]
     assert p.loss.behavior.tolist() == [-1, 0, -3, 0, -4, -5, -6, -7, -8]
-    assert p.rows([1, 0]) == [3, 0, 1, 2] and p.size(0) == 5 + 4 + 4
+    assert p.rows([1, 0]) == [3, 0, 1, 2] and p.sizes() == [5 + 4 + 4, 4, 3]
     assert p.row_temperature([0, 2]).tolist() == [1.0] * 4
 
 

@@ -12,28 +12,36 @@ from typing import Any
 import torch
 
 
-@dataclass
+@dataclass(frozen=True)
+class Table:
+    """B rows of Q queries over K keys.  rows [B, Q] and keys [B, K] index the packed tokens
+    (padding: index 0); bias [B, Q, K] is added to the scores; flat: where the rows' tokens, which
+    lie beside each other among the packed ones, are in [B * Q]."""
+
+    rows: torch.Tensor
+    keys: torch.Tensor
+    bias: torch.Tensor
+    flat: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Plan:
     """How samples are packed.  Tokens: unique prompts first, then each response without its last
-    token.
+    token, in the order of `answers`.
 
-    ids, positions [n]; prompt_rows [G, Pmax] and response_rows [B, R] index the packed tokens
-    (padding: index 0), keys [B, Pmax + R]; bias_* are additive attention masks; picks [N] the token
-    whose state predicts each response token."""
+    ids, positions [n]; prompts: each over itself; answers: of similar length in each table, over
+    their prompt, padded to the longest of all, and themselves; owners: of each of these tables, the
+    prompt [B] of each row; picks [N] the token whose state predicts each response token; targets,
+    sample [N]: those tokens, and the sample of each."""
 
     ids: torch.Tensor
     positions: torch.Tensor
-    prompt_rows: torch.Tensor
-    prompt_bias: torch.Tensor
-    prompt_flat: torch.Tensor  # where the packed prompt tokens lie in [G * Pmax]
-    response_rows: torch.Tensor
-    keys: torch.Tensor
-    response_bias: torch.Tensor
-    response_flat: torch.Tensor
+    prompts: Table
+    answers: list[Table]
+    owners: list[torch.Tensor]
     picks: torch.Tensor
     targets: torch.Tensor
-    sample: torch.Tensor  # [N] sample of each response token
-    owner: torch.Tensor  # [B] the prompt of each sample
+    sample: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -51,49 +59,45 @@ class Side:
     bias: torch.Tensor
 
     @classmethod
-    def of(
-        cls,
-        rows: torch.Tensor,
-        keys: torch.Tensor,
-        flat: torch.Tensor,
-        bias: torch.Tensor,
-        heads: tuple[int, int],
-    ) -> Side:
-        """rows [B, Q], keys [B, K], bias [B, Q, K]; flat: the packed queries' places in [B * Q]."""
-        many, kv_many = heads
+    def of(cls, table: Table, heads: int, kv_heads: int) -> Side:
+        width = table.rows.shape[1]
         return cls(
-            (len(rows), rows.shape[1], keys.shape[1]),
-            _by_head(rows, many),
-            _by_head(keys, kv_many),
-            _places(flat, rows.shape[1], many),
-            bias[:, None],
+            (len(table.rows), width, table.keys.shape[1]),
+            _by_head(table.rows, heads),
+            _by_head(table.keys, kv_heads),
+            _places(table.flat, width, heads),
+            table.bias[:, None],
         )
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Both calls of a layer's attention.  owner [B]: the prompt of each answer; prompt_keys and
-    answer_keys: each packed token's place in [G, h_kv, Pmax] and in [B, h_kv, Pmax + R]."""
+    """All calls of a layer's attention.  owners: of each of `answers`, the prompt [B] of each row;
+    prompt_keys: each packed token's place in [G, h_kv, Pmax]; answer_keys: of each of `answers`,
+    its tokens' places in [B, h_kv, Pmax + R]."""
 
     prompts: Side
-    answers: Side
-    owner: torch.Tensor
+    answers: list[Side]
+    owners: list[torch.Tensor]
     prompt_keys: torch.Tensor
-    answer_keys: torch.Tensor
+    answer_keys: list[torch.Tensor]
 
     @classmethod
     def of(cls, plan: Plan, heads: int, kv_heads: int) -> Rows:
-        both = heads, kv_heads
-        width = plan.prompt_rows.shape[1]
-        longest = plan.response_rows.shape[1]
-        row = plan.response_flat // max(longest, 1)
-        return cls(
-            Side.of(plan.prompt_rows, plan.prompt_rows, plan.prompt_flat, plan.prompt_bias, both),
-            Side.of(plan.response_rows, plan.keys, plan.response_flat, plan.response_bias, both),
-            plan.owner,
-            _places(plan.prompt_flat, width, kv_heads),
+        width = plan.prompts.rows.shape[1]
+        answer_keys = []
+        for table in plan.answers:
+            longest = table.rows.shape[1]
+            row = table.flat // max(longest, 1)
             # behind the prompt's columns of each row so far
-            _places(plan.response_flat + (row + 1) * width, width + longest, kv_heads),
+            places = table.flat + (row + 1) * width
+            answer_keys.append(_places(places, width + longest, kv_heads))
+        return cls(
+            Side.of(plan.prompts, heads, kv_heads),
+            [Side.of(table, heads, kv_heads) for table in plan.answers],
+            plan.owners,
+            _places(plan.prompts.flat, width, kv_heads),
+            answer_keys,
         )
 
 
@@ -128,7 +132,7 @@ class _Attention(torch.autograd.Function):
         ctx.rows, ctx.scale = rows, dim**-0.5
         kept: list[torch.Tensor] = []
         out = []
-        for side in (rows.prompts, rows.answers):
+        for side in (rows.prompts, *rows.answers):
             attended, saved = _forward(side, *by_head, scale=ctx.scale)
             out.append(attended)
             kept += saved
@@ -142,15 +146,15 @@ class _Attention(torch.autograd.Function):
         rows: Rows = ctx.rows
         kept = ctx.saved_tensors
         dim = kept[0].shape[2]
-        grad = grads[0].reshape(-1, dim)
-        cut = len(rows.prompts.back)
-        of_prompts = _backward(rows.prompts, grad[:cut], kept[:4], ctx.scale)
-        of_answers = _backward(rows.answers, grad[cut:], kept[4:], ctx.scale)
-        queries = torch.cat([of_prompts[0], of_answers[0]])
-        keys, values = (
-            _of_keys(rows, prompt, answer)
-            for prompt, answer in zip(of_prompts[1:], of_answers[1:], strict=True)
-        )
+        sides = [rows.prompts, *rows.answers]
+        grad = grads[0].reshape(-1, dim).split([len(side.back) for side in sides])
+        found = [
+            _backward(side, of_side, kept[4 * at : 4 * at + 4], ctx.scale)
+            for at, (side, of_side) in enumerate(zip(sides, grad, strict=True))
+        ]
+        queries = torch.cat([of_queries for of_queries, _, _ in found])
+        keys = _of_keys(rows, [of_keys for _, of_keys, _ in found])
+        values = _of_keys(rows, [of_values for _, _, of_values in found])
         tokens = len(grads[0])
         return (
             queries.view(tokens, -1, dim),
@@ -194,18 +198,20 @@ def _backward(
     return of_queries, torch.bmm(of_scores.transpose(1, 2), queries), of_values
 
 
-def _of_keys(rows: Rows, prompts: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-    """Gradient [n * h_kv, d] of the packed keys (or values), from those of both sides: a prompt's
-    are the sum over its answers."""
+def _of_keys(rows: Rows, sides: list[torch.Tensor]) -> torch.Tensor:
+    """Gradient [n * h_kv, d] of the packed keys (or values), from those of the prompts' side and
+    of the answers': a prompt's are the sum over its answers."""
+    prompts, *answers = sides
     count, width, _ = rows.prompts.shape
     dim = prompts.shape[2]
-    shared = answers.view(len(rows.owner), -1, answers.shape[1], dim)[:, :, :width]
-    of_prompts = prompts.view(count, -1).index_add_(
-        0, rows.owner, shared.reshape(len(rows.owner), -1)
-    )
+    of_prompts = prompts.view(count, -1)
+    for owner, grad in zip(rows.owners, answers, strict=True):
+        shared = grad.view(len(owner), -1, grad.shape[1], dim)[:, :, :width]
+        of_prompts.index_add_(0, owner, shared.reshape(len(owner), -1))
+    places = [rows.prompt_keys, *rows.answer_keys]
     return torch.cat(
         [
-            of_prompts.view(-1, dim).index_select(0, rows.prompt_keys),
-            answers.view(-1, dim).index_select(0, rows.answer_keys),
+            grad.view(-1, dim).index_select(0, at)
+            for grad, at in zip([prompts, *answers], places, strict=True)
         ]
     )

@@ -17,10 +17,14 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from asyncrl.models import exact_operators, packed_attention
-from asyncrl.models.packed_attention import Plan, Rows
+from asyncrl.models.packed_attention import Plan, Rows, Table
 
 FAMILIES = {"llama", "qwen2", "qwen3", "mistral"}
 LOGIT_CHUNK = 1 << 24  # elements of logits held at once (64 MB in fp32)
+# scores of padding (rows x queries x keys) that take as long as the calls of one more table: where
+# every call starts a kernel on another device, a call weighs more
+WORTH_A_TABLE = {"cpu": 1 << 13}
+WORTH_A_TABLE_ELSEWHERE = 1 << 20
 
 
 @dataclass
@@ -302,6 +306,53 @@ def _rows(
     return table, valid, np.flatnonzero(valid)
 
 
+def _alike(lengths: np.ndarray, prompt: int, worth: int) -> list[np.ndarray]:
+    """The places of `lengths`, sorted by length and cut in halves for as long as a cut saves more
+    than `worth` scores: a row of n queries has n (prompt + n)."""
+    order = np.argsort(lengths, kind="stable")
+    out = []
+    runs = [(0, len(order))]
+    while runs:
+        first, end = runs.pop()
+        middle = (first + end) // 2
+        wide, narrow = (int(lengths[order[max(first, at - 1)]]) for at in (end, middle))
+        if (middle - first) * (wide * (prompt + wide) - narrow * (prompt + narrow)) > worth:
+            runs += [(middle, end), (first, middle)]
+        else:
+            out.append(order[first:end])
+    return out
+
+
+def _behind(
+    prompts: tuple[np.ndarray, np.ndarray], rows: np.ndarray, valid: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Keys [B, K] of answers and which of them each query sees [B, Q, K]: their prompt's padded
+    columns, then their own.  prompts: table and validity [B, Pmax] of each row's."""
+    table, inside = prompts
+    before = np.broadcast_to(inside[:, None], (len(rows), rows.shape[1], table.shape[1]))
+    return np.concatenate([table, rows], 1), np.concatenate([before, _causal(valid)], 2)
+
+
+def _by_position(
+    lengths: tuple[np.ndarray, np.ndarray], begins: tuple[np.ndarray, np.ndarray], valid: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """`_behind` as exact mode wants it: the key of each position in the column of that number.
+    lengths, begins [B]: of each row's prompt and of its answer, among the packed tokens."""
+    own, inner = lengths
+    column = np.arange(exact_operators.up(int((own + inner).max()), exact_operators.KEYS))[None]
+    of_prompt = begins[0][:, None] + column
+    of_answer = begins[1][:, None] + column - own[:, None]
+    keys = np.where(column < own[:, None], of_prompt, of_answer)
+    query = np.arange(valid.shape[1])[None, :, None]
+    seen = valid[:, :, None] & (column[:, None] <= own[:, None, None] + query)
+    return np.where(column < (own + inner)[:, None], keys, 0), seen
+
+
+def _causal(valid: np.ndarray) -> np.ndarray:
+    """Which keys each query of the same rows sees [B, Q, Q]; valid [B, Q]."""
+    return valid[:, None, :] & np.tril(np.ones((valid.shape[1],) * 2, bool))[None]
+
+
 def plan(
     prompts: Sequence[np.ndarray],
     responses: Sequence[np.ndarray],
@@ -310,75 +361,63 @@ def plan(
     fixed: bool = False,
 ) -> Plan:
     """Index plan for one micro-batch.  fixed: as exact mode wants it
-    (asyncrl/models/exact_operators.py): padded tokens, keys at their positions."""
-    keys = list(range(len(prompts))) if groups is None else list(groups)
-    order = {g: i for i, g in enumerate(dict.fromkeys(keys))}
-    unique = [prompts[keys.index(g)] for g in order]
-    owner = np.array([order[g] for g in keys])
+    (asyncrl/models/exact_operators.py): padded tokens, keys at their positions, one table."""
+    names = range(len(prompts)) if groups is None else groups
+    first: dict[int, int] = {}  # of each prompt, the first sample that has it
+    for sample, name in enumerate(names):
+        first.setdefault(name, sample)
+    place = {name: at for at, name in enumerate(first)}
+    unique = [prompts[sample] for sample in first.values()]
+    owner = np.array([place[name] for name in names])
     plen = np.array([len(p) for p in unique])
     rlen = np.array([len(r) for r in responses])
     inner = rlen - 1
-    n_prompt = int(plen.sum())
     ptab, pval, pflat = _rows(plen, 0, exact_operators.KEYS if fixed else 1)
-    rtab, rval, rflat = _rows(inner, n_prompt, exact_operators.QUERIES if fixed else 1)
-    ids = np.concatenate([*unique, *[r[:-1] for r in responses]])
-    own = plen[owner]
-    pos = np.concatenate(
-        [np.nonzero(pval)[1], (own[:, None] + np.arange(rtab.shape[1])[None])[rval]]
-    )
-    causal_p = pval[:, None, :] & np.tril(np.ones((ptab.shape[1],) * 2, bool))[None]
-    causal_r = rval[:, None, :] & np.tril(np.ones((rtab.shape[1],) * 2, bool))[None]
-    seen = np.concatenate(
-        [
-            np.broadcast_to(pval[owner][:, None, :], (len(owner), rtab.shape[1], ptab.shape[1])),
-            causal_r,
-        ],
-        2,
-    )
-    keys_at = np.concatenate([ptab[owner], rtab], 1)
-    if fixed:
-        column = np.arange(exact_operators.up(int((own + inner).max()), exact_operators.KEYS))[None]
-        begins = (
-            (np.cumsum(plen) - plen)[owner][:, None],
-            (n_prompt + np.cumsum(inner) - inner)[:, None],
-        )
-        inside = column < (own + inner)[:, None]
-        keys_at = np.where(
-            inside,
-            np.where(column < own[:, None], begins[0] + column, begins[1] + column - own[:, None]),
-            0,
-        )
-        seen = rval[:, :, None] & (
-            column[:, None] <= own[:, None, None] + np.arange(rtab.shape[1])[None, :, None]
-        )
-        extra = exact_operators.up(len(ids), exact_operators.ROWS) - len(ids)
-        ids = np.pad(ids, (0, extra))
-        pos = np.pad(pos, (0, extra))
-    last = (np.cumsum(plen) - 1)[owner]
-    begin = n_prompt + np.concatenate([[0], np.cumsum(inner)[:-1]])
-    within = np.arange(int(rlen.sum())) - np.repeat(np.cumsum(rlen) - rlen, rlen)
-    picks = np.where(within == 0, np.repeat(last, rlen), np.repeat(begin, rlen) + within - 1)
+    worth = WORTH_A_TABLE.get(device.type, WORTH_A_TABLE_ELSEWHERE)
+    sides = [np.arange(len(inner))] if fixed else _alike(inner, ptab.shape[1], worth)
+    order = np.concatenate(sides)
+    begin = np.empty_like(inner)  # of each answer, among the packed tokens
+    begin[order] = plen.sum() + np.cumsum(inner[order]) - inner[order]
+    ends = np.cumsum(plen)
 
     def put(x: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)).to(device)
 
-    def bias(ok: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.where(ok, np.float32(0), np.float32(-1e30))).to(device)
+    def table(rows: np.ndarray, keys: np.ndarray, seen: np.ndarray, flat: np.ndarray) -> Table:
+        bias = np.where(seen, np.float32(0), np.float32(-1e30))
+        return Table(put(rows), put(keys), torch.from_numpy(bias).to(device), put(flat))
 
+    answers = []
+    positions = [np.nonzero(pval)[1]]
+    for side in sides:
+        rows, valid, flat = _rows(
+            inner[side], int(begin[side[0]]), exact_operators.QUERIES if fixed else 1
+        )
+        of_row = owner[side]
+        own = plen[of_row]
+        keys, seen = (
+            _by_position((own, inner[side]), (ends[of_row] - own, begin[side]), valid)
+            if fixed
+            else _behind((ptab[of_row], pval[of_row]), rows, valid)
+        )
+        answers.append(table(rows, keys, seen, flat))
+        positions.append((own[:, None] + np.arange(rows.shape[1])[None])[valid])
+    ids = np.concatenate([*unique, *[responses[sample][:-1] for sample in order]])
+    pos = np.concatenate(positions)
+    if fixed:
+        extra = exact_operators.up(len(ids), exact_operators.ROWS) - len(ids)
+        ids, pos = (np.pad(each, (0, extra)) for each in (ids, pos))
+    within = np.arange(int(rlen.sum())) - np.repeat(np.cumsum(rlen) - rlen, rlen)
+    last = np.repeat(ends[owner] - 1, rlen)
     return Plan(
         ids=put(ids),
         positions=put(pos),
-        prompt_rows=put(ptab),
-        prompt_bias=bias(causal_p),
-        prompt_flat=put(pflat),
-        response_rows=put(rtab),
-        keys=put(keys_at),
-        response_bias=bias(seen),
-        response_flat=put(rflat),
-        picks=put(picks),
+        prompts=table(ptab, ptab, _causal(pval), pflat),
+        answers=answers,
+        owners=[put(owner[side]) for side in sides],
+        picks=put(np.where(within == 0, last, np.repeat(begin, rlen) + within - 1)),
         targets=put(np.concatenate(responses)),
         sample=put(np.repeat(np.arange(len(responses)), rlen)),
-        owner=put(owner),
     )
 
 
@@ -496,13 +535,13 @@ def _fixed_block(
     fused = exact_operators.in_pairs(lay, exact_operators.fuse_layer(lay, i, weights))
     w = {name: t.contiguous() for name, t in fused.items()}
     q, k, v = exact_operators.project(lay, w, x, turns)
-    prompt = _fixed_attention(
-        lay, q, k, v, pl.prompt_rows, pl.prompt_rows, bias=pl.prompt_bias
-    ).index_select(0, pl.prompt_flat)
-    answer = _fixed_attention(
-        lay, q, k, v, pl.response_rows, pl.keys, bias=pl.response_bias
-    ).index_select(0, pl.response_flat)
-    return exact_operators.finish(lay, w, x, exact_operators.pad_rows(torch.cat([prompt, answer])))
+    attended = [
+        _fixed_attention(lay, q, k, v, table.rows, table.keys, bias=table.bias).index_select(
+            0, table.flat
+        )
+        for table in (pl.prompts, *pl.answers)
+    ]
+    return exact_operators.finish(lay, w, x, exact_operators.pad_rows(torch.cat(attended)))
 
 
 def _fixed_attention(
