@@ -4,6 +4,7 @@ bad numbers are skipped.
 
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any
@@ -134,6 +135,22 @@ def test_micro_batches_hold_every_sample_once_within_the_token_budget() -> None:
     longest = [max(len(packed.prompts[i]) + len(packed.responses[i]) for i in p) for p in parts]
     assert all(len(p) * n <= 40 or len(p) == 1 for p, n in zip(parts, longest, strict=True))
     assert longest == sorted(longest)
+
+
+def test_groups_stand_together_where_a_prompt_is_encoded_once(model_dir: Path) -> None:
+    c, packed = core(model_dir), pack(batch())
+
+    def order() -> list[int]:
+        return [i for micro in c._mine(packed, range(packed.count))[0] for i in micro]
+
+    groups = [packed.groups[i] for i in order()]
+    assert sum(a != b for a, b in itertools.pairwise(groups)) == GROUPS - 1
+    c.model.exact = True  # its attention pads all rows alike: by length
+    lengths = [packed.sizes()[i] for i in order()]
+    assert lengths == sorted(lengths) and order() != sorted(order(), key=lambda i: packed.groups[i])
+    c.model.exact = False
+    c.model.fast = None  # encodes every row whole
+    assert [packed.sizes()[i] for i in order()] == lengths
 
 
 def test_minibatches_are_whole_groups_and_repeat_by_seed(model_dir: Path) -> None:

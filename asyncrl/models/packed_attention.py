@@ -147,7 +147,7 @@ class _Attention(torch.autograd.Function):
         kept = ctx.saved_tensors
         dim = kept[0].shape[2]
         sides = [rows.prompts, *rows.answers]
-        grad = grads[0].reshape(-1, dim).split([len(side.back) for side in sides])
+        grad = torch.split(grads[0].reshape(-1, dim), [len(side.back) for side in sides])
         found = [
             _backward(side, of_side, kept[4 * at : 4 * at + 4], ctx.scale)
             for at, (side, of_side) in enumerate(zip(sides, grad, strict=True))

@@ -350,7 +350,8 @@ def _by_position(
 
 def _causal(valid: np.ndarray) -> np.ndarray:
     """Which keys each query of the same rows sees [B, Q, Q]; valid [B, Q]."""
-    return valid[:, None, :] & np.tril(np.ones((valid.shape[1],) * 2, bool))[None]
+    seen: np.ndarray = valid[:, None, :] & np.tril(np.ones((valid.shape[1],) * 2, bool))[None]
+    return seen
 
 
 def plan(
