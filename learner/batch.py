@@ -55,7 +55,8 @@ class Packed:
 
     def sizes(self) -> list[int]:
         """Tokens of each sample in the forward pass: prompts and responses of its rows."""
-        return np.add.reduceat(self.row_lengths, self.row_offsets[:-1]).tolist()  # type: ignore[no-any-return]
+        found: list[int] = np.add.reduceat(self.row_lengths, self.row_offsets[:-1]).tolist()
+        return found
 
     def part(self, samples: Sequence[int]) -> torch.Tensor:
         """Places among N of the tokens of `samples`, in their order."""

@@ -324,7 +324,9 @@ def _alike(lengths: np.ndarray, prompt: int, worth: int) -> list[np.ndarray]:
 
 
 def _behind(
-    prompts: tuple[np.ndarray, np.ndarray], rows: np.ndarray, valid: np.ndarray
+    prompts: tuple[np.ndarray, np.ndarray],
+    rows: np.ndarray,
+    valid: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Keys [B, K] of answers and which of them each query sees [B, Q, K]: their prompt's padded
     columns, then their own.  prompts: table and validity [B, Pmax] of each row's."""
@@ -334,7 +336,9 @@ def _behind(
 
 
 def _by_position(
-    lengths: tuple[np.ndarray, np.ndarray], begins: tuple[np.ndarray, np.ndarray], valid: np.ndarray
+    lengths: tuple[np.ndarray, np.ndarray],
+    begins: tuple[np.ndarray, np.ndarray],
+    valid: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
     """`_behind` as exact mode wants it: the key of each position in the column of that number.
     lengths, begins [B]: of each row's prompt and of its answer, among the packed tokens."""
@@ -384,15 +388,27 @@ def plan(
     def put(x: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)).to(device)
 
-    def table(rows: np.ndarray, keys: np.ndarray, seen: np.ndarray, flat: np.ndarray) -> Table:
+    def table(
+        rows: np.ndarray,
+        keys: np.ndarray,
+        seen: np.ndarray,
+        flat: np.ndarray,
+    ) -> Table:
         bias = np.where(seen, np.float32(0), np.float32(-1e30))
-        return Table(put(rows), put(keys), torch.from_numpy(bias).to(device), put(flat))
+        return Table(
+            put(rows),
+            put(keys),
+            torch.from_numpy(bias).to(device),
+            put(flat),
+        )
 
     answers = []
     positions = [np.nonzero(pval)[1]]
     for side in sides:
         rows, valid, flat = _rows(
-            inner[side], int(begin[side[0]]), exact_operators.QUERIES if fixed else 1
+            inner[side],
+            int(begin[side[0]]),
+            exact_operators.QUERIES if fixed else 1,
         )
         of_row = owner[side]
         own = plen[of_row]
