@@ -104,7 +104,8 @@ def main() -> None:
         }
         path = rounds.report(args.config, goals(found, summary, wall_s), result, args)
         if path is not None:
-            keep(work / "r" / "report.html", path.with_suffix(".html"))
+            names = {args.model.resolve(): "models/smollm2", work: "runs", ROOT: "."}
+            keep(work / "r" / "report.html", path.with_suffix(".html"), names)
 
 
 if __name__ == "__main__":

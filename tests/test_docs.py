@@ -214,6 +214,15 @@ def test_the_readme_s_figures_are_those_of_their_files() -> None:
     assert f"five seeds: {start:.2f} to {low:.2f} and more in {slowest:.0f} s" in bullet(seeds)
     assert len(rows) == 5
 
+    real = "2026-11-22_239afbe_2core_smollm2_sort.json"
+    found = result(real)
+    (first, last), (strange, known) = (
+        [f"{found['accuracy'][split][when]['share']:.2f}" for when in ("start", "end")]
+        for split in ("heldout", "ood")
+    )
+    assert f"{first} to {last} in twelve minutes, {strange} to {known} on names" in bullet(real)
+    assert round(found["seconds"] / 60) == 12
+
     compared = "2026-11-21_80ca5c9_4core_comparisons_default.json"
     found = result(compared)["parts"]["default"]["found"]
     speed = found["arms"]["sync"]["wall_s"] / found["arms"]["async"]["wall_s"]

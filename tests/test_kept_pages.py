@@ -32,6 +32,9 @@ def test_a_kept_page_has_its_plots_and_asks_for_the_library(kept, tmp_path: Path
     assert (
         tmp_path / "kept.html"
     ).read_text() == f"<html>before{kept.REFERENCE}<p>between</p>{plot}after</html>"
+    made.write_text(f"ran {tmp_path}/r in {tmp_path.parent}/x")
+    kept.keep(made, tmp_path / "kept.html", {tmp_path: "runs", tmp_path.parent: "."})
+    assert (tmp_path / "kept.html").read_text() == "ran runs/r in ./x"
     plain = "<html><script>one = 1</script></html>"
     assert kept.without_library(plain) == plain
 

@@ -99,6 +99,29 @@ def test_a_kind_of_work_has_one_colour() -> None:
     }
 
 
+def test_what_a_run_does_not_measure_has_no_empty_plot() -> None:
+    rows = [{"step": 1, "t": 1.0, "reward/mean": 0.5, "split/update_k3": 0.1}]
+    titles = [p.layout.title.text for p in run_page._plots(rows, {"lag_histogram": {}})]
+    assert titles == [
+        "Accuracy",
+        "Lag of trained tokens",
+        "Log ratio to the behaviour policy, in three parts",
+    ]
+
+
+def test_the_timeline_shows_several_steps_however_long_they_are() -> None:
+    def shown(step_s: float) -> float:
+        steps = [("train", step_s * i, step_s * (i + 0.9)) for i in range(20)]
+        figure, seconds = run_page._timeline({"learner": steps, "generator-0": []})
+        (train,) = figure.data
+        assert figure.layout.xaxis.range == (0, seconds)
+        assert max(b + w for b, w in zip(train.base, train.x, strict=True)) <= seconds
+        return seconds
+
+    assert shown(0.1) == run_page.TIMELINE_S
+    assert shown(5.0) == pytest.approx(run_page.STEPS_SHOWN * 4.5)
+
+
 @pytest.mark.parametrize(
     ("low", "high"), [(0, 0.1), (0, 0.37), (0, 1.08), (3, 17), (0, 1e-9), (-0.04, 130), (0, 4321)]
 )

@@ -71,7 +71,9 @@ def test_the_program_runs_a_config_and_keeps_its_report(
 
     kept = tmp_path / "kept.json"
     monkeypatch.setattr(bench.rounds, "report", lambda *_: kept)
-    monkeypatch.setattr(bench, "keep", lambda page, path: path.write_text(page.name))
+    monkeypatch.setattr(
+        bench, "keep", lambda page, path, names: path.write_text(f"{page.name} {names[bench.ROOT]}")
+    )
     monkeypatch.setattr(bench, "run", lambda *_: (summary() | found["run"], 60.0))
     bench.main()
-    assert kept.with_suffix(".html").read_text() == "report.html"
+    assert kept.with_suffix(".html").read_text() == "report.html ."

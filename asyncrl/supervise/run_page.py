@@ -5,6 +5,7 @@ JSON for programs.
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +17,8 @@ from asyncrl.records import atomic_write, jsonl, lives, metrics, page_kit, trace
 from asyncrl.records.signs import interval
 from asyncrl.supervise.live import moved
 
-TIMELINE_S = 3.0
+TIMELINE_S = 3.0  # of the run that the timeline shows; with long steps, so many of them
+STEPS_SHOWN = 4
 # Of the timeline: a kind of work has the same colour on every page.
 KINDS = {
     "decode": "#2563eb",
@@ -181,6 +183,11 @@ def _lines(rows: list[dict[str, Any]], lines: Lines) -> Any:
     return figure
 
 
+def _drawn(rows: Sequence[Mapping[str, Any]], lines: Lines) -> bool:
+    """Does the run have anything of it?  What is switched off has no empty plot."""
+    return any(name in row for name, _ in lines.series for row in rows)
+
+
 def _histogram(counts: dict[str, int]) -> Any:
     figure = _figure("Lag of trained tokens", "share of tokens")
     total = max(sum(counts.values()), 1)
@@ -228,7 +235,7 @@ def _plots(rows: list[dict[str, Any]], summary: dict[str, Any]) -> list[Any]:
     return [
         accuracy,
         _histogram(summary["lag_histogram"]),
-        *(_lines(rows, lines) for lines in LINES),
+        *(_lines(rows, lines) for lines in LINES if _drawn(rows, lines)),
         *([_lines(rows, JUDGE)] if summary.get("judge") else []),
     ]
 
@@ -241,10 +248,12 @@ def _timeline(spans: dict[str, list[tuple[str, float, float]]]) -> tuple[Any, fl
     every = [s for lane in spans.values() for s in lane]
     if not every:
         return figure, 0.0
-    trains = sorted(s for kind, s, _ in spans.get("learner", []) if kind == "train") or sorted(
-        s for _, s, _ in every
-    )
-    start = trains[len(trains) // 2]
+    trains = [x for x in spans.get("learner", []) if x[0] == "train"]
+    shown_s = TIMELINE_S
+    if trains:
+        shown_s = max(shown_s, STEPS_SHOWN * statistics.median(e - s for _, s, e in trains))
+    starts = sorted(s for _, s, _ in trains or every)
+    start = starts[len(starts) // 2]
     found = {kind for kind, _, _ in every}
     for name in [*(kind for kind in KINDS if kind in found), *sorted(found - set(KINDS))]:
         base = []
@@ -252,9 +261,9 @@ def _timeline(spans: dict[str, list[tuple[str, float, float]]]) -> tuple[Any, fl
         lanes = []
         for process, lane in spans.items():
             for kind, began, ended in lane:
-                if kind == name and ended > start and began < start + TIMELINE_S:
+                if kind == name and ended > start and began < start + shown_s:
                     base.append(max(began, start) - start)
-                    width.append(min(ended, start + TIMELINE_S) - max(began, start))
+                    width.append(min(ended, start + shown_s) - max(began, start))
                     lanes.append(process)
         figure.add_bar(
             x=width,
@@ -272,8 +281,8 @@ def _timeline(spans: dict[str, list[tuple[str, float, float]]]) -> tuple[Any, fl
         bargap=0.3,
         legend={"orientation": "h", "y": 1.0, "x": 0, "xanchor": "left", "yanchor": "bottom"},
     )
-    figure.update_xaxes(title="seconds", range=[0, TIMELINE_S])
-    return figure, TIMELINE_S
+    figure.update_xaxes(title="seconds", range=[0, shown_s])
+    return figure, shown_s
 
 
 def _cards(
@@ -441,7 +450,7 @@ def write(run_dir: Path) -> Path:
         cards=_cards(summary, rows),
         plots=[page_kit.plot(f) for f in _plots(rows, summary)],
         timeline=page_kit.plot(timeline),
-        seconds=f"{seconds:g}",
+        seconds=f"{seconds:.3g}",
         ledger=_ledger(summary),
         by_length=by_length(summary),
         samples=[*samples[:4], *samples[-8:]],

@@ -5,7 +5,9 @@ benchmarks/pages.py` puts it there."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 LIBRARY = "plotly.min.js"
 REFERENCE = f'<script src="{LIBRARY}"></script>'
@@ -21,6 +23,11 @@ def without_library(page: str) -> str:
     return page[:begin] + REFERENCE + page[end:]
 
 
-def keep(page: Path, path: Path) -> None:
-    """Copy a page to its place beside a result."""
-    path.write_text(without_library(page.read_text()))
+def keep(page: Path, path: Path, names: Mapping[Path, str] = MappingProxyType({})) -> None:
+    """Copy a page to its place beside a result.  names: what stands for directories of the machine
+    that made it, which say nothing elsewhere.
+    """
+    text = without_library(page.read_text())
+    for directory, name in names.items():
+        text = text.replace(str(directory), name)
+    path.write_text(text)
