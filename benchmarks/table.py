@@ -36,7 +36,8 @@ PROGRAMS = {
     "learner": Program("learner.py", ("learner",), 4),
     "prefixes": Program("prefixes.py", ("prefixes",), 2),
     "exact": Program("exact.py", ("exact",), 6),
-    "buffer": Program("buffer.py", ("buffer",), 5),
+    "buffer": Program("buffer.py", ("buffer",), 1),
+    "scale": Program("scale.py", ("scale",), 1),
     "transport": Program("transport.py", ("transport",), 10),
     "weights": Program("weights.py", ("weights",), 2),
     "reward": Program("loop.py --parts reward publication", ("loop_reward_publication",), 10),
@@ -63,7 +64,10 @@ PROGRAMS = {
     "vllm_engine": Program("vllm_engine.py", ("vllm_engine", "vllm_engine_start"), 25),
     "gateway": Program("gateway.py", ("gateway",), 25),
     "real_model": Program("real_model.py models/smollm2", ("real_model",), 60),
-    "real_learns": Program("real_learns.py models/smollm2", ("smollm2_sort",), 30),
+    "real_learns": Program("real_learns.py models/smollm2", ("smollm2_sort",), 12),
+    "real_learns_lora": Program(
+        "real_learns.py models/smollm2 --config smollm2_first_lora", ("smollm2_first_lora",), 10
+    ),
     "real_equal": Program("real_equal.py models/smollm2", ("real_equal",), 15),
     "memory_sizes": Program("memory_sizes.py models/smollm2", ("memory_sizes",), 5),
     "mutants": Program("mutants.py", ("mutants",), 20),
