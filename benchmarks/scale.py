@@ -9,7 +9,8 @@ every eight groups that it wrote; the limit leaves room for 96 groups, so that w
 most of them wait.  One learner asks, commits, and retires.  Beside it stands what a renewal costs:
 every generator sends two a second, whether it works or waits.
 
-Goal: at 1,000 generators at most 1.5 times the CPU a trajectory of 10, in `memory` and `process`."""
+Goal: in `memory` and `process`, 1,000 generators take at most 1.5 times the CPU a trajectory of
+10."""
 
 from __future__ import annotations
 
