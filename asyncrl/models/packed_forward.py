@@ -413,26 +413,11 @@ def plan(
         of_row = owner[side]
         own = plen[of_row]
         keys, seen = (
-            _by_position(
-                (own, inner[side]),
-                (ends[of_row] - own, begin[side]),
-                valid,
-            )
+            _by_position((own, inner[side]), (ends[of_row] - own, begin[side]), valid)
             if fixed
-            else _behind(
-                (ptab[of_row], pval[of_row]),
-                rows,
-                valid,
-            )
+            else _behind((ptab[of_row], pval[of_row]), rows, valid)
         )
-        answers.append(
-            table(
-                rows,
-                keys,
-                seen,
-                flat,
-            )
-        )
+        answers.append(table(rows, keys, seen, flat))
         positions.append((own[:, None] + np.arange(rows.shape[1])[None])[valid])
     ids = np.concatenate([*unique, *[responses[sample][:-1] for sample in order]])
     pos = np.concatenate(positions)

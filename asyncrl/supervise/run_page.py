@@ -164,7 +164,10 @@ def _figure(title: str, unit: str) -> Any:
         legend={"orientation": "h", "y": 1.0, "x": 0, "xanchor": "left", "yanchor": "bottom"},
         colorway=page_kit.COLOURS,
     )
-    figure.update_yaxes(title=unit, rangemode="tozero")
+    figure.update_yaxes(
+        title=unit,
+        rangemode="tozero",
+    )
     return figure
 
 
@@ -191,8 +194,14 @@ def _drawn(rows: Sequence[Mapping[str, Any]], lines: Lines) -> bool:
 def _histogram(counts: dict[str, int]) -> Any:
     figure = _figure("Lag of trained tokens", "share of tokens")
     total = max(sum(counts.values()), 1)
-    figure.add_bar(x=[int(k) for k in counts], y=[n / total for n in counts.values()])
-    figure.update_xaxes(title="lag, in versions", dtick=1)
+    figure.add_bar(
+        x=[int(k) for k in counts],
+        y=[n / total for n in counts.values()],
+    )
+    figure.update_xaxes(
+        title="lag, in versions",
+        dtick=1,
+    )
     return figure
 
 
@@ -281,7 +290,10 @@ def _timeline(spans: dict[str, list[tuple[str, float, float]]]) -> tuple[Any, fl
         bargap=0.3,
         legend={"orientation": "h", "y": 1.0, "x": 0, "xanchor": "left", "yanchor": "bottom"},
     )
-    figure.update_xaxes(title="seconds", range=[0, shown_s])
+    figure.update_xaxes(
+        title="seconds",
+        range=[0, shown_s],
+    )
     return figure, shown_s
 
 
