@@ -61,7 +61,7 @@ def warm(model: Path) -> None:
     from asyncrl.config.tree import Task
     from asyncrl.models import policy
     from asyncrl.models.tokenizer import load_tokenizer
-    from asyncrl.records.metrics import _summary_writer
+    from asyncrl.records import event_file
     from asyncrl.tasks import get_task
 
     for name in (
@@ -79,7 +79,7 @@ def warm(model: Path) -> None:
     policy.build_model(model, get_task(Task(name="sort")).symbols, hidden=16, kv_heads=2, seed=1)
     policy.load_policy(model)
     load_tokenizer(model)
-    _summary_writer()
+    event_file.protocol()
 
 
 class Run:

@@ -8,6 +8,7 @@ import json
 import math
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -154,18 +155,41 @@ def test_an_unknown_metric_is_refused(tmp_path: Path) -> None:
     writer.close()
     (row,) = metrics.read(tmp_path)
     assert row["reward/mean"] == 0.5 and row["lag/samples"] == {"0": 2, "2": 1}
+
+
+def test_tensorboard_reads_numbers_and_histograms_as_soon_as_they_are_written(
+    tmp_path: Path,
+) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-    board = EventAccumulator(str(tmp_path / "tensorboard"))
-    board.Reload()
-    assert [e.value for e in board.Scalars("reward/mean")] == [0.5] and board.Histograms(
-        "lag/samples"
-    )
-    assert [e.value for e in board.Scalars("lag/mean")] == [1.0]
+    began = time.time()
+    writer = metrics.MetricsWriter(tmp_path)
+    writer.write(1, {"reward/mean": 0.5, "lag/mean": 1.0}, histograms={"lag/samples": [0, 0, 2]})
+    writer.write(3, {"lag/mean": 2.0}, 9.0, {"lag/samples": []})
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    writer.close()
+    assert [(e.step, e.value) for e in board.Scalars("reward/mean")] == [(1, 0.5)]
+    assert [(e.step, e.value) for e in board.Scalars("lag/mean")] == [(1, 1.0), (3, 2.0)]
+    assert all(began <= e.wall_time <= time.time() for e in board.Scalars("lag/mean"))
+    (event,) = board.Histograms("lag/samples")
+    found = event.histogram_value
+    assert (event.step, found.min, found.max, found.num) == (1, 0.0, 2.0, 3.0)
+    assert (found.sum, found.sum_squares) == (2.0, 4.0)
+    # up to each limit, from the one before; TensorBoard draws none without an empty first
+    assert list(zip(found.bucket_limit, found.bucket, strict=True)) == [
+        (-0.5, 0.0),
+        (0.5, 2.0),
+        (1.5, 0.0),
+        (2.5, 1.0),
+    ]
     # a step's numbers travel together: one event each was most of what they cost the buffer
-    (path,) = (tmp_path / "tensorboard").glob("events.*")
-    assert sum(len(e.summary.value) == 2 for e in EventFileLoader(str(path)).Load()) == 1
+    (path,) = (tmp_path / "tensorboard").glob("events.out.tfevents.*")
+    sizes = [len(e.summary.value) for e in EventFileLoader(str(path)).Load()]
+    assert sizes == [0, 3, 1]
+    again = metrics.MetricsWriter(tmp_path)  # another life: what was written stays
+    again.close()
+    assert path.stat().st_size > 100
 
 
 def test_what_is_not_finite_is_in_no_row(

@@ -8,13 +8,13 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from asyncrl.algorithms.metric_names import BY_LAG, METRIC_NAMES
 from asyncrl.contract.errors import REFUSALS, AsyncrlError
 from asyncrl.records import jsonl
+from asyncrl.records.event_file import EventFile
 
 
 class Metric(NamedTuple):
@@ -267,70 +267,6 @@ def markdown() -> str:
     return head + "\n".join(rows) + "\n"
 
 
-def _summary_writer() -> Any:
-    """tensorboardX's writer, imported without torch where torch is not in use: it would cost the
-    buffer 200 MB and seconds.
-    """
-    absent = "torch" not in sys.modules
-    if absent:
-        # `import torch` raises ImportError, which tensorboardX expects
-        sys.modules["torch"] = None  # type: ignore[assignment]
-    try:
-        from tensorboardX import SummaryWriter
-    finally:
-        if absent:
-            del sys.modules["torch"]
-    return SummaryWriter
-
-
-def _scalars(values: dict[str, float]) -> Any:
-    """Scalars as TensorBoard's event files hold them."""
-    from tensorboardX.proto.summary_pb2 import Summary
-
-    return Summary(
-        value=[Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-    )
-
-
-class _Guarded:
-    """TensorBoard's event file: what cannot be written is dropped, and said once; metrics.jsonl has
-    it all.
-
-    Unguarded, a full disk ends the writer's thread, and whoever adds a number then waits for good.
-    """
-
-    def __init__(self, writer: Any, directory: Path) -> None:
-        self.writer = writer
-        self.directory = directory
-        self.failed = False
-
-    def _try(self, call: Callable[..., Any], *args: Any) -> None:
-        try:
-            if not self.failed:
-                call(*args)
-        except OSError as error:
-            self.failed = True
-            print(
-                f"note: {self.directory} cannot be written any more: {error.strerror or error}",
-                file=sys.stderr,
-                flush=True,
-            )
-
-    def write_event(self, event: Any) -> None:
-        self._try(self.writer.write_event, event)
-
-    def flush(self) -> None:
-        self._try(self.writer.flush)
-
-    def close(self) -> None:
-        self._try(self.writer.close)
-
-
-def _guard(board: Any, directory: Path) -> None:
-    events = board.file_writer.event_writer
-    events._ev_writer = events._worker._record_writer = _Guarded(events._ev_writer, directory)
-
-
 class MetricsWriter:
     """RUN/metrics.jsonl, one row per call, and RUN/tensorboard.
 
@@ -338,14 +274,9 @@ class MetricsWriter:
     """
 
     def __init__(self, run_dir: Path) -> None:
-        SummaryWriter = _summary_writer()
         self.not_finite: set[str] = set()  # names that were said
         self.file = jsonl.Appender(run_dir / "metrics.jsonl")
-        try:
-            self.board: Any = SummaryWriter(str(run_dir / "tensorboard"), flush_secs=5)
-        except OSError as error:
-            raise jsonl.full(run_dir / "tensorboard", error) from error
-        _guard(self.board, run_dir / "tensorboard")
+        self.board = EventFile(run_dir / "tensorboard")
 
     def write(
         self,
@@ -372,19 +303,10 @@ class MetricsWriter:
                 )
                 self.not_finite |= lost
         row: dict[str, Any] = {"step": step, "t": round(seconds, 4)} | values
-        counts = {
-            name: {f"{x:g}": times for x, times in Counter(many).items()}
-            for name, many in (histograms or {}).items()
-        }
-        self.file.write(row | counts)
-        for name, many in (histograms or {}).items():
-            if many:
-                import numpy as np
-
-                whole = np.arange(min(many) // 1, max(many) // 1 + 2) - 0.5
-                self.board.add_histogram(name, np.asarray(many), step, bins=whole)
-        # all in one event: one each was a third of what a batch costs the buffer
-        self.board.file_writer.add_summary(_scalars(values), step)
+        counts = {name: Counter(many) for name, many in (histograms or {}).items()}
+        texts = {name: {f"{x:g}": n for x, n in count.items()} for name, count in counts.items()}
+        self.file.write(row | texts)
+        self.board.add(step, values, counts)
 
     def close(self) -> None:
         self.file.close()

@@ -1,0 +1,116 @@
+"""RUN/tensorboard: TensorBoard's event file of a run, an event a row.
+
+tensorboardX knows the messages and frames the records.  Its SummaryWriter hands every event through
+a queue between processes to a thread, and was a sixth of what a batch costs the buffer."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from asyncrl.records import jsonl
+
+
+class _Protocol(NamedTuple):
+    """What of tensorboardX is in use."""
+
+    RecordWriter: Any
+    Event: Any
+    HistogramProto: Any
+    Summary: Any
+
+
+def protocol() -> _Protocol:
+    """tensorboardX's messages and records, imported without torch where torch is not in use: it
+    would cost the buffer 200 MB and seconds.
+    """
+    absent = "torch" not in sys.modules
+    if absent:
+        # `import torch` raises ImportError, which tensorboardX expects
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        from tensorboardX import RecordWriter
+        from tensorboardX.proto.event_pb2 import Event
+        from tensorboardX.proto.summary_pb2 import HistogramProto, Summary
+    finally:
+        if absent:
+            del sys.modules["torch"]
+    return _Protocol(RecordWriter, Event, HistogramProto, Summary)
+
+
+class EventFile:
+    """Events of numbers and histograms.  What cannot be written is dropped, and said once:
+    metrics.jsonl has it all.
+
+    Raises AsyncrlError where the file cannot be begun."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.failed = False
+        self.known = protocol()
+        host, now = socket.gethostname(), time.time()
+        # two lives in one second: each has a file of its own
+        name = f"events.out.tfevents.{now:.6f}.{host}.{os.getpid()}"
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            self.records = self.known.RecordWriter(str(directory / name))
+            self._write(self.known.Event(wall_time=now, file_version="brain.Event:2"))
+        except OSError as error:
+            raise jsonl.full(directory, error) from error
+
+    def add(
+        self, step: int, values: Mapping[str, float], counts: Mapping[str, Counter[float]]
+    ) -> None:
+        """One event: a number a name, and histograms of whole numbers as how often each was."""
+        if self.failed:
+            return
+        Value = self.known.Summary.Value
+        rows = [Value(tag=name, simple_value=value) for name, value in values.items()]
+        rows += [Value(tag=name, histo=self._histogram(c)) for name, c in counts.items() if c]
+        summary = self.known.Summary(value=rows)
+        try:
+            self._write(self.known.Event(wall_time=time.time(), step=step, summary=summary))
+        except OSError as error:
+            self._give_up(error)
+
+    def _write(self, event: Any) -> None:
+        """To the kernel, not to the disk.  Raises OSError."""
+        self.records.write(event.SerializeToString())
+        self.records._writer.flush()  # its own `flush` waits for the disk
+
+    def _histogram(self, count: Counter[float]) -> Any:
+        """A bucket for each whole number from the least to the most, and an empty one before."""
+        least, most = int(min(count) // 1), int(max(count) // 1)
+        buckets = [0.0] * (most - least + 2)
+        for value, times in count.items():
+            buckets[int(value // 1) - least + 1] += times
+        return self.known.HistogramProto(
+            min=min(count),
+            max=max(count),
+            num=sum(count.values()),
+            sum=sum(value * times for value, times in count.items()),
+            sum_squares=sum(value * value * times for value, times in count.items()),
+            bucket_limit=[least - 0.5 + at for at in range(len(buckets))],
+            bucket=buckets,
+        )
+
+    def _give_up(self, error: OSError) -> None:
+        self.failed = True
+        print(
+            f"note: {self.directory} cannot be written any more: {error.strerror or error}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def close(self) -> None:
+        try:
+            self.records.close()
+        except OSError as error:
+            if not self.failed:
+                self._give_up(error)
