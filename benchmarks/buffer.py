@@ -67,14 +67,6 @@ def metrics_of_a_step(work: Path) -> dict[str, float]:
     return LearnerCore(config(work / "model"), work / "model").train(batch())
 
 
-def cpu_of(pid: int) -> float:
-    """CPU seconds of a process, by the nanosecond and of every thread that lives."""
-    return 1e-9 * sum(
-        int((task / "schedstat").read_text().split()[0])
-        for task in Path(f"/proc/{pid}/task").iterdir()
-    )
-
-
 class Buffer:
     """A buffer process, and a peer that plays generator and learner: frames of at most
     `wires.frame_bytes`, and no more bytes without acknowledgement than `wires.credit_bytes`.
@@ -223,7 +215,7 @@ class Buffer:
         """`count` batches: answers, ask, commit, and a checkpoint now and then."""
         for _ in range(count):
             began = time.perf_counter()
-            cpu = cpu_of(self.process.pid)
+            cpu = rounds.cpu_of(self.process.pid)
             self.learner.send(m.Ask(1, self.number))
             self.batch = batch = self.wait(m.Batch)
             assert len(batch.samples) == self.groups * SIZE
@@ -243,7 +235,7 @@ class Buffer:
                 self.learner.send(m.Watch())
                 self.wait(m.Status)
             self.wall.append(time.perf_counter() - began)
-            self.cpu.append(cpu_of(self.process.pid) - cpu)
+            self.cpu.append(rounds.cpu_of(self.process.pid) - cpu)
 
     def end(self) -> None:
         self.process.terminate()

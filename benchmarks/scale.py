@@ -1,16 +1,21 @@
-"""The buffer's CPU a trajectory with 10, 100 and 1,000 generators.
+"""The buffer with 1, 10, 100 and 1,000 generators.
 
-    OMP_NUM_THREADS=1 python benchmarks/scale.py [--quick] [--json]
+    OMP_NUM_THREADS=1 python benchmarks/scale.py [--quick] [--json] [--parts sockets waiting]
 
-Proves: generators that wait cost the others nothing.  The real service with the real store, journal
-and metrics; only its socket is a list, as connections are zmq's business.  Each generator asks for
-eight samples, delivers a group in a frame of its own, asks again, and tells of its work once for
-every eight groups that it wrote; the limit leaves room for 96 groups, so that with many generators
-most of them wait.  One learner asks, commits, and retires.  In `disk` replies wait for the disk's
-sync, as in the service's own loop; the CPU of the thread that syncs counts.  Beside it stands what
-a renewal costs: every generator sends two a second, whether it works or waits.
+sockets   the real buffer process; each generator and the learner with a connection of its own, and
+          all of a generator but its engine (lib/crowd_of_peers.py).  Each asks for eight samples,
+          delivers a group, asks again, renews twice a second, and asks again after
+          `wires.retry_s`.  Flat out under limit 2, so that most wait where there are many:
+          trajectories a second, the buffer's CPU a trajectory, its memory a generator.  At a pace,
+          2,000 trajectories a second of all together, with room for all of them: how long a
+          generator waits for its tickets.
+waiting   the service with store, journal and metrics in this process, its socket a list, in the
+          three durability modes: generators that wait cost the others nothing.  In `disk` replies
+          wait for the disk's sync, as in the service's own loop; the CPU of the thread that syncs
+          counts.  Beside it stands what a renewal costs.
 
-Goal: in every mode, 1,000 generators take at most 1.5 times the CPU a trajectory of 10."""
+Goals: with 1,000 generators a trajectory takes at most 1.5 times the CPU that it takes with 10, in
+both parts, and every mode."""
 
 from __future__ import annotations
 
@@ -26,99 +31,35 @@ from pathlib import Path
 from typing import Any
 
 from lib import rounds
+from lib.crowd_of_peers import GROUPS, SIZE, TOKENS, Crowd, Measured, Peers, a_config
 
 from asyncrl.config import load
 from asyncrl.contract import messages as m
-from asyncrl.contract.versions import Label
 from asyncrl.records import rundir
 from buffer.service import OUTGOING, SYNC_POLL_S, Service
 
-HERE = Path(__file__).resolve().parent
-MANY = (10, 100, 1000)
-GROUPS = 32
-SIZE = 8
-TOKENS = 64
+MANY = (1, 10, 100, 1000)
+FEW = 10  # generators that the goal compares the most with
 LAG = 2
-KEPT = 4  # batches behind the last one that a checkpoint still needs
-TELLS = 8  # groups between two renewals of a generator
+ROOM = 40  # the limit under which 1,000 generators may all write
+PACE = 2000.0  # trajectories/s
+TELLS = 8  # groups between two renewals of a generator that waits in a list
 MESSAGES = 16  # that the service finds on its socket in a pass of its loop
-STEPS = 1 << 20
-
-
-def trajectory(ticket: m.Ticket, sample: int, label: Label) -> m.Trajectory:
-    return m.Trajectory(
-        ticket=ticket.ticket,
-        sample=sample,
-        attempt=ticket.attempt,
-        prompt_tokens=b"\1\0\0\0" * 16,
-        tokens=b"\2\0\0\0" * TOKENS,
-        behavior_logprobs=b"\0\0\0\xbf" * TOKENS,
-        mask=b"\1" * TOKENS,
-        spans=[m.Span(label, "", 0, TOKENS, label)],
-        reward=float(sample % 2),
-        reward_parts={},
-        finish="stop",
-        temperature=1.0,
-    )
 
 
 class Loop:
     """A service, so many generators and a learner, in turn."""
 
     def __init__(self, work: Path, mode: str, many: int) -> None:
-        sets = [
-            f"durability.mode={mode!r}",
-            f"learner.steps={STEPS}",
-            f"staleness.max_lag={LAG}",
-            f"learner.groups={GROUPS}",
-            f"learner.group_size={SIZE}",
-            "evaluation.every=0",
-            "evaluation.final_prompts=1",
-            "evaluation.ood_prompts=0",
-            f"generator.max_new_tokens={TOKENS}",
-            f"generator.context={4 * TOKENS}",
-            "wires.lease_s=100000",
-        ]
-        config = load.load(HERE.parent / "configs" / "demo.toml", sets)
+        config = a_config(mode, LAG)
         self.dir = work / f"{mode}-{many}"
         rundir.ensure(config, load.dump(config), self.dir)
         self.service = Service(config, self.dir)
         self.service.socket.send = self.hear  # type: ignore[method-assign]
         self.inbox: deque[tuple[bytes, Any]] = deque()
         self.heard: deque[tuple[bytes, Any]] = deque()
-        self.written: dict[str, int] = {}
-        self.trajectories = 0
-        self.label = Label(1, 0)
-        self.number = 0
-        self.say("learner", self.hello())
-        for index in range(many):
-            self.say(f"generator-{index}", self.greeting(f"generator-{index}"))
-            self.say(f"generator-{index}", self.want(f"generator-{index}"))
-        self.say("learner", m.Ask(1, 0))
-
-    def hello(self) -> m.LearnerHello:
-        return m.LearnerHello(
-            protocol=m.PROTOCOL,
-            run=self.service.run,
-            epoch=1,
-            label=self.label,
-            parent=None,
-            digest="d0",
-            next_ticket=0,
-            origin=0,
-            max_lag=LAG,
-            source=m.WeightsSource(1, "here", "", ""),
-            ring=[],
-        )
-
-    def greeting(self, name: str) -> m.GeneratorHello:
-        return m.GeneratorHello(m.PROTOCOL, self.service.run, name, 1, SIZE, host="here", pid=0)
-
-    def want(self, name: str) -> m.Want:
-        return m.Want(name, 1, 1, SIZE, self.label)
-
-    def renew(self, name: str) -> m.Renew:
-        return m.Renew(name, 1, [], {"generator/busy_s": 1.0}, None)
+        self.peers = Peers(self.service.run, LAG, self.say)
+        self.peers.begin([f"generator-{index}" for index in range(many)])
 
     def say(self, name: str, message: Any) -> None:
         self.inbox.append((name.encode(), message))
@@ -130,24 +71,11 @@ class Loop:
         """What a generator or the learner does with a reply."""
         name = peer.decode()
         if isinstance(message, m.Tickets) and message.tickets:
-            for ticket in message.tickets:
-                label = ticket.exact_version or ticket.min_version
-                made = [trajectory(ticket, sample, label) for sample in ticket.samples]
-                self.say(name, m.Deliver(name, 1, 1, made))
-            self.written[name] = self.written.get(name, 0) + 1
-            if self.written[name] % TELLS == 0:
-                self.say(name, self.renew(name))
-            self.say(name, self.want(name))
+            self.peers.deliver(name, message.tickets)
+            if self.peers.written[name] % TELLS == 0:
+                self.peers.renew(name)
         elif isinstance(message, m.Batch):
-            self.trajectories += len(message.samples)
-            self.number += 1
-            self.label = Label(1, self.number)
-            values = {"reward/mean": 0.5}
-            commit = m.Commit(1, message.number, self.label, f"d{self.number}", values)
-            self.say("learner", commit)
-            if self.number > KEPT:
-                self.say("learner", m.Checkpointed(1, self.number - KEPT))
-            self.say("learner", m.Ask(1, self.number))
+            self.peers.train(message)
 
     def one_pass(self) -> float:
         """The service's loop once, over the next messages; its CPU seconds."""
@@ -168,12 +96,12 @@ class Loop:
 
     def batches(self, count: int) -> float:
         """CPU microseconds of the service a trajectory, over so many batches."""
-        goal = self.number + count
-        before = self.trajectories
+        goal = self.peers.number + count
+        before = self.peers.trajectories
         spent = 0.0
-        while self.number < goal:
+        while self.peers.number < goal:
             spent += self.one_pass()
-        return 1e6 * spent / (self.trajectories - before)
+        return 1e6 * spent / (self.peers.trajectories - before)
 
     def renewals(self, count: int) -> float:
         """CPU microseconds of a renewal, of generators in turn."""
@@ -196,54 +124,117 @@ class Loop:
         rundir.clean(self.dir)
 
 
+Judged = tuple[list[dict[str, Any]], dict[str, Any]]
+
+
+def grows(what: str, us: dict[int, float]) -> dict[str, Any]:
+    """The goal of one line: CPU a trajectory of many over that of few."""
+    few, most = FEW if max(us) > FEW else min(us), max(us)
+    ratio = us[most] / us[few]
+    name = f"{what}: CPU a trajectory, {most} generators over {few}"
+    return rounds.goal(name, round(ratio, 2), 1.5, at_least=False, us=list(us.values()))
+
+
+def waiting(work: Path, n_rounds: int, per: int, modes: tuple[str, ...]) -> Judged:
+    loops = {(mode, many): Loop(work, mode, many) for mode in modes for many in MANY}
+    for loop in loops.values():
+        loop.batches(4)
+    cost: dict[tuple[str, int], list[float]] = {key: [] for key in loops}
+    renewal: dict[tuple[str, int], list[float]] = {key: [] for key in loops}
+
+    def one(key: tuple[str, int]) -> None:
+        cost[key].append(loops[key].batches(per))
+        renewal[key].append(loops[key].renewals(500))
+
+    names = {f"{mode}, {many}": (mode, many) for mode, many in loops}
+    times = rounds.interleave({name: lambda k=key: one(k) for name, key in names.items()}, n_rounds)
+    for loop in loops.values():
+        loop.end()
+    median = {key: round(statistics.median(values), 1) for key, values in cost.items()}
+    goals = [grows(mode, {many: median[mode, many] for many in MANY}) for mode in modes]
+    return goals, {
+        "us_a_renewal": {
+            name: round(statistics.median(renewal[key]), 1) for name, key in names.items()
+        },
+        "every_round_us": {name: cost[key] for name, key in names.items()},
+        "times": times,
+    }
+
+
+def quantile(values: list[float], share: float) -> float:
+    return round(values[min(len(values) - 1, int(share * len(values)))], 2)
+
+
+def over_sockets(
+    work: Path, many: int, lag: int, batches: int, pace: float
+) -> tuple[Measured, int]:
+    """One life of a buffer: some batches unmeasured, then those that count; its memory after."""
+    with tempfile.TemporaryDirectory(dir=work) as folder:
+        crowd = Crowd(Path(folder), "process", lag, many, pace)
+        try:
+            crowd.batches(max(4, 2 * many // GROUPS))  # everybody has had a turn
+            return crowd.batches(batches), crowd.memory()
+        finally:
+            crowd.end()
+
+
+def sockets(work: Path, n_rounds: int, per: int, many: tuple[int, ...]) -> Judged:
+    flat: dict[int, list[tuple[Measured, int]]] = {n: [] for n in many}
+    paced: dict[int, list[Measured]] = {n: [] for n in many}
+
+    def one(n: int) -> None:
+        flat[n].append(over_sockets(work, n, LAG, per, 0.0))
+        paced[n].append(over_sockets(work, n, ROOM, per, PACE)[0])
+
+    times = rounds.interleave({f"{n} generators": lambda n=n: one(n) for n in many}, n_rounds)
+    table = []
+    for n in many:
+        middle = {
+            "per_s": statistics.median(x.per_s for x, _ in flat[n]),
+            "cpu_us": statistics.median(x.cpu_us for x, _ in flat[n]),
+            "memory_mb": statistics.median(uss for _, uss in flat[n]) / 1e6,
+            "cpu_us_at_a_pace": statistics.median(x.cpu_us for x in paced[n]),
+        }
+        waited = sorted(ms for x in paced[n] for ms in x.ticket_ms)
+        table.append(
+            {"generators": n}
+            | {key: round(value, 1) for key, value in middle.items()}
+            | {
+                f"ticket_ms_{name}": quantile(waited, q)
+                for name, q in (("p50", 0.5), ("p99", 0.99))
+            }
+        )
+    few, most = table[0], table[-1]
+    each = (most["memory_mb"] - few["memory_mb"]) / (most["generators"] - few["generators"])
+    return [grows("sockets", {row["generators"]: row["cpu_us"] for row in table})], {
+        "over_sockets": table,
+        "kb_a_generator": round(1e3 * each, 1),
+        "pace_trajectories_per_s": PACE,
+        "socket_times": times,
+    }
+
+
 def main() -> None:
     p = rounds.parser(__doc__)
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--batches", type=int, default=40, help="in a round")
+    p.add_argument("--parts", nargs="+", choices=("sockets", "waiting"))
     args = p.parse_args()
-    n_rounds, per = (2, 6) if args.quick else (args.rounds, args.batches)
-    modes = ("memory",) if args.quick else ("memory", "process", "disk")
+    parts = args.parts or ("sockets", "waiting")
+    n_rounds, per = (1, 6) if args.quick else (args.rounds, args.batches)
+    goals: list[dict[str, Any]] = []
+    details: dict[str, Any] = {"what": f"{GROUPS} x {SIZE} samples of {TOKENS} tokens a batch"}
     with tempfile.TemporaryDirectory() as work:
-        loops = {f"{mode}, {many}": Loop(Path(work), mode, many) for mode in modes for many in MANY}
-        for loop in loops.values():
-            loop.batches(4)
-        cost: dict[str, list[float]] = {name: [] for name in loops}
-        renewal: dict[str, list[float]] = {name: [] for name in loops}
-
-        def one(name: str) -> None:
-            cost[name].append(loops[name].batches(per))
-            renewal[name].append(loops[name].renewals(500))
-
-        times = rounds.interleave({name: lambda name=name: one(name) for name in loops}, n_rounds)
-        for loop in loops.values():
-            loop.end()
-    median = {name: round(statistics.median(values), 1) for name, values in cost.items()}
-    goals = []
-    for mode in modes:
-        few, most = median[f"{mode}, {MANY[0]}"], median[f"{mode}, {MANY[-1]}"]
-        goals.append(
-            rounds.goal(
-                f"{mode}: CPU a trajectory, {MANY[-1]} generators over {MANY[0]}",
-                round(most / few, 2),
-                1.5,
-                at_least=False,
-                us=[median[f"{mode}, {many}"] for many in MANY],
-            )
-        )
-    rounds.report(
-        "scale",
-        goals,
-        {
-            "what": f"the buffer's service, {GROUPS} x {SIZE} samples of {TOKENS} tokens a batch",
-            "us_a_trajectory": median,
-            "us_a_renewal": {
-                name: round(statistics.median(values), 1) for name, values in renewal.items()
-            },
-            "every_round_us": cost,
-            "times": times,
-        },
-        args,
-    )
+        if "sockets" in parts:
+            found, more = sockets(Path(work), n_rounds, per, (1, 10) if args.quick else MANY)
+            goals += found
+            details |= more
+        if "waiting" in parts:
+            modes = ("memory",) if args.quick else ("memory", "process", "disk")
+            found, more = waiting(Path(work), n_rounds, per, modes)
+            goals += found
+            details |= more
+    rounds.report("scale", goals, details, args)
 
 
 if __name__ == "__main__":

@@ -112,14 +112,6 @@ def bench_buffer() -> Any:
     return module
 
 
-def cpu_of(pid: int) -> float:
-    """CPU seconds of a process by its own clock: all threads, ended ones too.  0: it is gone."""
-    try:
-        return time.clock_gettime((~pid << 3) | 2)
-    except OSError:
-        return 0.0
-
-
 class Ours:
     """A buffer process; this process plays generator and learner."""
 
@@ -163,7 +155,7 @@ class Ours:
         }
 
     def cpu(self) -> float:
-        return time.process_time() + cpu_of(self.buffer.process.pid)
+        return time.process_time() + rounds.cpu_of(self.buffer.process.pid)
 
     def end(self) -> None:
         self.buffer.end()
@@ -236,7 +228,7 @@ class Child:
             family = psutil.Process(self.process.pid).children(recursive=True)
         except psutil.NoSuchProcess:
             family = []
-        return cpu_of(self.process.pid) + sum(cpu_of(member.pid) for member in family)
+        return rounds.cpu_of(self.process.pid) + sum(rounds.cpu_of(member.pid) for member in family)
 
     def end(self) -> None:
         with contextlib.suppress(subprocess.TimeoutExpired):
