@@ -4,6 +4,7 @@ Functions over the store.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -32,13 +33,14 @@ class Lack(NamedTuple):
 
 
 def pick(store: Store, number: int) -> tuple[list[Group], Lack | None]:
-    line = store.to_compose()
     if store.in_order and not math.isinf(store.max_lag):
-        picked = line[: store.settings.batch]  # in ticket order, as `alive` is
+        # in ticket order, as `alive` is; asked for again and again, of thousands
+        picked = list(itertools.islice(store.to_compose(), store.settings.batch))
         late = next((group for group in picked if not group.complete), None)
         if late is not None:
             return [], why(late)
     else:
+        line = list(store.to_compose())
         if store.settings.on_exceed == "drop":
             drop_stale(store, line, number)
         ready = sorted(

@@ -219,9 +219,9 @@ class Store:
         """How many groups alive will be trained, if nothing befalls them."""
         return len(self.alive)
 
-    def to_compose(self) -> list[Group]:
+    def to_compose(self) -> Iterator[Group]:
         """Groups that no batch has yet, in ticket order."""
-        return [group for group in self.alive.values() if group.ticket not in self.composed]
+        return (group for group in self.alive.values() if group.ticket not in self.composed)
 
     def least_version(self, policy: Label) -> Label:
         """The oldest version that may write a ticket granted now, at `policy`."""
@@ -476,7 +476,7 @@ class Store:
             group.attempts[lease.attempt][2] = 1
             group.lease = None
             self.leases.end(lease.producer, lease.session, lease.attempt)
-            self.lacking = True
+            self.lacking = self.lacking or not group.complete
 
     # ---- samples ---------------------------------------------------------------------------------
 

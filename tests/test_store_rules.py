@@ -16,7 +16,7 @@ from asyncrl.contract.versions import Label
 from buffer import store as store_module
 from buffer.batches import Lack
 from buffer.evaluation import EVAL_BASE, Evaluations
-from buffer.groups import Settings
+from buffer.groups import Group, Settings
 from buffer.store import Store
 
 
@@ -68,6 +68,33 @@ def test_a_ticket_carries_its_version_and_the_settings() -> None:
         lease.todo,
         lease.granted,
     ) == (1, "g", 1, 20.0, {0, 1}, (1, 0))
+
+
+@pytest.mark.parametrize("many", [40, 400])
+def test_with_many_out_neither_a_question_nor_an_answer_looks_at_every_group(
+    many: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = make(2 * many, 2, 2, many)
+    tickets = [store.grant("g", 1, 2, 0.0)[0] for _ in range(many)]
+    looked: list[int] = []
+    complete = Group.complete.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(
+        Group, "complete", property(lambda g: looked.append(g.ticket) or complete(g))
+    )
+    monkeypatch.setattr(
+        Store,
+        "to_compose",
+        lambda s: (looked.append(g.ticket) or g for g in s.alive.values()),
+    )
+    assert store.grant("g", 1, 2, 0.0)
+    for ticket in tickets[5:25]:
+        assert write(store, ticket) == ["accepted", "accepted"]
+        assert store.ask(1, 0) == ([], Lack("ticket 0: 2 samples at g", "g", 0))
+        assert store.grant("g", 1, 2, 0.0)
+    assert len(looked) < 20 * 10  # the same for 40 and for 400
+    # what is missing again is found all the same, before anything new
+    store.end_sessions("g", 2)
+    assert [t.ticket for t in store.grant("h", 1, 4, 0.0)] == [0, 1]
 
 
 # ---- renewals ------------------------------------------------------------------------------------

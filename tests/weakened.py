@@ -4,6 +4,7 @@ A rule is a method of the store (`in_room`, `least_version`, ...); its class her
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from asyncrl.contract.messages import Trajectory
@@ -58,8 +59,8 @@ class FilteredStay(Store):
     def to_train(self) -> int:
         return super().to_train() - len(self.ghosts & self.alive.keys())
 
-    def to_compose(self) -> list[Group]:
-        return [group for group in super().to_compose() if group.ticket not in self.ghosts]
+    def to_compose(self) -> Iterator[Group]:
+        return (group for group in super().to_compose() if group.ticket not in self.ghosts)
 
 
 RULES: dict[str, type[Store]] = {
