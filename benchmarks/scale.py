@@ -41,7 +41,9 @@ from buffer.service import OUTGOING, SYNC_POLL_S, Service
 MANY = (1, 10, 100, 1000)
 FEW = 10  # generators that the goal compares the most with
 LAG = 2
-ROOM = 40  # the limit under which 1,000 generators may all write
+# the limit under which 1,000 generators may all write, while what is written waits for the slowest:
+# 1,000 groups out, and those of the two seconds by which one in a thousand is later than most
+ROOM = 80
 PACE = 2000.0  # trajectories/s
 TELLS = 8  # groups between two renewals of a generator that waits in a list
 MESSAGES = 16  # that the service finds on its socket in a pass of its loop

@@ -37,7 +37,7 @@ PROGRAMS = {
     "prefixes": Program("prefixes.py", ("prefixes",), 2),
     "exact": Program("exact.py", ("exact",), 6),
     "buffer": Program("buffer.py", ("buffer",), 1),
-    "scale": Program("scale.py", ("scale",), 1),
+    "scale": Program("scale.py", ("scale",), 8),
     "transport": Program("transport.py", ("transport",), 10),
     "weights": Program("weights.py", ("weights",), 2),
     "reward": Program("loop.py --parts reward publication", ("loop_reward_publication",), 10),
