@@ -61,6 +61,7 @@ def test_the_service_alone(bench: Any, mode: str, tmp_path: Path) -> None:
     assert loop.batches(4) > 0 and loop.renewals(130) > 0
     assert loop.peers.trajectories == 4 * BATCH
     assert not loop.heard
+    assert loop.batches(2) > 0 and loop.peers.trajectories == 6 * BATCH
     loop.end()
 
 
