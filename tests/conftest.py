@@ -216,6 +216,26 @@ def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object
     return result
 
 
+class AsTheyFail:
+    """Says a failure as it happens: a suite that is cut off has said what failed in it."""
+
+    def __init__(self, terminal: Any) -> None:
+        self.terminal = terminal
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.terminal.write_line(f"\nFAILED {report.nodeid} ({report.when})")
+            for line in report.longreprtext.splitlines()[-40:]:
+                self.terminal.write_line(f"    {line}")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    plugins = session.config.pluginmanager
+    terminal = plugins.get_plugin("terminalreporter")
+    if terminal is not None and not hasattr(session.config, "workerinput"):
+        plugins.register(AsTheyFail(terminal), "as-they-fail")
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     files: Counter[str] = Counter()
     for report in (
