@@ -4,6 +4,8 @@ resumes, lost ranks, whole runs.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import signal
@@ -44,33 +46,61 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+PATHS = ENV | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def start(job: dict[str, Any], launcher: Sequence[str] = ()) -> subprocess.Popen[str]:
     argv = [sys.executable, *launcher, "tests/deepspeed_program.py", json.dumps(job)]
-    env = ENV | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
     return subprocess.Popen(
-        argv, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        argv, cwd=ROOT, env=PATHS, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
+
+
+FORKED = ("forked",)
+
+
+@functools.cache
+def forge() -> subprocess.Popen[str]:
+    """The process that forks ranks (forked_ranks.py), one for all tests of a worker."""
+    argv, env = [sys.executable, "tests/forked_ranks.py"], PATHS
+    process = subprocess.Popen(
+        argv, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+    )
+    atexit.register(process.stdin.close)  # type: ignore[union-attr]
+    return process
+
+
+def forked(job: dict[str, Any]) -> tuple[int, str, str]:
+    env = {key: value for key, value in ENV.items() if PATHS.get(key) != value}
+    order = {"job": job, "ranks": job["config"]["learner"].get("ranks", 1), "env": env}
+    process = forge()
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(json.dumps(order) + "\n")
+    line = process.stdout.readline()
+    assert line, "the process that forks ranks has ended"
+    answer = json.loads(line)
+    return answer["code"], answer["out"], answer["err"]
 
 
 def trained(
     model: Path, learner: dict[str, Any], batches: int = STEPS, **more: Any
 ) -> tuple[dict[str, Any], dict[int, dict[str, Any]]]:
     """(what rank 0 printed, rank -> what the others printed)."""
-    sections, launcher = more.pop("sections", {}), more.pop("launcher", ())
-    p = start(
-        {
-            "model": str(model),
-            "batches": batches,
-            "config": {"learner": LEARNER | learner, **sections},
-            **more,
-        },
-        launcher,
-    )
-    out, err = p.communicate(timeout=7200)
-    assert p.returncode == 0, err[-4000:]
+    sections, launcher = more.pop("sections", {}), more.pop("launcher", FORKED)
+    job = {
+        "model": str(model),
+        "batches": batches,
+        "config": {"learner": LEARNER | learner, **sections},
+        **more,
+    }
+    if launcher == FORKED:
+        code, out, err = forked(job)
+    else:
+        p = start(job, launcher)
+        out, err = p.communicate(timeout=7200)
+        code = p.returncode
+    assert code == 0, err[-4000:]
     rows = [json.loads(x) for x in err.splitlines() if x.startswith('{"rank"')]
     return json.loads(out.strip().splitlines()[-1]), {r["rank"]: r for r in rows}
 
@@ -85,10 +115,10 @@ def test_every_stage_is_the_torch_learner(
     stage: int, ranks: int, model_dir: Path, plain: dict[str, Any]
 ) -> None:
     """Answers of 1 to 12 tokens, 18 a batch: uneven over ranks and micro-batches; then sessions
-    split into rows, which torch trains unsplit.  One stage's ranks are started by torchrun, the
-    others' by rank 0.
+    split into rows, which torch trains unsplit.  One stage's ranks are started by torchrun, one
+    stage's by rank 0, the others forked.
     """
-    launcher = TORCHRUN if stage == 1 else ()
+    launcher = {(1, 2): TORCHRUN, (2, 2): ()}.get((stage, ranks), FORKED)
     mine, others = trained(
         model_dir,
         {"backend": "deepspeed", "zero_stage": stage, "ranks": ranks},
@@ -131,8 +161,7 @@ def test_a_sample_split_into_rows_has_the_gradient_that_torch_has_of_the_unsplit
     reference, and over mini-batches and epochs.
     """
     argv = [sys.executable, "tests/rows_program.py", str(model_dir)]
-    env = ENV | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-    done = subprocess.run(argv, cwd=ROOT, env=env, capture_output=True, text=True, timeout=7200)
+    done = subprocess.run(argv, cwd=ROOT, env=PATHS, capture_output=True, text=True, timeout=7200)
     assert done.returncode == 0, done.stderr[-4000:]
     rows = json.loads(done.stdout.strip().splitlines()[-1])
     assert {(stage, variant) for stage, variant, *_ in rows} == {
@@ -198,11 +227,11 @@ def test_an_early_stopped_step_leaves_weights_and_moments_untouched(model_dir: P
     assert four["weights"] == pytest.approx(one["weights"], abs=1e-7)
 
 
-@pytest.mark.parametrize("stage", [3])  # a whole run at stage 2 is stopped and resumed below
 def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(
-    stage: int, model_dir: Path, tmp_path: Path
+    model_dir: Path, tmp_path: Path
 ) -> None:
-    two = {"backend": "deepspeed", "zero_stage": stage, "ranks": 2}
+    """At stage 3; a whole run at stage 2 is stopped and resumed below."""
+    two = {"backend": "deepspeed", "zero_stage": 3, "ranks": 2}
     whole, _ = trained(model_dir, two, batches=6, save=[3, str(tmp_path)])
     again, _ = trained(model_dir, two, batches=6, restore=str(tmp_path / "number_3"))
     assert (
@@ -217,18 +246,14 @@ def test_a_resumed_learner_goes_on_as_if_nothing_had_happened(
         one["weights"] == pytest.approx(whole["weights"], abs=1e-5) and one["held"] > whole["held"]
     )
     assert [x.name for x in tmp_path.iterdir()] == ["number_3"]
-    if stage == 3:
-        return
-    p = start(
-        {
-            "model": str(model_dir),
-            "batches": 6,
-            "restore": str(tmp_path / "number_3"),
-            "config": {"learner": LEARNER | two | {"zero_stage": 1}},
-        }
-    )
-    _, err = p.communicate(timeout=7200)
-    assert p.returncode != 0 and f"is of 2 ranks at ZeRO stage {stage}" in err
+    other = {
+        "model": str(model_dir),
+        "batches": 6,
+        "restore": str(tmp_path / "number_3"),
+        "config": {"learner": LEARNER | two | {"zero_stage": 1}},
+    }
+    code, _, err = forked(other)
+    assert code != 0 and "is of 2 ranks at ZeRO stage 3" in err
 
 
 @pytest.fixture(scope="module")

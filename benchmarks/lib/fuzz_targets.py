@@ -29,6 +29,7 @@ from asyncrl.transport import chunks, fan_out, inbound
 from asyncrl.transport.ring import Ring
 from asyncrl.transport.sockets import UNDECODABLE, PeerSocket
 from buffer import service as buffer_service
+from lib import crowd_of_peers as peers
 from lib.results_file import ROOT
 
 TESTS = str(ROOT / "tests")
@@ -64,10 +65,10 @@ class Buffer:
 
     def __init__(self) -> None:
         self.work = tempfile.TemporaryDirectory()
-        sizes = scale.GROUPS, scale.SIZE, scale.TOKENS
+        sizes = peers.GROUPS, peers.SIZE, peers.TOKENS
         named = buffer_service.run_id
         try:
-            scale.GROUPS, scale.SIZE, scale.TOKENS = 2, 2, 8
+            peers.GROUPS, peers.SIZE, peers.TOKENS = 2, 2, 8
             buffer_service.run_id = lambda _: "fuzz"  # the same in every life
             self.loop = scale.Loop(Path(self.work.name), "memory", 3)
             self.service = self.loop.service
@@ -75,7 +76,7 @@ class Buffer:
             self.service.store.settings.machinery_budget = 1e9
             self.frames: list[bytes] = []
             self.replies: list[bytes] = []
-            say, hear = self.loop.say, self.loop.hear
+            say, hear = self.loop.peers.say, self.loop.hear
 
             def said(name: str, message: Any) -> None:
                 self.frames.append(encode(message))
@@ -85,14 +86,14 @@ class Buffer:
                 self.replies.append(encode(message))
                 hear(peer, message)
 
-            self.loop.say = said  # type: ignore[method-assign]
+            self.loop.peers.say = said
             self.service.socket.send = heard  # type: ignore[method-assign]
             self.loop.batches(3)
             self.service.socket.send = lambda peer, message: None  # type: ignore[method-assign]
         finally:
-            scale.GROUPS, scale.SIZE, scale.TOKENS = sizes
+            peers.GROUPS, peers.SIZE, peers.TOKENS = sizes
             buffer_service.run_id = named
-        self.frames = [*self.frames[-60:], encode(self.loop.hello()), encode(m.Watch())]
+        self.frames = [*self.frames[-60:], encode(self.loop.peers.hello()), encode(m.Watch())]
         self.decoder = msgspec.msgpack.Decoder(m.FromPeer)
 
     def feed(self, data: bytes) -> str:
