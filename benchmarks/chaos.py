@@ -156,9 +156,11 @@ class Run:
         from asyncrl.supervise import run as supervised
         from asyncrl.supervise.hosts.local import Local
 
+        tied = die_with_parent()
+
         def life() -> int:
             os.setsid()
-            die_with_parent()
+            tied()
             log = os.open(self.notes / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, 1)
             os.dup2(log, 2)

@@ -87,7 +87,7 @@ def start_ranks(config: Config, meet: socket.socket) -> list[subprocess.Popen[by
             [sys.executable, *sys.orig_argv[1:]],
             env=os.environ | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdin=subprocess.DEVNULL,
-            preexec_fn=die_with_parent,
+            preexec_fn=die_with_parent(),
         )
         for rank in range(1, config.learner.ranks)
     ]

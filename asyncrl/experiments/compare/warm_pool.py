@@ -135,7 +135,7 @@ class Worker:
                 text=True,
                 start_new_session=True,
                 env=os.environ | {"OMP_NUM_THREADS": "1"},
-                preexec_fn=die_with_parent,
+                preexec_fn=die_with_parent(),
             )
         self.thread = threading.Thread(target=self._feed, daemon=True)
 

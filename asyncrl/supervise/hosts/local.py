@@ -34,7 +34,7 @@ class LocalProcess:
                     env=env,
                     start_new_session=True,
                     pass_fds=[theirs],
-                    preexec_fn=die_with_parent,
+                    preexec_fn=die_with_parent(),
                 )
         except BaseException:
             self.close()

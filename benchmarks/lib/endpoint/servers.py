@@ -87,7 +87,7 @@ class Server:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,  # so that `end` reaches what it starts
-                preexec_fn=die_with_parent,
+                preexec_fn=die_with_parent(),
             )
 
     def wait(self, what: str, there: Callable[[], bool]) -> None:
