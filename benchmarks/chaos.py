@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import ctypes
 import errno
 import importlib
@@ -267,7 +268,8 @@ def draw(run: Run, wanted: Wanted, off: str, choice: random.Random) -> list[Faul
         run.disk_full |= drawn[2] == "disk"
         run.flip_next = drawn[0] == "supervisor" and drawn[2] == "flip"
         if drawn[1] == "mid-start":  # something must be started
-            os.kill(run.board.number(f"generator-{choice.randrange(2)}", b.PID), signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # of another fault, a moment ago
+                os.kill(run.board.number(f"generator-{choice.randrange(2)}", b.PID), signal.SIGKILL)
         if alone:
             break
     return found

@@ -128,6 +128,9 @@ def test_an_answer_that_nobody_acknowledged_is_lost_if_its_generator_lived() -> 
     assert wrong(history) == {}
     history.made_by_survivors.add((1, 0, 9))
     assert wrong(history) == {"lost": 1}
+    history = sound()
+    del history.acks[1, 0, 11]
+    assert wrong(history) == {}, "trained, and the run ended before the word came a second time"
 
 
 def test_a_slow_recovery_is_told_with_its_seed_and_what_else_went_on() -> None:

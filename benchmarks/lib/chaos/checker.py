@@ -135,7 +135,9 @@ def check(
     unanswered = [
         key
         for key in history.made_by_survivors
-        if key not in history.acks and key[0] < (steps - 4) * groups
+        if key not in history.acks
+        and key[0] < (steps - 4) * groups
+        and final.get((key[0], key[1])) != key[2]  # it was trained: the run ended before the word
     ]
     over = 0
     for number, epoch in sorted(batches):
