@@ -16,7 +16,8 @@ Proves, by turns, medians of five rounds:
 - run      a step of `configs/smollm2_sort.toml` at most 1/1.3 of the same run's with `max_lag = 0`,
            which gets the fastest of one core, both cores for each phase, a core for each side; by
            the token, at rate 0
-Settings are found by one run of each, in CPU time, before the rounds.
+Settings are found by one run of each, in CPU time, before the rounds.  Each part has a result of
+its own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
@@ -92,15 +92,14 @@ Found = tuple[list[dict[str, Any]], dict[str, Any]]
 
 
 def asked(path: Path, size: Size) -> torch.Tensor:
-    """int64 [answers, prompt]: the ends of prompts of the task, of one length, so that no rival
-    computes padding; GROUP rows each.
+    """int64 [answers, prompt]: the ends of prompts of the task, of one length (the shortest one's,
+    `prompt` at most), so that no rival computes padding; GROUP rows each.
     """
     task, tokenizer = get_task(Task(name="sort_names")), load_tokenizer(path)
     many = size.answers // GROUP
-    rows = [
-        encode_prompt(tokenizer, task.prompt("train", i, 0))[-size.prompt :] for i in range(many)
-    ]
-    return torch.from_numpy(np.repeat(np.stack(rows), GROUP, 0).astype(np.int64))
+    rows = [encode_prompt(tokenizer, task.prompt("train", i, 0)) for i in range(many)]
+    ends = np.stack([row[-min(size.prompt, *map(len, rows)) :] for row in rows])
+    return torch.from_numpy(np.repeat(ends, GROUP, 0).astype(np.int64))
 
 
 def engine(path: Path, size: Size, n_rounds: int) -> Found:
@@ -255,8 +254,7 @@ def main(words: list[str] | None = None) -> None:
     cores = rounds.idle_cores(2)
     torch.set_num_threads(1)
     memory.keep_freed()  # as generator and learner do: all have it
-    goals: list[dict[str, Any]] = []
-    result: dict[str, Any] = {"what": "a real model, by turns", "model": str(args.model or "tiny")}
+    what = {"what": "a real model, by turns", "model": str(args.model or "tiny")}
     with tempfile.TemporaryDirectory() as work:
         path = Path(tiny(Path(work) / "model")) if args.quick else args.model.resolve()
         parts: dict[str, Callable[[], Found]] = {
@@ -269,11 +267,9 @@ def main(words: list[str] | None = None) -> None:
             if part in args.parts:
                 if part != "run":
                     os.sched_setaffinity(0, cores[:1])
-                found, result[part] = measure()
-                goals += found
-                print(f"{part}: done", file=sys.stderr)
-    name = "_".join(["real_model", *(args.parts if len(args.parts) < len(PARTS) else [])])
-    rounds.report(name, goals, result, args)
+                rounds.MADE.clear()
+                goals, found = measure()
+                rounds.report(f"real_model_{part}", goals, what | {part: found}, args)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,11 @@ PROGRAMS = {
     "demo_seeds": Program("demo_seeds.py", ("demo_seeds",), 12),
     "vllm_engine": Program("vllm_engine.py", ("vllm_engine", "vllm_engine_start"), 25),
     "gateway": Program("gateway.py", ("gateway",), 25),
-    "real_model": Program("real_model.py models/smollm2", ("real_model",), 60),
+    "real_model": Program(
+        "real_model.py models/smollm2",
+        ("real_model_run", "real_model_engine", "real_model_learner", "real_model_swap"),
+        60,
+    ),
     "real_learns": Program("real_learns.py models/smollm2", ("smollm2_sort",), 12),
     "real_learns_lora": Program(
         "real_learns.py models/smollm2 --config smollm2_first_lora", ("smollm2_first_lora",), 10

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from hypothesis import HealthCheck, settings
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,6 +26,10 @@ ROOT = Path(__file__).resolve().parents[1]
 os.environ["PYTHONPATH"] = f"{ROOT}:{ROOT / 'tests'}"
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 
+
+# a context that a failed test leaves with an open socket would wait for it, for ever, when it is
+# collected, and with it all tests after that
+zmq.Context.__del__ = lambda self: None  # type: ignore[method-assign]
 
 # no test hangs on speed
 settings.register_profile("any speed", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -36,9 +36,30 @@ def quick(
         for name, value in instead.items():
             monkeypatch.setattr(bench, name, value)
         bench.main(["--quick", "--json", "--parts", *parts])
-        return dict(json.loads(capsys.readouterr().out.splitlines()[-1]))
+        each = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [next(part for part in parts if part in one) for one in each] == list(parts)
+        return {k: v for one in each for k, v in one.items()} | {
+            "goals": [goal for one in each for goal in one["goals"]]
+        }
 
     return run
+
+
+def test_prompts_are_as_long_as_the_shortest(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    bench = program("real_model", monkeypatch)
+    path = Path(bench.tiny(tmp_path / "model"))
+    made: list[Any] = []
+    encode = bench.encode_prompt
+    monkeypatch.setattr(
+        bench, "encode_prompt", lambda *words: made.append(encode(*words)) or made[-1]
+    )
+    found = bench.asked(path, bench.QUICK._replace(prompt=10_000))
+    sizes = {len(row) for row in made}
+    assert len(sizes) > 1 and found.shape == (160, min(sizes))
+    assert np.array_equal(found[0].numpy(), made[0][-min(sizes) :])
+    assert bench.asked(path, bench.QUICK).shape == (160, 12)
 
 
 def test_engine_step_and_swap_on_a_tiny_model(quick: Callable[..., dict[str, Any]]) -> None:
