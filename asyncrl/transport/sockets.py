@@ -13,7 +13,7 @@ from __future__ import annotations
 import ipaddress
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -44,6 +44,9 @@ LEAST_WAITING = 16  # messages
 HEARTBEAT_MS = 5_000
 SILENT_MS = 60_000
 WAITING = 1000  # messages that have come and nobody has read
+# from here on a message leaves from where it was encoded: of a smaller one a copy costs less than
+# to hear from zmq's thread that it has gone
+IN_PLACE_BYTES = 1 << 20
 
 SOUGHT_S = 2.0  # of the other side's silence, before it is looked up where it is; then as often
 
@@ -62,11 +65,19 @@ def head(run: str, protocol: int = PROTOCOL) -> bytes:
     return f"asyncrl {protocol} {run}".encode()
 
 
+def leave(socket: Any, first: bytes, message: Any) -> None:
+    """Send a message behind its first frame, without blocking.  Raises zmq.Again when there is no
+    room for it.
+    """
+    payload = _encoder.encode(message)
+    socket.send_multipart([first, payload], zmq.NOBLOCK, copy=len(payload) < IN_PLACE_BYTES)
+
+
 def taken(socket: Any, most: int, frames: int, *, keep: bool = False) -> list[Any]:
     """The next message, up to so many frames and `most` bytes over all of them; the rest is taken
     off the socket and not kept, and of one with too many bytes only its first frame.
 
-    keep: as zmq's own frames, which know their sender's key."""
+    keep: as zmq's own frames, which know their sender's key and are decoded where they lie."""
     found: list[Any] = []
     size = 0
     while True:
@@ -187,18 +198,16 @@ class BufferSocket:
         events: Any = self.socket.getsockopt(zmq.EVENTS)
         if not events & zmq.POLLIN and not (timeout and self.socket.poll(int(timeout * 1000))):
             return None
-        found = taken(self.socket, self.most, 3, keep=self._guard is not None)
+        found = taken(self.socket, self.most, 3, keep=True)
         peer, frames = bytes(found[0]), found[1:]
         if len(frames) != 2:
             self._refuse(
                 peer, "frame", undecodable(f"no head and message, or more than {self.most} bytes")
             )
             return None
-        theirs, payload = frames
-        name = None if self._guard is None else self._guard.name(payload)
+        theirs, payload = frames[0].bytes, frames[1].buffer
+        name = None if self._guard is None else self._guard.name(frames[1])
         self.speaker = name or ""
-        if self._guard is not None:
-            theirs, payload = theirs.bytes, payload.buffer
         if theirs != self.head and theirs != head(""):
             self._refuse(peer, "stranger", stranger(theirs, self.run))
             return None
@@ -232,7 +241,7 @@ class BufferSocket:
         request).
         """
         try:
-            self.socket.send_multipart([peer, _encoder.encode(message)], zmq.NOBLOCK)
+            leave(self.socket, peer, message)
         except zmq.ZMQError:
             pass
 
@@ -294,7 +303,7 @@ class PeerSocket:
         repeated by its sender.
         """
         try:
-            self.socket.send_multipart([self.head, _encoder.encode(message)], zmq.NOBLOCK)
+            leave(self.socket, self.head, message)
         except zmq.Again:
             pass
 
@@ -336,16 +345,16 @@ class PeerSocket:
         """
         if not self.socket.poll(int(timeout * 1000)):
             return None
-        frames = taken(self.socket, MAX_FRAME_BYTES, 1)
+        frames = taken(self.socket, MAX_FRAME_BYTES, 1, keep=True)
         try:
-            message = self.read(frames)
+            message = self.read([frame.buffer for frame in frames])
         except (*UNDECODABLE, BadMessage) as error:
             self._broke(error)
             return None
         self.broken_in_a_row = 0
         return message
 
-    def read(self, frames: list[bytes]) -> Any:
+    def read(self, frames: Sequence[bytes | memoryview]) -> Any:
         """What these frames say.  Raises BadMessage or one of UNDECODABLE."""
         if len(frames) != 1:
             raise BadMessage("a message of more than one frame", "frame")
