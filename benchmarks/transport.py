@@ -15,7 +15,7 @@ neither.  Batches of 32 x 8 answers of 64, 1k and 16k tokens, by turns:
 
 Rivals (benchmarks/lib/transport_rivals.py) hand the same answers over, encoded alike, each in a
 process of its own and with its best settings, found by a short run of several numbers of answers in
-a message and of messages in a call.  Every batch is counted, in answers and in bytes; the first one
+a message and of messages in a call; what malloc is told, all are.  Every batch is counted, in answers and in bytes; the first one
 of each is compared byte by byte.  Ray's own processes are never idle: it has rounds of its own,
 against `memory`.  A rival that cannot be had is said, in the result and as a goal that is not met.
 
@@ -48,6 +48,7 @@ import zmq
 from lib import rounds
 from lib.answers import disagreement
 
+from asyncrl.models import memory
 from asyncrl.records.metrics import METRICS
 from asyncrl.transport import keys
 
@@ -57,6 +58,13 @@ OURS = ("memory", "process", "disk", "tcp", "curve")
 RIVALS = ("raw", "redis", "redis, AOF always", "ray", "reverb", "straw")
 ALONE = "ray"  # with rounds of its own
 PATIENCE_S = 900.0  # for a rival's reply
+# malloc keeps what is freed, as in our processes (asyncrl/models/memory.py); zmq's forwarder has one
+# heap for its two threads, as the buffer has
+KEEPS = {
+    "MALLOC_TRIM_THRESHOLD_": str(memory.KEPT),
+    "MALLOC_MMAP_THRESHOLD_": str(memory.MAPPED),
+}
+KEEPS_ONE = {"raw": {"MALLOC_ARENA_MAX": "1"}}
 QUICK_GROUPS = 4
 
 
@@ -172,7 +180,8 @@ class Child:
         self.name = name
         self.log = folder / f"{name.replace(', ', '_').replace(' ', '_')}.log"
         argv = [python, str(CHILD), name, str(folder), str(length.tokens), str(groups)]
-        more = {
+        more = KEEPS | KEEPS_ONE.get(name, {})
+        more |= {
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_AUTH_MODE": "disabled",
             "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -437,6 +446,7 @@ def parsed() -> Any:
 
 def main() -> None:
     args = parsed()
+    memory.keep_freed()  # as a generator and a learner do; the rivals have it too: KEEPS
     with tempfile.TemporaryDirectory(dir=args.folder) as work:
         where = disk(Path(work))
         if where["filesystem"] in ("tmpfs", "ramfs") and not args.quick:

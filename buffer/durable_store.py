@@ -16,6 +16,7 @@ import msgspec
 from asyncrl.contract.admission import Seen
 from asyncrl.contract.errors import AsyncrlError, Damaged
 from asyncrl.contract.messages import (
+    Deliver,
     Disposition,
     LearnerHello,
     Prompt,
@@ -68,6 +69,12 @@ class Frame(msgspec.Struct, tag="frame", array_like=True):
     trajectories: list[Trajectory]
 
 
+class Came(msgspec.Struct, tag="came", array_like=True):
+    """A frame of samples as its generator encoded it, which is not encoded again."""
+
+    message: Deliver
+
+
 class Greeted(msgspec.Struct, tag="hello", array_like=True):
     hello: LearnerHello
 
@@ -110,6 +117,7 @@ Record = (
     | Ended
     | Delivered
     | Frame
+    | Came
     | Greeted
     | Asked
     | Committed
@@ -119,7 +127,16 @@ Record = (
     | Freed
 )
 _encode = msgspec.msgpack.Encoder().encode
+# the beginning of a Came, behind which the message stands
+_CAME = _encode(Came(Deliver("", 0, 0, [])))
+_CAME = _CAME[: -len(_encode(Deliver("", 0, 0, [])))]
 _decode = msgspec.msgpack.Decoder(Record).decode
+
+
+def _samples(record: Delivered | Frame | Came) -> list[Trajectory]:
+    if isinstance(record, Delivered):
+        return [record.trajectory]
+    return record.message.samples if isinstance(record, Came) else record.trajectories
 
 
 class RecordedStore(Store):
@@ -206,10 +223,9 @@ class RecordedStore(Store):
                     f"the journal does not fold: a grant gives attempt {self.attempts}, it gave "
                     f"{record.attempts}; was the task or the code changed?"
                 )
-        elif isinstance(record, Delivered | Frame):
-            found = [record.trajectory] if isinstance(record, Delivered) else record.trajectories
+        elif isinstance(record, Delivered | Frame | Came):
             try:
-                for sample in found:
+                for sample in _samples(record):
                     checks.sample(self, sample)
                     super().take(sample)
             except AsyncrlError as error:
@@ -287,9 +303,14 @@ class RecordedStore(Store):
         super().free(attempts)
         self._record(Freed(list(attempts)))
 
-    def take_all(self, samples: Sequence[Trajectory]) -> list[Disposition]:
+    def take_all(
+        self, samples: Sequence[Trajectory], came: bytes | memoryview = b""
+    ) -> list[Disposition]:
         what = [super(RecordedStore, self).take(sample) for sample in samples]
-        self._record(Frame(list(samples)))
+        if came:
+            self.journal.append(_CAME, came)
+        else:
+            self._record(Frame(list(samples)))
         return what
 
     def take(self, sample: Trajectory) -> Disposition:

@@ -30,7 +30,7 @@ import contextlib
 import os
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import xxhash
@@ -43,17 +43,26 @@ MARK = b"aRJ1"
 HEAD = struct.Struct("<4sIQQ")
 SURE = struct.Struct("<QQQ")
 SEGMENT_BYTES = 64 * 1024 * 1024
+PIECES = 512  # that one call writes; the system takes 1,024
+Record = Sequence[bytes | memoryview]  # a payload in pieces, which are written without a copy
 TAIL_BYTES = 256 * 1024  # written in the end by the caller, who waits for it
 
 
-def _sum(length: int, sure: int, payload: bytes | memoryview) -> int:
+def _sum(length: int, sure: int, record: Record) -> int:
     digest = xxhash.xxh3_64(struct.pack("<IQ", length, sure))
-    digest.update(payload)
+    for piece in record:
+        digest.update(piece)
     return int(digest.intdigest())
 
 
+def head(record: Record, sure: int) -> bytes:
+    """What stands before a payload."""
+    length = sum(map(len, record))
+    return HEAD.pack(MARK, length, sure, _sum(length, sure, record))
+
+
 def frame(payload: bytes, sure: int) -> bytes:
-    return HEAD.pack(MARK, len(payload), sure, _sum(len(payload), sure, payload)) + payload
+    return head([payload], sure) + payload
 
 
 def _at(data: bytes, offset: int) -> tuple[int, bytes] | None:
@@ -65,7 +74,7 @@ def _at(data: bytes, offset: int) -> tuple[int, bytes] | None:
     if mark != MARK or start + length > len(data):
         return None
     payload = data[start : start + length]
-    return (sure, payload) if _sum(length, sure, payload) == checksum else None
+    return (sure, payload) if _sum(length, sure, [payload]) == checksum else None
 
 
 def place(path: Path) -> tuple[int, int]:
@@ -170,40 +179,38 @@ class Next:
         self.snapshot = snapshot
         self.fd = -1
         self.size = 0
-        self.tail: list[bytes] = []
+        self.tail: list[Record] = []
         self.ready = False  # what is left of the tail is short
         self.error: OSError | None = None
         self._lock = threading.Lock()
         self.thread = threading.Thread(target=self._write, name="journal-next", daemon=True)
         self.thread.start()
 
-    def append(self, payloads: list[bytes]) -> None:
+    def append(self, records: list[Record]) -> None:
         """These stand behind the snapshot."""
         with self._lock:
-            self.tail += payloads
+            self.tail += records
 
     def _write(self) -> None:
         try:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
             self.fd = os.open(self.part, flags, 0o600)
-            self.put([self.snapshot])
+            self.put([[self.snapshot]])
             self.snapshot = b""
             while not self.ready:
                 with self._lock:
-                    self.ready = sum(map(len, self.tail)) <= TAIL_BYTES
+                    self.ready = sum(len(x) for record in self.tail for x in record) <= TAIL_BYTES
                     some, self.tail = ([], self.tail) if self.ready else (self.tail, [])
                 self.put(some)
         except OSError as error:
             self.error = error
             self.ready = True
 
-    def put(self, payloads: list[bytes]) -> None:
+    def put(self, records: list[Record]) -> None:
         """Write records, as durable as the mode promises.  Raises OSError."""
-        for payload in payloads:
-            data = frame(payload, self.size)
-            _write(self.fd, data)
-            self.size += len(data)
-        if self.sync and payloads:
+        for record in records:
+            self.size += _write(self.fd, [head(record, self.size), *record])
+        if self.sync and records:
             os.fdatasync(self.fd)
 
     def name(self) -> None:
@@ -250,7 +257,7 @@ class Journal:
         self.number = place(found[-1])[1] if (found := segments(directory, term)) else 0
         self.fd = -1
         self.appended = self.durable = self.size = self.sure = self.first = 0
-        self.waiting: list[bytes] = []
+        self.waiting: list[Record] = []
         self.failure: OSError | None = None
         self._wake = threading.Condition()
         self._goal = (0, 0)  # (record, bytes) written and not yet synced
@@ -261,9 +268,9 @@ class Journal:
         if self.thread is not None:
             self.thread.start()
 
-    def append(self, payload: bytes) -> int:
-        """Queue a record; returns its number."""
-        self.waiting.append(payload)
+    def append(self, *record: bytes | memoryview) -> int:
+        """Queue a record, whose pieces stay as they are until it is written; returns its number."""
+        self.waiting.append(record)
         self.appended += 1
         return self.appended
 
@@ -275,18 +282,17 @@ class Journal:
             self._switch()
         if not self.waiting:
             return
-        data = b"".join(frame(p, self.sure) for p in self.waiting)
+        pieces = [x for record in self.waiting for x in (head(record, self.sure), *record)]
         if self.next is not None:
             self.next.append(self.waiting)
         self.waiting = []
         try:
-            _write(self.fd, data)
+            self.size += _write(self.fd, pieces)
         except OSError as error:
             self.failure = (
                 error  # what was written of it is a torn tail: nothing may come behind it
             )
             raise full(self.directory, error) from error
-        self.size += len(data)
         if not self.sync:
             self.durable = self.appended
             self.sure = self.size
@@ -419,7 +425,16 @@ class Journal:
             self.fd = -1
 
 
-def _write(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
+def _write(fd: int, pieces: Record) -> int:
+    """All of them, one behind the other; returns how many bytes that is.  Raises OSError."""
+    left = [memoryview(piece) for piece in pieces if len(piece)]
+    size = sum(map(len, left))
+    at = 0
+    while at < len(left):
+        taken = os.writev(fd, left[at : at + PIECES])
+        while at < len(left) and taken >= len(left[at]):
+            taken -= len(left[at])
+            at += 1
+        if taken:
+            left[at] = left[at][taken:]
+    return size

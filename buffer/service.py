@@ -29,6 +29,7 @@ from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, BadMessage, TakenOver
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import KEPT, HeldUp, Wait, WaitLog, held_up
+from asyncrl.models import memory
 from asyncrl.records import atomic_write, jsonl, metrics, terms
 from asyncrl.records.metrics import MetricsWriter, RunClock
 from asyncrl.records.rundir import Lock, buffer_address, run_id, take_back
@@ -413,7 +414,7 @@ class Service:
         entry = self.heard(message.producer, peer, message.session)
         if entry is not None or self.sessions.over(message.producer, message.session):
             self.store.told(message.producer, message.session, message.drawn)
-        became = self.store.take_all(message.samples)
+        became = self.store.take_all(message.samples, self.socket.payload)
         acks = [
             (sample.ticket, sample.sample, sample.attempt, what)
             for sample, what in zip(message.samples, became, strict=True)
@@ -900,6 +901,7 @@ def main(config: Config, run_dir: Path, *, moved: bool = False) -> bool:
     another buffer speaks for it.
     """
     lock = Lock(run_dir, "buffer")
+    memory.keep_freed(one_arena=True)
     service = Service(config, run_dir, moved=moved)
     take_back(run_dir)
     # thousands of stored samples and no cycles among them: looking for some took a sixth of its

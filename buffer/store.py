@@ -487,8 +487,12 @@ class Store:
         checks.sample(self, sample)
         return self.take(sample)
 
-    def take_all(self, samples: Sequence[Trajectory]) -> list[Disposition]:
-        """`take` of a frame's samples, in their order."""
+    def take_all(
+        self, samples: Sequence[Trajectory], came: bytes | memoryview = b""
+    ) -> list[Disposition]:
+        """`take` of a frame's samples, in their order; came: the `Deliver` that brought them, as it
+        was encoded, for a store that keeps a record.
+        """
         return [self.take(sample) for sample in samples]
 
     def take(self, sample: Trajectory) -> Disposition:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from conftest import ROOT
 from schedules import PROMPTS, TOKENS
@@ -29,6 +30,7 @@ from buffer import batches, checks
 from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
 from buffer.groups import Settings
+from buffer.journal import Record
 from buffer.service import Service
 from buffer.store import Store
 from learner.state import Cursor
@@ -135,7 +137,7 @@ class Play:
                 self.deliver(frame)
 
     def deliver(self, frame: m.Deliver) -> None:
-        what = self.store.take_all(frame.samples)
+        what = self.store.take_all(frame.samples, msgspec.msgpack.encode(frame))
         said = zip(frame.samples, what, strict=True)
         acks = [(x.ticket, x.sample, x.attempt, disposition) for x, disposition in said]
         Service.send(self.service, b"g", m.Acks(frame.session, acks, 1 << 20, None))
@@ -287,8 +289,8 @@ def test_with_everything_on_nothing_is_wrong(memory: bool, tmp_path: Path) -> No
 def unsettled(store: RecordedStore) -> None:
     """What was appended is called durable; a pass of answers alone is written after the next."""
     log = store.journal
-    late: list[bytes] = vars(store).setdefault("late", [])
-    if log.waiting and all(len(kept) > 1 and b"frame" in kept[:32] for kept in log.waiting):
+    late: list[Record] = vars(store).setdefault("late", [])
+    if log.waiting and all(b"came" in kept[0] for kept in log.waiting):
         late += log.waiting
         log.waiting = []
     else:

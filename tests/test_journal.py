@@ -16,7 +16,14 @@ from schedules import PROMPTS, World
 from test_store import hello, judged, sample
 
 from asyncrl.contract.errors import AsyncrlError, Damaged
-from asyncrl.contract.messages import Failure, LearnerHello, Prompt, Sampling, WeightsSource
+from asyncrl.contract.messages import (
+    Deliver,
+    Failure,
+    LearnerHello,
+    Prompt,
+    Sampling,
+    WeightsSource,
+)
 from asyncrl.contract.versions import Label, PolicyTree
 from buffer import journal as j
 from buffer.durable_store import RecordedStore
@@ -45,6 +52,30 @@ def written(directory: Path, *, together: bool = False) -> Path:
 
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     assert list(j.read(written(tmp_path))) == [b"snapshot", *PAYLOADS]
+
+
+@pytest.mark.parametrize("most", [1, 7, 1 << 20])
+def test_a_record_in_pieces_is_written_whole_whatever_the_system_takes_at_once(
+    most: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = os.writev, []
+
+    def some(fd: int, pieces: list[memoryview]) -> int:
+        calls.append(len(pieces))
+        return real(fd, [memoryview(b"".join(pieces))[:most]])
+
+    monkeypatch.setattr(os, "writev", some)
+    log = j.Journal(tmp_path, sync=False)
+    log.rotate(b"snapshot")
+    many = [bytes([n % 251]) * (n % 3) for n in range(3 * j.PIECES)]
+    log.append(b"head", memoryview(b"of it"), b"", b"end")
+    log.append(*many)
+    log.write()
+    size = log.size
+    log.close()
+    path = j.segments(tmp_path)[-1]
+    assert list(j.read(path)) == [b"snapshot", b"headof itend", b"".join(many)]
+    assert size == path.stat().st_size and max(calls) <= j.PIECES
 
 
 def test_a_tail_torn_at_any_byte_is_cut_to_whole_records(tmp_path: Path) -> None:
@@ -444,14 +475,20 @@ def test_leases_renewed_while_judging_survive(tmp_path: Path) -> None:
     )
 
 
-def test_a_frame_is_one_record_and_folds_to_what_its_samples_were(tmp_path: Path) -> None:
+@pytest.mark.parametrize("as_it_came", [False, True])
+def test_a_frame_is_one_record_and_folds_to_what_its_samples_were(
+    as_it_came: bool, tmp_path: Path
+) -> None:
     store = recorded(tmp_path)
     assert hello(store, 1, 0, k=3)
     train = [ticket for ticket in store.grant("g", 1, 9, 0.0) if ticket.kind == "train"]
     written = store.journal.appended
     frame = [sample(train[0]), sample(train[1], length=7), sample(train[0], length=5)]
-    assert store.take_all(frame) == ["accepted", "accepted", "accepted"]
+    came = msgspec.msgpack.encode(Deliver("g", 1, 1, frame)) if as_it_came else b""
+    assert store.take_all(frame, came) == ["accepted", "accepted", "accepted"]
     assert store.journal.appended == written + 1
+    if as_it_came:  # its bytes, and no others
+        assert store.journal.waiting[-1][1] is came
     store.settle()
     before = state(store)
     store.journal.close()

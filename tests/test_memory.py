@@ -10,7 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ENV
+from conftest import ENV, ROOT
+
+from asyncrl.config import load
 
 MOST_MB = 6.0  # a leak of one row a batch is many times this
 
@@ -98,3 +100,64 @@ def test_memory_that_is_freed_is_not_faulted_in_again(who: str, small_model: Pat
 def test_what_the_user_has_set_of_malloc_stays(small_model: Path) -> None:
     # everything from 1 MiB on by a mapping of its own
     assert faulted("learner", small_model, MALLOC_MMAP_THRESHOLD_=str(1 << 20)) > 15 * PAGES
+
+
+HEAPS = """
+import ctypes, os, sys, tempfile, threading
+from asyncrl.models import memory
+print(memory.keep_freed(one_arena=True))
+libc = ctypes.CDLL(None)
+libc.malloc.restype = libc.fdopen.restype = ctypes.c_void_p
+def use():
+    for _ in range(50):
+        libc.malloc(1000)
+threads = [threading.Thread(target=use) for _ in range(4)]
+for t in threads: t.start()
+for t in threads: t.join()
+with tempfile.TemporaryFile() as file:
+    stream = ctypes.c_void_p(libc.fdopen(os.dup(file.fileno()), b"w"))
+    libc.malloc_info(0, stream)
+    libc.fclose(stream)
+    file.seek(0)
+    print(file.read().count(b"<heap "))
+"""
+
+
+def heaps(**more: str) -> list[str]:
+    """Whether anything was set, and how many heaps there are after four threads had memory."""
+    done = subprocess.run(
+        [sys.executable, "-c", HEAPS],
+        env=ENV | more,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout.split()
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc is what is set")
+def test_all_threads_may_share_a_heap() -> None:
+    assert heaps() == ["True", "1"]
+    said, count = heaps(MALLOC_ARENA_MAX="8")  # the user's own setting stays
+    assert said == "False" and int(count) > 1
+
+
+def test_the_buffer_keeps_what_is_freed_before_it_has_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from buffer import service
+
+    class Begun(Exception):
+        pass
+
+    asked: list[dict[str, bool]] = []
+
+    def begun(*_: object, **__: object) -> None:
+        assert asked == [{"one_arena": True}]
+        raise Begun
+
+    monkeypatch.setattr(service.memory, "keep_freed", lambda **how: asked.append(how))
+    monkeypatch.setattr(service, "Service", begun)
+    with pytest.raises(Begun):
+        service.main(load.load(ROOT / "configs" / "demo.toml", []), tmp_path)

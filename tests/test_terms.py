@@ -316,6 +316,8 @@ SMALL = (
 class Wire:
     """A socket that keeps what is sent, and gives what was put."""
 
+    payload = b""
+
     def __init__(self, socket: BufferSocket) -> None:
         self.socket = socket
         self.sent: list[Any] = []

@@ -152,11 +152,12 @@ def test_the_later_row_of_a_step_wins_and_a_dead_branch_goes(tmp_path: Path) -> 
 
 
 class Disk:
-    """os.write into files, with room for so many bytes more."""
+    """os.write and os.writev into files, with room for so many bytes more."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.room, self.real = 1 << 40, os.write
         monkeypatch.setattr(os, "write", self.write)
+        monkeypatch.setattr(os, "writev", lambda fd, pieces: self.write(fd, b"".join(pieces)))
 
     def write(self, fd: int, data: Any) -> int:
         if not stat.S_ISREG(os.fstat(fd).st_mode):

@@ -165,6 +165,8 @@ class BufferSocket:
         self.most = most
         self.refused: Callable[[str, str], None] = lambda reason, line: None
         self.speaker = ""  # whose key the last message came with
+        # the last message as it was encoded; whoever keeps it keeps zmq's memory with it
+        self.payload: bytes | memoryview = b""
         self.context = zmq.Context()
         self.socket = self.context.socket(zmq.ROUTER)
         self.socket.setsockopt(zmq.LINGER, 200)
@@ -206,6 +208,7 @@ class BufferSocket:
             )
             return None
         theirs, payload = frames[0].bytes, frames[1].buffer
+        self.payload = payload
         name = None if self._guard is None else self._guard.name(frames[1])
         self.speaker = name or ""
         if theirs != self.head and theirs != head(""):

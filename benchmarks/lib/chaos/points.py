@@ -258,16 +258,17 @@ def buffer(hook: Hook, role: str) -> None:
     board, off = hook.board, hook.off
     plain = journal._write
 
-    def write(fd: int, data: bytes) -> None:
+    def write(fd: int, pieces: Any) -> int:
+        data = b"".join(pieces)
         if board.reached(role, "mid-journal"):
             half = len(data) // 2
             if board.action(role) == "disk":  # the kernel takes half of it
                 board.obey(role, room=os.fstat(fd).st_size + half)
             else:
-                plain(fd, data[:half])
+                plain(fd, [data[:half]])
                 board.obey(role)
-                data = data[half:]
-        plain(fd, data)
+                return half + plain(fd, [data[half:]])
+        return plain(fd, [data])
 
     def flushing(service: Any) -> None:
         hook.worked(role)
@@ -340,7 +341,7 @@ def unsynced(hook: Hook, role: str) -> None:
     plain = RecordedStore.settle
     held = [False]
 
-    def taken(_what: Any, store: Any, _samples: Any) -> None:
+    def taken(_what: Any, store: Any, *_samples: Any) -> None:
         held[0] = True
 
     def settle(store: Any) -> None:
