@@ -7,17 +7,18 @@
 Proves: a store that loses nothing and checks everything costs little beside a queue that does
 neither.  Batches of 32 x 8 answers of 64, 1k and 16k tokens, by turns:
 
-- ours, the real process with its real store over its real socket, played by benchmarks/buffer.py's
-  peer: `memory`, `process` and `disk` over ipc; `memory` over TCP, plain and with CURVE
+- ours, the real process with its real store over its real socket, once it holds what it keeps,
+  played by benchmarks/buffer.py's peer: `memory`, `process` and `disk` over ipc; `memory` over TCP, plain and with CURVE
 - raw: zmq without a store, through a forwarder
 - redis: streams, in memory; `redis, AOF always`: with an fsync before each reply, as `disk` has it
 - ray: ray.util.queue;  reverb: its queue;  straw: straw-queue, durable
 
 Rivals (benchmarks/lib/transport_rivals.py) hand the same answers over, encoded alike, each in a
 process of its own and with its best settings, found by a short run of several numbers of answers in
-a message and of messages in a call; what malloc is told, all are.  Every batch is counted, in answers and in bytes; the first one
-of each is compared byte by byte.  Ray's own processes are never idle: it has rounds of its own,
-against `memory`.  A rival that cannot be had is said, in the result and as a goal that is not met.
+a message and of messages in a call; what malloc is told, all are.  Every batch is counted, in
+answers and in bytes; the first one of each is compared byte by byte.  Ray's own processes are never
+idle: it has rounds of its own, against `memory`.  A rival that cannot be had is said, in the result
+and as a goal that is not met.
 
 Goals, in answers a second, ours over the rival's: see GOALS; and CPU time of all processes for a
 durable answer of 1k tokens."""
@@ -58,8 +59,8 @@ OURS = ("memory", "process", "disk", "tcp", "curve")
 RIVALS = ("raw", "redis", "redis, AOF always", "ray", "reverb", "straw")
 ALONE = "ray"  # with rounds of its own
 PATIENCE_S = 900.0  # for a rival's reply
-# malloc keeps what is freed, as in our processes (asyncrl/models/memory.py); zmq's forwarder has one
-# heap for its two threads, as the buffer has
+# malloc keeps what is freed, as in our processes (asyncrl/models/memory.py), and where all threads
+# are the rival's own, they share a heap
 KEEPS = {
     "MALLOC_TRIM_THRESHOLD_": str(memory.KEPT),
     "MALLOC_MMAP_THRESHOLD_": str(memory.MAPPED),
@@ -402,8 +403,15 @@ class Measured:
     def ours(self, name: str, length: Length, folder: Path) -> Ours:
         turn = self.answers[length.tokens] // (self.groups * self.module.SIZE)
         steps = 2 * (rounds.TRIES * self.n_rounds * turn + 1) + self.module.AHEAD + 1
+        steps += self.settled(length)
         more = {"groups": self.groups, "steps": steps, "values": self.values}
         return Ours(self.module, name, folder, length, **more)
+
+    def settled(self, length: Length) -> int:
+        """Batches until the buffer holds as much as it ever will, which is what the checkpoints
+        kept can come back to; rivals have had their short runs.
+        """
+        return 0 if self.args.quick else self.module.KEPT * length.every + self.module.AHEAD
 
     def length(self, length: Length) -> None:
         """Both passes of one length."""
@@ -417,6 +425,7 @@ class Measured:
                 present[name] = self.ours(name, length, folder)
                 ends.callback(present[name].end)
                 present[name].buffer.begin()
+                present[name].batches(self.settled(length))
             for name in RIVALS:
                 if name != ALONE and (child := self.rival(name, length, folder)) is not None:
                     ends.callback(child.end)

@@ -60,15 +60,18 @@ def of_limit(store: Store, before: Limit) -> dict[str, float]:
 
 def shown(batch: Batch, record: Record) -> Iterator[dict[str, Any]]:
     """Rows of samples.jsonl: some samples of every `samples_every`-th batch, spread over it."""
-    many = record.samples or len(batch.samples)
     if not record.samples_every or batch.number % record.samples_every:
         return
-    every = rows(batch)
-    yield from every[:: max(1, len(every) // many)][:many]
+    many = record.samples or len(batch.samples)
+    apart = max(1, len(batch.samples) // many)
+    yield from rows(batch, range(len(batch.samples))[::apart][:many])
 
 
-def rows(batch: Batch) -> list[dict[str, Any]]:
-    """Each sample of a batch, for people who look."""
+def rows(batch: Batch, which: Iterable[int] | None = None) -> list[dict[str, Any]]:
+    """These samples of a batch, by default all, for people who look; a number by itself takes many
+    times the memory that it came in.
+    """
+    which = range(len(batch.samples)) if which is None else which
     return [
         {
             "batch": batch.number,
@@ -88,7 +91,7 @@ def rows(batch: Batch) -> list[dict[str, Any]]:
             "logprobs": memoryview(sample.behavior_logprobs).cast("f").tolist(),
         }
         | (_of_session(sample) if sample.calls else {})
-        for sample, lag in zip(batch.samples, batch.lags, strict=True)
+        for sample, lag in ((batch.samples[at], batch.lags[at]) for at in which)
     ]
 
 

@@ -901,7 +901,7 @@ def main(config: Config, run_dir: Path, *, moved: bool = False) -> bool:
     another buffer speaks for it.
     """
     lock = Lock(run_dir, "buffer")
-    memory.keep_freed(one_arena=True)
+    memory.keep_freed()
     service = Service(config, run_dir, moved=moved)
     take_back(run_dir)
     # thousands of stored samples and no cycles among them: looking for some took a sixth of its

@@ -21,7 +21,7 @@ from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, Fenced, NothingToDo, PeerUnreachable
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BUFFER, Wait, WaitLog
-from asyncrl.models import adapters, policy
+from asyncrl.models import adapters, memory, policy
 from asyncrl.models.devices import bind_learner
 from asyncrl.models.policy import export, weights_digest
 from asyncrl.records import atomic_write, lives
@@ -369,6 +369,7 @@ def main(config: Config, run_dir: Path) -> bool:
     asked: list[int] = []
     learner: Learner | None = None
     bind_learner(config)
+    memory.keep_freed()
     if config.learner.backend == "deepspeed" and int(os.environ.get("RANK", "0")) > 0:
         from learner.backend_deepspeed import follow, leave
 

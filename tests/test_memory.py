@@ -4,7 +4,9 @@ read (the engine: test_speed.py); what is freed there is not faulted in again.
 
 from __future__ import annotations
 
+import importlib
 import platform
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +15,7 @@ import pytest
 from conftest import ENV, ROOT
 
 from asyncrl.config import load
+from asyncrl.models import memory
 
 MOST_MB = 6.0  # a leak of one row a batch is many times this
 
@@ -105,7 +108,7 @@ def test_what_the_user_has_set_of_malloc_stays(small_model: Path) -> None:
 HEAPS = """
 import ctypes, os, sys, tempfile, threading
 from asyncrl.models import memory
-print(memory.keep_freed(one_arena=True))
+print(memory.keep_freed())
 libc = ctypes.CDLL(None)
 libc.malloc.restype = libc.fdopen.restype = ctypes.c_void_p
 def use():
@@ -143,21 +146,24 @@ def test_all_threads_may_share_a_heap() -> None:
     assert said == "False" and int(count) > 1
 
 
-def test_the_buffer_keeps_what_is_freed_before_it_has_threads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("role", "first"), [("buffer.service", "Service"), ("learner.loop", "Learner")]
+)
+def test_what_is_freed_is_kept_before_there_are_threads(
+    role: str, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from buffer import service
-
     class Begun(Exception):
         pass
 
-    asked: list[dict[str, bool]] = []
+    asked: list[bool] = []
 
     def begun(*_: object, **__: object) -> None:
-        assert asked == [{"one_arena": True}]
+        assert asked == [True]
         raise Begun
 
-    monkeypatch.setattr(service.memory, "keep_freed", lambda **how: asked.append(how))
-    monkeypatch.setattr(service, "Service", begun)
+    module = importlib.import_module(role)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # this process keeps its own
+    monkeypatch.setattr(memory, "keep_freed", lambda: asked.append(True))
+    monkeypatch.setattr(module, first, begun)
     with pytest.raises(Begun):
-        service.main(load.load(ROOT / "configs" / "demo.toml", []), tmp_path)
+        module.main(load.load(ROOT / "configs" / "demo.toml", []), tmp_path)

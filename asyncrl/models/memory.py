@@ -21,18 +21,17 @@ SETTINGS = (
 )
 
 
-def keep_freed(*, one_arena: bool = False) -> bool:
+def keep_freed() -> bool:
     """Let malloc keep what is freed, in this process, from now on; False where nothing was set: the
     user has settings of their own, or this is not glibc.
 
-    one_arena: for all threads, where one makes what another frees (zmq's, messages), before there
-    are any: each would otherwise have a heap of its own, and hand it back page by page."""
+    Threads that begin later share the heap: what zmq's allocates, a batch of many megabytes, is
+    freed by another, and a heap of its own would be handed back page by page each time."""
     if any(os.environ.get(name) for name in SETTINGS):
         return False
     try:
         mallopt = ctypes.CDLL(None).mallopt
     except (AttributeError, OSError, TypeError):
         return False
-    if one_arena and not mallopt(ARENA_MAX, 1):
-        return False
-    return bool(mallopt(MMAP_THRESHOLD, MAPPED)) and bool(mallopt(TRIM_THRESHOLD, KEPT))
+    wanted = ((ARENA_MAX, 1), (MMAP_THRESHOLD, MAPPED), (TRIM_THRESHOLD, KEPT))
+    return all(mallopt(what, value) for what, value in wanted)
