@@ -8,7 +8,8 @@ Proves: a store that loses nothing and checks everything costs little beside a q
 neither.  Batches of 32 x 8 answers of 64, 1k and 16k tokens, by turns:
 
 - ours, the real process with its real store over its real socket, once it holds what it keeps,
-  played by benchmarks/buffer.py's peer: `memory`, `process` and `disk` over ipc; `memory` over TCP, plain and with CURVE
+  played by benchmarks/buffer.py's peer: `memory`, `process` and `disk` over ipc; `memory` over
+  TCP, plain and with CURVE
 - raw: zmq without a store, through a forwarder
 - redis: streams, in memory; `redis, AOF always`: with an fsync before each reply, as `disk` has it
 - ray: ray.util.queue;  reverb: its queue;  straw: straw-queue, durable
