@@ -55,9 +55,13 @@ def _sum(length: int, sure: int, record: Record) -> int:
     return int(digest.intdigest())
 
 
+def _length(record: Record) -> int:
+    return sum(map(len, record))
+
+
 def head(record: Record, sure: int) -> bytes:
     """What stands before a payload."""
-    length = sum(map(len, record))
+    length = _length(record)
     return HEAD.pack(MARK, length, sure, _sum(length, sure, record))
 
 
@@ -199,7 +203,8 @@ class Next:
             self.snapshot = b""
             while not self.ready:
                 with self._lock:
-                    self.ready = sum(len(x) for record in self.tail for x in record) <= TAIL_BYTES
+                    left = sum(_length(record) for record in self.tail)
+                    self.ready = left <= TAIL_BYTES
                     some, self.tail = ([], self.tail) if self.ready else (self.tail, [])
                 self.put(some)
         except OSError as error:
@@ -282,7 +287,10 @@ class Journal:
             self._switch()
         if not self.waiting:
             return
-        pieces = [x for record in self.waiting for x in (head(record, self.sure), *record)]
+        pieces: list[bytes | memoryview] = []
+        for record in self.waiting:
+            pieces.append(head(record, self.sure))
+            pieces += record
         if self.next is not None:
             self.next.append(self.waiting)
         self.waiting = []
@@ -428,7 +436,7 @@ class Journal:
 def _write(fd: int, pieces: Record) -> int:
     """All of them, one behind the other; returns how many bytes that is.  Raises OSError."""
     left = [memoryview(piece) for piece in pieces if len(piece)]
-    size = sum(map(len, left))
+    size = _length(left)
     at = 0
     while at < len(left):
         taken = os.writev(fd, left[at : at + PIECES])
