@@ -14,15 +14,14 @@ from asyncrl.contract.messages import Ticket
 Item = TypeVar("Item")
 
 
-def decode_steps(config: Config, ticket: Ticket, tokens: int) -> float:
-    """Decode steps by which an answer of `tokens` to `ticket` comes late, as if each token had
-    taken so much longer; 0 for evaluation.
+def decode_steps(config: Config, ticket: Ticket, sample: int, tokens: int) -> float:
+    """Decode steps by which answer `sample` of `tokens` to `ticket` comes late, as if each token
+    had taken so much longer; 0 for evaluation.
     """
-    return (
-        tokens * admission.delay(config.staleness.delay, ticket.seed, ticket.ticket)
-        if ticket.kind == "train"
-        else 0.0
-    )
+    if ticket.kind != "train":
+        return 0.0
+    whose = (ticket.ticket, sample) if config.staleness.delay_of == "answer" else (ticket.ticket,)
+    return tokens * admission.delay(config.staleness.delay, ticket.seed, *whose)
 
 
 class Late(Generic[Item]):

@@ -325,7 +325,7 @@ class Generator:
         written = self.turn.finished(answer)
         if written is None:
             return
-        steps = decode_steps(self.config, written.ticket, len(answer.tokens))
+        steps = decode_steps(self.config, written.ticket, answer.key[1], len(answer.tokens))
         step_s = self.spent.busy_s / max(self.decoded, 1)
         self.turn.late.hold(time.monotonic() + steps * step_s, answer.key)
 

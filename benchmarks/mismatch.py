@@ -9,6 +9,10 @@ correction helps, and does it help late?
     python benchmarks/mismatch.py --out runs/mismatch --switch
     # seed 0 again, in this process: what the learner's own policy can do
     python benchmarks/mismatch.py --out runs/mismatch --learner
+    # under lag: 16 versions injected, every arm with and without mismatch
+    python benchmarks/mismatch.py --out runs/mismatch --lag 16
+    # which part of log pi / mu grows with lag: real runs, no correction but PPO on mu
+    python benchmarks/mismatch.py --out runs/mismatch --split
     # the result of what is finished, run nothing
     python benchmarks/mismatch.py --out runs/mismatch --table
 
@@ -16,13 +20,15 @@ correction helps, and does it help late?
 computes in bfloat16; `b3` has weights rounded to 3 stored mantissa bits, as fp8 e4m3 has them, `b2`
 to 2, as e5m2 (generator.mantissa_bits).  The learner is fp32.  On a warm start k3 is 1e-4 for bf16,
 4e-3 for b3, 1.7e-2 for b2, 6e-2 for b1. Compared with `fp32, none`, and within each generator with
-`none`.  Accuracies are the generator's own, coarse weights and all; `--learner` adds the accuracy
+`none`; under lag with `fp32, bypass`, each arm with itself in fp32, and within each generator with
+`bypass`.  Accuracies are the generator's own, coarse weights and all; `--learner` adds the accuracy
 of the fp32 policy at the end of finished runs, with transformers' own sampling."""
 
 from __future__ import annotations
 
 import json
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -30,7 +36,7 @@ from typing import Any
 
 from lib import results_file, studies
 
-from asyncrl.experiments.compare import verdict
+from asyncrl.experiments.compare import sweep, verdict
 from asyncrl.experiments.compare.page import clean
 from asyncrl.records import metrics
 from asyncrl.supervise.run import say
@@ -82,9 +88,14 @@ COLUMNS = {
 }
 
 
+UNDER_LAG = ("none", "bypass", "tis", "mis", "rejection")
+SPLIT_LAGS = (0, 4, 16)
+PARTS = ("mismatch", "staleness", "update")  # of log mu - log pi_theta
+
+
 def common(args: Any) -> list[str]:
     return [
-        "staleness.max_lag=0",
+        *sweep.limit_sets(args.lag, True),
         f"learner.steps={args.steps}",
         f"learner.lr={args.lr}",
         *studies.EVALUATION,
@@ -92,11 +103,17 @@ def common(args: Any) -> list[str]:
 
 
 def plan(args: Any) -> studies.Study:
-    study = studies.Study(args, "rle", f"lr{args.lr}", common(args))
+    lag = f"-lag{args.lag}" if args.lag else ""
+    study = studies.Study(args, "rle", f"lr{args.lr}{lag}", common(args))
     if args.look:
         study.block(
             {f"{e}, none": [*items, *ARMS["none"]] for e, items in ENGINES.items()}, seeds=1
         )
+        return study
+    if args.lag:
+        engines = ["fp32", *(text.partition(":")[0] for text in args.engines.split(","))]
+        for arm in UNDER_LAG:
+            study.block({f"{e}, {arm}": [*ENGINES[e], *ARMS[arm]] for e in engines})
         return study
     study.block({"fp32, none": ARMS["none"]})
     for text in args.engines.split(","):
@@ -195,6 +212,48 @@ def switch(args: Any, study: studies.Study) -> dict[str, Any]:
     return out
 
 
+# ---- which part grows ----------------------------------------------------------------------------
+
+
+def split(args: Any, study: studies.Study) -> list[dict[str, Any]]:
+    """Real runs by generator and injected lag: means of the three parts' k3 over the batches that
+    have the whole lag, nats a token.  One row a run, kept in OUT/split.json.
+    """
+    path = study.out / "split.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text()) if path.exists() else []
+    for lag in SPLIT_LAGS:
+        for engine in ("fp32", *(text.partition(":")[0] for text in args.engines.split(","))):
+            if args.table or [engine, lag] in [[r["engine"], r["lag"]] for r in rows]:
+                continue
+            runs, name = (study.out / "split").resolve(), f"{engine}-lag{lag}"
+            shutil.rmtree(runs / name, ignore_errors=True)
+            items = [
+                *study.common,
+                *ENGINES[engine],
+                *ARMS["bypass"],
+                *sweep.limit_sets(lag, True),
+                f"runs='{runs}'",
+                f"name={name}",
+                f"model.path='{(study.out / 'models' / f'{study.task}-0').resolve()}'",
+                f"learner.steps={args.steps + lag}",
+                "record.split_every=1",
+            ]
+            command([str(study.source), *(x for item in items for x in ("--set", item))])
+            found = [r for r in metrics.read(runs / name) if r["step"] > lag]
+            rows.append(
+                {"engine": engine, "lag": lag, "batches": len(found)}
+                | {f"{part}_k3": part_mean(found, f"split/{part}_k3") for part in PARTS}
+                | {"coverage": part_mean(found, "split/coverage")}
+            )
+            say(json.dumps(rows[-1]))
+            path.write_text(json.dumps(rows))
+    return rows
+
+
+def part_mean(rows: list[dict[str, Any]], name: str) -> float:
+    return statistics.fmean(row[name] for row in rows if name in row)
+
+
 # ---- the learner's own policy --------------------------------------------------------------------
 
 
@@ -234,6 +293,16 @@ def learners(args: Any, study: studies.Study) -> list[dict[str, Any]]:
     return rows
 
 
+def pairs(study: studies.Study) -> list[tuple[str, str]]:
+    """(arm, other) that are compared beside the base."""
+    rival = "bypass" if study.args.lag else "none"
+    named = [(arm, *arm.split(", ")) for arm in study.arms]
+    within = [(arm, f"{engine}, {rival}") for arm, engine, name in named if name != rival]
+    if not study.args.lag:
+        return within
+    return within + [(arm, f"fp32, {name}") for arm, engine, name in named if engine != "fp32"]
+
+
 def main() -> None:
     p = studies.parser(__doc__, "runs/mismatch", steps=40, groups=16)
     p.add_argument("--lr", default="5e-4")
@@ -252,18 +321,22 @@ def main() -> None:
     p.add_argument(
         "--late", default="", help="further --set items of the late correction, separated by commas"
     )
+    p.add_argument("--lag", type=int, default=0, help="versions of lag to inject")
+    p.add_argument("--split", action="store_true", help="real processes, at 0, 4 and 16 of lag")
     args = p.parse_args()
     if args.quick:
         args.steps = 2
     study = plan(args)
+    if args.split:
+        study.warm_starts([names[0] for names in study.arms.values()])
+        rows = split(args, study)
+        path = results_file.write("mismatch_split", {"steps": args.steps, "rows": rows})
+        say(str(path))
+        return
     if not args.table and not args.switch and not args.learner:
         study.run()
     own = learners(args, study)
-    found = studies.analyse(
-        study,
-        "fp32, none",
-        pairs=[(a, f"{a.split(', ')[0]}, none") for a in study.arms if not a.endswith(", none")],
-    )
+    found = studies.analyse(study, "fp32, bypass" if args.lag else "fp32, none", pairs=pairs(study))
     if args.look:
         print("\n".join(studies.table(found, COLUMNS)))
         return
@@ -273,9 +346,9 @@ def main() -> None:
     if not args.switch and not args.learner:
         studies.finish(
             study,
-            "mismatch",
+            f"mismatch_lag{args.lag}" if args.lag else "mismatch",
             found,
-            {"task": "rle", "lr": args.lr, "engines": args.engines},
+            {"task": "rle", "lr": args.lr, "engines": args.engines, "lag": args.lag},
             COLUMNS,
             switch=late,
             learners=own,

@@ -72,6 +72,7 @@ PROGRAMS = {
     "real_learns_lora": Program(
         "real_learns.py models/smollm2 --config smollm2_first_lora", ("smollm2_first_lora",), 10
     ),
+    "real_start": Program("real_start.py models/smollm2", ("real_start",), 15),
     "real_equal": Program("real_equal.py models/smollm2", ("real_equal",), 15),
     "memory_sizes": Program("memory_sizes.py models/smollm2", ("memory_sizes",), 5),
     "mutants": Program("mutants.py", ("mutants",), 20),

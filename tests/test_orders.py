@@ -8,11 +8,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from conftest import ROOT
 from test_store import make, train, write
 
-from actors.delay import Late
+from actors.delay import Late, decode_steps
 from asyncrl.config import load
 from asyncrl.contract import admission
 from asyncrl.contract.errors import ConfigError
@@ -98,6 +99,24 @@ def test_the_delay_of_a_ticket_is_seeded_and_has_a_long_tail() -> None:
     assert each[2000] == pytest.approx(2 * 0.587, rel=0.1) and each[-1] == 40.0
     assert 0.006 < sum(x == 40.0 for x in each) / 4000 < 0.016
     assert admission.delay(0.0, 7, 3) == 0.0
+
+
+def test_answers_of_a_ticket_are_late_together_or_each_by_itself() -> None:
+    (ticket,) = make(1).grant("g", 1, 1, 0.0)
+    ticket = msgspec.structs.replace(ticket, ticket=5, seed=7)
+    both = ticket, msgspec.structs.replace(ticket, kind="eval")
+
+    def steps(*sets: str) -> list[list[float]]:
+        config = load.load(ROOT / "configs" / "demo.toml", ["staleness.delay=2", *sets])
+        return [[decode_steps(config, t, sample, 10) for sample in range(3)] for t in both]
+
+    together, evaluated = steps()
+    assert together == [10 * admission.delay(2.0, 7, 5)] * 3 and evaluated == [0.0] * 3
+    apart, evaluated = steps("staleness.delay_of=answer")
+    assert apart == [10 * admission.delay(2.0, 7, 5, s) for s in range(3)]
+    assert len(set(apart)) == 3 and evaluated == [0.0] * 3
+    # of ticket 5, sample 1, and not of ticket 51
+    assert admission.delay(2.0, 7, 5, 1) != admission.delay(2.0, 7, 51)
 
 
 def test_late_answers_come_back_by_their_time() -> None:

@@ -74,8 +74,12 @@ def test_engine_step_and_swap_on_a_tiny_model(quick: Callable[..., dict[str, Any
     first = goals["engine / generate, answers of spread 3"]
     assert first["ours"] in ("engine, float32", "engine, bfloat16")
     assert first["rival"] in first["tokens_per_s"] and first["goal"] == ">= 1.3"
-    # eager and sdpa, two types, two caches, two batch sizes
-    assert said["engine"]["tried"] == 16
+    # eager and sdpa, two types, two caches at 8 rows; 16 rows for the best of these
+    tried = said["engine"]["tried"]
+    assert len(set(tried)) == len(tried) == 9 and first["rival"] in tried
+    assert [name.rpartition(", ")[2] for name in tried] == ["8 rows"] * 8 + ["16 rows"]
+    (kind,) = {tried[-1].rpartition(", ")[0]} & {name.rpartition(", ")[0] for name in tried[:8]}
+    assert first["rival"].startswith(kind)
     assert said["engine"]["tokens"] == 160 * 4  # the longest, 12, is three times the mean
     assert goals["learner's step, ours / transformers' modules"]["goal"] == ">= 1"
     assert goals["learner: gradient, relative difference"]["value"] < 1e-4
@@ -87,22 +91,35 @@ def test_a_run_is_held_against_its_fastest_synchronous_self(
 ) -> None:
     """Runs are stand-ins that say what they were asked."""
     asked: list[dict[str, Any]] = []
-    seconds = {"one_core": 3.0, "both_cores_for_each_phase": 2.0, "a_core_for_each_side": 2.5}
+    seconds = {
+        "synchronous_one_core": 3.0,
+        "synchronous_both_cores_for_each_phase": 2.0,
+        "synchronous_a_core_for_each_side": 2.5,
+        "asynchronous_a_core_for_each_side": 1.5,
+        "asynchronous_two_threads_for_the_learner": 1.25,
+        "asynchronous_two_threads_for_each": 1.3,
+    }
 
     def stand_in(
         work: Path, name: str, model: Path, cores: list[int], steps: int, *sets: str, **how: Any
     ) -> dict[str, float]:
         asked.append({"name": name, "cores": cores, "sets": sets, "steps": steps} | how)
-        took = seconds.get(name.partition("-")[0], 2.0 if name.startswith("sync") else 1.25)
+        took = seconds.get(name.rpartition("-")[0], 2.0 if name.startswith("sync") else 1.25)
         return {"step": took, "token": took / 10}
 
     said = quick("run", asyncrl=stand_in)
     (goal,) = said["goals"]
     assert goal["value"] == 1.6 and goal["met"] and goal["goal"] == ">= 1.3"
     assert goal["way"] == "both cores for each phase"
-    assert [a["cores"] for a in asked] == [[3], [3, 5], [3, 5], [3, 5], [3, 5]]
-    still = [["staleness.max_lag=0" in a["sets"], "learner.threads=2" in a["sets"]] for a in asked]
-    assert still == [[True, False], [True, True], [True, False], [True, True], [False, False]]
+    assert goal["ours"] == "two threads for the learner"
+    assert [a["cores"] for a in asked] == [[3], *[[3, 5]] * 7]
+    threads = [
+        [f"{side}.threads=2" in a["sets"] for side in ("generator", "learner")] for a in asked
+    ]
+    one, two, learners = [False, False], [True, True], [False, True]
+    assert threads == [one, two, one, one, learners, two, two, learners]
+    still = ["staleness.max_lag=0" in a["sets"] for a in asked]
+    assert still == [True] * 3 + [False] * 3 + [True, False]
     for each in asked:
         assert each["config"] == "configs/smollm2_sort.toml" and each["samples"] == 64
         assert "learner.lr=0.0" in each["sets"] and each["steps"] - each["skip"] > 2

@@ -309,6 +309,13 @@ class Staleness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             "come late; scale of a draw per ticket; 0: none"
         ),
     ] = 0.0
+    delay_of: Annotated[
+        Literal["ticket", "answer"],
+        Meta(
+            description="whose draw `delay` is: all answers of a ticket are late together, or"
+            " each by itself"
+        ),
+    ] = "ticket"
 
     @property
     def limit(self) -> float:

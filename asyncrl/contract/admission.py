@@ -145,13 +145,13 @@ def injected_lag(inject: int | Sequence[float], seed: int, ticket: int) -> int:
     return at
 
 
-def delay(scale: float, seed: int, ticket: int) -> float:
-    """Decode steps a token by which a ticket's answers come late: Lomax of shape 1.5 and `scale` by
-    a hash of the ticket, 20 scales at most.
+def delay(scale: float, seed: int, *of: int) -> float:
+    """Decode steps a token by which answers come late: Lomax of shape 1.5 and `scale` by a hash of
+    `of` (a ticket, or a ticket and a sample), 20 scales at most.
 
-    Half of the tickets get less than 0.6 scales, one in ten more than 3.6, one in a hundred 20.
+    Half of the draws are less than 0.6 scales, one in ten more than 3.6, one in a hundred 20.
     """
-    drawn = xxhash.xxh3_64_intdigest(f"{seed}:{ticket}:delay".encode()) / 2**64
+    drawn = xxhash.xxh3_64_intdigest(f"{seed}:{':'.join(map(str, of))}:delay".encode()) / 2**64
     return scale * min(20.0, (1 - drawn) ** (-2 / 3) - 1) if scale else 0.0
 
 

@@ -174,7 +174,7 @@ class Run:
             written = self.turn.finished(answer)
             assert written is not None, "no ticket is dropped here"
             self.numbers.tokens += len(answer.tokens)
-            late = decode_steps(self.config, written.ticket, len(answer.tokens))
+            late = decode_steps(self.config, written.ticket, answer.key[1], len(answer.tokens))
             self.turn.late.hold(self.clock + SLICE + late, answer.key)
         self.numbers.decode_s += time.monotonic() - began
 
@@ -236,7 +236,7 @@ class Run:
         before = self.store.limit
         seen = admission.seen(metrics, self.config.staleness.ess_floor)
         self.store.commit(number, label, digest, self.core.unused, seen)
-        self.numbers.curve[-1].update(of_limit(self.store, before))
+        self.numbers.curve[-1].update(of_limit(self.store, before), clock=self.ended)
         self.store.checkpointed(number + 1)
         keep = {*self.store.keep(), label, self.loaded}
         self.ring = {name: weights for name, weights in self.ring.items() if name in keep}

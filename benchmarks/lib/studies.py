@@ -114,13 +114,13 @@ class Study:
                 self.arms.setdefault(arm, {})[seed] = name = f"{self.prefix}-{slug}-seed{seed}"
                 self.cells.add(name, load.load(self.source, items), seed)
 
-    def run(self) -> None:
-        """Make what is missing; the models first.  Their warm starts take one thread: beside other
+    def warm_starts(self, names: Sequence[str]) -> None:
+        """Make the models of these cells that are not there.  It takes one thread: beside other
         work two spin on each other.
         """
         from asyncrl.tasks.warm_start import warm_start
 
-        for name in self.cells.todo():
+        for name in names:
             config = self.cells.configs[name]
             if not (Path(config.model.path) / "config.json").exists():
                 say(
@@ -128,6 +128,10 @@ class Study:
                     f"{warm_start(config, config.model.path, threads=1)}"
                 )
                 preflight(config)
+
+    def run(self) -> None:
+        """Make what is missing; the models first."""
+        self.warm_starts(self.cells.todo())
         began = time.monotonic()
 
         def tell(name: str, event: dict[str, object]) -> None:
