@@ -4,13 +4,16 @@ benchmarks/lib/studies.py computes from runs.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import Ended
+from test_bench_rivals import program
 
 from asyncrl.config import load
 from asyncrl.experiments import serial as warm
@@ -164,3 +167,66 @@ def test_a_rounded_generator_shows_under_the_shipped_config(
     else:
         assert done.json["mismatch_k3_max"] < 1e-9 and max(alone) < 1e-9
         assert "engine and learner differ" not in done.err
+
+
+# ---- the study of it -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def study(monkeypatch: pytest.MonkeyPatch) -> Any:
+    return program("mismatch", monkeypatch)
+
+
+def plan_of(study: Any, out: Path, **more: Any) -> Any:
+    known = {"out": out, "quick": False, "steps": 40, "groups": 16, "seeds": 2, "lr": "5e-4"}
+    known |= {"engines": "b2,bf16:none+mis", "look": False, "lag": 0, "table": False}
+    return study.plan(argparse.Namespace(**known | more))
+
+
+def test_under_lag_every_arm_is_run_with_and_without_mismatch(study: Any, tmp_path: Path) -> None:
+    still, late = (plan_of(study, tmp_path / str(lag), lag=lag) for lag in (0, 16))
+    assert "b2, bypass" in still.arms and "bf16, bypass" not in still.arms
+    assert set(late.arms) == {f"{e}, {a}" for e in ("fp32", "b2", "bf16") for a in study.UNDER_LAG}
+    for plan, limit in ((still, 0), (late, 16)):
+        for config in plan.cells.configs.values():
+            assert config.staleness.limit == limit
+            assert config.staleness.inject == (limit or None)
+    assert not set(still.cells.configs) & set(late.cells.configs)
+    assert ("b2, tis", "b2, none") in study.pairs(still)
+    assert not [pair for pair in study.pairs(still) if pair[1].startswith("fp32")]
+    both = study.pairs(late)
+    assert ("b2, tis", "b2, bypass") in both and ("b2, tis", "fp32, tis") in both
+    assert ("b2, bypass", "fp32, bypass") in both and ("b2, bypass", "b2, bypass") not in both
+
+
+def test_parts_are_means_over_batches_that_have_the_whole_lag(
+    study: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+
+    def command(argv: list[str]) -> dict[str, Any]:
+        asked.append(argv)
+        return {}
+
+    def read(run: Path) -> list[dict[str, float]]:
+        lag = int(run.name.rpartition("lag")[2])
+        before = [{"step": lag, "split/mismatch_k3": 9.0, "split/coverage": 0.0}]
+        parts = {"mismatch": 0.1, "staleness": 0.01 * lag, "update": 0.3}
+        row = {f"split/{name}_k3": value for name, value in parts.items()}
+        after = [{"step": lag + 1, "split/coverage": 1.0} | row, {"step": lag + 2}]
+        return before + after
+
+    monkeypatch.setattr(study, "command", command)
+    monkeypatch.setattr(study.metrics, "read", read)
+    plan = plan_of(study, tmp_path, engines="b2")
+    plan.out.mkdir(exist_ok=True)
+    rows = study.split(plan.args, plan)
+    assert [(row["engine"], row["lag"]) for row in rows] == [
+        (engine, lag) for lag in (0, 4, 16) for engine in ("fp32", "b2")
+    ]
+    last = rows[-1]
+    assert last["batches"] == 2 and last["coverage"] == 1.0
+    assert [last[f"{part}_k3"] for part in study.PARTS] == pytest.approx([0.1, 0.16, 0.3])
+    assert "generator.mantissa_bits=2" in asked[-1] and "staleness.inject=16" in asked[-1]
+    assert "learner.steps=56" in asked[-1] and "staleness.inject=0" not in asked[0]
+    assert study.split(plan.args, plan) == rows and len(asked) == len(rows)  # kept
