@@ -57,6 +57,11 @@ FIRST = (BASE, "tis", "vespo", "oapl", "vcpo", "m2po-published", "dis", "gac", "
 ARMS = {
     name: sweep.CORRECTIONS[name][1] for name in dict.fromkeys([*FIRST, *BESIDE, *methods.METHODS])
 }
+# what GMPO has beside its ratio, with PPO's
+ARMS["ppo-grpo"] = [
+    *ARMS[BASE],
+    *(item for item in ARMS["gmpo"] if item.startswith(("advantage.", "loss.reduction"))),
+]
 # at pi = mu and before a batch's second update these have the gradient of PPO with their advantage
 # and reduction
 ALIKE = (BASE, "vespo", "dis", "m2po-published", "minpro", "gmpo", "bapo", "opsm", "dppo-kl")

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from asyncrl.config import load
@@ -74,6 +75,14 @@ def test_every_method_is_a_config_at_every_lag_with_one_update_and_with_four(
     assert found.staleness.inject == 64 and found.staleness.max_lag == 64
     assert found.loss.surrogate == "band" and found.task.name == "rle"
     assert set(program.FIRST) | set(program.ALIKE) <= set(program.ARMS)
+    apart, gmpo = (
+        plan.cells.configs[f"rle-1e-3-{method}-u1-lag64-x0.5-seed3"]
+        for method in ("ppo-grpo", "gmpo")
+    )
+    assert (apart.loss.surrogate, gmpo.loss.surrogate) == ("ppo", "gmpo")
+    assert apart == msgspec.structs.replace(
+        gmpo, loss=msgspec.structs.replace(gmpo.loss, surrogate="ppo")
+    )
 
 
 def test_the_rate_is_the_best_of_all_factors_and_unknown_until_all_are_there(
