@@ -31,7 +31,17 @@ from asyncrl.config.scorers import Judge
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 
-AGAIN = {408, 409, 425, 429, 500, 502, 503, 504, 529}
+AGAIN = {
+    408,  # request timeout
+    409,  # conflict: a lock that goes
+    425,  # too early
+    429,  # too many requests
+    500,  # internal error
+    502,  # bad gateway
+    503,  # unavailable
+    504,  # gateway timeout
+    529,  # overloaded
+}
 FIRST_S = 0.5  # before the second attempt; doubled from one to the next, times 0.5 to 1
 LONGEST_S = 20.0
 PATIENCE_S = 60.0  # a server that asks for a longer wait is not waited for

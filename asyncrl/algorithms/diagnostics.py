@@ -15,7 +15,14 @@ from asyncrl.algorithms import kl
 from asyncrl.algorithms.ratios import log_ratio, seq_sum
 from asyncrl.algorithms.trust.view import DUAL, HIGH, LOW
 
-BUCKETS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 10**9))
+BUCKETS = (
+    (0, 0),
+    (1, 1),
+    (2, 2),
+    (3, 4),
+    (5, 8),
+    (9, 10**9),
+)
 LOWS = torch.tensor([low for low, _ in BUCKETS[1:]])
 BUCKET_NAMES = ("0", "1", "2", "3to4", "5to8", "9plus")
 # of every valid token; then, from "known" on, of those whose log-probability at the learner's start

@@ -29,7 +29,16 @@ COMPARED = {
     "unstable": "unstable",
     "processes": "",
 }
-SWEPT = ("correction", "limit", "end", "vs sync", "interval", "ESS", "unstable", "speed")
+SWEPT = (
+    "correction",
+    "limit",
+    "end",
+    "vs sync",
+    "interval",
+    "ESS",
+    "unstable",
+    "speed",
+)
 
 
 @click.command()

@@ -97,7 +97,13 @@ def number(x: float) -> str:
 
 
 def curves(
-    title: str, lines: Lines, x: str, y: str, *, log_x: bool = False, log_y: bool = False
+    title: str,
+    lines: Lines,
+    x: str,
+    y: str,
+    *,
+    log_x: bool = False,
+    log_y: bool = False,
 ) -> Any:
     """A figure with one line a name."""
     import plotly.graph_objects as go
