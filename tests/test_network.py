@@ -244,7 +244,9 @@ def test_a_run_over_a_slow_link_that_is_cut(bench: Any, tmp_path: Path) -> None:
     assert "the link holds generators up" in run["doctor"] or run["link/fetch_share"] < 0.3
     counts = run["relay"]
     assert counts["cuts"] >= 1 and counts["connections"] > 2
-    assert counts["down"] > 9 * result["bytes"] and counts["up"] > 0
+    # a generator that comes late skips versions, as far as the limit lets it
+    versions = run["steps"] // (bench.MAX_LAG + 1)
+    assert counts["down"] > versions * result["bytes"] and counts["up"] > 0
     # no faster than the line
     assert 0 < run["link/fetch_mb_per_s"] * 1e6 < 1.02 * bench.QUICK["all"].rate
     assert not left_of(process.pid)
