@@ -125,6 +125,25 @@ def test_bypass_is_recompute_at_lag_0_in_exact_mode(sort_model: Path) -> None:
     assert sum(r["optim/grad_norm"] for r in found["recompute"]["curve"]) > 0
 
 
+@pytest.mark.parametrize(
+    "sets",
+    [["exact=true"], ["lora.rank=2"], ["weights.in_flight=recompute_kv"], ["agent.serve=true"]],
+)
+def test_a_warm_process_keeps_its_engine_for_runs_that_need_the_same_one(
+    sort_model: Path, sets: list[str]
+) -> None:
+    """An exact arm, or one that trains adapters, beside a plain one has an engine of its own."""
+
+    def engine(*more: str) -> Any:
+        items = [f"model.path='{sort_model}'", "generator.slots=8", "staleness.max_lag=0", *more]
+        return warm.engine_of(load.load(ROOT / "configs" / "demo.toml", items))
+
+    plain = engine()
+    assert engine("learner.lr=0.5") is plain
+    other = engine(*sets)
+    assert other is not plain and engine(*sets) is other and engine() is plain
+
+
 @pytest.mark.parametrize("bits", [0, 1])
 def test_a_rounded_generator_shows_under_the_shipped_config(
     asyncrl: Callable[..., Ended], bits: int
