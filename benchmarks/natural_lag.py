@@ -149,8 +149,9 @@ def line(record: Mapping[str, Any]) -> tuple[list[float], list[float]]:
     given up keeps its last.
     """
     committed = {0: 0.0} | {int(row["version"]): row["clock"] for row in record["curve"]}
-    steps, accuracy = record["accuracy"]
-    return [committed[int(step)] for step in steps], list(accuracy)
+    rewards = {int(step): each for step, each in record["evals"]["heldout"].items()}
+    accuracy = [statistics.fmean(rewards[step]) for step in sorted(rewards)]
+    return [committed[step] for step in sorted(rewards)], accuracy
 
 
 def at(record: Mapping[str, Any], time: float) -> tuple[float, float]:

@@ -22,7 +22,8 @@ def record(*accuracy: float, step: float, abandoned: str = "", **row: float) -> 
     plain = {"lag/mean": 1.0, "is/ess": 0.5}
     return {
         "curve": [{"version": v, "clock": v * step} | plain | row for v in versions],
-        "accuracy": [[2.0 * n for n in range(len(accuracy))], list(accuracy)],
+        "evals": {"heldout": {str(2 * n): [x, x] for n, x in enumerate(accuracy)}},
+        "accuracy": [[0.0, 2.0], list(accuracy[:2])],
         "abandoned": abandoned,
         "lag_histogram": {"0": 5, "3": 1},
         "ledger_lines": {"trained": {"tokens": 75}, "dropped_stale": {"tokens": 25}},

@@ -223,3 +223,12 @@ def test_what_a_rule_took_is_a_share_of_what_it_judged(monkeypatch: pytest.Monke
     by = orders.by_length(lines)
     assert by["8"] == {"tokens": 60, "taken": 0.0} and by["32"] == {"tokens": 10, "taken": 1.0}
     assert by["16"] == {"tokens": 50, "taken": pytest.approx((20 + 6) / 50)}
+
+
+def test_every_evaluation_along_the_way_is_in_the_record(sort_model: Path) -> None:
+    sets = [f"model.path='{sort_model}'", *SMALL, "evaluation.every=2", "learner.lr=1e-3"]
+    record = serial.one(load.load(ROOT / "configs" / "demo.toml", sets), 3)
+    steps, accuracy = record["accuracy"]
+    assert steps == [0.0, 2.0, 4.0, 6.0, 8.0] and len(accuracy) == 5
+    rewards = record["evals"]["heldout"]
+    assert accuracy == pytest.approx([sum(x) / len(x) for x in rewards.values()])

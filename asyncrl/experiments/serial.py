@@ -258,10 +258,9 @@ class Run:
 
     def abandoned(self) -> bool:
         """After an evaluation: does `watch` end the run here?"""
-        fresh = self.store.evaluations.fresh
-        self.store.evaluations.fresh = []
-        if self.watch is not None and any("eval/heldout" in found for _, found in fresh):
-            self.numbers.abandoned = self.watch(*self.numbers.accuracy(self.store, "heldout"))
+        heldout = self.numbers.evaluated(self.store)
+        if self.watch is not None and heldout:
+            self.numbers.abandoned = self.watch(*self.numbers.accuracy("heldout"))
         return bool(self.numbers.abandoned)
 
     def record(self, wall_s: float) -> RunRecord:

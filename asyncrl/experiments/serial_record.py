@@ -90,6 +90,7 @@ class Record:
         self.lags: dict[int, int] = {}
         self.batch_lags: dict[int, int] = {}  # of the batch in training
         self.evals: dict[tuple[str, int], dict[int, float]] = {}  # (split, version) -> rewards
+        self.finished: dict[str, dict[int, float]] = {}  # metric -> version -> value
 
     def answer_delivered(self, answer: Trajectory) -> None:
         """Keep the reward of an evaluation's answer."""
@@ -126,13 +127,19 @@ class Record:
         }
         self.curve.append(row | {name: metrics[name] for name in KEPT if name in metrics})
 
-    def accuracy(self, store: Store, split: str) -> tuple[list[float], list[float]]:
+    def evaluated(self, store: Store) -> bool:
+        """Take over the evaluations that have ended since; was one of held-out prompts among them?
+        The store itself keeps the first and the newest alone.
+        """
+        fresh, store.evaluations.fresh = store.evaluations.fresh, []
+        for number, found in fresh:
+            for name, value in found.items():
+                self.finished.setdefault(name, {})[number] = value
+        return any("eval/heldout" in found for _, found in fresh)
+
+    def accuracy(self, split: str) -> tuple[list[float], list[float]]:
         """Steps and accuracies of the finished evaluations of `heldout` or `ood`."""
-        found = {
-            number: metrics[f"eval/{split}"]
-            for (of, number), metrics in store.evaluations.results.items()
-            if of == split
-        }
+        found = self.finished.get(f"eval/{split}", {})
         return [float(number) for number in sorted(found)], [found[n] for n in sorted(found)]
 
     def rewards(self, split: str) -> dict[str, list[float]]:
@@ -161,8 +168,8 @@ class Record:
             "lag_histogram": {str(lag): tokens for lag, tokens in sorted(self.lags.items())},
             "curve": self.curve,
             "evals": {split: self.rewards(split) for split in ("heldout", "ood")},
-            "accuracy": list(self.accuracy(store, "heldout")),
-            "ood": list(self.accuracy(store, "ood")),
+            "accuracy": list(self.accuracy("heldout")),
+            "ood": list(self.accuracy("ood")),
             "abandoned": self.abandoned,
             "ledger_lines": store.ledger(),
         }
