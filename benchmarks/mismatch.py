@@ -330,8 +330,11 @@ def main() -> None:
     if args.split:
         study.warm_starts([names[0] for names in study.arms.values()])
         rows = split(args, study)
-        path = results_file.write("mismatch_split", {"steps": args.steps, "rows": rows})
-        say(str(path))
+        result = {"beside": args.beside, "steps": args.steps, "rows": rows}
+        if not args.quick:
+            say(str(results_file.write("mismatch_split", result)))
+        if args.json:
+            print(json.dumps(result))
         return
     if not args.table and not args.switch and not args.learner:
         study.run()

@@ -148,10 +148,15 @@ def line(record: Mapping[str, Any]) -> tuple[list[float], list[float]]:
     """Decode steps at which each evaluated version was committed, and its accuracy; a run that was
     given up keeps its last.
     """
-    committed = {0: 0.0} | {int(row["version"]): row["clock"] for row in record["curve"]}
+    committed = {0: 0.0} | {int(row["version"]): row["clock"] for row in rows_of(record)}
     rewards = {int(step): each for step, each in record["evals"]["heldout"].items()}
     accuracy = [statistics.fmean(rewards[step]) for step in sorted(rewards)]
     return [committed[step] for step in sorted(rewards)], accuracy
+
+
+def rows_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Of committed batches: a run that was given up may leave one that was only trained."""
+    return [row for row in record["curve"] if "clock" in row]
 
 
 def at(record: Mapping[str, Any], time: float) -> tuple[float, float]:
@@ -172,7 +177,7 @@ def facts(runs: Mapping[int, dict[str, Any]], time: float) -> dict[str, Any]:
     """One arm over its seeds."""
     each = [at(record, time) for record in runs.values()]
     many = list(runs.values())
-    rows = [[row for row in record["curve"] if row["clock"] <= time] for record in many]
+    rows = [[row for row in rows_of(record) if row["clock"] <= time] for record in many]
     out = {
         "seeds": sorted(runs),
         "each": [end for end, _ in each],

@@ -283,7 +283,7 @@ _engines: dict[str, Engine] = {}  # a warm process keeps its engine from run to 
 def engine_of(config: Config) -> Engine:
     """The engine for `config`, empty."""
     rest = (config.weights.in_flight, config.exact, config.lora, config.agent.on)
-    key = repr((config.model, config.generator, *rest))  # all that `make_engine` reads
+    key = repr((config.model, config.generator, *rest))  # what `make_engine` reads
     if key not in _engines:
         _engines[key] = engine_for(config)
     engine = _engines[key]
