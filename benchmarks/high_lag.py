@@ -12,8 +12,10 @@
 
 Half of the fairness is the rate.  Each method gets, for each task and number of updates, the best
 of the same factors (--rates) of the task's rate: short of seeds, by one run for each at --tune-at
-versions of lag with a seed that the screen does not use, judged by the mean height of its accuracy.
-With one factor there is nothing to choose, and the result says that nothing was.
+versions of lag with a seed that the screen does not use (more of them: --tune-seeds), judged by the
+mean height of its accuracy.  With one factor there is nothing to choose, and the result says that
+nothing was.  From the same runs: the height at the rate where a batch moves the policy by --kl nats
+a token at that lag, so that methods stand side by side at equal movement.
 
 Then every method runs at its rate at every lag and seed, with 1 and with 4 updates a batch.
 Differences are against PPO on the behaviour policy at the same lag, paired by seed; Holm's
@@ -154,6 +156,10 @@ class Plan:
 
     # ---- rates ------------------------------------------------------------------------------
 
+    @property
+    def tuning_seeds(self) -> range:
+        return range(TUNING_SEED, TUNING_SEED + self.args.tune_seeds)
+
     def tuning(self, task: str, method: str, updates: int) -> list[Cell]:
         return [Cell(task, method, updates, self.args.tune_at, x) for x in self.args.rates]
 
@@ -162,13 +168,21 @@ class Plan:
         tried = self.tuning(task, method, updates)
         if len(tried) == 1:
             return tried[0].factor
-        heights = []
-        for cell in tried:
-            record = self.record(cell, TUNING_SEED)
-            if record is None:
-                return None
-            heights.append((height(record, self.args.steps), -cell.factor))
-        return -max(heights)[1]
+        found = self.tuned(task, method, updates)
+        if len(found) < len(tried):
+            return None
+        return -max((row["height"], -row["factor"]) for row in found)[1]
+
+    def tuned(self, task: str, method: str, updates: int) -> list[dict[str, float]]:
+        """Means of the runs that choose a rate, one row a factor that has all its seeds."""
+        out = []
+        for cell in self.tuning(task, method, updates):
+            runs = [self.record(cell, seed) for seed in self.tuning_seeds]
+            if all(runs):
+                means = [tuned_facts(record, self.args.steps) for record in runs if record]
+                row = {key: statistics.fmean(each[key] for each in means) for key in means[0]}
+                out.append({"factor": cell.factor} | row)
+        return out
 
     def screen(self, task: str, updates: int, lag: int) -> list[Cell]:
         """One lag's cells, of the methods whose rate is known."""
@@ -181,13 +195,36 @@ def height(record: dict[str, Any], steps: int) -> float:
     return verdict.area(*sweep_analysis.curve(record, steps))
 
 
+def tuned_facts(record: dict[str, Any], steps: int) -> dict[str, float]:
+    """Of one run that helps to choose a rate."""
+    moved = verdict.series(record["curve"], "kl/moved")
+    return {
+        "height": height(record, steps),
+        "final": sweep_analysis.curve(record, steps)[1][-1],
+        "kl_moved": statistics.fmean(moved) if moved else math.nan,
+    }
+
+
+def at_movement(rows: Sequence[Mapping[str, float]], kl: float) -> float:
+    """Height at the rate whose batches move the policy by `kl` nats a token, on the line over
+    log KL between two rates; NaN: no two rates have it between them.
+    """
+    known = sorted((r["kl_moved"], r["height"]) for r in rows if r["kl_moved"] > 0)
+    for (low, left), (high, right) in itertools.pairwise(known):
+        if low <= kl <= high:
+            share = math.log(kl / low) / math.log(high / low) if high > low else 0.0
+            return left + share * (right - left)
+    return math.nan
+
+
 def make(plan: Plan) -> None:
     """Rates, then the screen: seed by seed, so that what is there can be paired."""
     args = plan.args
     for updates, task in itertools.product(args.updates, args.tasks):
         if len(args.rates) > 1:
             for method in args.methods:
-                plan.add(plan.tuning(task, method, updates), TUNING_SEED)
+                for seed in plan.tuning_seeds:
+                    plan.add(plan.tuning(task, method, updates), seed)
             plan.run()
         for seed in range(args.seeds):
             for lag in args.lags:
@@ -313,8 +350,20 @@ def analyse(plan: Plan) -> dict[str, Any]:
         out.setdefault(task, {})[str(updates)] = {
             "by_lag": by_lag,
             "noise": noise(cells, same(plan, task)) if updates == 1 else None,
+            "rates": rates(plan, task, updates),
         }
     return out
+
+
+def rates(plan: Plan, task: str, updates: int) -> dict[str, Any]:
+    """method -> what each factor came to, and its height at equal movement."""
+    if len(plan.args.rates) < 2:
+        return {}
+    tried = {m: plan.tuned(task, m, updates) for m in plan.args.methods}
+    return {
+        method: {"tried": rows, "height_at_equal_kl": at_movement(rows, plan.args.kl)}
+        for method, rows in tried.items()
+    }
 
 
 def table(found: Mapping[str, Any]) -> list[str]:
@@ -401,6 +450,8 @@ def finish(plan: Plan, found: dict[str, Any]) -> None:
                     "updates",
                     "rates",
                     "tune_at",
+                    "tune_seeds",
+                    "kl",
                     "seeds",
                     "steps",
                     "groups",
@@ -433,6 +484,10 @@ def options() -> argparse.Namespace:
         "--rates", default="1,0.5,0.25", help="factors of the task's rate to choose from"
     )
     p.add_argument("--tune-at", type=int, default=16, help="lag of the runs that choose")
+    p.add_argument("--tune-seeds", type=int, default=1, help="runs a rate that choose")
+    p.add_argument(
+        "--kl", type=float, default=0.0089, help="nats a token by a batch, of equal movement"
+    )
     p.add_argument(
         "--budget-minutes", type=float, default=math.inf, help="no run is started after that"
     )

@@ -43,17 +43,27 @@ def options(program: Any, tmp_path: Path, **more: Any) -> argparse.Namespace:
             "updates": [1],
             "rates": [1.0, 0.5],
             "tune_at": 16,
+            "tune_seeds": 1,
+            "kl": 0.01,
             "seeds": 2,
         }
         | more
     )
 
 
-def put(plan: Any, cell: Any, seed: int, accuracy: list[float], steps: int = 100) -> None:
+def put(
+    plan: Any,
+    cell: Any,
+    seed: int,
+    accuracy: list[float],
+    steps: int = 100,
+    moved: float | None = None,
+) -> None:
     path = plan.cells.path(cell.name(seed))
     path.parent.mkdir(parents=True, exist_ok=True)
     every = [steps * n / (len(accuracy) - 1) for n in range(len(accuracy))]
-    record = {"accuracy": [every, accuracy], "curve": [], "abandoned": "", "lag_histogram": {}}
+    curve = [] if moved is None else [{"step": 1, "kl/moved": moved}]
+    record = {"accuracy": [every, accuracy], "curve": curve, "abandoned": "", "lag_histogram": {}}
     path.write_text(json.dumps(record))
 
 
@@ -100,6 +110,40 @@ def test_the_rate_is_the_best_of_all_factors_and_unknown_until_all_are_there(
     put(plan, half, program.TUNING_SEED, [0.2, 0.4, 0.3])
     assert plan.factor("rle-5e-4", "dis", 1) == 0.5, "the lower of two as good"
     assert plan.screen("rle-5e-4", 1, 64) == [program.Cell("rle-5e-4", "dis", 1, 64, 0.5)]
+
+
+def test_several_seeds_choose_a_rate_by_their_mean_and_none_is_left_out(
+    program: Any, tmp_path: Path
+) -> None:
+    plan = program.Plan(options(program, tmp_path, tune_seeds=2))
+    one, half = plan.tuning("rle-5e-4", "dis", 1)
+    first, second = plan.tuning_seeds
+    assert (first, second) == (program.TUNING_SEED, program.TUNING_SEED + 1)
+    for seed, high, low in ((first, 0.5, 0.4), (second, 0.1, 0.3)):
+        assert plan.factor("rle-5e-4", "dis", 1) is None
+        put(plan, one, seed, [high, high])
+        put(plan, half, seed, [low, low])
+    assert plan.factor("rle-5e-4", "dis", 1) == 0.5
+    plan.add(plan.tuning("rle-5e-4", "dis", 1), second)
+    assert [name.endswith(f"seed{second}") for name in plan.cells.configs] == [True, True]
+
+
+def test_methods_stand_at_equal_movement_on_the_line_between_their_rates(
+    program: Any, tmp_path: Path
+) -> None:
+    plan = program.Plan(options(program, tmp_path))
+    one, half = plan.tuning("rle-5e-4", "dis", 1)
+    put(plan, one, program.TUNING_SEED, [0.2, 0.2], moved=0.1)
+    put(plan, half, program.TUNING_SEED, [0.6, 0.6], moved=0.001)
+    found = program.rates(plan, "rle-5e-4", 1)
+    assert found["dis"]["height_at_equal_kl"] == pytest.approx(0.4)  # 0.01: half way in logarithms
+    assert found["dis"]["tried"] == [
+        {"factor": 1.0, "height": 0.2, "final": 0.2, "kl_moved": 0.1},
+        {"factor": 0.5, "height": 0.6, "final": 0.6, "kl_moved": 0.001},
+    ]
+    assert found["ppo"]["tried"] == [] and math.isnan(found["ppo"]["height_at_equal_kl"])
+    assert math.isnan(program.at_movement(found["dis"]["tried"], 0.2)), "beyond what was tried"
+    assert program.rates(program.Plan(options(program, tmp_path, rates=[1.0])), "x", 1) == {}
 
 
 def test_out_of_time_nothing_is_started(program: Any, tmp_path: Path) -> None:
