@@ -4,12 +4,22 @@ do small models show?
     python benchmarks/kl_placement.py --out runs/kl  # beta 0.1 and 0.3, three seeds, synchronous
     python benchmarks/kl_placement.py --out runs/kl --betas 0.1,0.3,0.01,0.05,1 --lag 4
     python benchmarks/kl_placement.py --out runs/kl --lag 8 --places "k1 in reward,k3 in loss"
+    # late, with what is exact off policy and what is not; `rlenarrow`: what KL keeps out of
+    # distribution, at every place
+    python benchmarks/kl_placement.py --out runs/kl --lag 4 --places all,late
+    python benchmarks/kl_placement.py --out runs/kl --task rlenarrow --lr 5e-4 --groups 16 \
+        --steps 60 --betas 0.3,1.0 --distillation 0.3,1.0
     # the result of what is finished, run nothing
     python benchmarks/kl_placement.py --out runs/kl --table
 
 k1, k2, k3 in the reward and in the loss, with rloo and PPO's clip on the behaviour policy, beside
 no KL.  --lag k > 0: every sample is trained exactly k versions after it was written
 (staleness.inject).  Accuracies are exact (`==`), where training's checker says `in`.
+
+Two places matter late alone.  `k1 at mu in reward`: the KL of the policy that wrote the answers
+(kl.reward.at = behavior), where `k1 in reward` takes that of the policy to be trained.  `k3 prefix
+in loss`: weighted by its prefix's ratio to the behaviour policy, unbiased for whole answers
+(kl.loss.off_policy = prefix).
 
 Beside them plain distillation, with the warm start as the teacher, in two forms.  `distillation,
 beta`: the task's reward and beta times the exact reverse KL over the vocabulary at every state of
@@ -20,11 +30,18 @@ must stay where it began: the floor that a KL term alone gives."""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from lib import studies
 
+from asyncrl.contract.errors import AsyncrlError, ConfigError
+
 PLACES = [f"{k} in {where}" for where in ("reward", "loss") for k in ("k1", "k2", "k3")]
+LATE = {
+    "k1 at mu in reward": ['kl.reward.at="behavior"'],
+    "k3 prefix in loss": ['kl.loss.off_policy="prefix"'],
+}
 TEACHER = [
     "kl.reward.coefficient=0.0",
     "kl.loss.estimator=k3",
@@ -50,7 +67,17 @@ def sets(place: str, beta: str) -> list[str]:
         ]
     where = place.split()[-1]
     off = [] if where == "reward" else ["kl.reward.coefficient=0.0"]  # the config's own
-    return [f'kl.{where}.estimator="{place[:2]}"', f"kl.{where}.coefficient={beta}", *off]
+    term = [f'kl.{where}.estimator="{place[:2]}"', f"kl.{where}.coefficient={beta}"]
+    return [*term, *off, *LATE.get(place, [])]
+
+
+def places_of(text: str) -> list[str]:
+    """Names, `all` for PLACES and `late` for LATE, separated by commas.  Raises ConfigError."""
+    known = {"all": PLACES, "late": list(LATE)} | {name: [name] for name in (*PLACES, *LATE)}
+    words = text.split(",")
+    if wrong := [word for word in words if word not in known]:
+        raise ConfigError(f"--places {wrong[0]}: unknown; choose of {', '.join(known)}")
+    return [name for word in words for name in known[word]]
 
 
 def plan(args: Any) -> studies.Study:
@@ -58,12 +85,14 @@ def plan(args: Any) -> studies.Study:
     lag = [
         f"staleness.max_lag={args.lag}",
         f"learner.steps={args.steps}",
+        *([f"learner.lr={args.lr}"] if args.lr else []),
         *([f"staleness.inject={args.lag}"] if args.lag else []),
     ]
+    rate = f"-lr{args.lr}" if args.lr else ""
     study = studies.Study(
-        args, args.task, f"{args.task}-lag{args.lag}", [*lag, *studies.EVALUATION]
+        args, args.task, f"{args.task}-lag{args.lag}{rate}", [*lag, *studies.EVALUATION]
     )
-    places = args.places.split(",") if args.places else PLACES
+    places = places_of(args.places)
     for beta in args.betas.split(","):
         study.block(
             ({} if "no KL" in study.arms else {"no KL": ["kl.reward.coefficient=0.0"]})
@@ -81,7 +110,8 @@ def main() -> None:
     p = studies.parser(__doc__, "runs/kl_placement", steps=100)
     p.add_argument("--task", choices=["rlehack", "rlenarrow"], default="rlehack")
     p.add_argument("--betas", default="0.1,0.3")
-    p.add_argument("--places", default="", help=f"of {', '.join(PLACES)}; empty: all")
+    p.add_argument("--places", default="all", help=f"of {', '.join((*PLACES, *LATE))}; all, late")
+    p.add_argument("--lr", default="", help="learning rate; empty: the config's")
     p.add_argument("--distillation", default="", help="betas of the distillation arms; empty: none")
     p.add_argument("--lag", type=int, default=0, help="lag of every sample; 0: synchronous")
     args = p.parse_args()
@@ -91,7 +121,10 @@ def main() -> None:
     study = plan(args)
     if not args.table:
         study.run()
-    pairs = [(f"k1 in reward, {b}", f"k3 in loss, {b}") for b in args.betas.split(",")]
+    betas = args.betas.split(",")
+    pairs = [(f"k1 in reward, {b}", f"k3 in loss, {b}") for b in betas]
+    pairs += [(f"k1 at mu in reward, {b}", f"k1 in reward, {b}") for b in betas]
+    pairs += [(f"k3 prefix in loss, {b}", f"k3 in loss, {b}") for b in betas]
     pairs += [
         (f"k1 in reward, {b}", f"distillation, {b}") for b in args.distillation.split(",") if b
     ]
@@ -100,11 +133,15 @@ def main() -> None:
         "task": args.task,
         "lag": args.lag,
         "betas": args.betas,
-        "places": args.places or "all",
+        "places": args.places,
+        "lr": args.lr or "the config's",
         "distillation": args.distillation,
     }
     studies.finish(study, f"kl_placement_{args.task}_lag{args.lag}", found, setting)
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except AsyncrlError as error:
+        sys.exit(f"error: {error}")

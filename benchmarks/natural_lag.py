@@ -1,4 +1,5 @@
-"""At the lag that two equally fast sides make of themselves: limits, late answers, keys and values.
+"""At the lag that two equally fast sides make of themselves: limits, late answers, keys and values,
+methods.
 
     # a limit that sets itself against constants, three tasks
     python benchmarks/natural_lag.py limits --out runs/natural
@@ -6,6 +7,8 @@
     python benchmarks/natural_lag.py groups --out runs/natural
     # an answer goes on under new weights: its keys and values kept, recomputed, or none goes on
     python benchmarks/natural_lag.py swaps --out runs/natural
+    # the methods that hold at injected lag, each at the rate that benchmarks/high_lag.py chose
+    python benchmarks/natural_lag.py methods --out runs/natural --tasks rle-5e-4 sort-2e-4
     # the result of what is finished, run nothing
     python benchmarks/natural_lag.py limits --out runs/natural --table
 
@@ -35,12 +38,20 @@ from lib import results_file, studies
 
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError
-from asyncrl.experiments.compare import sweep_analysis, verdict
+from asyncrl.experiments.compare import sweep, sweep_analysis, verdict
 from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.warm_pool import Cells
 from asyncrl.supervise.run import preflight, say
 
 TASKS = {"rle-5e-4": ("rle", 5e-4), "sort-3e-4": ("demo", 3e-4), "cancel-3e-4": ("cancel", 3e-4)}
+# at the rate that benchmarks/high_lag.py names for a method, of this one
+AT_RATES = {"rle-5e-4": ("rle", 5e-4), "sort-2e-4": ("demo", 2e-4)}
+METHODS = {
+    "ppo": {"rle-5e-4": 0.25, "sort-2e-4": 0.5},
+    "vespo": {"rle-5e-4": 0.25, "sort-2e-4": 1.0},
+    "gmpo": {"rle-5e-4": 0.5, "sort-2e-4": 0.5},
+    "m2po-published": {"rle-5e-4": 0.25, "sort-2e-4": 0.25},
+}
 LATE = "staleness.delay=1.0"
 
 
@@ -76,7 +87,19 @@ PARTS: dict[str, dict[str, list[str]]] = {
         for limit in (4, 16)
         for kind in ("keep_kv", "recompute_kv", "between_groups")
     },
+    "methods": {
+        name: [LATE, "staleness.max_lag=16", *sweep.CORRECTIONS[name][1]] for name in METHODS
+    },
 }
+
+
+def tasks_of(part: str) -> dict[str, tuple[str, float]]:
+    return AT_RATES if part == "methods" else TASKS
+
+
+def rate_of(part: str, task: str, arm: str) -> float:
+    rate = tasks_of(part)[task][1]
+    return rate * METHODS[arm][task] if part == "methods" else rate
 
 
 class Plan:
@@ -96,14 +119,14 @@ class Plan:
         return f"{self.args.part}-{task}-{re.sub('[ ,]+', '_', arm)}-seed{seed}"
 
     def add(self, task: str, arm: str, seed: int) -> None:
-        source, rate = TASKS[task]
         args, items = self.args, self.arms[arm]
+        source = tasks_of(args.part)[task][0]
         groups = args.groups * (8 if "learner.group_size=1" in items else 1)
         sets = [
             f'model.path="{self.out}/models/{source}"',
             f"learner.steps={args.steps}",
             f"learner.groups={groups}",
-            f"learner.lr={rate:g}",
+            f"learner.lr={rate_of(args.part, task, arm):g}",
             f"evaluation.every={max(1, args.steps // 12)}",
             f"evaluation.prompts={16 if args.quick else 256}",
             f"evaluation.final_prompts={16 if args.quick else 512}",
@@ -249,6 +272,7 @@ def finish(plan: Plan, found: Mapping[str, Any]) -> None:
             "runs_made_at": args.made_at or results_file.commit(),
             "setting": {key: getattr(args, key) for key in setting},
             "sets": plan.arms,
+            "rates": METHODS if args.part == "methods" else {},
             "missing": len(plan.cells.todo()),
             "tasks": found,
         }
@@ -265,8 +289,12 @@ def finish(plan: Plan, found: Mapping[str, Any]) -> None:
 def options(words: Sequence[str] | None) -> Namespace:
     p = studies.parser(__doc__, "runs/natural_lag", seeds=5, steps=96, groups=16)
     p.add_argument("part", choices=list(PARTS))
-    p.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    p.add_argument("--tasks", nargs="+", default=[], help="of the part's; none: all of them")
     args = p.parse_args(words)
+    known = list(tasks_of(args.part))
+    if wrong := [task for task in args.tasks if task not in known]:
+        p.error(f"--tasks {wrong[0]}: not a task of {args.part}; choose of {', '.join(known)}")
+    args.tasks = args.tasks or known
     if args.quick:
         args.seeds, args.steps, args.groups = 2, 4, 4
     return args

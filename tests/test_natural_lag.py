@@ -42,6 +42,9 @@ def test_a_run_that_was_given_up_keeps_its_last_and_ends_nobodys_time(bench: Any
     run = record(0.4, 0.2, step=10.0, abandoned="collapsed")
     assert bench.last(run) == float("inf") and bench.last(record(0.4, 0.2, step=10.0)) == 20.0
     assert bench.at(run, 40.0) == pytest.approx((0.2, (20 * 0.3 + 20 * 0.2) / 40))
+    run["curve"].append({"version": 3, "is/ess": 0.0})  # trained and not committed: no clock
+    assert bench.at(run, 40.0) == pytest.approx((0.2, (20 * 0.3 + 20 * 0.2) / 40))
+    assert bench.facts({0: run}, 40.0)["ess"] == 0.5
 
 
 def put(plan: Any, task: str, arm: str, seed: int, found: dict[str, Any]) -> None:
@@ -87,10 +90,27 @@ def test_singles_have_as_many_answers_a_batch(bench: Any, tmp_path: Path) -> Non
             assert late.delay == 1.0 and late.delay_of == (
                 "answer" if part == "groups" else "ticket"
             )
-        assert len(plan.cells.configs) == 3 * len(bench.PARTS[part])
+        assert len(plan.cells.configs) == len(bench.tasks_of(part)) * len(bench.PARTS[part])
 
 
-@pytest.mark.parametrize("part", ["limits", "groups"])
+def test_methods_run_at_their_own_rates(
+    bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = bench.Plan(bench.options(["methods", "--out", str(tmp_path), "--seeds", "1"]))
+    found = {
+        name: (config.learner.lr, config.loss.surrogate, config.staleness.max_lag)
+        for name, config in plan.cells.configs.items()
+    }
+    assert found["methods-rle-5e-4-ppo-seed0"] == (1.25e-4, "ppo", 16)
+    assert found["methods-rle-5e-4-gmpo-seed0"] == (2.5e-4, "gmpo", 16)
+    assert found["methods-sort-2e-4-vespo-seed0"] == (2e-4, "vespo", 16)
+    assert len(found) == 2 * len(bench.METHODS)
+    with pytest.raises(SystemExit):
+        bench.options(["methods", "--tasks", "cancel-3e-4"])
+    assert "not a task of methods; choose of rle-5e-4, sort-2e-4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("part", ["limits", "groups", "swaps", "methods"])
 def test_the_program_runs_its_arms(
     bench: Any,
     part: str,
@@ -103,9 +123,10 @@ def test_the_program_runs_its_arms(
     models.mkdir(parents=True)
     (models / "demo").symlink_to(sort_model)
     monkeypatch.setattr(sys, "argv", ["natural_lag.py"])
-    bench.main([part, "--out", str(tmp_path / "n"), "--quick", "--json", "--tasks", "sort-3e-4"])
+    task = "sort-2e-4" if part == "methods" else "sort-3e-4"
+    bench.main([part, "--out", str(tmp_path / "n"), "--quick", "--json", "--tasks", task])
     found = json.loads(capsys.readouterr().out)
-    arms = found["tasks"]["sort-3e-4"]["arms"]
+    arms = found["tasks"][task]["arms"]
     assert found["missing"] == 0 and list(arms) == list(bench.PARTS[part])
     for arm, about in arms.items():
         assert about["seeds"] == [0, 1] and about["batches"] >= 1, arm
