@@ -408,7 +408,7 @@ class LearnerCore:
             packed,
             samples,
             self.config.learner.micro_batch_tokens,
-            by_group=model.fast is not None and not model.exact,
+            by_group=model.fast is not None,
         )
 
     def _summed(self, sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

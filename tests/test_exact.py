@@ -8,6 +8,7 @@ import json
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +18,7 @@ from conftest import ENV, ROOT, Ended, demo_command
 from asyncrl.config import load
 from asyncrl.config.tree import Task
 from asyncrl.contract.errors import ConfigError
-from asyncrl.models import exact_operators, policy
+from asyncrl.models import exact_operators, packed_forward, policy
 from asyncrl.models.packed_forward import Layout
 from asyncrl.supervise import exact_check
 from asyncrl.tasks import get_task
@@ -31,14 +32,34 @@ FAMILIES = [
 ]
 
 
+@pytest.fixture(params=["one table", "a table a length"])
+def tables(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Answers of a micro-batch in one table, and in as many as there can be; how many each forward
+    pass had.
+    """
+    found: list[int] = []
+    plan = packed_forward.plan
+
+    def counted(*args: Any, **more: Any) -> Any:
+        out = plan(*args, **more)
+        found.append(len(out.answers))
+        return out
+
+    monkeypatch.setattr(packed_forward, "plan", counted)
+    worth = 1 << 40 if request.param == "one table" else 0
+    monkeypatch.setitem(packed_forward.WORTH_A_TABLE, "cpu", worth)
+    return found
+
+
 @pytest.mark.parametrize("family,kv,tied", FAMILIES)
 def test_answers_entering_and_leaving_the_engine_have_the_learners_logprobs_bitwise(
-    tmp_path: Path, family: str, kv: int, tied: bool
+    tmp_path: Path, family: str, kv: int, tied: bool, tables: list[int]
 ) -> None:
     model = policy.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied, seed=3)
     for slots, micro in ((24, 1), (7, 5), (40, 40)):
         row = exact_check.whole(model, slots=slots, micro=micro, seed=micro)
         assert row.values > 150 and row.differ == 0, row
+    assert max(tables) == 1 or max(tables) > 4
 
 
 @pytest.mark.parametrize("family,kv,tied", FAMILIES)
@@ -78,34 +99,39 @@ def test_long_answers_have_the_learners_logprobs_bitwise(
 
 @pytest.mark.parametrize("family,kv,tied", FAMILIES)
 def test_the_exact_forward_is_the_model_in_value_and_gradient(
-    tmp_path: Path, family: str, kv: int, tied: bool
+    tmp_path: Path, family: str, kv: int, tied: bool, tables: list[int]
 ) -> None:
-    model = policy.build_model(tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied)
+    model = policy.build_model(
+        tmp_path, "abcdefgh", family=family, kv_heads=kv, tied=tied, max_positions=256
+    )
     r = np.random.default_rng(0)
-    whose = [r.integers(3, 11, n).astype(np.int32) for n in (5, 1, 7)]
-    owner = [0, 0, 1, 2, 0, 2]
-    responses = [r.integers(1, 11, n).astype(np.int32) for n in (4, 1, 9, 2, 6, 1)]
-    temperature, found = torch.tensor([1.0, 0.7, 1.3, 1.0, 2.0, 0.5]), []
-    for way in (True, False):
-        model.exact = way
-        model.hf.zero_grad()
-        args = [whose[i] for i in owner], responses, temperature
-        out = (
-            model.logprobs(*args, groups=owner, want_entropy=True, want_hidden=True)
-            if way
-            else policy.plain_logprobs(model.hf, *args, True, True)
-        )
-        assert out.entropy is not None and out.hidden is not None
-        (
-            (out.logprobs * torch.linspace(-1, 1, 23)).sum()
-            + 0.3 * (out.entropy * torch.linspace(1, 2, 23)).sum()
-        ).backward()
-        found.append((out, {n: p.grad.clone() for n, p in model.hf.named_parameters()}))
-    (a, ga), (b, gb) = found
-    for x, y in ((a.logprobs, b.logprobs), (a.entropy, b.entropy), (a.hidden, b.hidden)):
-        torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
-    for name in ga:
-        torch.testing.assert_close(ga[name], gb[name], atol=3e-5, rtol=1e-3, msg=name)
+    # a prompt wider than another's table of answers, one beyond what is summed at once
+    for lengths in ((5, 1, 7), (20, 1, 140)):
+        whose = [r.integers(3, 11, n).astype(np.int32) for n in lengths]
+        owner = [0, 0, 1, 2, 0, 2]
+        responses = [r.integers(1, 11, n).astype(np.int32) for n in (4, 1, 9, 2, 6, 1)]
+        temperature, found = torch.tensor([1.0, 0.7, 1.3, 1.0, 2.0, 0.5]), []
+        for way in (True, False):
+            model.exact = way
+            model.hf.zero_grad()
+            args = [whose[i] for i in owner], responses, temperature
+            out = (
+                model.logprobs(*args, groups=owner, want_entropy=True, want_hidden=True)
+                if way
+                else policy.plain_logprobs(model.hf, *args, True, True)
+            )
+            assert out.entropy is not None and out.hidden is not None
+            (
+                (out.logprobs * torch.linspace(-1, 1, 23)).sum()
+                + 0.3 * (out.entropy * torch.linspace(1, 2, 23)).sum()
+            ).backward()
+            found.append((out, {n: p.grad.clone() for n, p in model.hf.named_parameters()}))
+        (a, ga), (b, gb) = found
+        for x, y in ((a.logprobs, b.logprobs), (a.entropy, b.entropy), (a.hidden, b.hidden)):
+            torch.testing.assert_close(x, y, atol=1e-5, rtol=1e-4)
+        for name in ga:
+            torch.testing.assert_close(ga[name], gb[name], atol=3e-5, rtol=1e-3, msg=name)
+    assert tables in ([1, 1], [6, 6])
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,9 @@ def test_answers_are_padded_with_others_of_like_length() -> None:
         prompts, [np.ones(21, np.int32)] * len(lengths), None, torch.device("cpu")
     )
     assert len(alike.answers) == 1  # nothing to save
-    fixed = policy.packed_forward.plan(prompts, answers, None, torch.device("cpu"), True)
-    assert len(fixed.answers) == 1  # exact mode: one width for all
+    fixed = policy.packed_forward.plan(prompts, answers, None, torch.device("cpu"), True).answers
+    shapes = [(table.rows.shape[1], table.keys.shape[1]) for table in fixed]
+    assert shapes[0] == (4, 16) and shapes[-1] == (52, 64)  # exact mode: in steps of 4 and 16
 
 
 def test_chunked_head_equals_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from asyncrl.models import exact_operators
+
 
 @dataclass(frozen=True)
 class Table:
@@ -30,15 +32,17 @@ class Plan:
     token, in the order of `answers`.
 
     ids, positions [n]; prompts: each over itself; answers: of similar length in each table, over
-    their prompt, padded to the longest of all, and themselves; owners: of each of these tables, the
-    prompt [B] of each row; picks [N] the token whose state predicts each response token; targets,
-    sample [N]: those tokens, and the sample of each."""
+    their prompt and themselves; owners: of each of these tables, the prompt [B] of each row;
+    starts: of each, the column [B] of a row's first own key, behind its prompt, which is padded to
+    the longest of all but in exact mode; picks [N] the token whose state predicts each response
+    token; targets, sample [N]: those tokens, and the sample of each."""
 
     ids: torch.Tensor
     positions: torch.Tensor
     prompts: Table
     answers: list[Table]
     owners: list[torch.Tensor]
+    starts: list[torch.Tensor]
     picks: torch.Tensor
     targets: torch.Tensor
     sample: torch.Tensor
@@ -74,30 +78,31 @@ class Side:
 class Rows:
     """All calls of a layer's attention.  owners: of each of `answers`, the prompt [B] of each row;
     prompt_keys: each packed token's place in [G, h_kv, Pmax]; answer_keys: of each of `answers`,
-    its tokens' places in [B, h_kv, Pmax + R]."""
+    its tokens' places in [B, h_kv, K]; exact: by the operators of exact mode, where queries come
+    scaled."""
 
     prompts: Side
     answers: list[Side]
     owners: list[torch.Tensor]
     prompt_keys: torch.Tensor
     answer_keys: list[torch.Tensor]
+    exact: bool
 
     @classmethod
-    def of(cls, plan: Plan, heads: int, kv_heads: int) -> Rows:
-        width = plan.prompts.rows.shape[1]
+    def of(cls, plan: Plan, heads: int, kv_heads: int, exact: bool = False) -> Rows:
         answer_keys = []
-        for table in plan.answers:
-            longest = table.rows.shape[1]
+        for table, start in zip(plan.answers, plan.starts, strict=True):
+            longest, columns = table.rows.shape[1], table.keys.shape[1]
             row = table.flat // max(longest, 1)
-            # behind the prompt's columns of each row so far
-            places = table.flat + (row + 1) * width
-            answer_keys.append(_places(places, width + longest, kv_heads))
+            places = table.flat + row * (columns - longest) + start[row]
+            answer_keys.append(_places(places, columns, kv_heads))
         return cls(
             Side.of(plan.prompts, heads, kv_heads),
             [Side.of(table, heads, kv_heads) for table in plan.answers],
             plan.owners,
-            _places(plan.prompts.flat, width, kv_heads),
+            _places(plan.prompts.flat, plan.prompts.rows.shape[1], kv_heads),
             answer_keys,
+            exact,
         )
 
 
@@ -129,15 +134,15 @@ class _Attention(torch.autograd.Function):
     ) -> torch.Tensor:
         dim = q.shape[2]
         by_head = q.reshape(-1, dim), k.reshape(-1, dim), v.reshape(-1, dim)
-        ctx.rows, ctx.scale = rows, dim**-0.5
+        ctx.rows, ctx.scale = rows, 1.0 if rows.exact else dim**-0.5
         kept: list[torch.Tensor] = []
         out = []
         for side in (rows.prompts, *rows.answers):
-            attended, saved = _forward(side, *by_head, scale=ctx.scale)
+            attended, saved = _forward(side, *by_head, scale=None if rows.exact else ctx.scale)
             out.append(attended)
             kept += saved
         ctx.save_for_backward(*kept)
-        return torch.cat(out).view(len(q), -1)
+        return _padded(torch.cat(out), len(q), q.shape[1])
 
     @staticmethod
     def backward(
@@ -147,7 +152,8 @@ class _Attention(torch.autograd.Function):
         kept = ctx.saved_tensors
         dim = kept[0].shape[2]
         sides = [rows.prompts, *rows.answers]
-        grad = torch.split(grads[0].reshape(-1, dim), [len(side.back) for side in sides])
+        lengths = [len(side.back) for side in sides]
+        grad = torch.split(grads[0].reshape(-1, dim)[: sum(lengths)], lengths)
         found = [
             _backward(side, of_side, kept[4 * at : 4 * at + 4], ctx.scale)
             for at, (side, of_side) in enumerate(zip(sides, grad, strict=True))
@@ -155,31 +161,51 @@ class _Attention(torch.autograd.Function):
         queries = torch.cat([of_queries for of_queries, _, _ in found])
         keys = _of_keys(rows, [of_keys for _, of_keys, _ in found])
         values = _of_keys(rows, [of_values for _, _, of_values in found])
-        tokens = len(grads[0])
-        return (
-            queries.view(tokens, -1, dim),
-            keys.view(tokens, -1, dim),
-            values.view(tokens, -1, dim),
-            None,
+        n = len(grads[0])
+        heads = grads[0].shape[1] // dim
+        kv_heads = heads * len(keys) // len(queries)
+        shapes = ((queries, heads), (keys, kv_heads), (values, kv_heads))
+        of_queries, of_keys, of_values = (
+            _padded(each, n, of).view(n, of, dim) for each, of in shapes
         )
+        return of_queries, of_keys, of_values, None
+
+
+def _padded(x: torch.Tensor, n: int, heads: int) -> torch.Tensor:
+    """x [m * heads, d] as [n, heads * d], n >= m, with rows of zeros below: exact mode pads the
+    packed tokens."""
+    if extra := n * heads - len(x):
+        x = torch.cat([x, x.new_zeros(extra, x.shape[1])])
+    return x.view(n, -1)
 
 
 def _forward(
-    side: Side, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    side: Side, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Attended [n * h, d] of the packed queries, and what the backward pass needs.  Heads that
-    share their keys are more queries of them."""
-    count, width, columns = side.shape
+    share their keys are more queries of them.  scale: None where exact mode has scaled them."""
+    columns = side.shape[2]
     dim = q.shape[1]
     groups = len(side.keys) // max(columns, 1)
     queries = q.index_select(0, side.queries).view(groups, -1, dim)
     keys = k.index_select(0, side.keys).view(groups, columns, dim)
     values = v.index_select(0, side.keys).view(groups, columns, dim)
-    scores = torch.bmm(queries.mul_(scale), keys.transpose(1, 2)).float()
+    if scale is None:
+        out, shares = exact_operators.attended(
+            queries, keys, values, lambda scores: _biased(scores, side)
+        )
+    else:
+        scores = torch.bmm(queries.mul_(scale), keys.transpose(1, 2)).float()
+        shares = torch.softmax(_biased(scores, side), -1).to(q.dtype)
+        out = torch.bmm(shares, values)
+    return out.view(-1, dim).index_select(0, side.back), [queries, keys, values, shares]
+
+
+def _biased(scores: torch.Tensor, side: Side) -> torch.Tensor:
+    """Scores [B * h_kv, queries, K] with the side's bias, in place."""
+    count, width, columns = side.shape
     scores.view(count, -1, width, columns).add_(side.bias)
-    shares = torch.softmax(scores, -1).to(q.dtype)
-    out = torch.bmm(shares, values).view(-1, dim).index_select(0, side.back)
-    return out, [queries, keys, values, shares]
+    return scores
 
 
 def _backward(
@@ -202,12 +228,13 @@ def _of_keys(rows: Rows, sides: list[torch.Tensor]) -> torch.Tensor:
     """Gradient [n * h_kv, d] of the packed keys (or values), from those of the prompts' side and
     of the answers': a prompt's are the sum over its answers."""
     prompts, *answers = sides
-    count, width, _ = rows.prompts.shape
+    count, _, width = rows.prompts.shape
     dim = prompts.shape[2]
-    of_prompts = prompts.view(count, -1)
+    of_prompts = prompts.view(count, -1, width, dim)
     for owner, grad in zip(rows.owners, answers, strict=True):
+        # behind a shorter prompt come an answer's own keys: their columns are nobody's there
         shared = grad.view(len(owner), -1, grad.shape[1], dim)[:, :, :width]
-        of_prompts.index_add_(0, owner, shared.reshape(len(owner), -1))
+        of_prompts[:, :, : shared.shape[2]].index_add_(0, owner, shared)
     places = [rows.prompt_keys, *rows.answer_keys]
     return torch.cat(
         [

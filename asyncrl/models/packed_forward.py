@@ -365,8 +365,7 @@ def plan(
     device: torch.device,
     fixed: bool = False,
 ) -> Plan:
-    """Index plan for one micro-batch.  fixed: as exact mode wants it
-    (asyncrl/models/exact_operators.py): padded tokens, keys at their positions, one table."""
+    """Index plan for one micro-batch.  fixed: padded, keys at their positions, for exact mode."""
     names = range(len(prompts)) if groups is None else groups
     first: dict[int, int] = {}  # of each prompt, the first sample that has it
     for sample, name in enumerate(names):
@@ -379,7 +378,7 @@ def plan(
     inner = rlen - 1
     ptab, pval, pflat = _rows(plen, 0, exact_operators.KEYS if fixed else 1)
     worth = WORTH_A_TABLE.get(device.type, WORTH_A_TABLE_ELSEWHERE)
-    sides = [np.arange(len(inner))] if fixed else _alike(inner, ptab.shape[1], worth)
+    sides = _alike(inner, ptab.shape[1], worth)
     order = np.concatenate(sides)
     begin = np.empty_like(inner)  # of each answer, among the packed tokens
     begin[order] = plen.sum() + np.cumsum(inner[order]) - inner[order]
@@ -403,6 +402,7 @@ def plan(
         )
 
     answers = []
+    starts = []
     positions = [np.nonzero(pval)[1]]
     for side in sides:
         rows, valid, flat = _rows(
@@ -418,6 +418,7 @@ def plan(
             else _behind((ptab[of_row], pval[of_row]), rows, valid)
         )
         answers.append(table(rows, keys, seen, flat))
+        starts.append(put(own if fixed else np.full_like(own, ptab.shape[1])))
         positions.append((own[:, None] + np.arange(rows.shape[1])[None])[valid])
     ids = np.concatenate([*unique, *[responses[sample][:-1] for sample in order]])
     pos = np.concatenate(positions)
@@ -432,6 +433,7 @@ def plan(
         prompts=table(ptab, ptab, _causal(pval), pflat),
         answers=answers,
         owners=[put(owner[side]) for side in sides],
+        starts=starts,
         picks=put(np.where(within == 0, last, np.repeat(begin, rlen) + within - 1)),
         targets=put(np.concatenate(responses)),
         sample=put(np.repeat(np.arange(len(responses)), rlen)),
@@ -527,8 +529,9 @@ def _fixed_logprobs(
     x = F.embedding(pl.ids, top["embed"])
     half = lay.head_dim // 2
     turns = torch.complex(*(each[:, 0, :half].contiguous() for each in lay.rope(pl.positions)))
+    rows = Rows.of(pl, lay.heads, lay.kv_heads, exact=True)
     for i in range(len(hf.model.layers)):
-        x = again(_fixed_block, lay, i, weights, x, turns=turns, pl=pl)
+        x = again(_fixed_block, lay, i, weights, x, turns=turns, rows=rows)
     n = len(pl.picks)
     hidden = exact_operators.unit(exact_operators.pad_rows(x.index_select(0, pl.picks)), lay.eps)
     scale = exact_operators.pad_rows((1.0 / temperature.to(x.device, torch.float32))[pl.sample])
@@ -546,50 +549,11 @@ def _fixed_block(
     weights: Mapping[str, torch.Tensor],
     x: torch.Tensor,
     turns: torch.Tensor,
-    pl: Plan,
+    rows: Rows,
 ) -> torch.Tensor:
     """Layer i over packed tokens x [n, H]."""
     fused = exact_operators.in_pairs(lay, exact_operators.fuse_layer(lay, i, weights))
     w = {name: t.contiguous() for name, t in fused.items()}
     q, k, v = exact_operators.project(lay, w, x, turns)
-    attended = [
-        _fixed_attention(lay, q, k, v, table.rows, table.keys, bias=table.bias).index_select(
-            0, table.flat
-        )
-        for table in (pl.prompts, *pl.answers)
-    ]
-    return exact_operators.finish(lay, w, x, exact_operators.pad_rows(torch.cat(attended)))
-
-
-def _fixed_attention(
-    lay: Layout,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rows: torch.Tensor,
-    keys: torch.Tensor,
-    bias: torch.Tensor,
-) -> torch.Tensor:
-    """Attention of the queries at `rows` [B, Q] over the keys at `keys` [B, W], bias [B, Q, W];
-    returns [B * Q, heads * d].
-    """
-    b = len(rows)
-    n = rows.shape[1]
-    width = keys.shape[1]
-    share = lay.heads // lay.kv_heads
-    qs = (
-        q.index_select(0, rows.flatten())
-        .view(b, n, lay.kv_heads, share, lay.head_dim)
-        .permute(0, 2, 3, 1, 4)
-        .reshape(b, lay.kv_heads, -1, lay.head_dim)
-    )
-    ks, vs = (
-        t.index_select(0, keys.flatten())
-        .view(b, width, lay.kv_heads, -1)
-        .transpose(1, 2)
-        .reshape(-1, width, lay.head_dim)
-        for t in (k, v)
-    )
-    wide = bias[:, None, None].expand(b, 1, share, n, width).reshape(b, 1, share * n, width)
-    out = exact_operators.attend(qs, ks, vs, wide).view(b, lay.kv_heads, share, n, lay.head_dim)
-    return out.permute(0, 3, 1, 2, 4).reshape(b * n, lay.heads * lay.head_dim)
+    attended = packed_attention.attention(q, k, v, rows)
+    return exact_operators.finish(lay, w, x, attended)
