@@ -239,11 +239,13 @@ def facts(records: Mapping[int, dict[str, Any]], steps: int) -> dict[str, Any]:
     """One cell over its seeds."""
     runs = [records[seed] for seed in sorted(records)]
     ends = [sweep_analysis.curve(r, steps)[1][-1] for r in runs]
+    heights = [height(r, steps) for r in runs]
     out = {
         "seeds": sorted(records),
         "each": ends,
         "final": statistics.fmean(ends),
-        "area": statistics.fmean(height(r, steps) for r in runs),
+        "heights": heights,
+        "area": statistics.fmean(heights),
         "ess": min(sweep_analysis.ess(r["curve"]) for r in runs),
         "given_up": sum(bool(r["abandoned"]) for r in runs),
         "trouble": sorted({x.split(":")[0] for r in runs for x in sweep_analysis.trouble(r)}),
@@ -256,20 +258,20 @@ def facts(records: Mapping[int, dict[str, Any]], steps: int) -> dict[str, Any]:
 
 
 def against(
-    cells: Mapping[tuple[int, str], dict[str, Any]], prompts: int
+    cells: Mapping[tuple[int, str], dict[str, Any]], prompts: int, measure: str = "each"
 ) -> dict[tuple[int, str], verdict.Difference]:
-    """(lag, method) -> difference from BASE at the same lag over the seeds of both; Holm over all
-    of them.
+    """(lag, method) -> difference of `measure` from BASE's at the same lag over the seeds of both;
+    Holm over all of them.
     """
     out = {}
     for (lag, method), mine in cells.items():
         if method == BASE or (lag, BASE) not in cells:
             continue
         base = cells[lag, BASE]
-        theirs = dict(zip(base["seeds"], base["each"], strict=True))
+        theirs = dict(zip(base["seeds"], base[measure], strict=True))
         both = [
             (value, theirs[seed])
-            for seed, value in zip(mine["seeds"], mine["each"], strict=True)
+            for seed, value in zip(mine["seeds"], mine[measure], strict=True)
             if seed in theirs
         ]
         if both:
@@ -344,6 +346,8 @@ def analyse(plan: Plan) -> dict[str, Any]:
                 "word": d.word() if d.seeds > 1 else "no verdict",
                 "detectable": verdict.detectable(d.sd, d.seeds),
             }
+        for key, d in against(cells, 0, "heights").items():
+            cells[key]["height_against"] = studies.shown(d)
         by_lag: dict[str, dict[str, Any]] = {}
         for (lag, method), about in cells.items():
             by_lag.setdefault(str(lag), {})[method] = about

@@ -191,6 +191,9 @@ def test_the_verdict_is_paired_after_holm_and_says_what_it_could_not_see(
     assert row["dis"]["against"]["difference"] == pytest.approx(0.1025)
     assert row["dis"]["against"]["p_holm"] < 0.05 < row["vespo"]["against"]["p_holm"]
     assert row["dis"]["area"] == pytest.approx((0.2 + 0.605 * 3) / 4, abs=1e-3)
+    # three quarters of the way at the end's height
+    assert row["dis"]["height_against"]["difference"] == pytest.approx(0.1025 * 3 / 4)
+    assert row["dis"]["height_against"]["p_holm"] < 0.05
     said = "\n".join(program.verdicts(found))
     assert "lag 16: ppo 0.502; better: dis +0.102" in said and "better: vespo" not in said
     row.pop("dis")
