@@ -21,6 +21,7 @@ import os
 import sys
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -84,13 +85,30 @@ class SwapExtension:
         return ""
 
     def asyncrl_sampler(self) -> None:
-        """On a CPU: put `SeededSampler` in the place of vLLM's."""
+        """On a CPU: put `SeededSampler` in the place of vLLM's, and take draws back by it."""
         worker: Any = self
-        inner = worker.model_runner.sampler.topk_topp_sampler
+        runner = worker.model_runner
+        inner = runner.sampler.topk_topp_sampler
         if getattr(inner.forward, "__name__", "") == "forward_cpu":
-            inner.forward = SeededSampler(
-                inner.forward, 1024 + 4 * worker.model_runner.max_num_reqs
-            )
+            inner.forward = SeededSampler(inner.forward, 1024 + 4 * runner.max_num_reqs)
+            plain = runner._bookkeeping_sync
+            runner._bookkeeping_sync = lambda *args, **more: self._take_back(plain, *args, **more)
+
+    def _take_back(self, plain: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        """vLLM's bookkeeping of a step.  A prompt that was encoded in part has drawn a token that
+        is thrown away, and its generator goes back a draw: that of a CPU has no way to, and vLLM
+        fails on it."""
+        worker: Any = self
+        runner = worker.model_runner
+        batch = runner.input_batch
+        thrown = np.flatnonzero(runner.discard_request_mask.np[: batch.num_reqs]).tolist()
+        held = {row: batch.generators.pop(row) for row in thrown if row in batch.generators}
+        for generator in held.values():
+            runner.sampler.topk_topp_sampler.forward.take_back(generator)
+        try:
+            return plain(*args, **more)
+        finally:
+            batch.generators.update(held)
 
 
 def repack(model: torch.nn.Module) -> None:
@@ -107,9 +125,12 @@ def repack(model: torch.nn.Module) -> None:
 
 
 class SeededSampler:
-    """vLLM's sampling on a CPU where every request has a seed: it draws a number a token from each
+    """vLLM's sampling on a CPU where requests have a seed: it draws a number a token from each
     row's generator, one call each; here a generator gives AHEAD at once.  The numbers ahead outlive
-    a preemption; those of the `room` requests used last are kept."""
+    a preemption; those of the `room` requests used last are kept.
+
+    A row without a generator is a probe's: nobody reads what it draws, but beside it vLLM would
+    draw otherwise for the others."""
 
     AHEAD = 64
 
@@ -118,6 +139,7 @@ class SeededSampler:
         self.room = room
         # by id, which the held generator keeps its own
         self.ahead: OrderedDict[int, tuple[torch.Generator, Iterator[int]]] = OrderedDict()
+        self.last: dict[int, int] = {}  # what each of these has drawn last
 
     def __call__(
         self,
@@ -126,12 +148,14 @@ class SeededSampler:
         keys: torch.Tensor | None,
         parameter: torch.Tensor | None,
     ) -> Any:
-        if len(generators) != len(logits):
+        if not generators:
             return self.plain(logits, generators, keys, parameter)
         from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
         logits = apply_top_k_top_p(logits, keys, parameter)
-        seeds = torch.tensor([self.draw(generators[i]) for i in range(len(logits))])
+        seeds = torch.tensor(
+            [self.draw(generators[row]) if row in generators else 0 for row in range(len(logits))]
+        )
         return torch.ops._C.fused_gumbel_argmax(logits.float(), seeds), logits.log_softmax(
             -1, dtype=torch.float32
         )
@@ -141,9 +165,16 @@ class SeededSampler:
         if name not in self.ahead:
             self.ahead[name] = generator, self.stream(generator)
             if len(self.ahead) > self.room:
-                self.ahead.popitem(last=False)
+                self.last.pop(self.ahead.popitem(last=False)[0], None)
         self.ahead.move_to_end(name)
-        return next(self.ahead[name][1])
+        self.last[name] = next(self.ahead[name][1])
+        return self.last[name]
+
+    def take_back(self, generator: torch.Generator) -> None:
+        """What it has drawn last is drawn again."""
+        name = id(generator)
+        if name in self.last:
+            self.ahead[name] = generator, chain([self.last.pop(name)], self.ahead[name][1])
 
     @classmethod
     def stream(cls, generator: torch.Generator) -> Iterator[int]:

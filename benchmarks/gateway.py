@@ -87,7 +87,8 @@ def ask(
     argv = [sys.executable, str(servers.HERE / program), json.dumps(asked)]
     done = subprocess.run(argv, cwd=servers.ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{program} {server.url}: {done.stderr[-2000:]}")
+        why = server.gone() or "all its processes run"
+        raise RuntimeError(f"{program} {server.work.name}: {done.stderr[-2000:]}{why}")
     spent = {name: seconds - before.get(name, 0.0) for name, seconds in server.cpu().items()}
     return found(json.loads(done.stdout), spent, more["sessions"] * calls)
 

@@ -326,6 +326,8 @@ def main() -> None:
     args = p.parse_args()
     if args.quick:
         args.steps = 2
+    if args.split and args.lag:
+        p.error("--split injects 0, 4 and 16 versions by itself: leave --lag out")
     study = plan(args)
     if args.split:
         study.warm_starts([names[0] for names in study.arms.values()])

@@ -113,8 +113,10 @@ def train(
             groups, size
         )
         advantage = ((r - r.mean(1, keepdim=True)) * size / (size - 1)).flatten()
-        # rounding follows the order of rows
-        order = sorted(range(len(answers)), key=lambda i: (len(coded[i]) + len(answers[i]), i))
+        # rounding follows the order of rows: groups beside each other, by their longest row
+        width = [len(c) + len(a) for c, a in zip(coded, answers, strict=True)]
+        longest = [max(w for w, o in zip(width, owner, strict=True) if o == g) for g in owner]
+        order = sorted(range(len(answers)), key=lambda i: (longest[i], owner[i], width[i], i))
         new = model.logprobs(
             [coded[i] for i in order],
             [answers[i] for i in order],

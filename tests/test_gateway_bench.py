@@ -8,6 +8,7 @@ import http.server
 import importlib.util
 import json
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
@@ -173,6 +174,25 @@ def test_what_does_not_start_is_said_and_leaves_nothing(bench: Any, tmp_path: Pa
     with pytest.raises(RuntimeError, match="it: one has ended\nno port"):
         server.wait("it", lambda: False)
     assert other.poll() is not None and not server.processes
+
+
+def test_what_ends_while_it_is_asked_is_said(bench: Any, tmp_path: Path) -> None:
+    server = bench.servers.Server(tmp_path / "rival")
+    server.start("engine", ["sleep", "600"])
+    server.start("endpoint", [sys.executable, "-c", "import sys; sys.exit('out of paper')"])
+    try:
+        assert server.gone() == ""
+        server.processes["endpoint"].wait(timeout=600)
+        server.cpu = dict
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            server.url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(RuntimeError) as error:
+            bench.ask(server, sessions=1, at_once=1)
+        assert str(error.value).startswith("asker.py rival: Traceback")
+        assert "endpoint has ended\nout of paper" in str(error.value)
+        assert "engine has ended" not in str(error.value)
+    finally:
+        server.end()
 
 
 def test_servers_end_with_who_started_them(tmp_path: Path) -> None:

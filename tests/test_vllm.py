@@ -246,6 +246,32 @@ def test_what_is_drawn_follows_the_seed_and_not_the_neighbours(case: Case) -> No
         )
 
 
+def test_prompts_that_are_encoded_in_parts_draw_as_whole_ones_do(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More tokens than a step may encode: vLLM cuts prompts, and throws away what it samples of a
+    part.
+    """
+    case.load(case.old)
+    requests = [request(t, 0, [3 + (t + n) % 8 for n in range(24 + t)]) for t in range(8)]
+    case.engine.add(requests)
+    whole = case.finish()
+    case.load(case.old)  # forgets what it has encoded
+    scheduler = case.engine.llm.engine_core.engine_core.scheduler
+    monkeypatch.setattr(scheduler, "max_num_scheduled_tokens", 11)
+    drawn: list[int] = []
+    runner = case.worker.model_runner
+    sampler = runner.sampler.topk_topp_sampler.forward
+    take_back = sampler.take_back
+    monkeypatch.setattr(sampler, "take_back", lambda g: drawn.append(id(g)) or take_back(g))
+    case.engine.add(requests)
+    parts = case.finish()
+    assert len(set(drawn)) == 8 and parts.keys() == whole.keys()
+    if case.bound < 1e-3:
+        for key, answer in whole.items():
+            assert parts[key].tokens.tolist() == answer.tokens.tolist(), key
+
+
 def test_numbers_drawn_ahead_are_each_generators_own(case: Case) -> None:
     """Whatever the order in which rows draw, and for how long; a bounded number of generators is
     remembered.
@@ -266,9 +292,23 @@ def test_numbers_drawn_ahead_are_each_generators_own(case: Case) -> None:
         list(x)
         for x in zip(*[[together.draw(g) for g in generators] for _ in range(100)], strict=True)
     ] == alone
+    again = [together.draw(g) for g in generators]
+    for _ in range(2):  # once, and no further
+        together.take_back(generators[1])
+    assert [together.draw(g) for g in generators[1:]] == [
+        again[1],
+        together.last[id(generators[2])],
+    ]
+    after = SeededSampler(plain, 9), torch.Generator().manual_seed(1)
+    assert [after[0].draw(after[1]) for _ in range(102)][100:] == [
+        again[1],
+        together.draw(generators[1]),
+    ]
     for n in range(50):
         together.draw(torch.Generator().manual_seed(n))
-    assert len(together.ahead) == 3 and len({x for a in alone for x in a}) == 300
+    together.take_back(torch.Generator())  # one that has drawn nothing
+    assert len(together.ahead) == len(together.last) == 3
+    assert len({x for a in alone for x in a}) == 300
 
 
 def test_abort_and_what_does_not_fit(case: Case) -> None:

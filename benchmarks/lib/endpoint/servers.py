@@ -97,16 +97,21 @@ class Server:
         deadline = time.monotonic() + START_S
         try:
             while not there():
-                gone = [name for name, p in self.processes.items() if p.poll() is not None]
-                if gone or time.monotonic() > deadline:
-                    name = (gone or list(self.processes))[-1]
-                    log = (self.work / f"{name}.log").read_text(errors="replace")[-3000:]
-                    why = f"{name} has ended" if gone else f"not there after {START_S:g} s"
-                    raise RuntimeError(f"{what}: {why}\n{log}")
+                if (gone := self.gone()) or time.monotonic() > deadline:
+                    late = f"not there after {START_S:g} s\n{self.said(list(self.processes)[-1])}"
+                    raise RuntimeError(f"{what}: {gone or late}")
                 time.sleep(0.1)
         except BaseException:
             self.end()
             raise
+
+    def gone(self) -> str:
+        """Which of its processes have ended, with the end of what each said; "": none has."""
+        ended = [name for name, p in self.processes.items() if p.poll() is not None]
+        return "\n".join(f"{name} has ended\n{self.said(name)}" for name in ended)
+
+    def said(self, name: str) -> str:
+        return (self.work / f"{name}.log").read_text(errors="replace")[-3000:]
 
     def cpu(self) -> dict[str, float]:
         """CPU seconds of each process so far; of what it has started under `NAME's`."""
