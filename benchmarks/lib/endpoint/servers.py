@@ -33,6 +33,7 @@ END_S = 15.0
 AT_ONCE = 64  # sessions that the engines have room for
 TOKENS = 32  # of each answer
 CONTEXT = 1024  # of the engines: a chat of 8 calls fits twice
+KEPT = 65_536  # tokens of earlier calls: with AT_ONCE x CONTEXT as many as `vllm serve` holds
 LONG = 120_000  # of a gateway without an engine: 100 kB of history, a token a character
 TEMPLATE = (
     "{%- for m in messages -%}<{{ m.role }}>{{ m.content or '' }}"
@@ -164,6 +165,7 @@ def settings(path: Path, engine: str) -> list[str]:
         f"generator.engine={'embedded' if drawn else engine!r}",
         f"generator.context={LONG if drawn else CONTEXT}",
         f"generator.slots={256 if drawn else AT_ONCE}",
+        f"generator.prefix_cache_tokens={KEPT}",
     ]
 
 
