@@ -288,12 +288,14 @@ def test_what_makes_no_sense_together_is_refused(sections: dict[str, Any], said:
         load.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, "c.toml")
 
 
-@pytest.mark.parametrize("name", methods.METHODS)
+@pytest.mark.parametrize("name", methods.CORRECTIONS)
 def test_a_method_is_an_arm_by_its_name(name: str) -> None:
     arm = comparison.parse_arm(name)
-    assert arm.sets == methods.METHODS[name][1]
-    found = comparison.resolve("configs/rle.toml", [], [comparison.Arm("sync", []), arm])
-    assert found[name] != found["sync"]
+    assert arm.sets == methods.CORRECTIONS[name][1]
+    other, plain = comparison.Arm("other", ["learner.lr=0.1"]), comparison.Arm("plain", [])
+    found = comparison.resolve("configs/rle.toml", [], [other, arm])
+    same = comparison.resolve("configs/rle.toml", [], [other, plain])["plain"]
+    assert (found[name] == same) == (name in ("configured", "ppo"))
 
 
 # ---- what leaves the loss ------------------------------------------------------------------------

@@ -92,15 +92,15 @@ class Cell:
 
 def parse_arm(text: str) -> Arm:
     """`NAME:key=value,key=value`; `NAME:` changes nothing; `NAME:same-as=OTHER` repeats an arm; a
-    name of METHODS alone is that method.  Raises ConfigError.
+    name of CORRECTIONS alone is that one.  Raises ConfigError.
     """
-    if text in methods.METHODS:
-        return Arm(text, methods.METHODS[text][1])
+    if text in methods.CORRECTIONS:
+        return Arm(text, methods.CORRECTIONS[text][1])
     name, colon, rest = text.partition(":")
     if not colon or not re.fullmatch(r"[\w.+-]+", name):
         raise ConfigError(
             f"--arm {text}: write NAME:key=value,key=value, the name of letters, digits and . + -; "
-            f"or a method's name alone: {', '.join(methods.METHODS)}"
+            f"or a method's name alone: {', '.join(methods.CORRECTIONS)}"
         )
     # A comma inside brackets or quotes belongs to the value.
     items = [x for x in re.split(r",(?=\s*[\w.-]+\s*=)", rest) if x.strip()]

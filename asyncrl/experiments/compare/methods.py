@@ -1,10 +1,14 @@
 """What others published for samples of an old policy, each whole: surrogate, advantage, reduction
-and correction, as `--set` items.
+and correction, as `--set` items; and plain corrections beside them.
 
 An arm of `compare` and a correction of `sweep` is one by its name alone.  docs/algorithms.md says
 where each comes from and what of it could be read."""
 
 from __future__ import annotations
+
+from asyncrl.config import presets
+
+KL_STOP = 0.05  # nats a token that a batch's updates may move: repair A of the IS-reshape report
 
 PLAIN = [
     "correction.preset=''",
@@ -151,4 +155,55 @@ METHODS: dict[str, tuple[str, list[str]]] = {
             _ANSWERS,
         ],
     ),
+}
+
+
+def _preset(name: str) -> list[str]:
+    keys = {"level": "none", "bound": "none"} | presets.PRESETS[name]
+    return [
+        *RECOMPUTE,
+        *(f"correction.{k}={v}" for k, v in keys.items()),
+        f"loss.surrogate={'vanilla' if name == 'none' else 'decoupled_ppo'}",
+    ]
+
+
+CORRECTIONS: dict[str, tuple[str, list[str]]] = {
+    "none": ("stale samples as if they were fresh", _preset("none")),
+    "ppo": (
+        "PPO, the ratio and its clip against the behaviour policy",
+        [*BEHAVIOR, "loss.surrogate=ppo"],
+    ),
+    **{
+        n: (
+            f"decoupled PPO with the preset {n}; its clip acts from a batch's second update on",
+            _preset(n),
+        )
+        for n in ("tis", "seq_tis", "icepop", "mis", "m2po")
+    },
+    "reshape": (
+        "IS-reshape v3.1",
+        [*BEHAVIOR, "loss.surrogate=reshape", "reshape.mode=v3.1"],
+    ),
+    "reshape-stop": (
+        f"IS-reshape v3.1, two optimizer steps a batch, the second only below {KL_STOP} nats a "
+        "token from the batch's start (repair A)",
+        [
+            *BEHAVIOR,
+            "loss.surrogate=reshape",
+            "reshape.mode=v3.1",
+            "learner.minibatches=2",
+            f"stop.kl_max={KL_STOP}",
+        ],
+    ),
+    "k3": (
+        "PPO as above, and 0.1 k3 towards the initial model in the loss",
+        [
+            *BEHAVIOR,
+            "loss.surrogate=ppo",
+            "kl.loss.coefficient=0.1",
+            "kl.loss.estimator=k3",
+        ],
+    ),
+    **METHODS,
+    "configured": ("as the config says", []),
 }

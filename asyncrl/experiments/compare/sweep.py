@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from asyncrl.config import load, presets
+from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare import comparison, methods, warm_pool
@@ -21,58 +21,7 @@ from asyncrl.experiments.one_process import cold
 
 SYNC = "sync"
 PROBE_STEPS = 12
-KL_STOP = 0.05  # nats a token that a batch's updates may move: repair A of the IS-reshape report
-
-
-def _preset(name: str) -> list[str]:
-    keys = {"level": "none", "bound": "none"} | presets.PRESETS[name]
-    return [
-        *methods.RECOMPUTE,
-        *(f"correction.{k}={v}" for k, v in keys.items()),
-        f"loss.surrogate={'vanilla' if name == 'none' else 'decoupled_ppo'}",
-    ]
-
-
-CORRECTIONS: dict[str, tuple[str, list[str]]] = {
-    "none": ("stale samples as if they were fresh", _preset("none")),
-    "ppo": (
-        "PPO, the ratio and its clip against the behaviour policy",
-        [*methods.BEHAVIOR, "loss.surrogate=ppo"],
-    ),
-    **{
-        n: (
-            f"decoupled PPO with the preset {n}; its clip acts from a batch's second update on",
-            _preset(n),
-        )
-        for n in ("tis", "seq_tis", "icepop", "mis", "m2po")
-    },
-    "reshape": (
-        "IS-reshape v3.1",
-        [*methods.BEHAVIOR, "loss.surrogate=reshape", "reshape.mode=v3.1"],
-    ),
-    "reshape-stop": (
-        f"IS-reshape v3.1, two optimizer steps a batch, the second only below {KL_STOP} nats a "
-        "token from the batch's start (repair A)",
-        [
-            *methods.BEHAVIOR,
-            "loss.surrogate=reshape",
-            "reshape.mode=v3.1",
-            "learner.minibatches=2",
-            f"stop.kl_max={KL_STOP}",
-        ],
-    ),
-    "k3": (
-        "PPO as above, and 0.1 k3 towards the initial model in the loss",
-        [
-            *methods.BEHAVIOR,
-            "loss.surrogate=ppo",
-            "kl.loss.coefficient=0.1",
-            "kl.loss.estimator=k3",
-        ],
-    ),
-    **methods.METHODS,
-    "configured": ("as the config says", []),
-}
+CORRECTIONS = methods.CORRECTIONS
 
 
 def parse_correction(text: str) -> tuple[str, list[str]]:
