@@ -62,7 +62,11 @@ PROGRAMS = {
     "fuzz": Program("fuzz.py", ("fuzz",), 10),
     "demo_seeds": Program("demo_seeds.py", ("demo_seeds",), 12),
     "vllm_engine": Program("vllm_engine.py", ("vllm_engine", "vllm_engine_start"), 25),
-    "gateway": Program("gateway.py", ("gateway",), 25),
+    "gateway": Program(
+        "gateway.py --parts beyond history client", ("gateway_beyond_history_client",), 4
+    ),
+    "gateway_engines": Program("gateway.py --parts engines", ("gateway_engines",), 5),
+    "gateway_step": Program("gateway.py --parts step", ("gateway_step",), 8),
     "real_model": Program(
         "real_model.py models/smollm2",
         ("real_model_run", "real_model_engine", "real_model_learner", "real_model_swap"),
