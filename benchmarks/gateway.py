@@ -2,7 +2,7 @@
 and what training through it costs.
 
     OMP_NUM_THREADS=1 python benchmarks/gateway.py [--quick] [--json] [--rounds N] [--parts engines
-    beyond history client step]
+    beyond history client step larger]
 
 Chats of 8 calls of 32 tokens, each with all that was said before; two cores for all processes
 together, who asks included; alternatives by turns.  Who asks is one process of raw sockets
@@ -23,9 +23,11 @@ client    OpenAI's Python client, one call at a time: its own floor against a st
 step      configs/calc.toml against calc_http.toml, the same warm start and learning rate 0: a step
           through HTTP takes at most 1.15 of one by environment.  Beside it stands the same agent
           with a plain client, as what OpenAI's costs is no cost of the endpoint.
+larger    the same two with 16.8 million parameters, untrained, and batches of 64 sessions: what a
+          call costs beyond the model is the same, what the model takes is more.
 
---quick: few calls, without vLLM and without `step` where they are not named by --parts; its values
-say nothing."""
+--quick: few calls, without vLLM, `step` and `larger` where they are not named by --parts; its
+values say nothing."""
 
 from __future__ import annotations
 
@@ -51,6 +53,8 @@ PAUSE_S = 0.2  # about what an engine takes for 32 tokens of 64 sessions on thes
 MANY = (1, 8, 64)
 HISTORY = 100_000  # characters
 PLAIN = "calc_http, plain client"
+STEP_MOST = 1.15
+LARGER = {"hidden": 512, "layers": 4, "heads": 8}  # 16.8 million parameters
 WITH = "vllm serve, log-probabilities"
 LOGPROBS = {"logprobs": True}
 Row = dict[str, dict[str, Any]]  # alternative -> what came of it, in one round
@@ -311,11 +315,11 @@ def judged_client(rows: list[Row]) -> list[dict[str, Any]]:
     return [rounds.figure(name, added, 5.0, at_least=False, **more)]
 
 
-def a_run(bench: Bench, config: str, steps: int, *more: str) -> dict[str, Any]:
+def a_run(bench: Bench, config: str, steps: int, *more: str, model: str = "calc") -> dict[str, Any]:
     """Seconds a step of a run, after the first few."""
     name = f"{config}-{uuid.uuid4().hex[:6]}"
     sets = [f"runs={str(bench.work / 'runs')!r}", f"name={name!r}", f"learner.steps={steps}"]
-    sets += [f"model.path={str(bench.work / 'calc')!r}", contenders.STILL, *contenders.SMALL]
+    sets += [f"model.path={str(bench.work / model)!r}", contenders.STILL, *contenders.SMALL]
     sets += more
     argv = [sys.executable, "-m", "asyncrl.cli", "run", f"configs/{config}.toml", "--json"]
     cores = sorted(os.sched_getaffinity(0))
@@ -354,10 +358,36 @@ def judged_step(rows: list[Row]) -> list[dict[str, Any]]:
     more: dict[str, float] = {f"{k}_ms": round(1e3 * seconds) for k, seconds in taken.items()}
     more["length"] = round(statistics.median(ratio(rows, "calc_http", "calc", "length")), 3)
     more["plain_client"] = round(statistics.median(ratio(rows, PLAIN, "calc", "step")), 3)
-    name = "step, through HTTP / by environment"
-    return [
-        rounds.figure(name, ratio(rows, "calc_http", "calc", "step"), 1.15, at_least=False, **more)
-    ]
+    return [compared("step, through HTTP / by environment", rows, more)]
+
+
+def compared(name: str, rows: list[Row], more: dict[str, float]) -> dict[str, Any]:
+    """more: stands beside the figure."""
+    found = ratio(rows, "calc_http", "calc", "step")
+    return rounds.figure(name, found, STEP_MOST, at_least=False, **more)
+
+
+def larger(bench: Bench) -> Judged:
+    from asyncrl.models.policy import build_model
+    from asyncrl.tasks.calc import Calc
+
+    bench.end()
+    build_model(bench.work / "larger", Calc.symbols, **LARGER)
+    steps = contenders.SKIP + (2 if bench.size is QUICK else 8)
+    smaller = "learner.groups=8"
+
+    def ours(config: str) -> Callable[[], dict[str, Any]]:
+        return lambda: a_run(bench, config, steps, smaller, model="larger")
+
+    names = ("calc", "calc_http")
+    rows = by_turns({name: ours(name) for name in names}, bench.wanted, warm=False)
+    return judged_larger(rows), rows
+
+
+def judged_larger(rows: list[Row]) -> list[dict[str, Any]]:
+    more: dict[str, float] = {f"{k}_ms": round(1e3 * middle(rows, k, "step")) for k in rows[0]}
+    more["length"] = round(statistics.median(ratio(rows, "calc_http", "calc", "length")), 3)
+    return [compared("step at 16.8M, through HTTP / by environment", rows, more)]
 
 
 PARTS: dict[str, Callable[[Bench], Judged]] = {
@@ -366,6 +396,7 @@ PARTS: dict[str, Callable[[Bench], Judged]] = {
     "history": history,
     "client": client,
     "step": step,
+    "larger": larger,
 }
 
 
@@ -374,7 +405,8 @@ def main() -> None:
     p.add_argument("--rounds", type=int, default=5)
     p.add_argument("--parts", nargs="+", default=[], choices=list(PARTS))
     args = p.parse_args()
-    parts = args.parts or [name for name in PARTS if not (args.quick and name == "step")]
+    long = ("step", "larger")
+    parts = args.parts or [name for name in PARTS if not (args.quick and name in long)]
     os.sched_setaffinity(0, rounds.idle_cores(2))
     goals: list[dict[str, Any]] = []
     details: dict[str, list[Row]] = {}

@@ -1,11 +1,17 @@
-"""The ledger: every generated token ends in exactly one line."""
+"""The ledger: every generated token ends in exactly one line; and what became of the samples of
+groups that are gone, for late copies of them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from array import array
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from struct import Struct
+from typing import NamedTuple, get_args
 
-from asyncrl.contract.messages import DISPOSITIONS, LedgerLine
+from asyncrl.contract.messages import DISPOSITIONS, Disposition, LedgerLine
 
 
 @dataclass
@@ -145,3 +151,240 @@ def binned(line: dict[str, float], prefix: str) -> dict[int, float]:
 
 def tokens_of(totals: dict[str, dict[str, float]], names: Iterable[str] = DISPOSITIONS) -> int:
     return sum(int(totals[n]["tokens"]) for n in names if n in totals)
+
+
+# ---- what is remembered of groups that are gone --------------------------------------------------
+
+ROWS = 256  # of a block: one is looked through, and all are asked for their bounds
+CODES: tuple[Disposition, ...] = (*DISPOSITIONS, *get_args(get_args(Disposition)[1]))
+Key = tuple[int, int, int]  # ticket, sample, attempt
+CODE_OF: dict[str, int] = {what: code for code, what in enumerate(CODES)}
+
+
+class Block:
+    """Up to ROWS rows of whole numbers, packed; those before `first` are gone."""
+
+    def __init__(self, form: Struct, low: int) -> None:
+        self.form = form
+        self.packed = bytearray()
+        self.tickets = array("q")  # each row's first number once more, to be found by it
+        self.first = 0
+        self.low = low  # no ticket is below
+        self.high = low  # none is above
+
+    def __len__(self) -> int:
+        return len(self.tickets)
+
+    def append(self, row: tuple[int, ...]) -> None:
+        ticket = row[0]
+        self.low = min(self.low, ticket)
+        self.high = max(self.high, ticket)
+        self.tickets.append(ticket)
+        self.packed += self.form.pack(*row)
+
+    def row(self, at: int) -> tuple[int, ...]:
+        offset = at * self.form.size
+        return self.form.unpack_from(self.packed, offset)
+
+    def put(self, at: int, row: tuple[int, ...]) -> None:
+        """In the place of one with the same first number."""
+        offset = at * self.form.size
+        self.form.pack_into(self.packed, offset, *row)
+
+    def places(self, ticket: int) -> Iterator[int]:
+        at = self.first
+        while True:
+            try:
+                at = self.tickets.index(ticket, at)
+            except ValueError:
+                return
+            yield at
+            at += 1
+
+
+class Rows:
+    """Rows in the order in which they came, found by their first number, a ticket.
+
+    Tickets go nearly in their order, so that few blocks can hold one.  A row takes what its numbers
+    take, where a dictionary's entry takes ten times as much."""
+
+    def __init__(self, form: str) -> None:
+        self.form = Struct(form)
+        self.blocks: deque[Block] = deque()
+        self.size = 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[tuple[int, ...]]:
+        for block in self.blocks:
+            for at in range(block.first, len(block)):
+                yield block.row(at)
+
+    def append(self, row: tuple[int, ...]) -> None:
+        if not self.blocks or len(self.blocks[-1]) == ROWS:
+            block = Block(self.form, row[0])
+            self.blocks.append(block)
+        self.blocks[-1].append(row)
+        self.size += 1
+
+    def drop(self) -> None:
+        """The oldest one."""
+        block = self.blocks[0]
+        block.first += 1
+        self.size -= 1
+        if block.first == len(block):
+            self.blocks.popleft()
+
+    def find(self, ticket: int) -> Iterator[tuple[Block, int]]:
+        """Where its rows are, the newest first."""
+        for block in reversed(self.blocks):
+            if block.low <= ticket <= block.high:
+                for at in reversed(list(block.places(ticket))):
+                    yield block, at
+
+
+class Run(NamedTuple):
+    """Samples of a group in a row that one attempt wrote, and that ended alike."""
+
+    ticket: int
+    attempt: int
+    first: int
+    size: int
+    code: int  # of what became of them
+
+    def each(self) -> Iterator[Key]:
+        for sample in range(self.first, self.first + self.size):
+            yield self.ticket, sample, self.attempt
+
+
+class Gone:
+    """(ticket, sample, attempt) -> what became of it, of the last `limit` samples.
+
+    >>> gone = Gone(3)
+    >>> gone.add_all(7, {(0, 9): "accepted", (1, 9): "accepted", (1, 8): "duplicate"})
+    >>> gone.get((7, 1, 9)), gone.get((7, 1, 8)), gone.get((7, 2, 9)), len(gone.rows)
+    ('accepted', 'duplicate', None, 3)
+    >>> gone.add((8, 0, 10), "filtered"); list(gone)
+    [(7, 1, 8), (7, 1, 9), (8, 0, 10)]
+    """
+
+    def __init__(self, limit: int, items: Iterable[tuple[Key, Disposition]] = ()) -> None:
+        self.limit = limit
+        self.samples = 0
+        self.rows = Rows("=qqiib")
+        for key, what in items:
+            self.add(key, what)
+
+    def __iter__(self) -> Iterator[Key]:
+        return (key for key, _ in self.items())
+
+    def items(self) -> Iterator[tuple[Key, Disposition]]:
+        for row in self.rows:
+            run = Run(*row)
+            for key in run.each():
+                yield key, CODES[run.code]
+
+    def get(self, key: Key) -> Disposition | None:
+        """The last that was added of this one."""
+        for block, at in self.rows.find(key[0]):
+            row = block.row(at)
+            run = Run(*row)
+            if key in run.each():
+                return CODES[run.code]
+        return None
+
+    def add(self, key: Key, what: Disposition) -> None:
+        ticket, sample, attempt = key
+        self.add_all(ticket, {(sample, attempt): what})
+
+    def add_all(self, ticket: int, finals: Mapping[tuple[int, int], Disposition]) -> None:
+        """finals: (sample, attempt) -> what became of it."""
+        wrote = -1
+        what = ""
+        first = end = 0
+        for (sample, attempt), became in sorted(finals.items()):
+            if sample != end or attempt != wrote or became != what:
+                self._append(ticket, wrote, first, end, what)
+                wrote = attempt
+                what = became
+                first = sample
+            end = sample + 1
+        self._append(ticket, wrote, first, end, what)
+        while self.samples > self.limit:
+            self._forget(self.samples - self.limit)
+
+    def _append(self, ticket: int, attempt: int, first: int, end: int, what: str) -> None:
+        if what:
+            size = end - first
+            code = CODE_OF[what]
+            self.rows.append((ticket, attempt, first, size, code))
+            self.samples += size
+
+    def _forget(self, most: int) -> None:
+        """The oldest samples, of one row."""
+        block = self.rows.blocks[0]
+        run = Run(*block.row(block.first))
+        if run.size > most:
+            rest = run._replace(first=run.first + most, size=run.size - most)
+            block.put(block.first, rest)
+            self.samples -= most
+        else:
+            self.rows.drop()
+            self.samples -= run.size
+
+
+class Stray(NamedTuple):
+    """An attempt of a gone group: tokens that were reported of it, and delivered."""
+
+    ticket: int
+    attempt: int
+    reported: int
+    delivered: int
+
+
+class Strays:
+    """(ticket, attempt) -> Stray, of the last `limit` attempts.
+
+    >>> strays = Strays(2)
+    >>> for ticket in (4, 5, 6): strays.add(Stray(ticket, 10 + ticket, 8, 3))
+    >>> strays.get(4, 14), strays.get(6, 16)
+    (None, Stray(ticket=6, attempt=16, reported=8, delivered=3))
+    """
+
+    def __init__(
+        self, limit: int, items: Iterable[tuple[tuple[int, int], Iterable[int]]] = ()
+    ) -> None:
+        self.limit = limit
+        self.rows = Rows("=qqqq")
+        for key, counts in items:
+            self.add(Stray(*key, *counts))
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return (key for key, _ in self.items())
+
+    def items(self) -> Iterator[tuple[tuple[int, int], list[int]]]:
+        for row in self.rows:
+            stray = Stray(*row)
+            key = stray.ticket, stray.attempt
+            yield key, [stray.reported, stray.delivered]
+
+    def add(self, stray: Stray) -> None:
+        self.rows.append(stray)
+        while len(self.rows) > self.limit:
+            self.rows.drop()
+
+    def get(self, ticket: int, attempt: int) -> Stray | None:
+        for block, at in self.rows.find(ticket):
+            row = block.row(at)
+            stray = Stray(*row)
+            if stray.attempt == attempt:
+                return stray
+        return None
+
+    def put(self, stray: Stray) -> None:
+        """What `get` gave, with other counts."""
+        for block, at in self.rows.find(stray.ticket):
+            if Stray(*block.row(at)).attempt == stray.attempt:
+                block.put(at, stray)
+                return

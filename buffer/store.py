@@ -36,7 +36,7 @@ from asyncrl.contract.versions import Label, PolicyTree
 from buffer import batches, checks
 from buffer.evaluation import Evaluations
 from buffer.groups import MAX_DROPS, Grant, Group, Lease, Leases, Settings, Stored
-from buffer.ledger import Ledger, tokens_of
+from buffer.ledger import Gone, Key, Ledger, Stray, Strays, tokens_of
 from buffer.state import Snapshot
 
 # rewards that differ by this share of the larger one are equal, as in
@@ -51,7 +51,6 @@ VERSIONS = 10_000  # behind the oldest checkpoint kept: an answer that spans mor
 # (memory, no progress), sixteen killed by somebody else
 ENDS = {"ended": 0.0, "outside": 0.25, "killed": 1.0, "": 1.0, "crashed": 2.0}
 ENOUGH = 4.0
-Key = tuple[int, int, int]
 
 
 class Store:
@@ -84,9 +83,8 @@ class Store:
         self.carried = Ledger()
         # the lines of `retained`, summed; None: to be summed again (see `_lines_kept`)
         self._kept: Ledger | None = None
-        self.gone: OrderedDict[Key, Disposition] = OrderedDict()
-        # (ticket, attempt) of gone groups -> [reported, delivered]
-        self.strays: OrderedDict[tuple[int, int], list[int]] = OrderedDict()
+        self.gone = Gone(REMEMBERED)
+        self.strays = Strays(STRAYS)
         # tickets at or above the cursor that a checkpoint had trained already (completion order)
         self.skip: set[int] = set()
         # counts what `ask` changed: the journal records an ask only when it did something
@@ -173,8 +171,8 @@ class Store:
         self.past = state.past
         self.carried = state.carried
         self._kept = None
-        self.gone = OrderedDict(state.gone)
-        self.strays = OrderedDict(state.strays)
+        self.gone = Gone(REMEMBERED, state.gone)
+        self.strays = Strays(STRAYS, state.strays)
         self.skip = set(state.skip)
         self.failures = state.failures
         self.drawn = OrderedDict(state.drawn)
@@ -401,8 +399,8 @@ class Store:
                         group.lease.expires = now + self.settings.lease_s
                 elif tokens == 0 and group.lease is not None and group.lease.attempt == attempt:
                     queued.append(group.lease)
-            elif (ticket, attempt) in self.strays:
-                self._stray(ticket, attempt, max(tokens, self.strays[ticket, attempt][0]), 0)
+            elif (stray := self.strays.get(ticket, attempt)) is not None:
+                self._stray(ticket, attempt, max(tokens, stray.reported), 0)
         for lease in queued if moved else ():
             lease.expires = now + self.settings.lease_s
 
@@ -424,11 +422,13 @@ class Store:
         """A gone group's attempt reports or delivers: its tokens that were counted as lost are
         counted again.
         """
-        count = self.strays.get((ticket, attempt))
-        if count is not None:
-            before, count[1] = max(0, count[0] - count[1]), count[1] + delivered
-            count[0] = max(count[1], reported)
-            self.past.add("lost_with_process", max(0, count[0] - count[1]) - before)
+        stray = self.strays.get(ticket, attempt)
+        if stray is not None:
+            lost = max(0, stray.reported - stray.delivered)
+            delivered += stray.delivered
+            reported = max(delivered, reported)
+            self.strays.put(Stray(ticket, attempt, reported, delivered))
+            self.past.add("lost_with_process", reported - delivered - lost)
 
     def expire(self, now: float) -> int:
         """End the leases that ran out; returns how many."""
@@ -499,20 +499,25 @@ class Store:
         """`deliver` of a sample that `checks.sample` has passed."""
         if sample.ticket >= EVAL_BASE:
             return self.evaluations.deliver(sample)
-        key = (sample.ticket, sample.sample, sample.attempt)
+        key = sample.ticket, sample.sample, sample.attempt
         group = self.alive.get(sample.ticket) or self.retained.get(sample.ticket)
         if group is None:
-            if key not in self.gone:
-                self.past.add("duplicate", sample.length, 1, sample.length, sample.reward)
-                self.past.add("set_aside", sample.aside, int(sample.aside > 0), sample.aside)
-                for attempt, tokens in sample.by_attempt:
-                    reported = self.strays.get((sample.ticket, attempt), [0])[0]
-                    self._stray(sample.ticket, attempt, reported, tokens)
-                self._remember(key, "duplicate")
-            return self.gone[key]
+            became = self.gone.get(key) or self._late(key, sample)
+            return "trained" if became == "accepted" else became
         if (known := self.disposition(group, sample)) is not None:
             return known
         return self._accept(group, sample)
+
+    def _late(self, key: Key, sample: Trajectory) -> Disposition:
+        """A sample of a group that is gone, not known or no longer remembered."""
+        self.past.add("duplicate", sample.length, 1, sample.length, sample.reward)
+        self.past.add("set_aside", sample.aside, int(sample.aside > 0), sample.aside)
+        for attempt, tokens in sample.by_attempt:
+            stray = self.strays.get(sample.ticket, attempt)
+            if stray is not None:
+                self._stray(sample.ticket, attempt, stray.reported, tokens)
+        self.gone.add(key, "duplicate")
+        return "duplicate"
 
     def _accept(self, group: Group, sample: Trajectory) -> Disposition:
         what: Disposition
@@ -625,19 +630,9 @@ class Store:
         disposition.
         """
         group.fold(self.past, trained=trained)
-        for (sample, attempt), what in group.finals.items():
-            self._remember(
-                (group.ticket, sample, attempt), "trained" if what == "accepted" else what
-            )
+        self.gone.add_all(group.ticket, group.finals)
         for attempt, (reported, delivered, _) in group.attempts.items():
-            self.strays[group.ticket, attempt] = [reported, delivered]
-        while len(self.strays) > STRAYS:
-            self.strays.popitem(last=False)
-
-    def _remember(self, key: Key, what: Disposition) -> None:
-        self.gone[key] = what
-        if len(self.gone) > REMEMBERED:
-            self.gone.popitem(last=False)
+            self.strays.add(Stray(group.ticket, attempt, reported, delivered))
 
     # ---- the learner -----------------------------------------------------------------------------
 

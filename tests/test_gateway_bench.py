@@ -317,6 +317,10 @@ def test_a_step_through_http_over_one_by_environment(bench: Any) -> None:
     (goal,) = bench.judged_step([made | {bench.PLAIN: {"step": 2.1, "length": 30.0}}])
     assert goal["plain_client"] == 1.05
     assert (goal["value"], goal["met"], goal["calc_ms"], goal["length"]) == (1.1, True, 2000, 1.1)
+    (goal,) = bench.judged_larger([made])
+    assert (goal["value"], goal["met"], goal["calc_http_ms"], goal["length"]) == (
+        *(1.1, True, 2200, 1.1),
+    )
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
