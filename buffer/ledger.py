@@ -164,10 +164,19 @@ CODE_OF: dict[str, int] = {what: code for code, what in enumerate(CODES)}
 class Block:
     """Up to ROWS rows of whole numbers, packed; those before `first` are gone."""
 
+    __slots__ = (
+        "first",
+        "form",
+        "high",
+        "low",
+        "packed",
+        "tickets",
+    )
+
     def __init__(self, form: Struct, low: int) -> None:
         self.form = form
-        self.packed = bytearray()
-        self.tickets = array("q")  # each row's first number once more, to be found by it
+        self.tickets = array("q")  # the first number of each row
+        self.packed = bytearray()  # the others
         self.first = 0
         self.low = low  # no ticket is below
         self.high = low  # none is above
@@ -176,20 +185,21 @@ class Block:
         return len(self.tickets)
 
     def append(self, row: tuple[int, ...]) -> None:
-        ticket = row[0]
+        ticket, *others = row
         self.low = min(self.low, ticket)
         self.high = max(self.high, ticket)
         self.tickets.append(ticket)
-        self.packed += self.form.pack(*row)
+        self.packed += self.form.pack(*others)
 
     def row(self, at: int) -> tuple[int, ...]:
         offset = at * self.form.size
-        return self.form.unpack_from(self.packed, offset)
+        others = self.form.unpack_from(self.packed, offset)
+        return self.tickets[at], *others
 
     def put(self, at: int, row: tuple[int, ...]) -> None:
         """In the place of one with the same first number."""
         offset = at * self.form.size
-        self.form.pack_into(self.packed, offset, *row)
+        self.form.pack_into(self.packed, offset, *row[1:])
 
     def places(self, ticket: int) -> Iterator[int]:
         at = self.first
@@ -203,7 +213,8 @@ class Block:
 
 
 class Rows:
-    """Rows in the order in which they came, found by their first number, a ticket.
+    """Rows in the order in which they came, found by their first number, a ticket.  form: of the
+    others.
 
     Tickets go nearly in their order, so that few blocks can hold one.  A row takes what its numbers
     take, where a dictionary's entry takes ten times as much."""
@@ -272,7 +283,7 @@ class Gone:
     def __init__(self, limit: int, items: Iterable[tuple[Key, Disposition]] = ()) -> None:
         self.limit = limit
         self.samples = 0
-        self.rows = Rows("=qqiib")
+        self.rows = Rows("=qiib")
         for key, what in items:
             self.add(key, what)
 
@@ -356,7 +367,7 @@ class Strays:
         self, limit: int, items: Iterable[tuple[tuple[int, int], Iterable[int]]] = ()
     ) -> None:
         self.limit = limit
-        self.rows = Rows("=qqqq")
+        self.rows = Rows("=qqq")
         for key, counts in items:
             self.add(Stray(*key, *counts))
 

@@ -7,7 +7,8 @@ learner's lives.  Same parent and same digest: same node, whatever the label."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from array import array
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from asyncrl.contract.errors import ProtocolError
@@ -53,39 +54,65 @@ class PolicyTree:
     """
 
     def __init__(self) -> None:
-        self._node: dict[Label, int] = {}
-        self._intern: dict[tuple[int, str], int] = {}
-        self._parent: list[int] = []
+        # epoch -> number -> policy; a run has a version a batch, so they take little memory each
+        self._node: dict[int, dict[int, int]] = {}
+        self._parent = array("q")
         self._depth: list[int] = []
         self._digest: list[str] = []
+        # a policy's newest child, and that one's elder sister: to find one by its digest
+        self._child = array("q")
+        self._sister = array("q")
+        self._root: dict[tuple[int, str], int] = {}  # by number and digest
         # token -> `lag` less the number, for one `train`: asked for at every answer, of few
         self._known: dict[Label, int] = {}
         self._known_for: Label | None = None
 
     def snapshot(self) -> TreeState:
-        return TreeState(list(self._node.items()), self._parent, self._depth, self._digest)
+        labels = list(self._items())
+        parents = list(self._parent)
+        return TreeState(labels, parents, self._depth, self._digest)
 
     def restore(self, state: TreeState) -> None:
         """Become the tree that `state` was taken of."""
-        self._node = dict(state.labels)
-        self._parent = list(state.parents)
+        self._take(state.labels)
+        self._parent = array("q", state.parents)
         self._depth = list(state.depths)
         self._digest = list(state.digests)
         self.index()
 
+    def _take(self, labels: Collection[tuple[Label, int]]) -> None:
+        self._node = {}
+        for label, policy in labels:
+            self._name(label, policy)
+
+    def _name(self, label: Label, policy: int) -> None:
+        epoch, number = label
+        self._node.setdefault(epoch, {})[number] = policy
+
+    def _items(self) -> Iterator[tuple[Label, int]]:
+        for epoch, numbers in self._node.items():
+            for number, policy in numbers.items():
+                yield Label(epoch, number), policy
+
+    def _policy(self, label: Label) -> int:
+        epoch, number = label
+        return self._node[epoch][number]
+
     def __contains__(self, label: Label) -> bool:
-        return label in self._node
+        epoch, number = label
+        numbers = self._node.get(epoch)
+        return numbers is not None and number in numbers
 
     def digest(self, label: Label) -> str:
         """The digest that was registered under `label`; KeyError when there is none."""
-        return self._digest[self._node[label]]
+        return self._digest[self._policy(label)]
 
     def labels(self) -> list[Label]:
         """All registered labels, sorted."""
-        return sorted(self._node)
+        return sorted(label for label, _ in self._items())
 
     def __len__(self) -> int:
-        return len(self._node)
+        return sum(map(len, self._node.values()))
 
     def prune(self, below: int, keep: Collection[Label]) -> None:
         """Forget the labels of numbers under `below` that are not in `keep`; the lag between any
@@ -97,12 +124,12 @@ class PolicyTree:
         >>> tree.labels()[0], len(tree), tree.lag(Label(1, 2), Label(1, 8), 8), len(tree._parent)
         (Label(epoch=1, number=2), 4, 6, 4)
         """
-        self._node = {
-            label: number
-            for label, number in self._node.items()
+        names = [
+            (label, policy)
+            for label, policy in self._items()
             if label.number >= below or label in keep
-        }
-        wanted = set(self._node.values())
+        ]
+        wanted = {policy for _, policy in names}
         size = len(self._parent)
         # children of a policy under which something is wanted: two make a branch, whose depth
         # counts
@@ -112,7 +139,7 @@ class PolicyTree:
                 below_it[self._parent[number]] += 1
         # the policy, or its nearest ancestor that stays; the last one: of roots
         to = [-1] * (size + 1)
-        parent: list[int] = []
+        parent = array("q")
         depth: list[int] = []
         digest: list[str] = []
         for number in range(size):
@@ -124,7 +151,7 @@ class PolicyTree:
                 digest.append(self._digest[number])
             else:
                 to[number] = above
-        self._node = {label: to[number] for label, number in self._node.items()}
+        self._take([(label, to[policy]) for label, policy in names])
         self._parent = parent
         self._depth = depth
         self._digest = digest
@@ -135,12 +162,32 @@ class PolicyTree:
         come at several.
         """
         self._known = {}
-        rows = enumerate(zip(self._parent, self._depth, self._digest, strict=True))
-        self._intern = {
-            (p if p >= 0 else -1 - number, d): i
-            for i, (p, number, d) in rows
-            if p < 0 or number == self._depth[p] + 1
-        }
+        self._child = array("q")
+        self._sister = array("q")
+        self._root = {}
+        for policy, parent in enumerate(self._parent):
+            beyond = self._depth[policy] - self._depth[parent]
+            self._place(policy, parent, direct=beyond == 1)
+
+    def _place(self, policy: int, parent: int, *, direct: bool = True) -> None:
+        """The newest policy, where `_found` looks; not direct: policies between were pruned."""
+        sister = -1
+        if parent < 0:
+            self._root[self._depth[policy], self._digest[policy]] = policy
+        elif direct:
+            sister = self._child[parent]
+            self._child[parent] = policy
+        self._child.append(-1)
+        self._sister.append(sister)
+
+    def _found(self, parent: int, number: int, digest: str) -> int:
+        """The policy of these weights under this one, -1: there is none."""
+        if parent < 0:
+            return self._root.get((number, digest), -1)
+        policy = self._child[parent]
+        while policy >= 0 and self._digest[policy] != digest:
+            policy = self._sister[policy]
+        return policy
 
     def register(self, label: Label, parent: Label | None, digest: str) -> None:
         """Give a policy its label.  Registering it again is fine; another digest under it raises
@@ -149,29 +196,28 @@ class PolicyTree:
         A parent that is unknown (None: the tree starts here, as in a new buffer) makes a root of
         depth `label.number`."""
         label = Label(*label)
-        if label in self._node:
+        if label in self:
             if self.digest(label) != digest:
                 raise ProtocolError(
                     f"two different weights carry the version {label}: {self.digest(label)} and "
                     f"{digest}"
                 )
             return
-        root = (
-            -1 if parent is None or Label(*parent) not in self._node else self._node[Label(*parent)]
-        )
-        key = (root if root >= 0 else -1 - label.number, digest)
-        if key not in self._intern:
-            self._intern[key] = len(self._parent)
-            self._parent.append(root)
+        above = self._policy(parent) if parent is not None and parent in self else -1
+        policy = self._found(above, label.number, digest)
+        if policy < 0:
+            policy = len(self._parent)
+            self._parent.append(above)
             self._depth.append(label.number)
             self._digest.append(digest)
-        self._node[label] = self._intern[key]
+            self._place(policy, above)
+        self._name(label, policy)
 
     def alias(self, label: Label, known: Label) -> None:
         """Let `label` name the policy that `known` names: a resumed learner's name for weights of
         the life before.
         """
-        self._node[Label(*label)] = self._node[Label(*known)]
+        self._name(label, self._policy(known))
         self._known = {}
 
     def lag(self, token: Label, train: Label, number: int) -> int:
@@ -191,8 +237,8 @@ class PolicyTree:
 
     def _beyond(self, token: Label, train: Label) -> int:
         """`lag` less the number."""
-        ours = self._node[Label(*token)]
-        theirs = self._node[Label(*train)]
+        ours = self._policy(token)
+        theirs = self._policy(train)
         start = ours
         while ours != theirs:
             # no common root is stored: the distance to both is known only from the depths
