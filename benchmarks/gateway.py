@@ -23,7 +23,7 @@ client    OpenAI's Python client, one call at a time: its own floor against a st
 step      configs/calc.toml against calc_http.toml, the same warm start and learning rate 0: a step
           through HTTP takes at most 1.15 of one by environment.  Beside it stands the same agent
           with a plain client, as what OpenAI's costs is no cost of the endpoint.
-larger    the same two with 16.8 million parameters, untrained, and batches of 64 sessions: what a
+larger    the same two with 2.6 million parameters, untrained, and batches of 64 sessions: what a
           call costs beyond the model is the same, what the model takes is more.
 
 --quick: few calls, without vLLM, `step` and `larger` where they are not named by --parts; its
@@ -54,7 +54,7 @@ MANY = (1, 8, 64)
 HISTORY = 100_000  # characters
 PLAIN = "calc_http, plain client"
 STEP_MOST = 1.15
-LARGER = {"hidden": 512, "layers": 4, "heads": 8}  # 16.8 million parameters
+LARGER = {"hidden": 256, "layers": 4, "heads": 8}  # 2.6 million parameters
 WITH = "vllm serve, log-probabilities"
 LOGPROBS = {"logprobs": True}
 Row = dict[str, dict[str, Any]]  # alternative -> what came of it, in one round
@@ -387,7 +387,7 @@ def larger(bench: Bench) -> Judged:
 def judged_larger(rows: list[Row]) -> list[dict[str, Any]]:
     more: dict[str, float] = {f"{k}_ms": round(1e3 * middle(rows, k, "step")) for k in rows[0]}
     more["length"] = round(statistics.median(ratio(rows, "calc_http", "calc", "length")), 3)
-    return [compared("step at 16.8M, through HTTP / by environment", rows, more)]
+    return [compared("step at 2.6M, through HTTP / by environment", rows, more)]
 
 
 PARTS: dict[str, Callable[[Bench], Judged]] = {
