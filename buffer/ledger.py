@@ -284,8 +284,23 @@ class Gone:
         self.limit = limit
         self.samples = 0
         self.rows = Rows("=qiib")
+        finals: dict[tuple[int, int], Disposition] = {}
+        before = -1, -1, -1
         for key, what in items:
-            self.add(key, what)
+            ticket, sample, attempt = key
+            if ticket != before[0] or key <= before:
+                self.add_all(before[0], finals)
+                finals = {}
+            finals[sample, attempt] = what
+            before = key
+        self.add_all(before[0], finals)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Gone):
+            return NotImplemented
+        return list(self.items()) == list(other.items())
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __iter__(self) -> Iterator[Key]:
         return (key for key, _ in self.items())
@@ -370,6 +385,13 @@ class Strays:
         self.rows = Rows("=qqq")
         for key, counts in items:
             self.add(Stray(*key, *counts))
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Strays):
+            return NotImplemented
+        return list(self.items()) == list(other.items())
+
+    __hash__ = None  # type: ignore[assignment]
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         return (key for key, _ in self.items())

@@ -44,6 +44,7 @@ def test_gone_samples_are_what_the_last_of_them_became(
         assert list(gone.items()) == kept and list(gone) == [key for key, _ in kept]
         assert gone.samples == len(kept)
         again = Gone(limit, gone.items())
+        assert again == gone and (len(kept) < 2 or Gone(limit, kept[1:]) != gone)
     for ticket in range(8):
         for sample in range(8):
             for attempt in range(8):
@@ -63,7 +64,7 @@ def test_stray_attempts_are_the_last_of_them(
     model = {row[:2]: row for row in rows[-limit:]}
     assert list(strays) == [row[:2] for row in rows[-limit:]]
     assert list(strays.items()) == [(row[:2], list(row[2:])) for row in rows[-limit:]]
-    assert list(Strays(limit, strays.items()).items()) == list(strays.items())
+    assert Strays(limit, strays.items()) == strays
     for ticket in range(8):
         for attempt in range(8):
             known = model.get((ticket, attempt))
@@ -79,6 +80,7 @@ def test_a_group_that_one_attempt_wrote_takes_one_row() -> None:
     assert list(gone.rows) == [(5, 12, 0, 4, ledger.CODE_OF["trained"])]
     gone.add_all(6, {(0, 13): "trained", (1, 14): "trained", (1, 13): "failed", (3, 14): "trained"})
     assert len(gone.rows) == 5
+    assert len(Gone(100, gone.items()).rows) == 5
 
 
 def test_a_sample_takes_a_few_bytes() -> None:
