@@ -99,3 +99,20 @@ def test_a_sample_takes_a_few_bytes() -> None:
     assert gone.get((3999, 3, 4008)) == "trained" and strays.get(17, 26) == (17, 26, 50, 50)
     model: OrderedDict[Any, Any] = OrderedDict(gone.items())
     assert len(model) == 16_000
+
+
+def test_a_row_is_forgotten_sample_by_sample() -> None:
+    gone = Gone(3)
+    gone.add_all(4, {(s, 8): "trained" for s in range(2, 5)})
+    gone.add((9, 0, 10), "filtered")
+    assert list(gone) == [(4, 3, 8), (4, 4, 8), (9, 0, 10)]
+    assert [gone.get((4, s, 8)) for s in range(6)] == [None] * 3 + ["trained"] * 2 + [None]
+    gone.add_all(11, {(s, 12): "failed" for s in range(3)})
+    assert list(gone) == [(11, 0, 12), (11, 1, 12), (11, 2, 12)] and gone.samples == 3
+
+
+def test_a_sample_told_twice_comes_back_twice() -> None:
+    twice: list[Any] = [((5, 1, 6), "failed"), ((5, 1, 6), "duplicate"), ((5, 0, 6), "failed")]
+    gone = Gone(9, twice)
+    assert list(gone.items()) == twice and gone.samples == 3
+    assert gone.get((5, 1, 6)) == "duplicate"
