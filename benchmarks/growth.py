@@ -186,9 +186,8 @@ def main() -> None:
         model = policy.build_model(path, "0123456789abcdefghij", max_positions=16384)
         for rows, lengths in ENGINE.items():
             some = sorted({min(n, longest) for n in lengths})
-            many = count if max(some) * rows < 50_000 else max(1, count - 2)
             found = rounds.quiet(
-                many, lambda _, rows=rows, some=some: engine_round(model, rows, some)
+                count, lambda _, rows=rows, some=some: engine_round(model, rows, some)
             )
             goals += figures(f"engine, {rows} rows", found, dict.fromkeys(some, rows))
             details[f"engine {rows}"] = found
