@@ -46,6 +46,7 @@ PROGRAMS = {
     "growth": Program("growth.py", ("growth",), 8),
     "own": Program("loop.py --parts own", ("loop_own",), 7),
     "losses": Program("losses.py", ("losses",), 3),
+    "losses_methods": Program("losses.py --methods --rounds 5", ("losses_methods",), 11),
     "startup": Program("startup.py", ("startup",), 3),
     "memory": Program("memory.py", ("memory",), 11),
     "curves": Program("loop.py --parts curves", ("loop_curves",), 8),
