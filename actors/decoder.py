@@ -344,9 +344,8 @@ def decode(
         columns = keys.shape[2]
         q = q.reshape(n * lay.kv_heads, share, lay.head_dim)
         scores = torch.bmm(q, keys.reshape(n * lay.kv_heads, columns, lay.head_dim).transpose(1, 2))
-        p = torch.softmax(scores.view(n, lay.kv_heads, share, columns).float() + bias, -1).to(
-            x.dtype
-        )
+        scores = scores.view(n, lay.kv_heads, share, columns).float().add_(bias)
+        p = torch.softmax(scores, -1).to(x.dtype)
         out = torch.bmm(
             p.view(n * lay.kv_heads, share, columns),
             values.reshape(n * lay.kv_heads, columns, lay.head_dim),

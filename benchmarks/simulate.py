@@ -105,7 +105,7 @@ def reward_times(work: Path, model: Path) -> list[float]:
     task = get_task(config.task)
     found = list[float]()
     runner = RewardRunner(config, task)
-    runner.timed = lambda name, began, ended: found.append(round(ended - began, 4))
+    runner.timed = lambda name, began, ended, answers: found.append(round(ended - began, 4))
     while not all(p.ready for p in runner.processes):
         runner.poll()
         time.sleep(0.01)

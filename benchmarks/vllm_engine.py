@@ -120,6 +120,12 @@ class Buffer:
     def recv(self, timeout: float) -> Any:
         return self.decode(self.inbox.popleft()) if self.inbox else None
 
+    def seek(self, silent: float) -> bool:
+        return False  # it is always here
+
+    def close(self) -> None:
+        pass
+
 
 class Ours:
     """The generator of `asyncrl generator`, its weights loaded."""

@@ -5,6 +5,7 @@ generate gets its best way.
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import numpy as np
 import pytest
 import torch
 
+from asyncrl.config.tree import Task
 from asyncrl.models.policy import build_model
+from asyncrl.tasks import get_task
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -81,3 +84,16 @@ def test_generate_is_measured_in_the_way_that_is_fastest(monkeypatch: pytest.Mon
     for run in found.values():
         run()
     assert ran == [("eager", "static", 256, 100), ("sdpa", None, 64, 100)]
+
+
+def test_the_stand_in_of_a_buffer_has_all_that_a_generator_asks_of_its_socket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = program("vllm_engine", monkeypatch)
+    asked = set(re.findall(r"self\.socket\.(\w+)\(", (ROOT / "actors/generator.py").read_text()))
+    assert {"send", "recv", "seek"} <= asked
+    missing = [name for name in sorted(asked) if not callable(getattr(bench.Buffer, name, None))]
+    assert not missing
+    task = get_task(Task(name="sort"))
+    stand_in = bench.Buffer(task, 8)
+    assert stand_in.recv(0.0) is None and stand_in.seek(1e9) is False

@@ -1,8 +1,10 @@
 """Attention over packed tokens: rows are padded for it alone, forward and backward.
 
-Prompts attend to themselves; answers to their prompt and to themselves.  The backward pass is
-written by hand in the forward's layout: what autograd makes of the same forward, copy for copy,
-takes several times as long."""
+Prompts attend to themselves; answers to their prompt and to themselves.  Long rows are cut into
+runs of queries, each over the keys that its last one sees: of a row's scores, which the mask would
+take half of, little more than that half is made and kept.  The backward pass is written by hand in
+the forward's layout: what autograd makes of the same forward, copy for copy, takes several times as
+long."""
 
 from __future__ import annotations
 
@@ -13,17 +15,32 @@ import torch
 
 from asyncrl.models import exact_operators
 
+UNCUT = {"cpu": 64}  # queries of a row that are not cut
+UNCUT_ELSEWHERE = 256  # a cut is a handful of calls, which a GPU feels
+MOST_CUTS = 32  # of a row
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Queries `first` to `end` of every row, which see the first `columns` keys at most."""
+
+    first: int
+    end: int
+    columns: int
+
 
 @dataclass(frozen=True)
 class Table:
     """B rows of Q queries over K keys.  rows [B, Q] and keys [B, K] index the packed tokens
     (padding: index 0); bias [B, Q, K] is added to the scores; flat: where the rows' tokens, which
-    lie beside each other among the packed ones, are in [B * Q]."""
+    lie beside each other among the packed ones, are in [B * Q]; before: no row's query q sees a key
+    behind column before + q."""
 
     rows: torch.Tensor
     keys: torch.Tensor
     bias: torch.Tensor
     flat: torch.Tensor
+    before: int
 
 
 @dataclass(frozen=True)
@@ -54,23 +71,27 @@ class Side:
     places, head by head:
 
     queries [B * h * Q] and keys [B * h_kv * K] among the packed tokens' heads (padding: somewhere);
-    back, each packed query's place in [B, h, Q]; bias [B, 1, Q, K]."""
+    back, each packed query's place in [B, h, Q]; bias [B, 1, Q, K]; cuts: the last sees all
+    keys."""
 
     shape: tuple[int, int, int]
     queries: torch.Tensor
     keys: torch.Tensor
     back: torch.Tensor
     bias: torch.Tensor
+    cuts: list[Cut]
 
     @classmethod
     def of(cls, table: Table, heads: int, kv_heads: int) -> Side:
         width = table.rows.shape[1]
+        columns = table.keys.shape[1]
         return cls(
-            (len(table.rows), width, table.keys.shape[1]),
+            (len(table.rows), width, columns),
             _by_head(table.rows, heads),
             _by_head(table.keys, kv_heads),
             _places(table.flat, width, heads),
             table.bias[:, None],
+            cuts(width, columns, table.before, table.keys.device.type),
         )
 
 
@@ -106,6 +127,25 @@ class Rows:
         )
 
 
+def cuts(width: int, columns: int, before: int, device: str) -> list[Cut]:
+    """How rows of `width` queries over `columns` keys are cut: see `Table` for before.  All ends
+    but the last and all numbers of keys are multiples that exact mode wants."""
+    uncut = UNCUT.get(device, UNCUT_ELSEWHERE)
+    if width <= uncut:
+        return [Cut(0, width, columns)]
+    many = min(MOST_CUTS, -(-width // uncut))
+    step = exact_operators.up(-(-width // many), exact_operators.KEYS)
+    out = []
+    for first in range(0, width, step):
+        end = min(first + step, width)
+        seen = columns
+        if end < width:
+            padded = exact_operators.up(before + end, exact_operators.KEYS)
+            seen = min(padded, columns)
+        out.append(Cut(first, end, seen))
+    return out
+
+
 def _by_head(table: torch.Tensor, heads: int) -> torch.Tensor:
     """Places [B * heads * width] among rows of one head each, of packed tokens `table` [B,
     width]."""
@@ -121,7 +161,12 @@ def _places(flat: torch.Tensor, width: int, heads: int) -> torch.Tensor:
     return ((row[:, None] * heads + head) * width + column[:, None]).flatten()
 
 
-def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows) -> torch.Tensor:
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rows: Rows,
+) -> torch.Tensor:
     """q [n, h, d], k, v [n, h_kv, d] of packed tokens, prompts first; returns [n, h * d]."""
     out: torch.Tensor = _Attention.apply(q, k, v, rows)  # type: ignore[no-untyped-call]
     return out
@@ -135,7 +180,7 @@ class _Attention(torch.autograd.Function):
         dim = q.shape[2]
         by_head = q.reshape(-1, dim), k.reshape(-1, dim), v.reshape(-1, dim)
         ctx.rows, ctx.scale = rows, 1.0 if rows.exact else dim**-0.5
-        kept: list[torch.Tensor] = []
+        kept: list[torch.Tensor] = []  # of each side in turn: its queries, keys, values, shares
         out = []
         for side in (rows.prompts, *rows.answers):
             attended, saved = _forward(side, *by_head, scale=None if rows.exact else ctx.scale)
@@ -154,21 +199,24 @@ class _Attention(torch.autograd.Function):
         sides = [rows.prompts, *rows.answers]
         lengths = [len(side.back) for side in sides]
         grad = torch.split(grads[0].reshape(-1, dim)[: sum(lengths)], lengths)
-        found = [
-            _backward(side, of_side, kept[4 * at : 4 * at + 4], ctx.scale)
-            for at, (side, of_side) in enumerate(zip(sides, grad, strict=True))
-        ]
+        found = []
+        at = 0
+        for side, of_side in zip(sides, grad, strict=True):
+            end = at + 3 + len(side.cuts)
+            found.append(_backward(side, of_side, kept[at:end], ctx.scale))
+            at = end
         queries = torch.cat([of_queries for of_queries, _, _ in found])
         keys = _of_keys(rows, [of_keys for _, of_keys, _ in found])
         values = _of_keys(rows, [of_values for _, _, of_values in found])
         n = len(grads[0])
         heads = grads[0].shape[1] // dim
         kv_heads = heads * len(keys) // len(queries)
-        shapes = ((queries, heads), (keys, kv_heads), (values, kv_heads))
-        of_queries, of_keys, of_values = (
-            _padded(each, n, of).view(n, of, dim) for each, of in shapes
+        return (
+            _padded(queries, n, heads).view(n, heads, dim),
+            _padded(keys, n, kv_heads).view(n, kv_heads, dim),
+            _padded(values, n, kv_heads).view(n, kv_heads, dim),
+            None,
         )
-        return of_queries, of_keys, of_values, None
 
 
 def _padded(x: torch.Tensor, n: int, heads: int) -> torch.Tensor:
@@ -180,7 +228,11 @@ def _padded(x: torch.Tensor, n: int, heads: int) -> torch.Tensor:
 
 
 def _forward(
-    side: Side, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None
+    side: Side,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float | None,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Attended [n * h, d] of the packed queries, and what the backward pass needs.  Heads that
     share their keys are more queries of them.  scale: None where exact mode has scaled them."""
@@ -190,21 +242,53 @@ def _forward(
     queries = q.index_select(0, side.queries).view(groups, -1, dim)
     keys = k.index_select(0, side.keys).view(groups, columns, dim)
     values = v.index_select(0, side.keys).view(groups, columns, dim)
-    if scale is None:
-        out, shares = exact_operators.attended(
-            queries, keys, values, lambda scores: _biased(scores, side)
-        )
-    else:
-        scores = torch.bmm(queries.mul_(scale), keys.transpose(1, 2)).float()
-        shares = torch.softmax(_biased(scores, side), -1).to(q.dtype)
-        out = torch.bmm(shares, values)
-    return out.view(-1, dim).index_select(0, side.back), [queries, keys, values, shares]
+    out = []
+    kept = [queries, keys, values]
+    if scale is not None:
+        queries.mul_(scale)
+    for cut in side.cuts:
+        some = _of_cut(queries, side, cut)
+        seen = keys[:, : cut.columns]
+        taken = values[:, : cut.columns]
+        if scale is None:
+            attended, shares = exact_operators.attended(
+                some, seen, taken, lambda scores, cut=cut: _biased(scores, side, cut)
+            )
+        else:
+            scores = torch.bmm(some, seen.transpose(1, 2)).float()
+            shares = torch.softmax(_biased(scores, side, cut), -1).to(q.dtype)
+            attended = torch.bmm(shares, taken)
+        out.append(attended)
+        kept.append(shares)
+    return _uncut(out, side).index_select(0, side.back), kept
 
 
-def _biased(scores: torch.Tensor, side: Side) -> torch.Tensor:
-    """Scores [B * h_kv, queries, K] with the side's bias, in place."""
-    count, width, columns = side.shape
-    scores.view(count, -1, width, columns).add_(side.bias)
+def _of_cut(x: torch.Tensor, side: Side, cut: Cut) -> torch.Tensor:
+    """The cut's queries of x [B * h_kv, queries, d], where the queries of heads that share keys lie
+    head after head."""
+    if len(side.cuts) == 1:
+        return x
+    groups, _, dim = x.shape
+    by_head = x.view(groups, -1, side.shape[1], dim)
+    return by_head[:, :, cut.first : cut.end].reshape(groups, -1, dim)
+
+
+def _uncut(parts: list[torch.Tensor], side: Side) -> torch.Tensor:
+    """[B * h * Q, d] of the cuts' [B * h_kv, queries, d]: undoes `_of_cut`."""
+    groups, _, dim = parts[0].shape
+    if len(parts) > 1:
+        by_head = [
+            part.view(groups, -1, cut.end - cut.first, dim)
+            for part, cut in zip(parts, side.cuts, strict=True)
+        ]
+        return torch.cat(by_head, 2).view(-1, dim)
+    return parts[0].view(-1, dim)
+
+
+def _biased(scores: torch.Tensor, side: Side, cut: Cut) -> torch.Tensor:
+    """Scores [B * h_kv, queries, keys] of a cut with the side's bias, in place."""
+    bias = side.bias[:, :, cut.first : cut.end, : cut.columns]
+    scores.view(len(bias), -1, *bias.shape[2:]).add_(bias)
     return scores
 
 
@@ -213,15 +297,28 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of the packed queries [n * h, d], and of keys and values [B * h_kv, K, d] in the
     rows' layout; grad [n * h, d].  A padded query has none, so nothing reaches its keys."""
-    queries, keys, values, shares = kept
+    queries, keys, values, *each = kept
     dim = queries.shape[2]
     padded = torch.zeros_like(queries)
     padded.view(-1, dim).index_copy_(0, side.back, grad)
-    of_values = torch.bmm(shares.transpose(1, 2), padded)
-    of_shares = torch.bmm(padded, values.transpose(1, 2))
-    of_scores = torch._softmax_backward_data(of_shares, shares, -1, shares.dtype)
-    of_queries = torch.bmm(of_scores, keys).view(-1, dim).index_select(0, side.back).mul_(scale)
-    return of_queries, torch.bmm(of_scores.transpose(1, 2), queries), of_values
+    of_queries: list[torch.Tensor] = []
+    of_keys = of_values = torch.empty(0)
+    for cut, shares in zip(reversed(side.cuts), reversed(each), strict=True):
+        given = _of_cut(padded, side, cut)
+        some = _of_cut(queries, side, cut)
+        to_values = torch.bmm(shares.transpose(1, 2), given)
+        of_shares = torch.bmm(given, values[:, : cut.columns].transpose(1, 2))
+        of_scores = torch._softmax_backward_data(of_shares, shares, -1, shares.dtype)
+        seen = keys[:, : cut.columns]
+        of_queries.insert(0, torch.bmm(of_scores, seen))
+        to_keys = torch.bmm(of_scores.transpose(1, 2), some)
+        if len(of_queries) == 1:
+            of_keys, of_values = to_keys, to_values  # of all columns
+        else:
+            of_keys[:, : cut.columns] += to_keys
+            of_values[:, : cut.columns] += to_values
+    packed = _uncut(of_queries, side).index_select(0, side.back).mul_(scale)
+    return packed, of_keys, of_values
 
 
 def _of_keys(rows: Rows, sides: list[torch.Tensor]) -> torch.Tensor:
@@ -233,7 +330,8 @@ def _of_keys(rows: Rows, sides: list[torch.Tensor]) -> torch.Tensor:
     of_prompts = prompts.view(count, -1, width, dim)
     for owner, grad in zip(rows.owners, answers, strict=True):
         # behind a shorter prompt come an answer's own keys: their columns are nobody's there
-        shared = grad.view(len(owner), -1, grad.shape[1], dim)[:, :, :width]
+        by_row = grad.view(len(owner), -1, grad.shape[1], dim)
+        shared = by_row[:, :, :width]
         of_prompts[:, :, : shared.shape[2]].index_add_(0, owner, shared)
     places = [rows.prompt_keys, *rows.answer_keys]
     return torch.cat(

@@ -331,7 +331,8 @@ def _behind(
     """Keys [B, K] of answers and which of them each query sees [B, Q, K]: their prompt's padded
     columns, then their own.  prompts: table and validity [B, Pmax] of each row's."""
     table, inside = prompts
-    before = np.broadcast_to(inside[:, None], (len(rows), rows.shape[1], table.shape[1]))
+    shape = len(rows), rows.shape[1], table.shape[1]
+    before = np.broadcast_to(inside[:, None], shape)
     return np.concatenate([table, rows], 1), np.concatenate([before, _causal(valid)], 2)
 
 
@@ -354,8 +355,33 @@ def _by_position(
 
 def _causal(valid: np.ndarray) -> np.ndarray:
     """Which keys each query of the same rows sees [B, Q, Q]; valid [B, Q]."""
-    seen: np.ndarray = valid[:, None, :] & np.tril(np.ones((valid.shape[1],) * 2, bool))[None]
+    width = valid.shape[1]
+    past = np.tril(np.ones((width, width), bool))
+    seen: np.ndarray = valid[:, None, :] & past[None]
     return seen
+
+
+def _put(x: np.ndarray, device: torch.device) -> torch.Tensor:
+    whole = np.ascontiguousarray(x, dtype=np.int64)
+    return torch.from_numpy(whole).to(device)
+
+
+def _table(
+    indices: tuple[np.ndarray, np.ndarray, np.ndarray],
+    seen: np.ndarray,
+    before: int,
+    device: torch.device,
+) -> Table:
+    """indices: rows, keys and flat of the table; seen [B, Q, K]: which keys a query sees."""
+    rows, keys, flat = (_put(each, device) for each in indices)
+    bias = np.where(seen, np.float32(0), np.float32(-1e30))
+    return Table(
+        rows,
+        keys,
+        torch.from_numpy(bias).to(device),
+        flat,
+        before,
+    )
 
 
 def plan(
@@ -385,21 +411,7 @@ def plan(
     ends = np.cumsum(plen)
 
     def put(x: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(np.ascontiguousarray(x, dtype=np.int64)).to(device)
-
-    def table(
-        rows: np.ndarray,
-        keys: np.ndarray,
-        seen: np.ndarray,
-        flat: np.ndarray,
-    ) -> Table:
-        bias = np.where(seen, np.float32(0), np.float32(-1e30))
-        return Table(
-            put(rows),
-            put(keys),
-            torch.from_numpy(bias).to(device),
-            put(flat),
-        )
+        return _put(x, device)
 
     answers = []
     starts = []
@@ -417,7 +429,8 @@ def plan(
             if fixed
             else _behind((ptab[of_row], pval[of_row]), rows, valid)
         )
-        answers.append(table(rows, keys, seen, flat))
+        before = int(own.max()) if fixed else ptab.shape[1]
+        answers.append(_table((rows, keys, flat), seen, before, device))
         starts.append(put(own if fixed else np.full_like(own, ptab.shape[1])))
         positions.append((own[:, None] + np.arange(rows.shape[1])[None])[valid])
     ids = np.concatenate([*unique, *[responses[sample][:-1] for sample in order]])
@@ -430,7 +443,7 @@ def plan(
     return Plan(
         ids=put(ids),
         positions=put(pos),
-        prompts=table(ptab, ptab, _causal(pval), pflat),
+        prompts=_table((ptab, ptab, pflat), _causal(pval), 0, device),
         answers=answers,
         owners=[put(owner[side]) for side in sides],
         starts=starts,
@@ -454,7 +467,10 @@ def block(
     if hasattr(att, "q_norm"):
         q = rms_norm(q, att.q_norm.weight, lay.eps)
         k = rms_norm(k, att.k_norm.weight, lay.eps)
-    x = x + att.o_proj(packed_attention.attention(turn(q, cos, sin), turn(k, cos, sin), v, rows))
+    q = turn(q, cos, sin)
+    k = turn(k, cos, sin)
+    attended = packed_attention.attention(q, k, v, rows)
+    x = x + att.o_proj(attended)
     h = rms_norm(x, layer.post_attention_layernorm.weight, lay.eps)
     added: torch.Tensor = mlp.down_proj(F.silu(mlp.gate_proj(h)) * mlp.up_proj(h))
     return x + added
@@ -528,7 +544,11 @@ def _fixed_logprobs(
     )
     x = F.embedding(pl.ids, top["embed"])
     half = lay.head_dim // 2
-    turns = torch.complex(*(each[:, 0, :half].contiguous() for each in lay.rope(pl.positions)))
+    cos, sin = lay.rope(pl.positions)
+    turns = torch.complex(
+        cos[:, 0, :half].contiguous(),
+        sin[:, 0, :half].contiguous(),
+    )
     rows = Rows.of(pl, lay.heads, lay.kv_heads, exact=True)
     for i in range(len(hf.model.layers)):
         x = again(_fixed_block, lay, i, weights, x, turns=turns, rows=rows)
