@@ -15,7 +15,7 @@ Whether that is enough on a machine is what `asyncrl.supervise.exact_check` find
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
@@ -194,23 +194,17 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor
     bias: additive, broadcasts to [B, h_kv, rows, W].  Returns [B, h_kv, rows, d].
     """
     b, groups, rows, d = q.shape
-
-    def biased(scores: torch.Tensor) -> torch.Tensor:
-        return scores.view(b, groups, rows, -1).add_(bias).view(b * groups, rows, -1)
-
-    return attended(q.reshape(b * groups, rows, d), k, v, biased)[0].view(b, groups, rows, d)
+    scores = torch.bmm(q.reshape(b * groups, rows, d), k.transpose(1, 2))
+    scores.view(b, groups, rows, -1).add_(bias)
+    return attended(torch.softmax(scores, -1), v).view(b, groups, rows, d)
 
 
-def attended(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, biased: Callable[..., torch.Tensor]
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """q [N, rows, d] (scaled) over k, v [N, W, d], as `attend` has them, `biased` their scores: the
-    attended [N, rows, d] and the shares [N, rows, W] that they are made of."""
-    shares = torch.softmax(biased(torch.bmm(q, k.transpose(1, 2))), -1)
+def attended(shares: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """Sums of v [N, W, d] by shares [N, rows, W], as `attend` makes them: [N, rows, d]."""
     out = torch.bmm(shares[..., :BLOCK], v[:, :BLOCK])
     for at in range(BLOCK, shares.shape[-1], BLOCK):
         out = torch.baddbmm(out, shares[..., at : at + BLOCK], v[:, at : at + BLOCK])
-    return out, shares
+    return out
 
 
 def together(lay: Any) -> int:

@@ -242,25 +242,27 @@ def _forward(
     queries = q.index_select(0, side.queries).view(groups, -1, dim)
     keys = k.index_select(0, side.keys).view(groups, columns, dim)
     values = v.index_select(0, side.keys).view(groups, columns, dim)
-    out = []
     kept = [queries, keys, values]
     if scale is not None:
         queries.mul_(scale)
+    out = []
     for cut in side.cuts:
-        some = _of_cut(queries, side, cut)
-        seen = keys[:, : cut.columns]
+        shares = _shares(side, cut, queries, keys)
         taken = values[:, : cut.columns]
-        if scale is None:
-            attended, shares = exact_operators.attended(
-                some, seen, taken, lambda scores, cut=cut: _biased(scores, side, cut)
-            )
-        else:
-            scores = torch.bmm(some, seen.transpose(1, 2)).float()
-            shares = torch.softmax(_biased(scores, side, cut), -1).to(q.dtype)
-            attended = torch.bmm(shares, taken)
-        out.append(attended)
+        summed = exact_operators.attended if scale is None else torch.bmm
+        out.append(summed(shares, taken))
         kept.append(shares)
     return _uncut(out, side).index_select(0, side.back), kept
+
+
+def _shares(side: Side, cut: Cut, queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """What each query of the cut takes of each key: [B * h_kv, queries, keys]."""
+    some = _of_cut(queries, side, cut)
+    seen = keys[:, : cut.columns]
+    scores = torch.bmm(some, seen.transpose(1, 2)).float()
+    bias = side.bias[:, :, cut.first : cut.end, : cut.columns]
+    scores.view(len(bias), -1, *bias.shape[2:]).add_(bias)
+    return torch.softmax(scores, -1).to(queries.dtype)
 
 
 def _of_cut(x: torch.Tensor, side: Side, cut: Cut) -> torch.Tensor:
@@ -283,13 +285,6 @@ def _uncut(parts: list[torch.Tensor], side: Side) -> torch.Tensor:
         ]
         return torch.cat(by_head, 2).view(-1, dim)
     return parts[0].view(-1, dim)
-
-
-def _biased(scores: torch.Tensor, side: Side, cut: Cut) -> torch.Tensor:
-    """Scores [B * h_kv, queries, keys] of a cut with the side's bias, in place."""
-    bias = side.bias[:, :, cut.first : cut.end, : cut.columns]
-    scores.view(len(bias), -1, *bias.shape[2:]).add_(bias)
-    return scores
 
 
 def _backward(
