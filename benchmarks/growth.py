@@ -143,7 +143,7 @@ def learner_round(core: LearnerCore, batches: dict[int, Batch]) -> dict[str, flo
     for length, batch in batches.items():
 
         def step(batch: Batch = batch) -> None:
-            core.state.number = 1  # not one of those whose mismatch is split, by a pass more
+            core.state.number = 1  # batch 0 has a pass more, of the reference
             core.train(msgspec.structs.replace(batch, number=1))
 
         rows = len(batch.samples)

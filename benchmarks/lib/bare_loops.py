@@ -100,7 +100,7 @@ class Work:
 
     def learn(self, seconds: float) -> float:
         """Seconds a token of a step, by the median step that measures nothing but its own metrics:
-        what is measured at intervals, like the mismatch's split, makes a run's steps longer."""
+        what is measured at intervals, like KL to the reference, makes some of a run's longer."""
         end = time.perf_counter() + seconds
         took = []
         while time.perf_counter() < end:
