@@ -164,14 +164,20 @@ def test_what_a_learner_holds(sums: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "again"),
-    [("llama", "float32", False), ("qwen3", "bfloat16", False), ("llama", "float32", True)],
+    ("family", "dtype", "again", "longest"),
+    [
+        ("llama", "float32", False, 60),
+        ("qwen3", "bfloat16", False, 60),
+        ("llama", "float32", True, 60),
+        ("llama", "float32", False, 600),  # whose rows are cut
+    ],
 )
 def test_what_the_packed_forward_keeps_for_its_backward_pass(
-    family: str, dtype: str, again: bool, sums: Any, tmp_path: Path
+    family: str, dtype: str, again: bool, longest: int, sums: Any, tmp_path: Path
 ) -> None:
     """Every tensor that autograd saves, once, but the parameters, against the arithmetic."""
     made = {"hidden": 64, "layers": 6, "heads": 4, "kv_heads": 2, "intermediate": 96}
+    made["max_positions"] = 1024
     model = policy.build_model(tmp_path, "abcdefgh", family=family, **made)
     model.hf.to(getattr(torch, dtype))
     model.recompute = again
@@ -182,8 +188,9 @@ def test_what_the_packed_forward_keeps_for_its_backward_pass(
         kept[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    micro = sums.Micro(prompts=2, prompt=30, answers=6, answer=40, longest=60)
-    lengths = (20, 60, 40, 20, 60, 40)
+    lengths = (20, 60, 40, 20, 60, 40) if longest == 60 else (longest,) * 6
+    mean = sum(lengths) // 6
+    micro = sums.Micro(prompts=2, prompt=30, answers=6, answer=mean, longest=longest)
     draw = np.random.default_rng(0)
     prompts = [draw.integers(3, 11, 30).astype(np.int32) for _ in range(2)]
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

@@ -3,13 +3,16 @@ model's shape.  benchmarks/memory_sizes.py holds it against real processes; docs
 it for models that were not run.
 
 The packed forward keeps what its backward pass needs of every layer, and recomputes nothing but the
-logits: memory grows with `learner.micro_batch_tokens`, and with the square of the length of a row.
+logits: memory grows with `learner.micro_batch_tokens`, and with the square of the length of a row,
+of which half is kept where rows are long and cut.
 With `learner.gradient_checkpointing` it keeps the states between layers, and of one layer the rest.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from asyncrl.models.packed_attention import cuts
 
 WIDTHS = {"float32": 4, "bfloat16": 2}
 LOGITS = 1 << 24  # held at once, asyncrl.models.packed_forward.LOGIT_CHUNK
@@ -71,8 +74,17 @@ class Micro(NamedTuple):
 LONG = Micro(1, 256, 2, 897, 897)  # 2,048 tokens, in docs/machines.md
 
 
-def activations(shape: Shape, width: int, micro: Micro, recompute: bool = False) -> int:
-    """Kept for the backward pass; recompute: with gradient checkpointing.
+def shares(queries: int, before: int, device: str) -> int:
+    """What attention keeps of a row of queries, which see `before` keys and those of their own."""
+    keys = before + queries
+    return sum((cut.end - cut.first) * cut.columns for cut in cuts(queries, keys, before, device))
+
+
+def activations(
+    shape: Shape, width: int, micro: Micro, recompute: bool = False, device: str = "cpu"
+) -> int:
+    """Kept for the backward pass; recompute: with gradient checkpointing; device: its type, by
+    which long rows are cut.
 
     Of each layer: the two normed states, in float32 and as they are
     multiplied, attention's result, the MLP's four products; queries, keys, values and shares in the
@@ -85,8 +97,9 @@ def activations(shape: Shape, width: int, micro: Micro, recompute: bool = False)
     inner = micro.longest - 1  # the last token of an answer predicts nothing
     rows = micro.prompts * micro.prompt + micro.answers * inner
     columns = micro.prompts * micro.prompt + micro.answers * (micro.prompt + inner)
-    shares = micro.prompts * micro.prompt**2 + micro.answers * inner * (micro.prompt + inner)
-    attention = queries * rows + 2 * keys * columns + shape.heads * shares
+    kept = micro.prompts * shares(micro.prompt, 0, device)
+    kept += micro.answers * shares(inner, micro.prompt, device)
+    attention = queries * rows + 2 * keys * columns + shape.heads * kept
     layer = token * micro.tokens + width * attention
     between = width * shape.hidden * micro.tokens
     return layer + shape.layers * between if recompute else shape.layers * layer
@@ -106,6 +119,7 @@ def learner(
     ranks: int = 1,
     *,
     recompute: bool = False,
+    device: str = "cpu",
 ) -> dict[str, int]:
     """Bytes of each part, of one rank.  stage: of ZeRO, None: by torch.
 
@@ -126,7 +140,7 @@ def learner(
         "weights": weights,
         "gradient": gradient,
         "moments": moments + master,
-        "activations": activations(shape, width, micro, recompute),
+        "activations": activations(shape, width, micro, recompute, device),
         "loss": loss(shape, width, micro.answers * micro.answer),
     }
 
@@ -168,7 +182,11 @@ def gpu_rows(slots: int = 64, context: int = 4096) -> list[list[str]]:
             (8, 3, "ZeRO 3"),
         ):
             learn, less = (
-                sum(learner(shape, "bfloat16", LONG, stage, ranks, recompute=again).values())
+                sum(
+                    learner(
+                        shape, "bfloat16", LONG, stage, ranks, recompute=again, device="cuda"
+                    ).values()
+                )
                 for again in (False, True)
             )
             sizes = (learn, less, engine, ring(shape, "bfloat16"))
