@@ -106,7 +106,7 @@ class Buffer:
                 self.encode(
                     m.Acks(
                         message.session,
-                        [(s.ticket, s.sample, s.attempt, "stored") for s in message.samples],
+                        [(s.ticket, s.sample, s.attempt, "accepted") for s in message.samples],
                         1 << 23,
                         None,
                     )
@@ -171,7 +171,7 @@ class Ours:
 
     def generate(self, answers: int) -> int:
         self.socket.want(answers)
-        self.generator.ending = False
+        self.generator.ending = self.generator.over = False
         self.generator.loop()
         assert self.socket.got == answers
         return answers
