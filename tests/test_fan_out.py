@@ -229,6 +229,51 @@ def test_seven_generators_cost_the_learner_two_copies(
     assert not any(p.left for p in pullers)
 
 
+def test_who_knocks_before_the_relay_knows_its_guests_waits_for_them(
+    net: Callable[[int], Net], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "TOLD_S", WAIT_S)
+    run = net(1)
+    run.publish(1)
+    first, second = run.puller(0), run.puller(1)
+    placed, knocked = threading.Event(), threading.Event()
+    place, allowed = first.learner.place, keys.Door.callback
+
+    def answered_late(*asked: Any) -> Any:
+        answer = place(*asked)
+        placed.set()  # from now on others are sent to it
+        assert knocked.wait(WAIT_S)
+        return answer
+
+    def asked(door: keys.Door, domain: str, key: bytes) -> bool:
+        knocked.set()
+        return allowed(door, domain, key)
+
+    monkeypatch.setattr(first.learner, "place", answered_late)
+    monkeypatch.setattr(keys.Door, "callback", asked)
+    fetching = threading.Thread(target=run.fetch, args=(first, 1))
+    fetching.start()
+    assert placed.wait(WAIT_S)
+    assert run.fetch(second, 1) == content(1)
+    fetching.join(WAIT_S)
+    assert second.left == 0 and run.server.bytes_sent <= SIZE + 2 * TOLD
+    # one that has never been told lets nobody in, and closes all the same
+    third = run.puller(2)
+    assert third.server is not None and third.door is not None
+    knocked.clear()
+    address = third.server.address.replace("0.0.0.0", "127.0.0.1")
+    client = ChunkClient(address, 0.5, str(run.keys), "generator-1", third.door.key)
+    with pytest.raises(PeerUnreachable):
+        next(client.parts(Label(1, 1), run.digests[1], 0, SIZE))
+    assert knocked.wait(WAIT_S)
+    client.close()
+    closing = threading.Thread(target=third.close)
+    closing.start()
+    closing.join(WAIT_S / 2)
+    assert not closing.is_alive()
+    run.pullers.remove(third)
+
+
 def cut_after(puller: RelayClient, answers: int, heard: RelayClient) -> threading.Event:
     """It dies within the chunk after so many that `heard` has got; the event says that it has."""
     server, dead = puller.server, threading.Event()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from asyncrl.records import private
 LEARNER = "learner"
 VIEWER = "viewer"
 GENERATOR = re.compile(r"generator-\d+")
+TOLD_S = 20.0  # for the learner's answer; zmq itself gives up a handshake after 30
 ROLES = f"{LEARNER}, {VIEWER}, generator-N"
 
 
@@ -165,6 +167,9 @@ class Guard:
 class Door(Guard):
     """Of a generator that hands weights on: a key of its own, made now, and the learner says by
     `names` (public key -> name) who gets in.
+
+    Others may be sent here before the learner's answer has come: who knocks so early waits for it,
+    as zmq does not knock again for one who was turned away.
     """
 
     def __init__(self, socket: Any) -> None:
@@ -174,6 +179,7 @@ class Door(Guard):
         socket.curve_publickey, socket.curve_secretkey = public, secret
         self.key = public.decode()
         self.names: dict[str, str] = {}
+        self._told = threading.Event()
         self.authenticator = ThreadAuthenticator(socket.context)
         self.authenticator.start()
         self.authenticator.configure_curve_callback(domain="*", credentials_provider=self)
@@ -181,7 +187,17 @@ class Door(Guard):
 
     def callback(self, domain: str, key: bytes) -> bool:
         """What zmq asks of each that knocks."""
+        self._told.wait(TOLD_S)
         return key.decode() in self.names
+
+    def tell(self, names: dict[str, str]) -> None:
+        """Who gets in, from now on."""
+        self.names = names
+        self._told.set()
+
+    def stop(self) -> None:
+        self._told.set()  # else its thread, which waits, cannot end
+        super().stop()
 
 
 def guard(socket: Any, curve_dir: str) -> Guard | None:

@@ -142,7 +142,7 @@ class RelayClient:
         asking = fan_out.Asking(self.name, port, key, failed, guests)
         placed = self.learner.place(label, digest, asking)
         if placed is not None and self.door is not None and guests:
-            self.door.names = placed.guests
+            self.door.tell(placed.guests)
         return placed
 
     def _from(
