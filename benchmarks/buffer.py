@@ -302,8 +302,9 @@ def main() -> None:
             | {"queue": lambda: rival.batches(per)},
             n_rounds,
         )
-        for b in [*modes.values(), rival]:
-            b.end()
+        for mode in modes.values():
+            mode.end()
+        rival.end()
     rates = {k: round(per * GROUPS * SIZE / rounds.median(times, k)) for k in times}
     third = max(1, n_rounds * per // 3)
     cpu = {

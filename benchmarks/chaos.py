@@ -59,11 +59,10 @@ def warm(model: Path) -> None:
     """
     import torch
 
-    from asyncrl.config.tree import Task
     from asyncrl.models import policy
     from asyncrl.models.tokenizer import load_tokenizer
     from asyncrl.records import event_file
-    from asyncrl.tasks import get_task
+    from asyncrl.tasks.synthetic import TASKS
 
     for name in (
         "actors.engine_embedded",
@@ -77,7 +76,7 @@ def warm(model: Path) -> None:
     ):
         importlib.import_module(name)
     torch.set_num_threads(1)
-    policy.build_model(model, get_task(Task(name="sort")).symbols, hidden=16, kv_heads=2, seed=1)
+    policy.build_model(model, TASKS["sort"]().symbols, hidden=16, kv_heads=2, seed=1)
     policy.load_policy(model)
     load_tokenizer(model)
     event_file.protocol()

@@ -39,7 +39,11 @@ from lib import rounds
 from lib.fuzz_targets import TARGETS, Target
 from lib.results_file import ROOT
 
-EDGES = (b"\xcb\x7f\xf8" + b"\0" * 6, b"\xcb\x7f\xf0" + b"\0" * 6, b"\xd3\x80" + b"\0" * 7)
+EDGES: tuple[bytes, ...] = (
+    b"\xcb\x7f\xf8" + b"\0" * 6,
+    b"\xcb\x7f\xf0" + b"\0" * 6,
+    b"\xd3\x80" + b"\0" * 7,
+)
 EDGES += (b"\xcf" + b"\xff" * 8, b"\xc0", b"\xff", b"\x90", b"\x80", b"\xa0", b"\xc4\x00")
 TEXT_EDGES = (
     b"null",

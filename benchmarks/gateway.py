@@ -54,7 +54,7 @@ MANY = (1, 8, 64)
 HISTORY = 100_000  # characters
 PLAIN = "calc_http, plain client"
 STEP_MOST = 1.15
-LARGER = {"hidden": 256, "layers": 4, "heads": 8}  # 2.6 million parameters
+LARGER: dict[str, Any] = {"hidden": 256, "layers": 4, "heads": 8}  # 2.6 million parameters
 WITH = "vllm serve, log-probabilities"
 LOGPROBS = {"logprobs": True}
 Row = dict[str, dict[str, Any]]  # alternative -> what came of it, in one round
@@ -85,7 +85,12 @@ def ask(
     """What a program that asks `server` found: calls a second, milliseconds, CPU milliseconds a
     call of each process, all in all.
     """
-    asked = {"url": server.url, "key": server.key, "pauses": server.pauses, "more": server.more}
+    asked: dict[str, Any] = {
+        "url": server.url,
+        "key": server.key,
+        "pauses": server.pauses,
+        "more": server.more,
+    }
     asked |= {"name": uuid.uuid4().hex, "calls": calls} | more
     before = server.cpu()
     argv = [sys.executable, str(servers.HERE / program), json.dumps(asked)]
@@ -190,11 +195,12 @@ Judged = tuple[list[dict[str, Any]], list[Row]]  # goals, all rounds
 
 
 def engines(bench: Bench) -> Judged:
-    how = {"sessions": bench.size.engines, "at_once": servers.AT_ONCE}
+    how: dict[str, Any] = {"sessions": bench.size.engines, "at_once": servers.AT_ONCE}
 
     def asked(name: str, **more: Any) -> Callable[[], dict[str, Any]]:
         server = bench.server(name)
-        return lambda: ask(server, **how, **({"more": server.more | more} if more else {}))
+        words = how | ({"more": server.more | more} if more else {})
+        return lambda: ask(server, **words)
 
     refused = servers.refused(bench.model, "vllm")
     alternatives = {"embedded": asked("embedded")}
@@ -275,7 +281,7 @@ def history(bench: Bench) -> Judged:
     longer ones tell the two apart.
     """
     server = bench.server("at once")
-    how = {"sessions": bench.size.history, "at_once": 8, "history": HISTORY}
+    how: dict[str, Any] = {"sessions": bench.size.history, "at_once": 8, "history": HISTORY}
     alternatives = {
         "one call": lambda: ask(server, calls=1, **how),
         "nine calls": lambda: ask(server, calls=CALLS + 1, **how),

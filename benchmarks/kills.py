@@ -186,7 +186,7 @@ def run(
     for n in range(kills):
         victim, kind = KINDS[n % len(KINDS)]
         if kind == "start":  # the one that died last, a moment after it comes back
-            while (pid := processes(p.pid).get(victim, dead)) == dead and p.poll() is None:
+            while processes(p.pid).get(victim, dead) == dead and p.poll() is None:
                 time.sleep(0.01)
             for _ in patient(r.uniform(0.0, between[1])):
                 time.sleep(0.01)

@@ -199,8 +199,8 @@ def speed(
             "Python that has it: --trl-python",
             file=sys.stderr,
         )
-    pair = [Bare(model, core, policy) for core in cores]
-    kinds["bare"] = lambda r: limit(*pair, 1.0 if args.quick else PEER_S)
+    left, right = (Bare(model, core, policy) for core in cores)
+    kinds["bare"] = lambda r: limit(left, right, 1.0 if args.quick else PEER_S)
 
     def one_round(r: int) -> Row:
         order = list(kinds) if r % 2 == 0 else list(reversed(kinds))
@@ -210,7 +210,7 @@ def speed(
         return row
 
     rows: list[Row] = rounds.quiet(n, one_round)
-    for bare in pair:
+    for bare in (left, right):
         bare.end()
     return judged(rows, result)
 

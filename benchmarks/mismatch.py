@@ -31,7 +31,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from lib import results_file, studies
@@ -278,7 +277,7 @@ def learners(args: Any, study: studies.Study) -> list[dict[str, Any]]:
         record = study.cells.read(names[0])
         run = serial.Run(config)
         again = run.go()
-        run.core.model.tokenizer_dir = Path(config.model.path)
+        run.core.model.tokenizer_dir = config.model.path
         rows.append(
             {
                 "arm": arm,

@@ -228,11 +228,11 @@ def measure(
     """What came of one run, and the bytes of its weights."""
     from asyncrl.config import load
     from asyncrl.models import policy
-    from asyncrl.tasks import get_task
+    from asyncrl.tasks.synthetic import TASKS
 
     demo = load.load(rounds.results_file.ROOT / "configs" / "demo.toml")
     shapes: dict[str, Any] = SMALL if quick else MODEL
-    model = policy.build_model(work / "model", get_task(demo.task).symbols, **shapes)
+    model = policy.build_model(work / "model", TASKS[demo.task.name]().symbols, **shapes)
     size = policy.flat_bytes(policy.manifest(model))
     make_keys(work / "keys", 2)
     steps = 10 if quick else STEPS

@@ -49,7 +49,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     ]
 
 
-def wrong(run_dir: Path, steps: int, groups: int, limit: int) -> list[str]:
+def wrong(run_dir: Path, steps: int, groups: int, limit: float) -> list[str]:
     """Everything that should hold of the run's files and does not.  A batch whose learner or buffer
     died may stand there twice: its last row counts.
     """
@@ -134,12 +134,14 @@ def measure(work: Path, steps: int, lose: int, seed: int) -> dict[str, Any]:
         cluster.shutdown()
     if run.returncode or not lost.name:
         sys.exit(f"ended with {run.returncode}, lost {lost.name!r}:\n{log.read_text()[-4000:]}")
+    limit = config.staleness.max_lag
+    assert isinstance(limit, int | float), "a constant limit"
     summary = json.loads(out.strip().splitlines()[-1])
     kept = ("heldout_start", "heldout_end", "wall_s", "steps", "lag", "ledger")
     return {
         "run": {name: summary[name] for name in kept},
         "lost": {"name": lost.name, "batches_before": lost.at},
-        "wrong": wrong(work / "r", steps, config.learner.groups, config.staleness.max_lag),
+        "wrong": wrong(work / "r", steps, config.learner.groups, limit),
     }
 
 

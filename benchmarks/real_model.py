@@ -128,12 +128,14 @@ def engine(path: Path, size: Size, n_rounds: int) -> Found:
     us = search({name: made(few) for name, made in embedded.items()})
     middle, *others = sorted(size.batches, key=lambda rows: rows != size.batches[-2])
     tried = named(middle, [(way, cache) for way in models for cache in CACHES])
-    way, _, cache = tried[search({n: theirs(*x, few) for n, x in tried.items()})]
+    way, _, cache = tried[search({n: theirs(*x, part=few) for n, x in tried.items()})]
     best = named(middle, [(way, cache)])
     for rows in others:
         best |= named(rows, [(way, cache)])
-    rival = search({name: theirs(*x, few) for name, x in best.items()})
-    generate = {name: partial(theirs, *x) for name, x in best.items()}
+    rival = search({name: theirs(*x, part=few) for name, x in best.items()})
+    generate = {
+        name: partial(theirs, way, rows, cache) for name, (way, rows, cache) in best.items()
+    }
     tried |= best
     times = rounds.interleave({us: embedded[us](whole), rival: generate[rival](whole)}, n_rounds)
     tokens = int(lens.sum())
@@ -219,12 +221,12 @@ def run(path: Path, size: Size, n_rounds: int, cores: list[int]) -> Found:
         single = ("generator.threads=1", "learner.threads=1")
         learners = ("generator.threads=1", "learner.threads=2")
         both = ("generator.threads=2", "learner.threads=2")
-        synchronous = {
+        synchronous: Ways = {
             "one core": (cores[:1], (still, *single)),
             "both cores for each phase": (cores, (still, *both)),
             "a core for each side": (cores, (still, *single)),
         }
-        asynchronous = {
+        asynchronous: Ways = {
             "a core for each side": (cores, single),
             "two threads for the learner": (cores, learners),
             "two threads for each": (cores, both),

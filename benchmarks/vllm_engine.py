@@ -420,7 +420,7 @@ def main() -> None:
             if args.quick and size != "84k":
                 continue
             path = Path(work) / size.replace(" ", "_")
-            models.build_model(path, TASKS["sort"].symbols, **shape)
+            models.build_model(path, TASKS["sort"]().symbols, **shape)
             workers = {kind: Worker(kind, path, tokens) for kind in ("bare", "ours")}
             if "tokens" in args.parts:
                 asks = {kind: (kind, f"generate={answers}") for kind in workers}

@@ -194,7 +194,7 @@ class Crowd:
         socket = self.sockets[name] = self.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         socket.connect(address)
-        descriptor = socket.getsockopt(zmq.FD)
+        descriptor = int(socket.getsockopt(zmq.FD))
         self.owners[descriptor] = name
         self.poller.register(descriptor, select.EPOLLIN)
 

@@ -69,7 +69,7 @@ class Buffer:
         named = buffer_service.run_id
         try:
             peers.GROUPS, peers.SIZE, peers.TOKENS = 2, 2, 8
-            buffer_service.run_id = lambda _: "fuzz"  # the same in every life
+            buffer_service.run_id = lambda run_dir: "fuzz"  # the same in every life
             self.loop = scale.Loop(Path(self.work.name), "memory", 3)
             self.service = self.loop.service
             self.service.store.settings.error_budget = 1e9
@@ -157,7 +157,8 @@ class Learner:
             vocabulary=VOCABULARY,
         )
         self.socket = PeerSocket(NOBODY)
-        self.socket.check = functools.partial(Real.check, self.learner)
+        check: Any = Real.check
+        self.socket.check = functools.partial(check, self.learner)
 
     def feed(self, data: bytes) -> str:
         return judged(lambda: self._act(data))
@@ -305,7 +306,8 @@ class Calls:
             calls_socket=SimpleNamespace(send=lambda peer, message: None),
             drawn=self._drawn,
         )
-        self.hear = functools.partial(Gateway.hear, self.gateway)
+        hear: Any = Gateway.hear
+        self.hear = functools.partial(hear, self.gateway)
         ids = np.array([3, 4, 5], "<i4").tobytes()
         logprobs = np.full(3, -0.5, "<f4").tobytes()
         spans = [

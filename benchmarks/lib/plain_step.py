@@ -71,5 +71,6 @@ class Plain:
         )
         logs = out.logits[:, :-1].float().log_softmax(-1).gather(2, targets)[:, :, 0]
         ratio = (logs - torch.from_numpy(old)).exp()
-        a = advantage[:, None]
-        return (torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a) * mask).sum()
+        weight = advantage[:, None]
+        clipped = ratio.clamp(0.8, 1.2)
+        return (torch.minimum(ratio * weight, clipped * weight) * mask).sum()

@@ -71,7 +71,7 @@ def flat(core: LearnerCore) -> torch.Tensor:
     core.backend.tell("publish")
     core.backend.probe()
     buffer = torch.zeros(flat_bytes(core.layout), dtype=torch.uint8)
-    core.backend.write_flat(memoryview(buffer.numpy()))
+    core.backend.write_flat(buffer.numpy().data)
     return buffer
 
 
@@ -79,7 +79,7 @@ def apart(core: LearnerCore, ours: torch.Tensor, theirs: torch.Tensor, from_: to
     """Mean distance of the weights `ours` from `theirs`, over that of these from where they
     began.
     """
-    ways = [read_flat(memoryview(flat.numpy()), core.layout) for flat in (ours, theirs, from_)]
+    ways = [read_flat(flat.numpy().data, core.layout) for flat in (ours, theirs, from_)]
     off = moved = 0.0
     for name in ways[0]:
         our, their, began = (way[name].float() for way in ways)
@@ -111,7 +111,7 @@ def main() -> None:
     ended = flat(core)
     file = Path(job["weights"])
     if core.backend.ranks == 1 and not file.exists():
-        file.write_bytes(memoryview(ended.numpy()))
+        file.write_bytes(ended.numpy().data)
         off = None
     else:
         theirs = torch.from_numpy(np.memmap(file, np.uint8, "c"))

@@ -281,14 +281,14 @@ class RayQueue(Rival):
             raise RuntimeError("a new queue holds something")
 
     def put(self, frames: list[bytes]) -> None:
-        actor = self.queue.actor
+        actor: Any = self.queue.actor
         self.ray.get(
             [actor.put_nowait_batch.remote(part) for part in chunks(frames, self.together)],
             timeout=PATIENCE_S,
         )
 
     def take(self, many: int) -> list[Payload]:
-        actor = self.queue.actor
+        actor: Any = self.queue.actor
         sizes = [len(part) for part in chunks(range(many), self.together)]
         parts = self.ray.get(
             [actor.get_nowait_batch.remote(size) for size in sizes], timeout=PATIENCE_S

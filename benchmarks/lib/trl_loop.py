@@ -56,7 +56,7 @@ def main() -> None:
     p.add_argument("--threads", type=int, default=1)
     args = p.parse_args()
     torch.set_num_threads(args.threads)
-    task = get_task(Task(name="sort"))
+    task: Any = get_task(Task(name="sort"))
     asked = [task.prompt("train", i, args.seed) for i in range(args.steps * GROUPS)]
     by_text = {prompt.text: prompt for prompt in asked}
     tokenizer = AutoTokenizer.from_pretrained(args.model, padding_side="left")

@@ -12,6 +12,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 LEVEL = 0.05
 POWER = 0.8
@@ -82,7 +83,7 @@ def paired(arm: Sequence[float], base: Sequence[float], prompts: int = 0) -> Dif
     return out
 
 
-def holm(found: Mapping[str, Difference]) -> None:
+def holm(found: Mapping[Any, Difference]) -> None:
     """Fill in `adjusted` of each difference: Holm's step-down over those whose p is known."""
     known = sorted(
         (difference for difference in found.values() if not math.isnan(difference.p)),

