@@ -20,8 +20,7 @@ import importlib
 import os
 import sys
 from collections import OrderedDict, deque
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from itertools import chain
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
@@ -29,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from actors.engine import Answer, Key, Request, uniforms
+from actors.engine import Answer, Key, Request, uniform_rows
 from actors.vllm_swap import Direct, Unknown, pack
 from asyncrl.config.tree import Config, Lora
 from asyncrl.contract.errors import ConfigError, ProtocolError
@@ -138,7 +137,7 @@ class SeededSampler:
         self.plain = plain
         self.room = room
         # by id, which the held generator keeps its own
-        self.ahead: OrderedDict[int, tuple[torch.Generator, Iterator[int]]] = OrderedDict()
+        self.ahead: OrderedDict[int, tuple[torch.Generator, list[int]]] = OrderedDict()
         self.last: dict[int, int] = {}  # what each of these has drawn last
 
     def __call__(
@@ -163,23 +162,22 @@ class SeededSampler:
     def draw(self, generator: torch.Generator) -> int:
         name = id(generator)
         if name not in self.ahead:
-            self.ahead[name] = generator, self.stream(generator)
+            self.ahead[name] = generator, []
             if len(self.ahead) > self.room:
                 self.last.pop(self.ahead.popitem(last=False)[0], None)
         self.ahead.move_to_end(name)
-        self.last[name] = next(self.ahead[name][1])
+        numbers = self.ahead[name][1]
+        if not numbers:
+            drawn = torch.randint(0, 2**31, (self.AHEAD,), generator=generator)
+            numbers += reversed(drawn.tolist())
+        self.last[name] = numbers.pop()
         return self.last[name]
 
     def take_back(self, generator: torch.Generator) -> None:
         """What it has drawn last is drawn again."""
         name = id(generator)
         if name in self.last:
-            self.ahead[name] = generator, chain([self.last.pop(name)], self.ahead[name][1])
-
-    @classmethod
-    def stream(cls, generator: torch.Generator) -> Iterator[int]:
-        while True:
-            yield from torch.randint(0, 2**31, (cls.AHEAD,), generator=generator).tolist()
+            self.ahead[name][1].append(self.last.pop(name))
 
 
 def probe_limits(expected: np.ndarray, dtype: torch.dtype, layers: int) -> np.ndarray:
@@ -327,7 +325,8 @@ class VllmEngine:
         )
 
     def add(self, requests: Iterable[Request]) -> None:
-        for request in requests:
+        requests = list(requests)
+        for request, seed in zip(requests, seeds(requests), strict=True):
             if len(request.prompt) + request.max_new_tokens > self.context:
                 raise ConfigError(
                     f"prompt of {len(request.prompt)} and {request.max_new_tokens} new tokens do "
@@ -342,7 +341,7 @@ class VllmEngine:
                 stop_token_ids=list(request.stop),
                 logprobs=0,
                 flat_logprobs=True,
-                seed=request_seed(request),
+                seed=seed,
             )
             self.requests[name] = (request, self.label)
             asked = self._prompt(request.prompt.tolist(), request.group)
@@ -483,11 +482,14 @@ def params(**settings: Any) -> Any:
     )
 
 
-def request_seed(request: Request) -> int:
+def seeds(requests: Sequence[Request]) -> list[int]:
     """A seed of its own for every answer, so that what is drawn does not depend on its
     neighbours.
     """
-    return int(float(uniforms(*request.stream, 1)[0]) * 2**31)
+    if not requests:
+        return []
+    drawn = uniform_rows([request.stream for request in requests], 1)[:, 0]
+    return [int(each * 2**31) for each in drawn.tolist()]
 
 
 class Unneeded(ModuleType):

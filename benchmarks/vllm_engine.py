@@ -378,15 +378,26 @@ class Worker:
 
 
 def turns(workers: dict[str, Worker], asks: dict[str, tuple[str, str]], n: int) -> rounds.Times:
-    """asks: alternative -> (worker, command); once untimed, then n rounds, every other one
+    """asks: alternative -> (worker, command); once untimed, then n quiet rounds, every other one
     backwards.
     """
-    out: rounds.Times = {name: [] for name in asks}
-    for i in range(n + 1):
-        for name in list(asks) if i % 2 == 0 else list(reversed(asks)):
-            got = workers[asks[name][0]].ask(asks[name][1])
-            if i:
-                out[name].append(got)
+
+    def one_round(number: int) -> dict[str, tuple[float, float]]:
+        order = list(asks) if number % 2 else list(reversed(asks))
+        return {name: workers[asks[name][0]].ask(asks[name][1]) for name in order}
+
+    one_round(1)
+    rows = rounds.quiet(n, one_round)
+    return {name: [row[name] for row in rows] for name in asks}
+
+
+def begun(path: Path) -> dict[str, tuple[float, float]]:
+    """Seconds, wall and CPU, until each side can write its first answer."""
+    out = {}
+    for kind in ("ours", "bare"):
+        started = Worker(kind, path, SIZES["84k"][2])
+        out[kind] = started.wall, started.cpu
+        started.end()
     return out
 
 
@@ -414,7 +425,6 @@ def main() -> None:
         "what": "the generator with vLLM inside against vllm.LLM.generate with logprobs, one "
         "core, by turns; [wall, CPU] seconds"
     }
-    starts: rounds.Times = {"ours": [], "bare": []}
     with tempfile.TemporaryDirectory() as work:
         for size, (shape, answers, tokens) in SIZES.items():
             if args.quick and size != "84k":
@@ -479,11 +489,9 @@ def main() -> None:
             for w in workers.values():
                 w.end()
         if "start" in args.parts:
-            for _ in range(1 if args.quick else args.rounds):
-                for kind, seen in starts.items():
-                    w = Worker(kind, Path(work) / "84k", SIZES["84k"][2])
-                    seen.append((w.wall, w.cpu))
-                    w.end()
+            path = Path(work) / "84k"
+            rows = rounds.quiet(1 if args.quick else args.rounds, lambda _: begun(path))
+            starts = {kind: [row[kind] for row in rows] for kind in ("ours", "bare")}
             cpu = {k: round(rounds.median(starts, k, 1), 2) for k in starts}
             goals.append(
                 rounds.goal(
