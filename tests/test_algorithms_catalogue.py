@@ -402,6 +402,12 @@ def half(
     return torch.full_like(log_rho, 0.5)
 
 
+def by_mask(
+    log_rho: torch.Tensor, mask: torch.Tensor, seq: torch.Tensor, n: int, correction: Any
+) -> torch.Tensor:
+    return mask.float() * 0.25 + 0.25 * (seq < n)
+
+
 def test_a_function_of_ones_own_takes_the_place_of_the_weights() -> None:
     b = batch(8)
     lp = theta(b)
@@ -412,6 +418,9 @@ def test_a_function_of_ones_own_takes_the_place_of_the_weights() -> None:
         )
         and float(mine.abs().max()) > 0
     )
+    # it is told of the mask, of whose answer each token is, and of how many there are
+    told = gradient(b, config(correction={"function": "test_algorithms_catalogue:by_mask"}), lp)[1]
+    assert torch.allclose(told, mine)
     with pytest.raises(ConfigError, match="no function 'third'"):
         gradient(b, config(correction={"function": "test_algorithms_catalogue:third"}), lp)
 

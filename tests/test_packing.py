@@ -170,6 +170,8 @@ def test_micro_batches_by_group_share_their_prompts() -> None:
     assert micro_batches(p, range(6), 24, **both) == [[4, 5, 2, 3], [0, 1]]
     assert micro_batches(p, range(6), 23, **both) == [[4, 5, 2], [3, 0], [1]]
     assert micro_batches(p, [1, 5, 4], 10**6, **both) == [[4, 5, 1]]
+    # a group stands by its longest, wherever that comes: 9 and 2, then 5 and 3
+    assert micro_batches(p, [1, 0, 3, 2], 10**6, rows=2, **both) == [[2, 3], [0, 1]]
 
 
 def test_micro_batches_are_sorted_by_length_and_hold_their_padded_tokens() -> None:

@@ -12,7 +12,7 @@ import torch
 from test_algorithms import D, batch, config, gradient, theta
 from test_algorithms_catalogue import repaired, vec
 
-from asyncrl.algorithms import advantages, stopping, surrogates
+from asyncrl.algorithms import advantages, kl, reshape, stopping, surrogates
 from asyncrl.algorithms import batch as whole_batch
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.batch import LossBatch
@@ -124,6 +124,23 @@ def test_kl_in_the_loss_adds_beta_times_the_estimators_slope(estimator: str) -> 
     assert torch.allclose(got - plain, torch.where(b.mask, 0.2 * slope, 0.0) / b.mask.sum())
 
 
+@pytest.mark.parametrize("discount", [0.5, 1.0])
+def test_kl_in_the_loss_discounts_what_comes_later(discount: float) -> None:
+    b = batch(14)
+    lp = theta(b)
+    plain = gradient(b, config(), lp)[1]
+    terms = {"coefficient": 0.2, "off_policy": "prefix", "discount": discount}
+    got = gradient(b, config(kl={"loss": terms}), lp)[1] - plain
+    live = b.mask
+    own = lp.detach()[live].requires_grad_(True)
+    of = (own, b.reference[live], b.behavior[live], b.seq[live])  # type: ignore[index]
+    how: dict[str, Any] = {"estimator": "k3", "off_policy": "prefix"}
+    term = kl.term(*of, **how, discount=discount, truncate=math.inf, step_kl=None)
+    (want,) = torch.autograd.grad(0.2 * term.sum() / live.sum(), own)
+    assert torch.allclose(got[live], want)
+    assert bool((got[~live] == 0).all())
+
+
 # ---- stops that scale the step -------------------------------------------------------------------
 
 
@@ -152,8 +169,9 @@ def test_slow_takes_the_share_of_a_step_that_fits_and_stops_at_the_budget() -> N
     step = scaled(c, 0.01)
     assert step.lr_scale == pytest.approx(0.5) and step.metrics["optim/lr_scale"] == step.lr_scale
     assert scaled(c, 0.05).lr_scale == 0
-    # skip is judged after the step
+    # skip is judged after the step, also where something else stops before it
     assert scaled(config(stop={"kl_max": 0.04}, **BYPASS), 0.05).lr_scale == 1
+    assert scaled(config(stop={"kl_max": 0.04, "ess_min": 0.01}, **BYPASS), 0.05).lr_scale == 1
 
 
 def test_a_small_effective_sample_size_stops_the_batch() -> None:
@@ -226,6 +244,9 @@ def test_gae_can_be_whitened_and_cut_after_k_residuals() -> None:
         two_groups("gae", lam=1.0, values=v, k_step=1), vec(2.5, 0, 0.5, 6.5, 0, 4.5)
     )
     assert torch.allclose(two_groups("gae", lam=1.0, values=v, k_step=2), whole)
+    # the second residual counts half: 0 + 0.5 (r - 0.5)
+    half = vec(2.5, 0.25, 0.5, 6.5, 2.25, 4.5)
+    assert torch.allclose(two_groups("gae", lam=0.5, values=v, k_step=2), half)
     assert torch.allclose(
         two_groups("gae", lam=1.0, values=v, whiten=True), (whole - whole.mean()) / whole.std()
     )
@@ -245,12 +266,21 @@ def test_process_supervision_sums_the_normalised_steps_from_a_token_on() -> None
     r, groups = vec(2, 0, 4, 6, 0), torch.tensor([0, 0])
     got = advantages.process_grpo(r, r != 0, m, seq, groups, ddof=1, eps=0.0)
     assert got.tolist() == pytest.approx([-1, 0, 0, 1, 0])
+    exact = advantages.process_grpo(r, r != 0, m, seq, groups, ddof=1, eps=1e-4)
+    assert torch.equal(advantages.process_grpo(r, r != 0, m, seq, groups), exact)
     m[0] = False  # a token behind the mask is no step and gets nothing: 4 | 6, mean 5, std 1
     got = advantages.process_grpo(r, r != 0, m, seq, groups, ddof=0, eps=0.0)
     assert got.tolist() == pytest.approx([0, -1, -1, 1, 0])
 
 
 # ---- bounds of the surrogates --------------------------------------------------------------------
+
+
+def test_reshapes_exponent_is_computed_as_exactly_as_the_ratios() -> None:
+    x = vec(2, -2)  # sigma^2 = 8
+    base = reshape.statistics(x, torch.tensor([True, True]), 0.3).base
+    assert base.dtype == torch.float64
+    assert float(base) == pytest.approx(math.sqrt(-math.log(0.3) / 8), rel=1e-12)
 
 
 def test_reshapes_weight_is_bounded_in_value_and_gradient() -> None:

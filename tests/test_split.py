@@ -43,16 +43,15 @@ def k3(x: float) -> float:
 
 
 def test_the_parts_by_hand() -> None:
-    """Three tokens: parts 0.1 0.2 0.3 | 0 0 0.5 | -0.4 0 0; lags 0, 3, 12; keys and values of one
-    version, 2 and 9 older.
+    """Three tokens: parts 0.1 0.2 0.3 | 0 0 0.5 | -0.4 0 0; lags 0, 3, 1200; keys and values of one
+    version, 2 and 900 older.
     """
     zero = torch.zeros(3, dtype=torch.float64)
     version = zero + vec(0.1, 0.0, -0.4)
     start = version + vec(0.2, 0.0, 0.0)
     target = start + vec(0.3, 0.5, 0.0)
-    m = split.metrics(
-        split.Split(zero, version, start, target, torch.tensor([0, 3, 12]), torch.tensor([0, 2, 9]))
-    )
+    lag, age = torch.tensor([0, 3, 1200]), torch.tensor([0, 2, 900])
+    m = split.metrics(split.Split(zero, version, start, target, lag, age))
     assert m["split/mismatch"] == pytest.approx(0.3 / 3) and m["split/staleness"] == pytest.approx(
         -0.2 / 3
     )

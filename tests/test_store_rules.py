@@ -151,6 +151,15 @@ def test_an_evaluation_at_work_is_renewed_and_counts_as_movement() -> None:
     assert [t.ticket for t in again] == [f.ticket] and again[0].attempt > a.attempt
 
 
+def test_an_evaluation_that_waits_for_its_reward_is_renewed_too() -> None:
+    store = make(1, 4, 1, evaluations=evaluations())
+    e, f, _ = store.grant("g", 1, 3, 0.0)
+    store.renew("g", 1, [], 6.0, [(e.ticket, e.attempt)])
+    assert store.expire(25.5) == 2  # the other evaluation and the group
+    assert [t.ticket for t in store.grant("g", 1, 1, 26.0)] == [f.ticket]
+    assert store.expire(26.5) == 1
+
+
 def test_a_new_session_ends_the_leases_of_its_own_name_alone() -> None:
     store = make(2, 1, 1, evaluations=evaluations())
     store.grant("g", 1, 3, 0.0)  # two evaluations and a group
@@ -659,3 +668,39 @@ def test_versions_far_behind_are_forgotten_unless_something_names_them(
         store.tree.lag(Label(1, 1), Label(1, 12), 12) == 11
         and store.tree.lag(Label(1, 4), Label(1, 12), 12) == 8
     )
+
+
+def test_versions_of_what_is_trained_and_not_in_a_checkpoint_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(store_module, "VERSIONS", 2)
+    store = make(math.inf, 1, 2, 99)
+    waits: Ticket | None = None
+    for n in range(14):
+        if n == 1:
+            (waits,) = store.grant("g", 1, 1, 0.0)
+            store.deliver(sample(waits, 0), 0.0)
+        if n == 10 and waits is not None:
+            store.deliver(sample(waits, 1), 0.0)
+        (t,) = store.grant("g", 1, 1, 0.0)
+        write(store, t)
+        train(store, n)
+        if n < 10 or n == 12:
+            store.checkpointed(n + 1)
+        assert (Label(1, 1) in store.tree) == (n < 13), n
+        assert (waits is not None and waits.ticket in store.retained) == (10 <= n < 12), n
+
+
+def test_a_late_samples_tokens_that_were_set_aside_are_counted_once() -> None:
+    store = make(1, 1, 1)
+    (a,) = store.grant("g", 1, 1, 0.0)
+    store.expire(30.0)
+    (b,) = store.grant("h", 1, 1, 30.0)
+    write(store, b)
+    train(store, 0)
+    store.checkpointed(1)
+    late = sample(a, 0)
+    late.aside = 1
+    assert store.deliver(late, 31.0) == "duplicate"
+    line = store.ledger()["set_aside"]
+    assert (line["samples"], line["tokens"]) == (1, 1)

@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Prepared:
     """A batch after its pre-pass; nothing here carries a gradient."""
 
@@ -67,9 +67,8 @@ class Prepared:
     advantage: torch.Tensor  # [N]
     valid: torch.Tensor  # bool [N]: tokens in the loss, before rejection
     fade: torch.Tensor  # [N] factor of staleness.on_exceed = downweight
-    corrected: (
-        correction.Corrected | None
-    )  # None: taken from the forward of the only optimizer step
+    # None: taken from the forward of the only optimizer step
+    corrected: correction.Corrected | None
     returns: torch.Tensor | None = None  # [N], with a value head
     metrics: dict[str, float] = field(default_factory=dict)
     budget: stopping.Budget | None = None  # over this batch's steps
@@ -77,15 +76,15 @@ class Prepared:
     number: int = 0  # of the batch: what is drawn at random is a function of (seed, number, step)
     # the learner's policy as the batch began [N], where `known`: given, or what the first optimizer
     # step's own forward said
-    start: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
-    known: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    start: torch.Tensor
+    known: torch.Tensor
     # [N] the target policy at each token's last pass, where `passed`
-    latest: torch.Tensor = field(default_factory=lambda: torch.zeros(0))
-    passed: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    latest: torch.Tensor
+    passed: torch.Tensor
     # [N] in the loss of the step under way
-    live: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    live: torch.Tensor
     # [N] in the loss of a step that was made
-    used: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    used: torch.Tensor
 
 
 @dataclass

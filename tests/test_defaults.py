@@ -1,0 +1,21 @@
+"""What a config does that names nothing: tests/defaults.toml.
+
+A default changes every run that does not name its key.  Who changes one changes it there as well,
+and says so in the CHANGELOG.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from asyncrl.config import load
+from asyncrl.config.tree import Config
+
+DEFAULTS = Path(__file__).with_name("defaults.toml")
+
+
+def test_every_default_is_the_one_that_is_written_down() -> None:
+    least = {"model": {"path": "m"}, "task": {"name": "sort"}}
+    assert load.dump(msgspec.convert(least, Config)) == DEFAULTS.read_text()
