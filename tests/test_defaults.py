@@ -1,4 +1,5 @@
-"""What a config does that names nothing: tests/defaults.toml.
+"""What a config does that names nothing: tests/defaults.toml, of asyncrl/config/tree.py and
+asyncrl/algorithms/settings.py.
 
 A default changes every run that does not name its key.  Who changes one changes it there as well,
 and says so in the CHANGELOG.

@@ -147,6 +147,11 @@ def test_a_line_sums_tokens_and_answers_by_length() -> None:
         16: 1.0,
     }
     assert (line.tokens, line.samples, line.length_sum, line.reward_sum) == (32, 7, 32.0, 3.5)
+    whole, by_parts = Line(), Line()
+    for length, reward in ((5, 2.0), (1, 0.5), (0, 1.0)):
+        whole.add_whole(length, reward)
+        by_parts.add(length, 1, length, reward)
+    assert whole == by_parts and whole.length_sum == 6
     line.add(10)  # tokens of no answer: no bin, no mean
     line.add(0, 1, 6.0, 1.0)  # an answer whose tokens stand in another line
     assert line.tokens == 42 and line.samples == 8 and sum(line.by_length.values()) == 32

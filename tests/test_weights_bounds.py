@@ -338,6 +338,8 @@ def test_m2po_cuts_tokens_and_needs_the_whole_batch() -> None:
     )
     got = weights.correct(x, x, yes(1, 1, 1, 1), seq, 2, c)
     assert got.weight.tolist() == [1, 1, 0, 0] and got.kept.all()  # the token at the threshold goes
+    strict = weights.correct(x, x, yes(1, 1, 1, 1), seq, 2, section(m2=0.02, level="none"))
+    assert strict.weight.tolist() == [1, 0, 0, 0]  # 0.01, then (0.01 + 0.04) / 2
     part = weights.correct(
         x[:2], x[:2], yes(1, 1), seq[:2], 2, c, weights.Statistics(m2=torch.tensor(0.15, dtype=D))
     )
