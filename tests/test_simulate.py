@@ -460,18 +460,6 @@ def test_a_fit_finds_the_times_that_made_the_trace(tmp_path: Path) -> None:
     assert seen.staleness.max_lag == 2
 
 
-def test_pauses_that_no_column_explains_are_spread_over_all() -> None:
-    calls = [
-        fit.Call(0.0, 0.1, 32, i % 7, i % 5, 0.002 + 1e-4 * (i % 5) + 0.06 * (i % 20 == 0))
-        for i in range(200)
-    ]
-    look, finish, new = fit._pauses(calls)
-    fitted = sum(look + finish * (c.finished or 0) + new * c.admitted for c in calls)
-    assert fitted == pytest.approx(sum(c.pause for c in calls))
-    assert look > 0.002
-    assert fit._pauses([call._replace(pause=0.0) for call in calls]) == (0.0, 0.0, 0.0)
-
-
 def test_what_cannot_be_fitted_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run directory"):
         fit.fit(tmp_path)

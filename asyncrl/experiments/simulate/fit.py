@@ -171,7 +171,12 @@ def _decode(calls: list[Call], trains: list[Span]) -> dict[str, object]:
     step, row, admit = map(float, solve(_times(columns, shares, slower), seconds)[0])
     plain = [max(1e-9, step * begin + row * end + admit * c) for begin, end, c in columns]
     noise = [s / p / f for s, p, f in zip(seconds, plain, factors, strict=True)]
-    look, finish, new = _pauses(whole)
+    look, finish, new = map(
+        float,
+        solve(
+            [[1, c.finished or 0, c.admitted] for c in whole], [max(0.0, c.pause) for c in whole]
+        )[0],
+    )
     return {
         "step": step,
         "row": row,
@@ -181,20 +186,6 @@ def _decode(calls: list[Call], trains: list[Span]) -> dict[str, object]:
         "beside": slower,
         "noise": {"sequence": [round(x, 4) for x in noise]},
     }
-
-
-def _pauses(calls: list[Call]) -> tuple[float, float, float]:
-    """look, finish, and what a new row adds.
-
-    A few pauses are many times as long as the others, as where the process waits for a core, and
-    no column explains them: the fit, which long ones do not outweigh, would leave them out, and the
-    generator would seem idle meanwhile.  So all is scaled to the pauses' sum."""
-    columns: list[list[float]] = [[1, c.finished or 0, c.admitted] for c in calls]
-    seconds = [max(0.0, c.pause) for c in calls]
-    found = solve(columns, seconds)[0]
-    explained = float((np.asarray(columns) @ found).sum())
-    look, finish, new = (found * (sum(seconds) / explained if explained > 0 else 1.0)).tolist()
-    return look, finish, new
 
 
 def _learner(
