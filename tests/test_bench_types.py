@@ -35,11 +35,13 @@ cache_dir = {root}/.mypy_cache/benchmarks
 
 [mypy-asyncrl.*,actors.*,buffer.*,learner.*]
 follow_imports = silent
+ignore_missing_imports = false
 """
 ROTTEN = """
 from actors.rewards import RewardRunner
 from asyncrl.contract import messages as m
 from asyncrl.contract.messages import Grant
+from asyncrl.messages import Want
 from asyncrl.tasks.synthetic import TASKS
 
 def main(runner: RewardRunner) -> None:
@@ -77,8 +79,9 @@ def test_every_program_calls_what_is_there(tmp_path: Path) -> None:
     said = [f"{line.split(':')[1]} {line.rsplit('[')[-1][:-1]}" for line in found]
     assert said == [
         "4 attr-defined",
-        "8 assignment",
-        "9 call-arg",
-        "10 arg-type",
-        "11 attr-defined",
+        "5 import-not-found",
+        "9 assignment",
+        "10 call-arg",
+        "11 arg-type",
+        "12 attr-defined",
     ]
