@@ -14,7 +14,7 @@ from asyncrl.config.tree import Task as TaskConfig
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import NAMES, get_task, names
-from asyncrl.tasks.file import FileTask, canonical
+from asyncrl.tasks.file import FileTask, canonical, read_prompts
 from asyncrl.tasks.synthetic import FIXED, TASKS
 
 BUILT_IN = sorted(TASKS)
@@ -179,6 +179,15 @@ BAD = [
     ({"messages": [{"role": "user"}]}, "p.jsonl:2: `messages` must"),
     ({"messages": "hello"}, "p.jsonl:2: `messages` must"),
     ({"messages": {"role": "user"}}, "p.jsonl:2: `messages` must"),
+    (r'{"prompt": "\ud83d"}', r"p.jsonl:2: `prompt` has \\ud83d, half"),
+    (
+        r'{"messages": [{"role": "user", "content": "a\uDC00"}]}',
+        r"p.jsonl:2: `messages` has \\udc00",
+    ),
+    (r'{"prompt": "a", "answer": "\ud83d\ud83d"}', r"p.jsonl:2: `answer` has \\ud83d"),
+    (r'{"prompt": "a", "answer": "2", "level": "\udfff"}', r"p.jsonl:2: `level` has \\udfff"),
+    (r'{"prompt": "a", "tests": [{"in": "\ud800"}]}', r"p.jsonl:2: `tests` has \\ud800"),
+    (r'{"prompt": "a", "\ud800": 1}', r"p.jsonl:2: `\\ud800` has \\ud800"),
 ]
 
 
@@ -191,6 +200,12 @@ def test_a_malformed_line_is_named(line: object, said: str, tmp_path: Path) -> N
                 prompts=write(tmp_path / "p.jsonl", {"prompt": "a"}, line, {"prompt": "c"}),
             )
         )
+
+
+def test_a_character_in_two_halves_is_text(tmp_path: Path) -> None:
+    rows = [r'{"prompt": "\ud83d\ude00"}', r'{"prompt": "\\ud83d", "answer": "2"}']
+    found = read_prompts(write(tmp_path / "p.jsonl", *rows), "train")
+    assert [prompt.text for prompt in found] == ["\U0001f600", r"\ud83d"]
 
 
 def test_files_that_cannot_be_used(tmp_path: Path) -> None:
@@ -223,6 +238,11 @@ def test_parquet_reads_like_jsonl(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist([{"question": "1"}]), tmp_path / "bad.parquet")
     with pytest.raises(ConfigError, match="row 1: needs"):
         FileTask(str(tmp_path / "bad.parquet"))
+    text = pa.array([b"good", b"half \xed\xa0\xbd"], pa.binary()).buffers()
+    columns = {"prompt": pa.StringArray.from_buffers(2, text[1], text[2])}
+    pq.write_table(pa.table(columns), tmp_path / "half.parquet")
+    with pytest.raises(ConfigError, match="half.parquet: row 2: not UTF-8"):
+        FileTask(str(tmp_path / "half.parquet"))
     (tmp_path / "not.parquet").write_text("{}")
     with pytest.raises(ConfigError, match="not a parquet file"):
         FileTask(str(tmp_path / "not.parquet"))

@@ -91,7 +91,7 @@ def test_a_damaged_line_in_the_middle_is_left_out_and_said_once(
         assert capsys.readouterr().err == ""
 
 
-def test_a_report_is_written_past_torn_samples_and_metrics(gain: Any, tmp_path: Path) -> None:
+def copied_run(gain: Any, tmp_path: Path) -> Path:
     source = Path(gain.json["run_dir"])
     for name in (
         "summary.json",
@@ -102,10 +102,24 @@ def test_a_report_is_written_past_torn_samples_and_metrics(gain: Any, tmp_path: 
         "commit",
     ):
         (tmp_path / name).write_bytes((source / name).read_bytes())
+    return tmp_path
+
+
+def test_a_report_is_written_past_torn_samples_and_metrics(gain: Any, tmp_path: Path) -> None:
+    copied_run(gain, tmp_path)
     for name in ("metrics.jsonl", "samples.jsonl"):
         with (tmp_path / name).open("ab") as f:
             f.write(b'{"step": 99, "te\n{"batch": 3, "tick')
     assert run_page.write(tmp_path).stat().st_size > 1000
+
+
+def test_a_report_shows_half_a_character_as_its_escape(gain: Any, tmp_path: Path) -> None:
+    with (copied_run(gain, tmp_path) / "samples.jsonl").open("ab") as f:
+        f.write(rb'{"prompt": "p", "text": "\ud83d", "batch": 1, "reward": 0.5, "lag": 0}' + b"\n")
+    summary = tmp_path / "summary.json"
+    summary.write_text(json.dumps(json.loads(summary.read_text()) | {"signs": ["a \udc00 b"]}))
+    page = run_page.write(tmp_path).read_bytes().decode()
+    assert r"p\ud83d</code>" in page and r"a \udc00 b" in page
 
 
 # ---- after a resume ------------------------------------------------------------------------------

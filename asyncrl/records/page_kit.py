@@ -15,13 +15,14 @@ MORE_COLOURS = (*COLOURS, "#0891b2", "#be185d", "#4d7c0f", "#78350f", "#475569")
 
 def render(template: str, **values: Any) -> str:
     """The page of `template`, escaped but for what is Markup; `library` is plotly's where a page
-    has figures.
+    has figures.  A lone surrogate, as JSON files may hold it, is shown as its escape: no file
+    can hold it.
     """
     import jinja2
 
     loader = jinja2.PackageLoader("asyncrl.records", "templates")
     page = jinja2.Environment(autoescape=True, loader=loader).get_template(template)
-    return page.render(**values)
+    return page.render(**values).encode("utf-8", "backslashreplace").decode()
 
 
 def plot(figure: Any) -> Any:

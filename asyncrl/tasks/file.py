@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,14 +20,17 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 
 RIGHT = 0.75  # of a warm start's demonstrations
+# JSON's way to write a lone surrogate: text in UTF-8 cannot hold one otherwise
+SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 MOST_SYMBOLS = 256  # of a model whose tokens are characters
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
     for number, line in enumerate(path.read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n"), 1):
         if line.strip():
+            where = f"{path}:{number}"
             try:
-                yield f"{path}:{number}", json.loads(line.decode())
+                row = json.loads(line.decode())
             except json.JSONDecodeError as error:
                 raise ConfigError(
                     f"{path}:{number}: not JSON: {error.msg} at column {error.colno}; one object a "
@@ -36,6 +40,24 @@ def _jsonl(path: Path) -> Iterator[tuple[str, Any]]:
                 raise ConfigError(
                     f"{path}:{number}: not UTF-8 at byte {error.start + 1}; save the file as UTF-8"
                 ) from error
+            if SURROGATE_ESCAPE.search(line):
+                require_encodable(where, row)
+            yield where, row
+
+
+def require_encodable(where: str, row: Any) -> None:
+    r"""Raise ConfigError, beginning with `where`, for a row that UTF-8 cannot encode.
+
+    JSON allows \ud83d without its second half; a message with such a text cannot be sent."""
+    for key, value in row.items() if isinstance(row, dict) else ():
+        try:
+            json.dumps([key, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = ascii(error.object[error.start])[1:-1]
+            raise ConfigError(
+                f"{where}: `{ascii(key)[1:-1]}` has {half}, half of a character, which UTF-8 "
+                "cannot encode; write the whole character, or leave it out"
+            ) from error
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
@@ -46,11 +68,30 @@ def _parquet(path: Path) -> Iterator[tuple[str, Any]]:
             f"{path}: parquet needs pyarrow: pip install 'asyncrl[parquet]'"
         ) from error
     try:
-        rows = pq.read_table(path).to_pylist()
+        table = pq.read_table(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: not a parquet file: {str(error).splitlines()[0]}") from error
+    try:
+        rows = table.to_pylist()
+    except UnicodeDecodeError:
+        rows = _decoded_rows(path, table)
     for number, row in enumerate(rows, 1):
         yield f"{path}: row {number}", row
+
+
+def _decoded_rows(path: Path, table: Any) -> list[Any]:
+    """The rows of a table, read one by one.  Raises ConfigError for the first with text that is
+    not UTF-8.
+    """
+    found = []
+    for number in range(table.num_rows):
+        try:
+            found += table.slice(number, 1).to_pylist()
+        except UnicodeDecodeError as error:
+            raise ConfigError(
+                f"{path}: row {number + 1}: not UTF-8 ({error.reason}); write its text as UTF-8"
+            ) from error
+    return found
 
 
 def rows(file: Path) -> Iterator[tuple[str, Any]]:
