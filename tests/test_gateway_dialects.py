@@ -29,6 +29,13 @@ def shared() -> Iterator[Served]:
     made.close()
 
 
+@pytest.fixture(scope="module")
+def refusing() -> Iterator[Served]:
+    made = Served(parser=hermes, forced="refuse")
+    yield made
+    made.close()
+
+
 @pytest.fixture
 def served(shared: Served) -> Served:
     shared.service.say = lambda call: BOTH if not call.number else f"answer {call.number}"
@@ -101,9 +108,9 @@ def test_how_messages_end(served: Served) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages"),
         ({"messages": [{"role": "user", "content": 3}]}, "messages"),
         ({"system": [{"type": "image"}]}, "system"),
-        ({"tool_choice": {"type": "any"}}, "tool_choice"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tools": [{}]}, "tools"),
+        ({"output_config": "json"}, "output_config"),
         ({"tools": {}}, None),
     ],
 )
@@ -131,6 +138,45 @@ def test_what_a_provider_runs_is_left_out_by_name(served: Served) -> None:
     body = {"model": "policy", "input": "go", "tools": [{"type": "web_search"}], "store": False}
     said = post(served, opened, "/v1/responses", body)
     assert said.headers["x-asyncrl-ignored"] == "tools.web_search"
+
+
+ANY_JSON = {"type": "json_schema", "name": "n", "schema": {"type": "object"}}
+
+
+@pytest.mark.parametrize(
+    "route, name, more",
+    [
+        ("messages", "tool_choice", {"tool_choice": {"type": "any"}}),
+        ("messages", "tool_choice", {"tool_choice": {"type": "tool", "name": "add"}}),
+        ("messages", "output_format", {"output_format": ANY_JSON}),
+        ("messages", "output_config.format", {"output_config": {"format": ANY_JSON}}),
+        ("responses", "tool_choice", {"tool_choice": "required"}),
+        ("responses", "tool_choice", {"tool_choice": {"type": "function", "name": "add"}}),
+        ("responses", "text.format", {"text": {"format": ANY_JSON}}),
+    ],
+)
+def test_a_forced_answer_is_ignored_by_name_or_refused(
+    route: str, name: str, more: dict[str, Any], served: Served, refusing: Served
+) -> None:
+    """The same prompt as without it, tools and all."""
+    go: dict[str, Any] = {"model": "policy"}
+    if route == "messages":
+        go |= {"max_tokens": 150, "tools": [TOOL], "messages": [{"role": "user", "content": "go"}]}
+    else:
+        go |= {"input": "go", "tools": [FUNCTION]}
+    _, opened = claude(served)
+    for body in (go, go | more):
+        said = post(served, opened, f"/v1/{route}", body)
+        assert said.status_code == 200
+        assert said.headers.get("x-asyncrl-ignored") == (name if body != go else None)
+    plain, forced = opened.session.forest.nodes
+    assert plain.prompt().tolist() == forced.prompt().tolist() and plain.tools == forced.tools
+    _, opened = claude(refusing)
+    said = post(refusing, opened, f"/v1/{route}", go | more)
+    assert said.status_code == 400 and said.json()["error"]["param"] == name
+    assert opened.session.calls == 0
+    unforced = {"text": {"format": {"type": "text"}}} if route == "responses" else {}
+    assert post(refusing, opened, f"/v1/{route}", go | unforced).status_code == 200
 
 
 def test_errors_of_messages_reach_their_client(served: Served) -> None:
@@ -197,10 +243,8 @@ def test_a_response_that_was_cut_says_so(served: Served) -> None:
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"truncation": "auto"}, "truncation"),
-        ({"text": {"format": {"type": "json_object"}}}, "text.format"),
+        ({"text": {"format": "json"}}, "text.format"),
         ({"text": 3}, "text"),
-        ({"tool_choice": {"type": "function", "name": "f"}}, "tool_choice"),
-        ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [3]}, "tools"),
         ({"tools": 3}, "tools"),
         ({"top_logprobs": 3}, "top_logprobs"),

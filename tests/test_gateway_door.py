@@ -50,6 +50,20 @@ def ticket(number: int, kind: str = "train", samples: int = 2) -> m.Ticket:
     )
 
 
+def test_the_config_says_what_clients_may_ask_for(config: Config, tmp_path: Path) -> None:
+    (tmp_path / "run_id").write_text("run")
+    agent = Agent(
+        serve=True, model="mine", other_models="train", sampling="refuse", forced="refuse"
+    )
+    gateway = service.Gateway(msgspec.structs.replace(config, agent=agent), tmp_path)
+    try:
+        manners = Door(gateway).manners
+    finally:
+        gateway.socket.close()
+    for key in ("model", "other_models", "sampling", "forced"):
+        assert getattr(manners, key) == getattr(agent, key) != getattr(Agent(), key)
+
+
 def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Path) -> None:
     (tmp_path / "run_id").write_text("run")
     gateway = service.Gateway(config, tmp_path)

@@ -279,8 +279,6 @@ ASKED = {
     "logits_processors": ["x"],
     "thinking_token_budget": 5,
     "stop_token_ids": [3],
-    "response_format": {"type": "json_object"},
-    "structured_outputs": {"regex": "a"},
     "functions": [{}],
     "function_call": {"name": "f"},
     "echo": True,
@@ -298,10 +296,17 @@ ASKED = {
     "audio": {"voice": "x"},
     "modalities": ["text", "audio"],
     "web_search_options": {"search_context_size": "low"},
-    "guided_json": {"type": "object"},
-    "guided_regex": "a",
-    "tool_choice": "required",
 }
+NAMED_TOOL = {"type": "function", "function": {"name": "f"}}
+FORCING = [
+    ("response_format", {"type": "json_object"}),
+    ("response_format", {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}),
+    ("structured_outputs", {"regex": "a"}),
+    ("guided_json", {"type": "object"}),
+    ("guided_regex", "a"),
+    ("tool_choice", "required"),
+    ("tool_choice", NAMED_TOOL),
+]
 HARMLESS = {
     "n": 1,
     "frequency_penalty": 0,
@@ -334,6 +339,38 @@ def test_what_the_policy_cannot_follow_is_refused_by_name(name: str, served: Ser
     assert error.param == name and name in error.message and error.status_code == 400
     assert error.response.headers["x-should-retry"] == "false"
     assert opened.session.calls == 0
+
+
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+
+
+@pytest.fixture(scope="module")
+def refusing() -> Iterator[Served]:
+    made = Served(forced="refuse")
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("name, value", FORCING)
+def test_what_would_force_an_answer_is_ignored_by_name_or_refused(
+    name: str, value: Any, served: Served, refusing: Served
+) -> None:
+    """Ignored, the prompt is the same as without it."""
+    body = {"model": "policy", "messages": GO, "tools": TOOLS}
+    _, opened = client(served)
+    for more in ({}, {name: value}):
+        said = post(served, opened, "/v1/chat/completions", {**body, **more})
+        assert said.status_code == 200
+        assert said.headers.get("x-asyncrl-ignored") == (name if more else None)
+    plain, forced = opened.session.forest.nodes
+    assert plain.prompt().tolist() == forced.prompt().tolist()
+    assert opened.session.aside == 0
+    talk, opened = client(refusing)
+    with pytest.raises(openai.BadRequestError) as caught:
+        talk.chat.completions.create(model="policy", messages=GO, extra_body={name: value})  # type: ignore[call-overload]
+    error = caught.value
+    assert error.code == "unsupported_parameter" and error.param == name
+    assert "agent.forced = refuse" in error.message and opened.session.calls == 0
 
 
 @pytest.mark.parametrize("name", HARMLESS)
@@ -379,6 +416,8 @@ def test_a_clients_temperature_is_ignored_by_name_or_refused(served: Served) -> 
         ("/v1/chat/completions", {"messages": GO, "tools": {"a": 1}}, "tools"),
         ("/v1/chat/completions", {"messages": GO, "metadata": {"asyncrl": "x"}}, "metadata"),
         ("/v1/chat/completions", {"messages": GO, "metadata": 3}, "metadata"),
+        ("/v1/chat/completions", {"messages": GO, "response_format": "json"}, "response_format"),
+        ("/v1/chat/completions", {"messages": GO, "tool_choice": ["f"]}, "tool_choice"),
         ("/v1/completions", {}, "prompt"),
         ("/v1/completions", {"prompt": ["a", "b"]}, "prompt"),
         ("/v1/completions", {"prompt": [[1], [2]]}, "prompt"),

@@ -410,6 +410,7 @@ def test_an_agent_that_is_not_there_is_named(
         ("agent.command=['a']", "agent.command: it is the agent itself; leave agent.function out"),
         ("agent.function='';agent.command=['a', '']", "agent.command: a word is empty"),
         ("agent.function='play'", "agent.function: play; write module:function or file.py:fun"),
+        ("agent.function='';agent.env='m:C';agent.forced='refuse'", "agent.forced: an agent that"),
         ("agent.at_once=0", "agent.at_once"),
     ],
 )

@@ -11,12 +11,6 @@ from actors.gateway.sessions import CallRefused
 
 # what asks for nothing that an answer could lack
 QUIET = ("system", "max_tokens", "stop_sequences", "messages", "tools", "tool_choice", "thinking")
-CHOICES = {
-    "auto": "auto",
-    "none": "none",
-    "any": "required",
-    "tool": "required",
-}
 
 
 def _bad(where: str, why: str) -> CallRefused:
@@ -44,9 +38,13 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     choice = body.get("tool_choice")
     if choice is not None:
         kind = choice.get("type") if isinstance(choice, dict) else None
-        if kind not in CHOICES:
+        if not isinstance(kind, str):
             raise _bad("tool_choice", "give an object with a type")
-        made["tool_choice"] = CHOICES[kind]
+        made["tool_choice"] = kind if kind in ("auto", "none") else choice
+    output = made.pop("output_config", None) or {}
+    if not isinstance(output, dict):
+        raise _bad("output_config", "give an object")
+    made |= {f"output_config.{key}": value for key, value in output.items()}
     made["tools"] = _tools(made, body.get("tools") or [])
     return made
 

@@ -1,8 +1,9 @@
 """What a request of the endpoint asks for: bodies of /v1/chat/completions, /v1/completions, the
 token route, /v1/messages and /v1/responses, read strictly.  Pure.
 
-The distribution is the run's.  What only ends an answer earlier is followed; a temperature of one's
-own is ignored, by name, or refused; what the policy cannot be trained under is refused, by name."""
+The distribution is the run's.  What only ends an answer earlier is followed.  A client's own
+temperature and a forced format or tool are ignored by name, or refused.  What the policy cannot be
+trained under is refused, by name."""
 
 from __future__ import annotations
 
@@ -40,6 +41,7 @@ class Manners:
     other_models: Literal["aside", "train", "refuse"] = "aside"
     sampling: Literal["ignore", "refuse"] = "ignore"  # a client's temperature, top_p, top_k, seed
     vocabulary: int = 0  # ids of the token route lie below; 0: not known
+    forced: Literal["ignore", "refuse"] = "ignore"  # a format or a tool that the answer must have
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,6 @@ def _false(value: Any) -> bool:
 # what the policy cannot follow: key -> (values that ask for nothing, why not)
 ONE = "one answer a call: ask again for another, every equal request is a draw of its own"
 OTHER = "the run's policy would be another one than it is trained as"
-FORMAT = "the answer cannot be forced: put it in the prompt, and in the reward"
 REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "n": (_is(1), ONE),
     "best_of": (_is(0, 1), ONE),
@@ -95,8 +96,6 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "logits_processors": (_empty, OTHER),
     "thinking_token_budget": (_empty, OTHER),
     "stop_token_ids": (_empty, "end an answer by `stop`, or by generator.stop for the run"),
-    "response_format": (lambda value: value == {"type": "text"}, FORMAT),
-    "structured_outputs": (_empty, FORMAT),
     "functions": (_empty, "give `tools`"),
     "function_call": (_is("auto", "none"), "give `tool_choice`"),
     "echo": (_false, "the prompt is yours already"),
@@ -118,12 +117,21 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "modalities": (lambda value: value == ["text"], "only text is known here"),
     "web_search_options": (_empty, "give the search as a tool"),
 }
+# a format or a tool that the answer must have -> values that force nothing
+FORCED: dict[str, Callable[[Any], bool]] = {
+    "response_format": lambda value: value == {"type": "text"},
+    "structured_outputs": _empty,
+    "text.format": lambda value: value == {"type": "text"},
+    "output_format": _empty,
+    "output_config.format": _empty,
+    "tool_choice": _is("auto", "none"),
+}
 GUIDED = "guided_"
 # a client's own: ignored and named, or refused
 SAMPLING = ("temperature", "top_p", "top_k", "seed")
 # what the answer is without: no word is said
 QUIET = {
-    *("model", "messages", "prompt", "token_ids", "sampling_params", "tools", "tool_choice"),
+    *("model", "messages", "prompt", "token_ids", "sampling_params", "tools"),
     *("max_tokens", "max_completion_tokens", "stop", "stream", "stream_options", "logprobs"),
     *("return_token_ids", "metadata", "user", "store", "request_id"),
     *("skip_special_tokens", "detokenize", "output_mode"),
@@ -188,33 +196,55 @@ def wanted(kind: Kind, body: Mapping[str, Any], manners: Manners, run: Sampling)
 
 def _checked(options: Mapping[str, Any], manners: Manners, run: Sampling) -> tuple[str, ...]:
     """Names of what is ignored.  Raises CallRefused for what is refused."""
-    ours = {
-        "temperature": run.temperature,
-        "top_p": run.top_p,
-        "top_k": run.top_k,
-    }
     ignored = []
     for name, value in options.items():
         if value is None or name in QUIET:
             continue
-        if name in REFUSED or name.startswith(GUIDED):
-            harmless, why = REFUSED.get(name, (_empty, FORMAT))
+        if name in REFUSED:
+            harmless, why = REFUSED[name]
             if not harmless(value):
                 raise bad(name, f"{value!r:.80} is not served: {why}", "unsupported_parameter")
-        elif name in SAMPLING:
-            if name in ours and value == ours[name]:
-                continue
-            if manners.sampling == "refuse":
-                said = f", {ours[name]:g}" if name in ours else " alone"
-                raise bad(
-                    name,
-                    f"{value!r:.80} is not the run's{said} (agent.sampling = refuse): leave it out",
-                    "unsupported_parameter",
-                )
-            ignored.append(name)
-        else:
+        elif name in FORCED or name.startswith(GUIDED):
+            if _forces(name, value, manners):
+                ignored.append(name)
+        elif name not in SAMPLING or _samples_otherwise(name, value, manners, run):
             ignored.append(name)
     return tuple(ignored)
+
+
+def _forces(name: str, value: Any, manners: Manners) -> bool:
+    """Whether a value asks for an answer of a certain form.  Raises CallRefused."""
+    if FORCED.get(name, _empty)(value):
+        return False
+    if (
+        name in FORCED
+        and not isinstance(value, dict)
+        and not (name == "tool_choice" and isinstance(value, str))
+    ):
+        raise bad(name, f"{value!r:.80}: give an object")
+    if manners.forced == "refuse":
+        raise bad(
+            name,
+            f"{value!r:.80} is not served, as an answer cannot be forced (agent.forced = refuse): "
+            "put it in the prompt, and in the reward",
+            "unsupported_parameter",
+        )
+    return True
+
+
+def _samples_otherwise(name: str, value: Any, manners: Manners, run: Sampling) -> bool:
+    """Whether a value is another one than the run's.  Raises CallRefused."""
+    ours = {"temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k}
+    if name in ours and value == ours[name]:
+        return False
+    if manners.sampling == "refuse":
+        said = f", {ours[name]:g}" if name in ours else " alone"
+        raise bad(
+            name,
+            f"{value!r:.80} is not the run's{said} (agent.sampling = refuse): leave it out",
+            "unsupported_parameter",
+        )
+    return True
 
 
 def _prompt(kind: Kind, options: Mapping[str, Any], manners: Manners) -> dict[str, Any]:
@@ -243,9 +273,6 @@ def _ids(param: str, given: Any, manners: Manners) -> np.ndarray:
 
 
 def _tools(options: Mapping[str, Any]) -> list[Any]:
-    choice = options.get("tool_choice")
-    if choice not in (None, "auto", "none"):
-        raise bad("tool_choice", f"{choice!r:.80} is not served: {FORMAT}", "unsupported_parameter")
     tools = options.get("tools") or []
     if not isinstance(tools, list):
         raise bad("tools", "give a list")
@@ -253,7 +280,7 @@ def _tools(options: Mapping[str, Any]) -> list[Any]:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise bad("tools", f"tools[{place}] is no function with a name")
-    return [] if choice == "none" else tools
+    return [] if options.get("tool_choice") == "none" else tools
 
 
 def _max_tokens(options: Mapping[str, Any]) -> int:

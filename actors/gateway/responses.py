@@ -36,11 +36,8 @@ def to_chat(body: Mapping[str, Any]) -> dict[str, Any]:
     wanted = body.get("text") or {}
     if not isinstance(wanted, dict):
         raise _bad("text", "give an object")
-    if wanted.get("format") not in (None, {"type": "text"}):
-        why = "the answer cannot be forced: put it in the prompt, and in the reward"
-        raise CallRefused(400, "unsupported_parameter", f"text.format: {why}", "text.format")
-    choice = body.get("tool_choice")
-    made["tool_choice"] = choice if isinstance(choice, str | None) else "required"
+    made["text.format"] = wanted.get("format")
+    made["tool_choice"] = body.get("tool_choice")
     tools = body.get("tools") or []
     if not isinstance(tools, list):
         raise _bad("tools", "give a list")

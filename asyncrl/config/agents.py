@@ -81,6 +81,13 @@ class Agent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         Literal["ignore", "refuse"],
         Meta(description="a client's own temperature, top_p, top_k, seed: ignored by name, or 400"),
     ] = "ignore"
+    forced: Annotated[
+        Literal["ignore", "refuse"],
+        Meta(
+            description="a format or a tool that the answer must have (response_format, "
+            "tool_choice): ignored by name, or 400"
+        ),
+    ] = "ignore"
     parser: Annotated[
         str,
         Meta(

@@ -707,6 +707,11 @@ def _agent(config: Config) -> list[str]:
         if getattr(agent, key) and others:
             said = " and ".join(f"agent.{name}" for name in others)
             out.append(f"agent.{key}: it is the agent itself; leave {said} out")
+    if agent.forced == "refuse" and not agent.http:
+        out.append(
+            "agent.forced: an agent that asks over HTTP can force an answer; give agent.serve, "
+            "command or function"
+        )
     if agent.command and not all(agent.command):
         out.append('agent.command: a word is empty; write a list like ["python", "agent.py"]')
     module, colon, name = agent.function.rpartition(":")
