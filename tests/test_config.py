@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -145,6 +146,9 @@ def test_the_table_of_metrics_is_the_documented_one() -> None:
     assert (ROOT / "docs" / "metrics.md").read_text() == metrics.markdown(), (
         "stale: asyncrl config metrics > docs/metrics.md"
     )
+    for line in metrics.markdown().splitlines():
+        if line.startswith("|"):  # a `|` inside a cell would cut the row when rendered
+            assert len(re.findall(r"(?<!\\)\|", line)) == 4, line
 
 
 def test_an_unknown_metric_is_refused(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ import table  # noqa: E402
 
 from asyncrl.config import load  # noqa: E402
 
+LOOP = "2026-11-24_43508fc_2core_loop_speed.json"
 LOG = sorted((ROOT / "docs" / "log").glob("2*.md"))
 PAGES = [
     ROOT / "README.md",
@@ -206,6 +208,35 @@ def bullet(file: str) -> str:
     return line
 
 
+def faster(found: dict[str, Any], seconds: str = "wall_s") -> str:
+    """How many times as fast the asynchronous arm of a comparison is."""
+    return f"{found['arms']['sync'][seconds] / found['arms']['async'][seconds]:.2f}"
+
+
+def test_the_goal_of_the_step_stands_beside_the_fastest_rival() -> None:
+    """The two ranks are the faster loop in every file, and the page's figures are of its rounds."""
+    page = " ".join((ROOT / "docs" / "performance.md").read_text().split())
+    files = sorted((ROOT / "benchmarks" / "results").glob("*_loop_speed*.json"))
+    pooled: dict[str, list[float]] = {}
+    for path in files:
+        rounds = json.loads(path.read_text())["speed"]["rounds"]
+        over = {
+            rival: [r["async"]["step"] / r[rival]["step"] for r in rounds]
+            for rival in ("two ranks", "strong")
+        }
+        least, most = (median(over[rival]) for rival in ("strong", "two ranks"))
+        assert 0.65 < most and least < most, path
+        pooled.setdefault(path.name[:18], []).extend(over["two ranks"])
+    assert len(files) == 5 and "0.69 to 0.79 in five of five" in page
+    old = pooled["2026-11-22_239afbe"]
+    latest = json.loads((ROOT / "benchmarks/results" / LOOP).read_text())["speed"]["rounds"]
+    now = [r["async"]["step"] / r["two ranks"]["step"] for r in latest]
+    said = [f"{median(x):.2f} ({min(x):.2f} to {max(x):.2f})" for x in (now, old)]
+    (row,) = [x for x in page.split(" | | ") if "as two ranks, the fastest rival" in x][:1]
+    assert said[0] in row and said[1] in row and "| 0.65 | not met" in page
+    assert f"takes {median(now):.2f} of the time of the strongest rival" in bullet(LOOP)
+
+
 def test_the_readme_s_figures_are_those_of_their_files() -> None:
     seeds = "2026-11-21_c0f74bc_4core_demo_seeds.json"
     rows = result(seeds)["seeds"]
@@ -225,11 +256,26 @@ def test_the_readme_s_figures_are_those_of_their_files() -> None:
 
     compared = "2026-11-21_80ca5c9_4core_comparisons_default.json"
     found = result(compared)["parts"]["default"]["found"]
-    speed = found["arms"]["sync"]["wall_s"] / found["arms"]["async"]["wall_s"]
     verdicts = {(v["arm"], v["metric"]): v["verdict"] for v in found["verdicts"]}
-    assert f"{speed:.2f} times the speed" in bullet(compared)
+    assert f"{faster(found, 'seconds_to_target')}, {faster(found)} times the speed" in bullet(
+        compared
+    )
     assert verdicts["async", "heldout_end"] == "no difference visible"
-    assert "no difference in accuracy visible" in bullet(compared)
+    assert "no difference in final accuracy visible" in bullet(compared)
+
+    compared = "2026-11-24_59b14a2_2core_comparisons_default.json"
+    found = result(compared)["parts"]["default"]["found"]
+    difference = next(
+        v["difference"] for v in found["verdicts"] if (v["arm"], v["metric"]) == ("async", "area")
+    )
+    assert (
+        f"same accuracy {faster(found, 'seconds_to_target')} times as fast" in bullet(compared)
+        and f"1 / {faster(found)} of the time" in bullet(compared)
+        and f"is {-difference:.2f} lower" in bullet(compared)
+    )
+    slow = "2026-11-24_65278ca_2core_comparisons_slow.json"
+    found = result(slow)["parts"]["slow"]["found"]
+    assert f"limit 4: {faster(found, 'seconds_to_target')} times as fast" in bullet(slow)
 
     grid = "2026-11-21_3ff3b71_4core_lag_grid.json"
     cells = result(grid)["tasks"]["rle-5e-4"]["cells"]

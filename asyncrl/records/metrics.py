@@ -235,7 +235,7 @@ def known(name: str) -> bool:
 def markdown() -> str:
     """docs/metrics.md."""
     rows = [
-        f"| `{n}` | {m.unit} | {m.meaning} |"
+        "| `{}` | {} | {} |".format(n, m.unit, m.meaning.replace("|", r"\|"))
         for n, m in METRICS.items()
         if not n.startswith(("by_lag/", "by_age/"))
     ]
