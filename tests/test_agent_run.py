@@ -277,7 +277,12 @@ def test_an_agent_and_a_gateway_killed_amid_calls_cost_no_sample(
         command(
             *(model_dir, tmp_path, "amid", "learner.steps=3", "agent.env=''"),
             *(f"agent.command={json.dumps(agent)}", "reward.error_budget=1.0"),
-            *("evaluation.every=0", "generator.slots=8", "staleness.max_lag=0"),
+            *(
+                "agent.env_pass=['AGENT_*']",
+                "evaluation.every=0",
+                "generator.slots=8",
+                "staleness.max_lag=0",
+            ),
         ),
         cwd=ROOT,
         env=ENV | {"AGENT_MARKS": str(marks), "AGENT_GATE": str(gate), "AGENT_AFTER": str(samples)},

@@ -22,8 +22,10 @@ from openai import OpenAI
 from actors.gateway import web
 from actors.gateway.chat import hermes
 from actors.gateway.requests import REFUSED
+from actors.gateway.service import trajectory
 from actors.gateway.sessions import Limits
 from actors.gateway.web import Bind, Opened
+from asyncrl.config.agents import Agent
 from asyncrl.contract.errors import ConfigError
 
 WAIT_S = 600.0
@@ -251,6 +253,9 @@ def test_other_names_and_marked_calls_are_set_aside(served: Served) -> None:
     talk.chat.completions.create(model="gpt-4o-mini", messages=GO)  # type: ignore[call-overload]
     talk.chat.completions.create(model="policy", messages=GO, metadata={"asyncrl": "aside"})  # type: ignore[call-overload]
     assert opened.session.rows() == () and opened.session.aside == 2 * (len("answer 0") + 1)
+    opened.session.reward(1.0, now=0.0)
+    why = trajectory(opened.session, None, Agent(serve=True, model="tuned")).failed.why  # type: ignore[union-attr]
+    assert "all 2 answered calls of the session are excluded" in why and "model tuned" in why
     for others, status in (("train", 200), ("refuse", 404)):
         strict = Served(other_models=others)
         _, opened = client(strict)

@@ -4,6 +4,7 @@ return and what becomes of those that fail, hang or die.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 import time
@@ -20,7 +21,7 @@ from test_gateway_service import AT, PATIENCE_S, Wire
 from actors.gateway import service
 from actors.gateway.door import Door
 from actors.gateway.pushed import log, pushing
-from actors.gateway.pushed.commands import judged
+from actors.gateway.pushed.commands import MODEL_VARIABLES, judged
 from actors.gateway.pushed.pushing import Pushing, _decode, _Worker
 from actors.gateway.pushed.seats import Left, Seat, Setup
 from asyncrl.config import load
@@ -95,7 +96,8 @@ class Commands:
     def __init__(self, path: Path) -> None:
         agent = Agent(command=["sh", str(HERE / "agent_command.sh")])
         self.log = path / "agent-0.log"
-        setup = Setup(agent.command, "", str(self.log))
+        passed = ["PIDS", "PYTHON", "ASKS", "GIVEN_*"]
+        setup = Setup(agent.command, "", str(self.log), passed)
         self.worker = _Worker(agent, msgspec.msgpack.encode(setup))
         self.lefts: dict[int, Left] = {}
 
@@ -163,6 +165,50 @@ def test_programs_are_told_their_session_and_their_last_line_is_its_reward(
     assert "secret" not in kept
     assert "--- session 0.2.3 " in kept and "thinking\n0.5\n" in kept
     assert not list(tmp_path.glob("asyncrl-agent-*"))
+
+
+def test_what_a_program_starts_ends_with_it_and_no_sooner(
+    commands: Commands, tmp_path: Path
+) -> None:
+    """Also in a session of its own and without a variable; another program's end is not its."""
+    commands.begin(1, "keeps")
+    commands.worker.flush()
+    until((tmp_path / "pids.keeps").exists)
+    commands.begin(2, "hides")
+    assert commands.left(2) == Left(2, "scored", 1.0)
+    kept, hidden = (int((tmp_path / f"pids.{kind}").read_text()) for kind in ("keeps", "hides"))
+    assert alive(kept) and not alive(hidden)
+    (tmp_path / "pids.go").touch()
+    assert commands.left(1) == Left(1, "scored", 1.0)
+    assert not alive(kept)
+
+
+def test_at_the_end_no_child_of_programs_is_left(commands: Commands, tmp_path: Path) -> None:
+    commands.begin(1, "keeps")
+    commands.worker.flush()
+    until((tmp_path / "pids.keeps").exists)
+    kept = int((tmp_path / "pids.keeps").read_text())
+    commands.worker.wire.close()
+    assert commands.worker.process.wait(PATIENCE_S) == 0 and not alive(kept)
+
+
+def test_a_program_inherits_the_base_environment_and_what_it_is_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    for name in ("GIVEN_A", "JUDGE_KEY", "AWS_SECRET_ACCESS_KEY", "LC_TIME", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, "ours")
+    commands = request.getfixturevalue("commands")
+    commands.begin(1, "told")
+    assert commands.left(1).reward == 1.0
+    lines = (tmp_path / "pids.env").read_text().splitlines()
+    found = dict(line.split("=", 1) for line in lines if "=" in line)
+    assert found["PATH"] == os.environ["PATH"] and found["TMPDIR"] == str(tmp_path)
+    assert found["GIVEN_A"] == found["LC_TIME"] == "ours"
+    assert not {"JUDGE_KEY", "AWS_SECRET_ACCESS_KEY"} & set(found)
+    assert found["OPENAI_API_KEY"] == "k"
+    for name in MODEL_VARIABLES:
+        assert found[name] == "policy"
+    assert "ANTHROPIC_DEFAULT_HAIKU_MODEL" in MODEL_VARIABLES
 
 
 def test_a_program_that_is_to_stop_is_ended_and_all_end_with_the_gateway(
@@ -327,7 +373,7 @@ def test_what_functions_return_ends_their_sessions(world: World, tmp_path: Path)
     assert (found["pays"].reward, found["parts"].parts["neat"]) == (0.5, 2.0)
     assert found["raises"].failed == "the agent raised KeyError: 'gone'"
     assert "the agent gave what is no reward: reward is a str" in found["nan"].failed
-    assert "judged before its first answer" in found["judge"].failed
+    assert "ended without a call" in found["judge"].failed
     assert "KeyError" in (tmp_path / "agent-0.log").read_text()
     answered(world, opened)
     gate.touch()
@@ -389,6 +435,10 @@ def test_a_function_may_be_a_coroutine(world: World) -> None:
         ({"function": "agent_envs:nobody"}, r"agent.function = agent_envs:nobody: importing it"),
         ({"function": "agent_envs:os"}, "os is no function; write module:function"),
         ({"function": "", "command": ["no-such-agent"]}, "there is no program 'no-such-agent'"),
+        (
+            {"function": "", "command": ["sh"], "env_pass": ["PATH", "NO_*", "NO_SUCH_NAME"]},
+            "agent.env_pass: NO_SUCH_NAME is not in the environment of the run",
+        ),
     ],
 )
 def test_an_agent_that_is_not_there_is_named(
@@ -412,6 +462,8 @@ def test_an_agent_that_is_not_there_is_named(
         ("agent.function='play'", "agent.function: play; write module:function or file.py:fun"),
         ("agent.function='';agent.env='m:C';agent.forced='refuse'", "agent.forced: an agent that"),
         ("agent.at_once=0", "agent.at_once"),
+        ("agent.env_pass=['A']", "agent.env_pass: is for the program of agent.command"),
+        ("agent.function='';agent.command=['a'];agent.env_pass=['A=b']", "'A=b' is no name"),
     ],
 )
 def test_a_setting_that_cannot_be_is_one_line(item: str, said: str) -> None:

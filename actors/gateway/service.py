@@ -40,6 +40,7 @@ from actors.gateway.sessions import Call, CallRefused, Limits, Outcome, Session,
 from actors.gateway.switchboard import Switchboard
 from actors.rewards import RewardRunner
 from actors.turn import RENEW_S
+from asyncrl.config.agents import Agent
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import (
@@ -553,7 +554,7 @@ class Gateway:
         session = episode.session
         assert self.rewards is not None
         if episode.last is None:
-            session.judged(Outcome(0.0, {}, "it was to be judged before its first answer"))
+            session.judged(Outcome(0.0, {}, why_untrained(session, self.config.agent)))
             return
         ids = episode.last.node.ids
         assert ids is not None
@@ -712,7 +713,7 @@ class Gateway:
 
     def deliver(self, episode: Episode) -> None:
         session = episode.session
-        made = trajectory(session, self.tokenizer)
+        made = trajectory(session, self.tokenizer, self.config.agent)
         self.count(session, made.failed)
         self.outbox.add(made)
         self.drop(episode)
@@ -940,7 +941,21 @@ def asked_of(answer: dict[str, Any] | None) -> str:
     return f"its tool {names}" if names else "the step of its environment"
 
 
-def trajectory(session: Session, tokenizer: Any) -> m.Trajectory:
+def why_untrained(session: Session, agent: Agent) -> str:
+    """Why a session that has ended has no token to train."""
+    if not session.calls:
+        return "the session ended without a call: does the agent ask its own base URL?"
+    excluded = sum(node.aside and node.ids is not None for node in session.forest.nodes)
+    if not excluded or not agent.http:
+        return "the session ended before its first answer"
+    return (
+        f"all {excluded} answered calls of the session are excluded from training: ask for the "
+        f"model {agent.model} ($ASYNCRL_MODEL), without metadata asyncrl = aside; or set "
+        'agent.other_models = "train"'
+    )
+
+
+def trajectory(session: Session, tokenizer: Any, agent: Agent) -> m.Trajectory:
     """The record of a session that has ended."""
     assert session.outcome is not None
     rows = list(session.rows())
@@ -948,10 +963,7 @@ def trajectory(session: Session, tokenizer: Any) -> m.Trajectory:
     if session.outcome.failed:
         failed = m.Failure("data", session.outcome.failed)
     elif not rows:
-        why = "the session ended before its first answer"
-        if not session.calls:
-            why = "the session ended without a call: does the agent ask its own base URL?"
-        failed = m.Failure("data", why)
+        failed = m.Failure("data", why_untrained(session, agent))
     first = rows[0] if rows else m.Row(b"", b"", b"", b"", [])
     shown = [int(x) for x in np.frombuffer(first.tokens, "<i4")]
     ticket = session.ticket

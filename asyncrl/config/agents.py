@@ -52,6 +52,13 @@ class Agent(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
             "endpoint, and its last line is the reward; empty: none"
         ),
     ] = []
+    env_pass: Annotated[
+        list[str],
+        Meta(
+            description="variables of the run's environment that command inherits besides the base "
+            'environment (PATH, HOME, LANG, TMPDIR ...), by name or pattern; ["*"]: all of them'
+        ),
+    ] = []
     function: Annotated[
         str,
         Meta(

@@ -714,6 +714,10 @@ def _agent(config: Config) -> list[str]:
         )
     if agent.command and not all(agent.command):
         out.append('agent.command: a word is empty; write a list like ["python", "agent.py"]')
+    if agent.env_pass and not agent.command:
+        out.append("agent.env_pass: is for the program of agent.command; give it, or leave it out")
+    if wrong := [name for name in agent.env_pass if not name or "=" in name]:
+        out.append(f"agent.env_pass: {wrong[0]!r} is no name of a variable; its value is inherited")
     module, colon, name = agent.function.rpartition(":")
     if agent.function and not (module and colon and name.isidentifier()):
         out.append(f"agent.function: {agent.function}; write module:function or file.py:function")

@@ -1,13 +1,16 @@
 """A process that starts agent.command: `python -m actors.gateway.pushed.commands FD PARENT`.
 
 Each session is a program with a process group of its own.  When the program ends, is to stop, or
-this process ends, its whole family is killed: its group, and what left the group, which comes to
-this process when its parent ends and is known by the session's name in its environment."""
+this process ends, all its descendants are killed: its group, and what left the group.  While a
+program runs it is itself the reaper of its orphaned descendants (PR_SET_CHILD_SUBREAPER); when it
+ends, they become children of this process.  So a child of this process that is not a running
+program belongs to a session that is over, whatever its environment says."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import fnmatch
 import json
 import os
 import selectors
@@ -18,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,7 +37,26 @@ POLITE_S = 5.0  # from SIGTERM to SIGKILL
 CHUNK = 1 << 16
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
-NAME = "ASYNCRL_SESSION"
+# What a program inherits; patterns.  Everything else, keys of judges and clouds among it, only by
+# agent.env_pass.
+BASE_ENVIRONMENT = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TZ", "LANG", "LANGUAGE", "LC_*"),
+    *("TMPDIR", "TEMP", "TMP", "XDG_*_HOME", "XDG_RUNTIME_DIR", "LD_LIBRARY_PATH"),
+    *("PYTHONPATH", "PYTHONHOME", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"),
+    *("VIRTUAL_ENV", "CONDA_PREFIX", "CONDA_DEFAULT_ENV", "NODE_PATH", "NVM_DIR"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE", "NODE_EXTRA_CA_CERTS"),
+    *("CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"),
+)
+# Where clients look for the name of a model.
+MODEL_VARIABLES = (
+    "ASYNCRL_MODEL",
+    "OPENAI_MODEL",
+    "ANTHROPIC_MODEL",
+    "ANTHROPIC_SMALL_FAST_MODEL",
+    "ANTHROPIC_DEFAULT_OPUS_MODEL",
+    "ANTHROPIC_DEFAULT_SONNET_MODEL",
+    "ANTHROPIC_DEFAULT_HAIKU_MODEL",
+)
 
 _libc = ctypes.CDLL(None)
 
@@ -56,18 +79,30 @@ def told(seat: Seat) -> dict[str, Any]:
     }
 
 
-def environment(seat: Seat, folder: Path) -> dict[str, str]:
-    """What a session's program finds in its environment, as OpenAI's and Anthropic's clients do."""
-    return os.environ | {
+def inherited(patterns: Sequence[str]) -> dict[str, str]:
+    """The variables of this process that match one of the patterns, or the base environment's."""
+    every = (*BASE_ENVIRONMENT, *patterns)
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in every)
+    }
+
+
+def environment(seat: Seat, folder: Path, patterns: Sequence[str] = ()) -> dict[str, str]:
+    """The environment of a session's program: what it inherits, and what OpenAI's and Anthropic's
+    clients look for.  patterns: agent.env_pass.
+    """
+    return inherited(patterns) | {
         "OPENAI_BASE_URL": seat.base_url,
         "OPENAI_API_KEY": seat.api_key,
         "ANTHROPIC_BASE_URL": seat.url,
         "ANTHROPIC_API_KEY": seat.api_key,
         "ASYNCRL_URL": seat.url,
-        "ASYNCRL_MODEL": seat.model,
+        **dict.fromkeys(MODEL_VARIABLES, seat.model),
         "ASYNCRL_TASK": str(folder / "task.json"),
         "ASYNCRL_REWARD": str(folder / "reward"),
-        NAME: seat.name,
+        "ASYNCRL_SESSION": seat.name,
     }
 
 
@@ -95,15 +130,18 @@ def judged(number: int, code: int, out: bytes, err: bytes, written: bytes | None
 
 
 def _of_its_own() -> None:
-    """In the new process: it ends with ours, should ours be killed; Ctrl-C means what it does."""
+    """In the new process: it ends with ours, should ours be killed; Ctrl-C means what it does; it
+    is the reaper of its descendants, which execve keeps.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class Program:
     """A session's program: its process, what it has printed, its folder."""
 
-    def __init__(self, seat: Seat, command: list[str]) -> None:
+    def __init__(self, seat: Seat, setup: Setup) -> None:
         self.seat = seat
         self.began = time.monotonic()
         self.kill_at = 0.0  # when SIGKILL follows SIGTERM; 0: it was not asked to end
@@ -113,11 +151,11 @@ class Program:
             task.write_text(json.dumps(told(seat)))
             with task.open("rb") as stdin:
                 self.process = subprocess.Popen(
-                    command,
+                    setup.command,
                     stdin=stdin,
                     stdout=subprocess.PIPE,
                     stderr=subprocess.PIPE,
-                    env=environment(seat, self.folder),
+                    env=environment(seat, self.folder, setup.env_pass),
                     start_new_session=True,
                     preexec_fn=_of_its_own,  # no other thread is in this process
                 )
@@ -147,14 +185,13 @@ class Program:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
-    def finish(self, others: set[int]) -> Left:
-        """It has ended, or ends now, with its family.  Its folder is gone then.  others: processes
-        of sessions that go on.
+    def finish(self, running: set[int]) -> Left:
+        """It has ended, or ends now, with its descendants.  Its folder is gone then.  running:
+        the programs that go on.
         """
         self.signal(signal.SIGKILL)
         code = self.process.wait()
-        while end_strays(self.seat.name, others):
-            pass  # the children of those that were killed are ours now
+        end_strays(running)
         for stream in self.streams:
             self.read(stream)
         out, err = map(bytes, self.printed)
@@ -172,22 +209,19 @@ class Program:
         return judged(self.seat.number, code, out, err, written)
 
 
-def end_strays(name: str, others: set[int]) -> int:
-    """Kill the children of this process that are of this session, and reap whoever has ended by
-    himself; how many were killed.
+def end_strays(running: set[int]) -> None:
+    """Kill and reap the children of this process that are not running programs, and their
+    descendants, which become its children when they are orphaned.
     """
-    killed = 0
     children = Path(f"/proc/self/task/{os.getpid()}/children")
-    for pid in set(map(int, children.read_text().split())) - others:
-        with contextlib.suppress(OSError):  # it has ended meanwhile
-            variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            if f"{NAME}={name}".encode() in variables:
+    reaped = True
+    while reaped:
+        reaped = False
+        for pid in set(map(int, children.read_text().split())) - running:
+            with contextlib.suppress(OSError):  # EPERM: it has become another user's
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-                killed += 1
-            else:
-                os.waitpid(pid, os.WNOHANG)
-    return killed
+                reaped = True
 
 
 class Programs:
@@ -208,7 +242,7 @@ class Programs:
 
     def begin(self, seat: Seat) -> None:
         try:
-            program = self.running[seat.number] = Program(seat, self.setup.command)
+            program = self.running[seat.number] = Program(seat, self.setup)
         except OSError as error:
             why = f"cannot be started: {error.strerror or error}"
             send(self.wire, Left(seat.number, "failed", why=why))
@@ -277,6 +311,7 @@ class Programs:
         while self.running:
             _, program = self.running.popitem()
             program.finish(self.processes)
+        end_strays(set())
 
 
 def serve(wire: socket.socket) -> None:

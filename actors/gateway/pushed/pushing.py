@@ -9,6 +9,7 @@ loses the others through no fault of theirs, and they begin again."""
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import socket
 import subprocess
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 GRACE_S = 60.0  # the first import may be slow, or a step be given longer
 STOP_S = 10.0  # from being told to stop to having stopped
 START_TRIES = 3
+GLOB = set("*?[")
 
 _decode = msgspec.msgpack.Decoder(Left).decode
 
@@ -69,7 +71,7 @@ class _Worker(child.Child):
 
 class Pushing:
     """All agents of a gateway.  door: where sessions come from and what ends them; url: the
-    endpoint's.  Raises ConfigError for a command that is not there.
+    endpoint's.  Raises ConfigError for a command, or a variable for it, that is not there.
     """
 
     def __init__(self, door: Door, url: str) -> None:
@@ -79,13 +81,26 @@ class Pushing:
                 f"agent.command: there is no program {agent.command[0]!r}: give its path, or have "
                 "it on PATH"
             )
+        missing = [
+            name for name in agent.env_pass if not GLOB & set(name) and name not in os.environ
+        ]
+        if missing:
+            raise ConfigError(
+                f"agent.env_pass: {', '.join(missing)} is not in the environment of the run: set "
+                "it, or leave it out"
+            )
         self.door = door
         self.url = url
         self.each = math.ceil(agent.at_once / agent.workers)
         run_dir = door.gateway.run_dir
         self.setups = [
             msgspec.msgpack.encode(
-                Setup(agent.command, agent.function, str(run_dir / f"agent-{index}.log"))
+                Setup(
+                    agent.command,
+                    agent.function,
+                    str(run_dir / f"agent-{index}.log"),
+                    agent.env_pass,
+                )
             )
             for index in range(min(agent.workers, agent.at_once))
         ]

@@ -18,11 +18,14 @@ NO_REWARD = "ended and gave no reward"
 
 
 class Setup(msgspec.Struct, frozen=True):
-    """Once: what agent.command or agent.function names, and the file for what agents print."""
+    """Once: what agent.command or agent.function names, the file for what agents print, and the
+    variables that programs inherit (agent.env_pass).
+    """
 
     command: list[str]
     function: str
     log: str
+    env_pass: list[str] = []
 
 
 class Seat(msgspec.Struct, frozen=True, array_like=True):
