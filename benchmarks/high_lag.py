@@ -49,7 +49,7 @@ from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.experiments.compare import methods, sweep, sweep_analysis, verdict
 from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.warm_pool import Cells
-from asyncrl.supervise.run import preflight, say
+from asyncrl.supervise.preflight import preflight, say
 
 BASE = "ppo"
 TASKS = {"rle-5e-4": ("rle", 5e-4), "rle-1e-3": ("rle", 1e-3), "sort-2e-4": ("demo", 2e-4)}

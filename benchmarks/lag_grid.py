@@ -35,7 +35,7 @@ sys.path.insert(0, str(results_file.ROOT))
 from asyncrl.experiments.compare import sweep, sweep_analysis, sweep_page
 from asyncrl.experiments.compare.page import clean
 from asyncrl.records import metrics
-from asyncrl.supervise.run import preflight, say
+from asyncrl.supervise.preflight import preflight, say
 
 TASKS = {"rle-5e-4": ("rle", "5e-4"), "rle-1e-3": ("rle", "1e-3"), "sort-2e-4": ("demo", "2e-4")}
 ONE = ("none", "ppo", "tis", "mis", "reshape", "reshape-stop", "k3")

@@ -38,7 +38,7 @@ from lib import results_file, studies
 from asyncrl.experiments.compare import sweep, verdict
 from asyncrl.experiments.compare.page import clean
 from asyncrl.records import metrics
-from asyncrl.supervise.run import say
+from asyncrl.supervise.preflight import say
 
 ENGINES = {
     "fp32": [],

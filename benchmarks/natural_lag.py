@@ -41,7 +41,7 @@ from asyncrl.contract.errors import AsyncrlError
 from asyncrl.experiments.compare import sweep, sweep_analysis, verdict
 from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.warm_pool import Cells
-from asyncrl.supervise.run import preflight, say
+from asyncrl.supervise.preflight import preflight, say
 
 TASKS = {"rle-5e-4": ("rle", 5e-4), "sort-3e-4": ("demo", 3e-4), "cancel-3e-4": ("cancel", 3e-4)}
 # at the rate that benchmarks/high_lag.py names for a method, of this one

@@ -23,7 +23,7 @@ from lib import results_file, rounds
 
 from asyncrl.experiments.compare import sweep, sweep_analysis, sweep_page, verdict
 from asyncrl.experiments.compare.page import clean
-from asyncrl.supervise.run import preflight, say
+from asyncrl.supervise.preflight import preflight, say
 
 TICKET = "ticket"
 ARMS: dict[str, tuple[str, list[str]]] = {

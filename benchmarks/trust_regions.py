@@ -29,7 +29,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare import sweep, sweep_analysis, sweep_page, verdict
 from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.warm_pool import Cells
-from asyncrl.supervise.run import preflight, say
+from asyncrl.supervise.preflight import preflight, say
 
 PPO = "ppo"
 # PPO's 0.2 over the root of an answer's 11 tokens, by which the mean log-ratio spreads less; as

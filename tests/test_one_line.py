@@ -26,7 +26,7 @@ from asyncrl.contract.messages import Prompt
 from asyncrl.models import policy
 from asyncrl.models.tokenizer import encode_prompt, load_tokenizer
 from asyncrl.records import rundir
-from asyncrl.supervise.run import preflight
+from asyncrl.supervise.preflight import preflight
 from asyncrl.tasks.file import read_prompts
 
 TURNS = [{"role": "user", "content": "12="}]

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import ENV, ROOT
+from conftest import ENV, ROOT, SMALL
 
 from actors.engine import Request
 from actors.engine_embedded import make_engine
@@ -30,6 +30,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.models import fetch, model_check
 from asyncrl.models.policy import PolicyModel, load_policy, named_weights
 from asyncrl.models.tokenizer import encode_prompt, load_tokenizer, stop_tokens
+from asyncrl.supervise import preflight
 from asyncrl.tasks import Prompt
 
 PARAMETERS = 134_515_008
@@ -191,11 +192,10 @@ def test_a_damaged_file_is_said_and_leaves_nothing(tmp_path: Path) -> None:
 def test_a_run_names_the_command_that_makes_a_directory(tmp_path: Path) -> None:
     file = tmp_path / "m.gguf"
     file.write_bytes(b"GGUF")
-    for path in ("hf://org/name", str(file)):
-        words = ["--set", f"model.path={path!r}", "--set", f"runs={str(tmp_path)!r}"]
-        done = asyncrl("run", "configs/demo.toml", *words)
-        assert done.returncode == 2
-        assert f"`asyncrl model get {path} DIR` makes a directory of it" in done.stderr
+    words = ["--set", f"model.path={str(file)!r}", "--set", f"runs={str(tmp_path)!r}"]
+    done = asyncrl("run", "configs/demo.toml", *words)
+    assert done.returncode == 2
+    assert f"`asyncrl model get {file} DIR` makes a directory of it" in done.stderr
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -258,3 +258,29 @@ def test_a_name_of_the_hub(hub: str, small_model: Path, tmp_path: Path) -> None:
     gone = asyncrl("model", "get", "hf://org/none", str(tmp_path / "n"), **settings)
     assert gone.returncode == 2 and "hf://org/none: the hub does not give it" in gone.stderr
     assert "Traceback" not in gone.stderr and not (tmp_path / "n").exists()
+
+
+def test_a_run_fetches_a_name_of_the_hub_once(
+    hub: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the hub, then, where there is none any more, from what its client kept; also where this
+    program has said that nothing else may ask the hub.
+    """
+    home = {"HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": fetch.OURS}
+    waits = {"HF_HUB_ETAG_TIMEOUT": "600", "HF_HUB_DOWNLOAD_TIMEOUT": "600"}
+    sets = [f"runs={str(tmp_path / 'runs')!r}", "name='r'", "model.path='hf://org/name'", *SMALL]
+    words = [x for item in (*sets, "learner.steps=1") for x in ("--set", item)]
+    done = asyncrl("run", "configs/demo.toml", *words, **home, **waits, HF_ENDPOINT=hub)
+    assert done.returncode == 0, done.stderr[-3000:]
+    resolved = load.load(tmp_path / "runs" / "r" / "config.toml")
+    assert Path(resolved.model.path).name == Hub.commit, "a resumed run has the same revision"
+    for name, value in (*home.items(), ("HF_ENDPOINT", "http://127.0.0.1:9")):
+        monkeypatch.setenv(name, value)
+    config = load.load(ROOT / "configs" / "demo.toml", ["model.path='hf://org/name'"])
+    assert preflight.located(config).model.path == resolved.model.path
+    words = preflight.located_sets(config, ["seed=1"])
+    assert load.load(ROOT / "configs" / "demo.toml", words).model.path == resolved.model.path
+    bare = load.load(ROOT / "configs" / "demo.toml")
+    assert preflight.located(bare) is bare and preflight.located_sets(bare, ["a"]) == ["a"]
+    with pytest.raises(ConfigError, match="hf://org/none: the hub does not give it"):
+        preflight.located(load.load(ROOT / "configs" / "demo.toml", ["model.path='hf://org/none'"]))

@@ -24,7 +24,7 @@ from asyncrl.config.sft import Data, Training
 from asyncrl.contract.errors import ConfigError, Damaged, NotFinite, NothingToDo
 from asyncrl.models.policy import build_model, export, load_policy, weights_digest
 from asyncrl.models.tokenizer import load_tokenizer
-from asyncrl.supervise.run import preflight
+from asyncrl.supervise.preflight import preflight
 from asyncrl.tasks import fit, get_task, pairs, warm_start
 from asyncrl.tasks.fit import Row
 from learner import sft

@@ -31,7 +31,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
 from asyncrl.models import policy
 from asyncrl.models.tokenizer import load_tokenizer, stop_tokens
-from asyncrl.supervise.run import preflight
+from asyncrl.supervise.preflight import preflight
 
 SYMBOLS = "0123456789=:,#"
 

@@ -15,8 +15,9 @@ import torch
 from asyncrl.config.scorers import RewardModel as Settings
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
+from asyncrl.models import fetch
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+fetch.stay_offline()
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 TOKENS = 8192  # padded, in one forward
 

@@ -46,7 +46,7 @@ def replay(
     """
     from asyncrl.experiments.compare.page import clean
     from asyncrl.experiments.replay import replay as replaying
-    from asyncrl.supervise.run import say
+    from asyncrl.supervise.preflight import say
 
     found = replaying.replay(
         run_dir, sets, say, out=out, start=start, until=until, evaluate=evaluate

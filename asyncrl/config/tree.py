@@ -33,7 +33,11 @@ from asyncrl.config.transports import TransportName
 
 class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     path: Annotated[
-        str, Meta(description="Hugging Face directory of the initial policy and its tokenizer")
+        str,
+        Meta(
+            description="Hugging Face directory of the initial policy and its tokenizer, or "
+            "hf://ORG/NAME[@REVISION], fetched once"
+        ),
     ]
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: Annotated[str, Meta(description="auto, cpu, cuda or cuda:N")] = "auto"
@@ -48,7 +52,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tru
         bool,
         Meta(
             description="build and warm-start a tiny model at `path` for the task when nothing is "
-            "there"
+            "there; in a project's folder `model` or `models` alone"
         ),
     ] = False
 

@@ -24,6 +24,8 @@ from asyncrl.contract import importing
 from asyncrl.contract.errors import ConfigError
 
 HUB = "hf://"
+# HF_HUB_OFFLINE as `stay_offline` sets it: true for the hub's client, and no word of the user's
+OURS = "YES"
 MAGIC = b"GGUF"  # the first four bytes of such a file
 LAST_LINES = 1  # of a complaint that are shown
 # weights and what tells how to use them; no second copy in another format, no code
@@ -183,6 +185,13 @@ def convert(file: Path, target: Path, dtype: str) -> None:
     tokenizer.save_pretrained(target)
 
 
+def stay_offline() -> None:
+    """Let nothing in this process or its children ask the hub, except `from_hub`; a setting of the
+    user's own stays.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", OURS)
+
+
 def from_hub(name: str) -> Path:
     """The local directory of `hf://ORG/NAME[@REVISION]`, downloaded or from the hub's cache.
     HF_HUB_OFFLINE, HF_HOME and HF_TOKEN count as they do everywhere.  Raises ConfigError.
@@ -190,11 +199,14 @@ def from_hub(name: str) -> Path:
     plain = name.removeprefix(HUB)
     if plain.partition("@")[0].count("/") != 1:
         raise ConfigError(f"{name}: a model of the hub is named {HUB}ORG/NAME")
+    env = os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    if env.get("HF_HUB_OFFLINE") == OURS:
+        del env["HF_HUB_OFFLINE"]
     done = subprocess.run(
         [sys.executable, "-P", "-c", PROGRAM, plain, json.dumps(HUB_FILES)],
         capture_output=True,
         text=True,
-        env=os.environ | {"HF_HUB_DISABLE_PROGRESS_BARS": "1"},
+        env=env,
         check=False,
     )
     if done.returncode:
@@ -209,10 +221,6 @@ def not_fetched(path: str) -> str:
     """Why `model.path` is no directory, and the command that makes one of it; "" when it is not
     known.
     """
-    if path.startswith(HUB):
-        return (
-            f"{path} is a name of the hub: `asyncrl model get {path} DIR` makes a directory of it"
-        )
     if is_gguf(Path(path)):
         return f"{path} is a GGUF file: `asyncrl model get {path} DIR` makes a directory of it"
     return ""

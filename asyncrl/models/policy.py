@@ -30,7 +30,6 @@ from asyncrl.records import atomic_write
 if TYPE_CHECKING:
     from asyncrl.models.adapters import Adapter
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 

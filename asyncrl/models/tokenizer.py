@@ -20,8 +20,9 @@ import numpy as np
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
+from asyncrl.models import fetch
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+fetch.stay_offline()
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 KNOWN_FILES = (

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -19,12 +18,12 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo
 from asyncrl.contract.messages import Status
-from asyncrl.models import devices, fetch
 from asyncrl.records import atomic_write, lives, metrics, rundir, signs, stream, trace
 from asyncrl.supervise import live, run_page
 from asyncrl.supervise.hosts import Maker
 from asyncrl.supervise.hosts.local import Local
 from asyncrl.supervise.launch import Supervisor
+from asyncrl.supervise.preflight import located, preflight, say
 from asyncrl.supervise.summary import about, task_signs
 from asyncrl.supervise.summary import write as summarise
 
@@ -37,10 +36,6 @@ FIXED_ON_RESUME = (
     "learner.group_size",
     "durability",
 )
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 class Watcher:
@@ -83,75 +78,6 @@ class Watcher:
         if committed >= self.next:
             self.next = max(committed + 1, committed * 5 // 4)
             self.tell(signs.signs(metrics.read(self.run_dir), self.about))
-
-
-def preflight(config: Config) -> None:
-    """What can be known before anything starts: model directory, tokenizer, task, room for the
-    prompts, reward function.
-    """
-    from asyncrl.models.installed import missing
-    from asyncrl.tasks import get_task
-    from asyncrl.tasks.file import FileTask
-
-    if why := missing(config.generator.engine):
-        raise ConfigError(f"generator.engine = {config.generator.engine}: {why}")
-    if why := devices.missing(config):
-        raise ConfigError(why)
-    task = get_task(config.task)
-    path = Path(config.model.path)
-    if not (path / "config.json").is_file():
-        if why := fetch.not_fetched(config.model.path):
-            raise ConfigError(f"model.path: {why}")
-        if not config.model.warm_start:
-            raise ConfigError(
-                f"model.path: {path} is no model directory (it has no config.json); "
-                "model.warm_start = true builds a tiny one for the task"
-            )
-        from asyncrl.tasks.warm_start import warm_start
-
-        say(f"building and warm-starting a tiny model for `{config.task.name}` in {path}")
-        done = warm_start(config, path)
-        say(f"warm start: {done['steps']} steps in {done['seconds']} s, loss {done['loss']:.3f}")
-    from actors.rewards import check
-    from asyncrl.models import model_check
-    from asyncrl.models.tokenizer import encode_prompt
-
-    tokenizer = model_check.check(config)
-    room = config.generator.context - config.generator.max_new_tokens
-    for split in ("train", "heldout", "ood"):
-        size = len(task.sets[split]) if isinstance(task, FileTask) else task.size(split)
-        for number in range(64 if size is None else min(size, 2000)):
-            prompt = task.prompt(split, number, config.seed)
-            length = len(encode_prompt(tokenizer, prompt))
-            if not length:
-                raise ConfigError(
-                    f"task: {split} prompt {prompt.id} has no token under the tokenizer in {path}: "
-                    "it is empty, or of other symbols"
-                )
-            if length > room:
-                raise ConfigError(
-                    f"generator.context: {split} prompt {prompt.id} has {length} tokens; context "
-                    f"{config.generator.context} less "
-                    f"max_new_tokens {config.generator.max_new_tokens} leaves {room}"
-                )
-    if config.reward.function and ":" not in config.reward.function:
-        raise ConfigError(f"reward.function: {config.reward.function} is not module:function")
-    if config.reward.apart:
-        check(config)
-    if config.exact:
-        from asyncrl.supervise import exact_check
-
-        wrong = exact_check.failure(exact_check.check(config))
-        if wrong and config.exact is True:
-            raise ConfigError(
-                f'exact: {wrong}; `asyncrl doctor --exact CONFIG` shows the table, exact = "try" '
-                "goes on"
-            )
-        say(
-            f'exact: {wrong}; going on, as exact = "try" asks'
-            if wrong
-            else "exact: engine and learner agree bitwise in the self-test"
-        )
 
 
 def resolve_resume(run_dir: Path, sets: Sequence[str]) -> Config:
@@ -271,6 +197,7 @@ def run_by(
     """The same, by the processes of `maker`."""
     for warning in rules.warnings(config):
         say(f"note: {warning}")
+    config = located(config)
     preflight(config)
     watcher = Watcher(run_dir, say, about(config))
     watcher.tell(task_signs(config))

@@ -24,7 +24,7 @@ from asyncrl.config import load
 from asyncrl.experiments.compare import verdict
 from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.warm_pool import Cells
-from asyncrl.supervise.run import preflight, say
+from asyncrl.supervise.preflight import preflight, say
 from lib import results_file, rounds
 
 Arms = Mapping[str, Sequence[str]]  # name -> --set items
