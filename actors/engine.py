@@ -63,6 +63,7 @@ class Engine(Protocol):
     """Continuous batching over `slots` rows."""
 
     slots: int
+    steps_made: int  # decode steps since its start
 
     @property
     def active(self) -> int:

@@ -88,7 +88,8 @@ class EmbeddedEngine:
         self.queue: deque[Request] = deque()
         self.rows: list[Row | None] = []
         self.live = 0
-        self.clock = 0  # decode steps so far
+        self.clock = 0  # decode steps since it was last empty
+        self.steps_made = 0
         self.columns = decoder.StepColumns(max_new_tokens)
         self.loads = 0
         like = torch.empty(0, dtype=self.dtype, device=self.device)
@@ -165,6 +166,7 @@ class EmbeddedEngine:
             if not self.live:
                 break
             answers += self._decode()
+            self.steps_made += 1
         return answers
 
     def abort(self, keys: Iterable[Key]) -> dict[Key, int]:

@@ -53,6 +53,7 @@ class GenericEngine:
         self.rows: list[Row] = []
         self.label = Label(0, 0)
         self.digest = ""
+        self.steps_made = 0
 
     @property
     def active(self) -> int:
@@ -92,6 +93,7 @@ class GenericEngine:
             if not self.rows:
                 break
             self._decode()
+            self.steps_made += 1
             done = [
                 request
                 for request in self.rows

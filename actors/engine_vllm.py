@@ -249,6 +249,7 @@ class VllmEngine:
         if why := missing("vllm"):
             raise ConfigError(f"generator.engine = vllm: {why}")
         self.slots = slots
+        self.steps_made = 0
         self.context = context
         self.in_flight = in_flight
         self.kept_tokens = kept_tokens
@@ -352,6 +353,7 @@ class VllmEngine:
         for _ in range(steps):
             if not self.llm.has_unfinished_requests():
                 break
+            self.steps_made += 1
             for done in self.llm.step():
                 if not done.finished:
                     continue

@@ -108,7 +108,6 @@ class Generator:
         )
         self.socket.find = self.whereabouts
         self.loaded: Loaded | None = None
-        self.decoded = 0  # decode steps made
         self.steps = DECODE_STEPS  # of the next decode call
         self.want_sequence = 0
         self.want_sent = 0.0
@@ -304,10 +303,13 @@ class Generator:
                 self.spent.reward_idle_s += now - self.idle_since
             self.idle_since = now
             return
-        with self.tracer.span("decode", self.engine.active):
-            answers = self.engine.step(self.steps)
-        self.decoded += self.steps
-        took = time.monotonic() - now
+        rows = self.engine.active
+        made_before = self.engine.steps_made
+        began = time.monotonic()
+        answers = self.engine.step(self.steps)
+        ended = time.monotonic()
+        self.tracer.add("decode", began, ended, rows, self.engine.steps_made - made_before)
+        took = ended - now
         if not self.lockstep:  # where the moments at which rows are filled must not hang on time
             self.steps = (
                 max(1, min(DECODE_STEPS, int(self.steps * CALL_S / took)))
@@ -326,7 +328,7 @@ class Generator:
         if written is None:
             return
         steps = decode_steps(self.config, written.ticket, answer.key[1], len(answer.tokens))
-        step_s = self.spent.busy_s / max(self.decoded, 1)
+        step_s = self.spent.busy_s / max(self.engine.steps_made, 1)
         self.turn.late.hold(time.monotonic() + steps * step_s, answer.key)
 
     def fail(self, refused: NoRoom) -> None:

@@ -37,6 +37,7 @@ class Engine:
     """Rows that end when the test says so."""
 
     slots = 8
+    steps_made = 0
 
     def __init__(self) -> None:
         self.rows: dict[tuple[int, int, int], Request] = {}

@@ -122,6 +122,9 @@ def test_a_project_trains_and_gets_better(project: Path, tmp_path: Path) -> None
     assert (project / "runs" / "first" / "report.html").exists()
     assert (project / "model" / "config.json").exists()
     assert [p.name for p in tmp_path.iterdir()] == ["mine"], "nothing beside the project"
+    from_run = ("simulate", "config.toml", "--from", "runs/first", "--steps", "10", "--seeds", "1")
+    simulated = asyncrl(project, *from_run, "--json")
+    assert simulated.code == 0 and simulated.json["tokens_per_s"] > 0, simulated.err
     words = ["--set", "learner.steps=2", "--set", "name='again'", "--set", "evaluation.every=0"]
     words += [x for s in PATIENT for x in ("--set", s)]
     again = asyncrl(project, "run", "config.toml", "--json", *words)

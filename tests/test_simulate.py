@@ -460,6 +460,35 @@ def test_a_fit_finds_the_times_that_made_the_trace(tmp_path: Path) -> None:
     assert seen.staleness.max_lag == 2
 
 
+def write_short_answers(path: Path, known: Times, *, with_steps: bool) -> None:
+    """The same run, but all answers of a call end in it, after 1 to 6 of its steps."""
+    write_run(path, known)
+    rng = random.Random(6)
+    lane: list[list[Any]] = []
+    for i in range(100):
+        start = 100 + 0.3 * i
+        rows = rng.randint(10, 200)
+        steps = rng.randint(1, 6)
+        seconds = steps * (known.step + known.row * rows) + known.admit * rows
+        call = ["decode", start, start + seconds, rows, *([steps] if with_steps else [])]
+        lane += [["prefill", start, start, rows], call]
+    (path / "trace" / "generator-0.jsonl").write_text("".join(json.dumps(s) + "\n" for s in lane))
+
+
+def test_answers_that_all_end_in_one_call_are_fitted_by_the_steps_in_the_trace(
+    tmp_path: Path,
+) -> None:
+    known = change(Times(), step=0.004, row=2e-4, admit=3e-4)
+    write_short_answers(tmp_path / "r", known, with_steps=True)
+    found, _ = fit.fit(tmp_path / "r")
+    for name in ("step", "row", "admit"):
+        assert getattr(found, name) == pytest.approx(getattr(known, name), rel=0.01), name
+    assert (found.look, found.finish) == (Times().look, Times().finish), "no call had a pause"
+    write_short_answers(tmp_path / "old", known, with_steps=False)
+    with pytest.raises(ConfigError, match="does not say in how many steps; make a run with this"):
+        fit.fit(tmp_path / "old")
+
+
 def test_what_cannot_be_fitted_says_why(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no run directory"):
         fit.fit(tmp_path)

@@ -9,8 +9,21 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 MOST_EVENTS = 20_000  # about 1.5 MB a process
+
+
+class TraceSpan(NamedTuple):
+    """A span of a process's timeline.  start, end: CLOCK_MONOTONIC seconds; size: what the work was
+    done on (rows of a decode call, tokens of a batch); steps: decode steps of a decode call.
+    """
+
+    name: str
+    start: float
+    end: float
+    size: int | None = None
+    steps: int | None = None
 
 
 class Tracer:
@@ -36,14 +49,20 @@ class Tracer:
         finally:
             self.add(name, began, time.monotonic(), size)
 
-    def add(self, name: str, began: float, ended: float, size: int | None = None) -> None:
-        """A span that was timed elsewhere."""
+    def add(
+        self,
+        name: str,
+        began: float,
+        ended: float,
+        size: int | None = None,
+        steps: int | None = None,
+    ) -> None:
+        """A span that was timed elsewhere; `steps` goes with a `size`."""
         if self.left > 0:
             self.left -= 1
+            numbers = "".join(f",{n}" for n in (size, steps) if n is not None)
             try:
-                self.file.write(
-                    f'["{name}",{began:.6f},{ended:.6f}{"" if size is None else f",{size}"}]\n'
-                )
+                self.file.write(f'["{name}",{began:.6f},{ended:.6f}{numbers}]\n')
             except OSError:
                 self.left = 0
 
@@ -52,14 +71,12 @@ class Tracer:
             self.file.close()
 
 
-def sized(run_dir: Path) -> dict[str, list[tuple[str, float, float, int | None]]]:
-    """process -> (name, start, end, size) in CLOCK_MONOTONIC seconds; a last line cut by a crash is
-    left out.
-    """
-    out: dict[str, list[tuple[str, float, float, int | None]]] = {}
+def sized(run_dir: Path) -> dict[str, list[TraceSpan]]:
+    """process -> its spans; a last line cut by a crash is left out."""
+    out: dict[str, list[TraceSpan]] = {}
     for path in sorted((run_dir / "trace").glob("*.jsonl")):
         rows = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("]")]
-        out[path.stem] = [(r[0], r[1], r[2], r[3] if len(r) > 3 else None) for r in rows]
+        out[path.stem] = [TraceSpan(*row) for row in rows]
     return out
 
 

@@ -20,24 +20,25 @@ from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.simulate.times import Spec, Times, change
 from asyncrl.records import jsonl, metrics, trace
+from asyncrl.records.trace import TraceSpan
 
 FEWEST = 20  # decode calls, and 5 batches, below which nothing is fitted
 MOST_BESIDE = 3.0  # how much one side may slow the other down
 WAIT_S = 0.03  # a learner's pause from which it counts as a wait for its batch
-Span = tuple[str, float, float, int | None]
 
 
 class Call(NamedTuple):
-    """One call of the engine: `rows` at its start, `admitted` of them new; `pause` to the next call
-    if rows were left, less swaps.
-    """
+    """One call of the engine: `rows` at its start, `admitted` of them new."""
 
     start: float
     end: float
     rows: int
     admitted: int
-    finished: int | None  # None: the engine ran empty, and how many steps were made is unknown
-    pause: float
+    steps: (
+        int | None
+    )  # None: a trace without steps, and the engine ran empty before the usual number
+    finished: int  # rows
+    pause: float | None  # to the next call, less swaps; None: the engine ran empty
 
 
 def fit(run_dir: Path) -> tuple[Times, Config]:
@@ -62,6 +63,11 @@ def fit(run_dir: Path) -> tuple[Times, Config]:
             f"(needed: {FEWEST} and 5); make a run of 20 steps or more with this version"
         )
     flat = [c for lane in calls for c in lane]
+    if sum(c.steps is not None for c in flat) < FEWEST:
+        raise ConfigError(
+            f"{run_dir}: its answers are so short that nearly every decode call emptied the engine, "
+            "and its trace does not say in how many steps; make a run with this version"
+        )
     times = change(Times(), **_decode(flat, trains))
     times = change(times, **_learner(times, trains, learner, flat), **_answers(run_dir, config))
     times = change(
@@ -81,28 +87,29 @@ def fit(run_dir: Path) -> tuple[Times, Config]:
     ), config
 
 
-def calls_of(spans: list[Span]) -> list[Call]:
-    """One generator's decode calls."""
-    raw: list[tuple[float, float, int, int, float]] = []
+def calls_of(spans: list[TraceSpan]) -> list[Call]:
+    """One generator's decode calls, but for the last."""
+    raw: list[
+        tuple[TraceSpan, int, float]
+    ] = []  # a call, rows admitted and seconds of swaps before
     admitted = 0
     swap = 0.0
-    for name, start, end, size in spans:
-        if name == "prefill":
-            admitted += size or 0
-        elif name == "weights":
-            swap += end - start
-        elif name == "decode" and size:
-            raw.append((start, end, size, admitted, swap))
+    for span in spans:
+        if span.name == "prefill":
+            admitted += span.size or 0
+        elif span.name == "weights":
+            swap += span.end - span.start
+        elif span.name == "decode" and span.size:
+            raw.append((span, admitted, swap))
             admitted = 0
             swap = 0.0
     out = []
-    for (start, end, rows, new, _), after in itertools.pairwise(raw):
-        left = after[2] - after[3]
-        out.append(
-            Call(
-                start, end, rows, new, rows - left if left > 0 else None, after[0] - end - after[4]
-            )
-        )
+    for (call, new, _), (after, then_new, swapped) in itertools.pairwise(raw):
+        rows = call.size or 0
+        left = (after.size or 0) - then_new
+        steps = call.steps if call.steps is not None else (DECODE_STEPS if left > 0 else None)
+        pause = after.start - call.end - swapped if left > 0 else None
+        out.append(Call(call.start, call.end, rows, new, steps, rows - max(0, left), pause))
     return out
 
 
@@ -157,13 +164,15 @@ def _minimum(loss: Callable[[float], float], low: float, high: float) -> float:
     return float(minimize_scalar(loss, bounds=(low, high), method="bounded").x)
 
 
-def _decode(calls: list[Call], trains: list[Span]) -> dict[str, object]:
+def _decode(calls: list[Call], trains: list[TraceSpan]) -> dict[str, object]:
     """step, row, admit, look, finish, beside, noise."""
-    whole = [c for c in calls if c.finished is not None]
+    whole = [c for c in calls if c.steps is not None]
     training = union((t[1], t[2]) for t in trains)
     seconds = [c.end - c.start for c in whole]
     shares = [share_beside(c.start, c.end, training) for c in whole]
-    columns: list[list[float]] = [[DECODE_STEPS, DECODE_STEPS * c.rows, c.admitted] for c in whole]
+    columns: list[list[float]] = [
+        [c.steps or 0, (c.steps or 0) * c.rows, c.admitted] for c in whole
+    ]
     slower = 1.0
     if sum(x < 0.1 for x in shares) >= FEWEST and sum(x > 0.9 for x in shares) >= FEWEST:
         slower = _minimum(lambda f: solve(_times(columns, shares, f), seconds)[1], 1.0, MOST_BESIDE)
@@ -171,25 +180,28 @@ def _decode(calls: list[Call], trains: list[Span]) -> dict[str, object]:
     step, row, admit = map(float, solve(_times(columns, shares, slower), seconds)[0])
     plain = [max(1e-9, step * begin + row * end + admit * c) for begin, end, c in columns]
     noise = [s / p / f for s, p, f in zip(seconds, plain, factors, strict=True)]
-    look, finish, new = map(
-        float,
-        solve(
-            [[1, c.finished or 0, c.admitted] for c in whole], [max(0.0, c.pause) for c in whole]
-        )[0],
-    )
-    return {
+    out: dict[str, object] = {
         "step": step,
         "row": row,
-        "admit": admit + new,
-        "look": look,
-        "finish": finish,
+        "admit": admit,
         "beside": slower,
         "noise": {"sequence": [round(x, 4) for x in noise]},
     }
+    paused = [(c, c.pause) for c in calls if c.pause is not None]
+    if len(paused) < FEWEST:  # the engine runs empty after nearly every call
+        return out
+    look, finish, new = map(
+        float,
+        solve(
+            [[1, c.finished, c.admitted] for c, _ in paused],
+            [max(0.0, pause) for _, pause in paused],
+        )[0],
+    )
+    return out | {"admit": admit + new, "look": look, "finish": finish}
 
 
 def _learner(
-    times: Times, trains: list[Span], spans: list[Span], calls: list[Call]
+    times: Times, trains: list[TraceSpan], spans: list[TraceSpan], calls: list[Call]
 ) -> dict[str, object]:
     """train, publish, checkpoint; each batch's seconds as if it had the mean number of tokens and
     no generator beside it, in the run's order.
@@ -215,14 +227,14 @@ def _learner(
     }
 
 
-def _hand_over(times: Times, learner: list[Span], calls: list[Call]) -> Spec:
+def _hand_over(times: Times, learner: list[TraceSpan], calls: list[Call]) -> Spec:
     """batch: where the learner had waited, the time from the last decode call's end to its start,
     less what is told apart.
     """
     ends = sorted(c.end for c in calls)
     last = None
     found = []
-    for name, start, end, _ in learner:
+    for name, start, end, *_ in learner:
         if (
             name == "train"
             and last is not None
@@ -231,14 +243,14 @@ def _hand_over(times: Times, learner: list[Span], calls: list[Call]) -> Spec:
         ):
             found.append(start - ends[at - 1])
         last = end
-    finished = [c.finished for c in calls if c.finished is not None]
+    finished = [c.finished for c in calls]
     mean = statistics.mean(finished) if finished else 0.0
     return _usual(
         found, times.look + mean * (times.finish + times.buffer) + 2 * times.wire, times.batch
     )
 
 
-def _grants(times: Times, learner: list[Span], lanes: dict[str, list[Span]]) -> Spec:
+def _grants(times: Times, learner: list[TraceSpan], lanes: dict[str, list[TraceSpan]]) -> Spec:
     """commit: where a generator had waited, the time from the publication to its first work after
     it, less the wires.
     """
@@ -248,7 +260,7 @@ def _grants(times: Times, learner: list[Span], lanes: dict[str, list[Span]]) -> 
         if not name.startswith("generator-") or name.endswith("-rewards"):
             continue
         ended = None  # of the last decode call, until something follows
-        for kind, start, end, _ in spans:
+        for kind, start, end, *_ in spans:
             if kind == "decode":
                 ended = end
             elif ended is not None:
@@ -295,7 +307,7 @@ def _answers(run_dir: Path, config: Config) -> dict[str, object]:
     }
 
 
-def _swaps(lanes: dict[str, list[Span]]) -> list[float]:
+def _swaps(lanes: dict[str, list[TraceSpan]]) -> list[float]:
     """Loads that came to something: the trace holds the looks at a version that was not there yet
     as well, which are short.
     """
