@@ -74,6 +74,7 @@ def test_engine_and_learner_agree_with_transformers(family: str, tmp_path: Path)
     ]
     answers = run(engine, requests)  # type: ignore[arg-type]
     assert len(answers) == 6
+    assert engine.steps_made >= max(len(a.tokens) for a in answers.values())
     for r in requests:
         a = answers[r.key]
         ids = torch.from_numpy(np.concatenate([a.prompt, a.tokens]).astype(np.int64))[None]

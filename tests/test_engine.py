@@ -186,6 +186,9 @@ def test_growing_prompts_and_answers_keep_what_is_live(tmp_path: Path) -> None:
     answers = e.step(7)
     late = [request(9, s, [3] * 20, 40) for s in range(2)]
     answers += run(e, late).values()
+    made = e.steps_made
+    assert made >= max(len(a.tokens) for a in answers) and not e.step(5)
+    assert e.steps_made == made, "an empty engine makes no step"
     for r in first + late:
         a = next(a for a in answers if a.key == r.key)
         torch.testing.assert_close(

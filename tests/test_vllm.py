@@ -205,7 +205,9 @@ def test_swap_in_mid_answer(case: Case) -> None:
     first = case.load(case.old)
     requests = [request(t, 0, [3, 4, 3 + t], 20) for t in range(8)]
     case.engine.add(requests)
+    made = case.engine.steps_made
     early = case.engine.step(6)
+    assert case.engine.steps_made == made + 6
     assert all(n == 6 for n in case.engine.progress().values())
     second = case.load(case.new)
     # the same prompt, after the swap: it must not see the old keys
