@@ -65,8 +65,8 @@ def fit(run_dir: Path) -> tuple[Times, Config]:
     flat = [c for lane in calls for c in lane]
     if sum(c.steps is not None for c in flat) < FEWEST:
         raise ConfigError(
-            f"{run_dir}: its answers are so short that nearly every decode call emptied the engine, "
-            "and its trace does not say in how many steps; make a run with this version"
+            f"{run_dir}: its answers are so short that nearly every decode call emptied the "
+            "engine, and its trace does not say in how many steps; make a run with this version"
         )
     times = change(Times(), **_decode(flat, trains))
     times = change(times, **_learner(times, trains, learner, flat), **_answers(run_dir, config))
@@ -109,7 +109,8 @@ def calls_of(spans: list[TraceSpan]) -> list[Call]:
         left = (after.size or 0) - then_new
         steps = call.steps if call.steps is not None else (DECODE_STEPS if left > 0 else None)
         pause = after.start - call.end - swapped if left > 0 else None
-        out.append(Call(call.start, call.end, rows, new, steps, rows - max(0, left), pause))
+        finished = rows - max(0, left)
+        out.append(Call(*call[1:3], rows, new, steps, finished, pause))
     return out
 
 
