@@ -32,6 +32,8 @@ D = torch.float64
 
 
 def config(**sections: Any) -> Config:
+    """Decoupled PPO, unless `sections` say otherwise: `batch` has an anchor of its own."""
+    sections["correction"] = {"proximal": "recompute"} | sections.get("correction", {})
     return msgspec.convert({"model": {"path": "m"}, "task": {"name": "sort"}, **sections}, Config)
 
 
@@ -533,7 +535,10 @@ REFUSED = [
     ),
     ({"correction": {"proximal": "behavior", "reject": "ratio"}}, "acts on pi_prox / mu"),
     ({"correction": {"proximal": "behavior", "preset": "tis"}}, "makes every weight 1"),
-    ({"loss": {"surrogate": "topr"}}, "takes its ratio against the behaviour policy"),
+    (
+        {"loss": {"surrogate": "topr"}, "correction": {"proximal": "recompute"}},
+        "takes its ratio against the behaviour policy",
+    ),
     (
         {"loss": {"surrogate": "reinforce"}, "correction": {"level": "none"}},
         "importance sampling by correction.level",

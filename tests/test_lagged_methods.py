@@ -257,7 +257,10 @@ def test_bapos_bounds_move_until_positive_tokens_have_their_share() -> None:
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
-        ({"loss": {"surrogate": "vespo"}}, "set correction.proximal = behavior"),
+        (
+            {"loss": {"surrogate": "vespo"}, "correction": {"proximal": "recompute"}},
+            "set correction.proximal = behavior",
+        ),
         ({"loss": {"vespo_k_pos": 4.0}}, "loss.vespo_k_pos: belongs to loss.surrogate = vespo"),
         ({"loss": {"oapl_beta": 0.1}}, "loss.oapl_beta: belongs to loss.surrogate = oapl"),
         ({"loss": {"bapo_share": 0.1}}, "loss.bapo_share: belongs to loss.surrogate = bapo"),

@@ -77,6 +77,7 @@ def core(model_dir: Path, run_dir: Path | None = None, **sections: Any) -> Learn
         "groups": GROUPS,
         "group_size": SIZE,
     } | sections.pop("learner", {})
+    sections["correction"] = {"proximal": "recompute"} | sections.get("correction", {})
     raw = {
         "model": {"path": str(model_dir), "device": "cpu"},
         "task": {"name": "sort"},

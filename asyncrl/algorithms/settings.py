@@ -217,7 +217,13 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
         Literal["", "none", "tis", "seq_tis", "icepop", "mis", "m2po"],
         Meta(description="sets the keys below that are not given"),
     ] = ""
-    proximal: Literal["recompute", "behavior", "interpolate"] = "recompute"
+    proximal: Annotated[
+        Literal["recompute", "behavior", "interpolate"],
+        Meta(
+            description="the policy that ratios and clips are taken against: the learner's as the "
+            "batch begins (decoupled PPO), the behavior policy itself, or halfway by age"
+        ),
+    ] = "behavior"
     level: Level = "token"
     bound: Bound = "truncate"
     lo: Annotated[
@@ -299,7 +305,7 @@ class Correction(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_onl
 
 
 class Loss(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    surrogate: Surrogate = "decoupled_ppo"
+    surrogate: Surrogate = "ppo"
     coefficient: Annotated[
         NonNegative,
         Meta(

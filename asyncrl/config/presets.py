@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+# weights of pi_prox / mu, so the proximal policy is the learner as the batch begins
 PRESETS: dict[str, dict[str, Any]] = {
-    "none": {"level": "none", "bound": "none"},
-    "tis": {"level": "token", "bound": "truncate", "hi": 2.0},
-    "seq_tis": {"level": "sequence", "bound": "truncate", "hi": 2.0},
-    "icepop": {"level": "token", "bound": "mask", "lo": 0.5, "hi": 5.0},
+    "none": {"proximal": "recompute", "level": "none", "bound": "none"},
+    "tis": {"proximal": "recompute", "level": "token", "bound": "truncate", "hi": 2.0},
+    "seq_tis": {"proximal": "recompute", "level": "sequence", "bound": "truncate", "hi": 2.0},
+    "icepop": {"proximal": "recompute", "level": "token", "bound": "mask", "lo": 0.5, "hi": 5.0},
     "mis": {
+        "proximal": "recompute",
         "level": "token",
         "bound": "truncate",
         "hi": 2.0,
@@ -18,7 +20,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reject_over": "mean",
         "veto": "ratio",
     },
-    "m2po": {"level": "none", "bound": "none", "m2": 0.04},
+    "m2po": {"proximal": "recompute", "level": "none", "bound": "none", "m2": 0.04},
 }
 KL_PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"loss.coefficient": 0.04, "loss.estimator": "k3"},  # DeepSeekMath's beta

@@ -896,9 +896,31 @@ def _kl_warnings(config: Config) -> list[str]:
     return out
 
 
+# surrogates that hold a token back once its ratio has left 1
+HELD_BY_RATIO = ("ppo", "decoupled_ppo", "gspo", "cispo", "dppo", "sapo", "clip_cov", "gmpo")
+
+
+def _inert_clip(config: Config) -> list[str]:
+    """Decoupled PPO with one optimizer step a batch: pi_theta is the proximal policy itself."""
+    steps = config.learner.epochs * config.learner.minibatches
+    surrogate = config.loss.surrogate
+    if (
+        steps > 1
+        or config.staleness.limit == 0
+        or config.correction.proximal != "recompute"
+        or surrogate not in HELD_BY_RATIO
+    ):
+        return []
+    return [
+        f"correction: with proximal = recompute and one optimizer step a batch the ratio of "
+        f"{surrogate} is always 1, so nothing bounds the update on stale samples; set "
+        "correction.proximal = behavior, or learner.minibatches above 1"
+    ]
+
+
 def _other_warnings(config: Config) -> list[str]:
     """Of the correction, the samples and the surrogate."""
-    out = []
+    out = _inert_clip(config)
     if (
         config.correction.level in ("sequence", "geometric")
         and not config.correction.self_normalize

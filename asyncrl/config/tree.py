@@ -290,7 +290,7 @@ class Staleness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             description='versions; a whole number or inf; 0: synchronous; or { auto = "ess", '
             "floor = 0.5, most = 16 }: it sets itself"
         ),
-    ] = 4.0
+    ] = 2.0
     on_exceed: Literal["pace", "drop", "mask", "downweight"] = "pace"
     half_life: Annotated[
         float, Meta(gt=0, description="downweight: excess lag at which a token counts half")

@@ -110,17 +110,19 @@ def parse_arm(text: str) -> Arm:
 
 
 def default_arms(config: Config) -> list[Arm]:
-    """Synchronous; as configured; without correction; at an injected lag."""
+    """Synchronous; as configured; without correction; at an injected lag, which sessions lack."""
     limit = config.staleness.limit
     lag = int(limit) if 0 < limit < math.inf else INJECTED
     plain = ["correction.preset=none", "correction.proximal=recompute", "loss.surrogate=vanilla"]
     on = [f"staleness.max_lag={lag}"] if limit == 0 else []
-    return [
+    arms = [
         Arm("sync", ["staleness.max_lag=0"]),
         Arm("async", on),
         Arm("async-uncorrected", [*on, *plain]),
-        Arm("injected", [f"staleness.max_lag={lag}", f"staleness.inject={lag}"]),
     ]
+    if not config.agent.on:
+        arms.append(Arm("injected", [f"staleness.max_lag={lag}", f"staleness.inject={lag}"]))
+    return arms
 
 
 def resolve(source: str, sets: Sequence[str], arms: Sequence[Arm]) -> dict[str, Config]:
