@@ -17,7 +17,7 @@ from asyncrl.algorithms import advantages, correction, ratios, stopping, surroga
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.batch import LossBatch
 from asyncrl.algorithms.trust import answers, tokens, view
-from asyncrl.config import load
+from asyncrl.config import load, shipped
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare import comparison, methods
 
@@ -299,6 +299,15 @@ def test_a_method_is_an_arm_by_its_name(name: str) -> None:
     found = comparison.resolve("configs/rle.toml", [], [other, arm])
     same = comparison.resolve("configs/rle.toml", [], [other, plain])["plain"]
     assert (found[name] == same) == (name in ("configured", "ppo"))
+
+
+def test_every_shipped_config_takes_the_default_arms() -> None:
+    """Sessions have no injected lag: `asyncrl compare calc` leaves that arm out."""
+    for name in shipped.names():
+        source = load.load(name)
+        found = comparison.resolve(name, [], comparison.default_arms(source))
+        injected = [] if source.agent.on else ["injected"]
+        assert list(found) == ["sync", "async", "async-uncorrected", *injected]
 
 
 # ---- what leaves the loss ------------------------------------------------------------------------
