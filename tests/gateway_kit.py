@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -60,22 +60,29 @@ def tokenizer(template: str) -> Any:
 
 
 class Scripted:
-    """A service whose engine draws what `say` returns for a call, one token a character, when the
-    gate is open.
+    """A service whose engine draws what `say` returns for a call, one token a character (or a list
+    of tokens), when the gate is open.
     """
 
-    def __init__(self, *, limits: Limits, parser: Parser | None = None, **manners: Any) -> None:
-        self.manners = Manners(**manners)
+    def __init__(
+        self,
+        *,
+        limits: Limits,
+        parser: Parser | None = None,
+        tokens: Any = None,
+        **manners: Any,
+    ) -> None:
         self.run_key = "the-runs-key"
         self.over = self.ending = False
-        self.tokenizer = tokenizer(CHATML)
-        stop = self.tokenizer.convert_tokens_to_ids(["</s>", "<|im_end|>"])
+        self.tokenizer = tokens or tokenizer(CHATML)
+        stop = self.tokenizer.convert_tokens_to_ids([self.tokenizer.eos_token, "<|im_end|>"])
+        self.manners = Manners(stops=frozenset(stop), **manners)
         self.chat = Chat(self.tokenizer, stop, parser=parser)
         self.limits = limits
         self.sessions: dict[str, Opened] = {}
         self.leases: dict[str, Opened] = {}
         self.free = 0  # samples that may be leased
-        self.say: Callable[[Call], str] = lambda call: f"answer {call.number}"
+        self.say: Callable[[Call], str | list[str]] = lambda call: f"answer {call.number}"
         self.gate = asyncio.Event()
         self.gate.set()
         self.drawn: list[int] = []

@@ -62,6 +62,7 @@ def test_the_config_says_what_clients_may_ask_for(config: Config, tmp_path: Path
         gateway.socket.close()
     for key in ("model", "other_models", "sampling", "forced"):
         assert getattr(manners, key) == getattr(agent, key) != getattr(Agent(), key)
+    assert manners.stops == {*gateway.stops} and manners.stops
 
 
 def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Path) -> None:

@@ -298,6 +298,8 @@ ASKED = {
     "chat_template": "x",
     "chat_template_kwargs": {"enable_thinking": False},
     "documents": [{}],
+    "content_parts": [{"type": "image_url", "url": "x"}],
+    "features": {"mm_hashes": {}},
     "audio": {"voice": "x"},
     "modalities": ["text", "audio"],
     "web_search_options": {"search_context_size": "low"},
@@ -326,6 +328,7 @@ HARMLESS = {
     "ignore_eos": False,
     "suffix": None,
     "user": "me",
+    "stop_token_ids": [],
     "store": False,
 }
 
@@ -344,9 +347,6 @@ def test_what_the_policy_cannot_follow_is_refused_by_name(name: str, served: Ser
     assert error.param == name and name in error.message and error.status_code == 400
     assert error.response.headers["x-should-retry"] == "false"
     assert opened.session.calls == 0
-
-
-TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
 
 
 @pytest.fixture(scope="module")
@@ -433,6 +433,8 @@ def test_a_clients_temperature_is_ignored_by_name_or_refused(served: Served) -> 
         ("/inference/v1/generate", {"token_ids": [1 << 31]}, "token_ids"),
         ("/inference/v1/generate", {"token_ids": [True]}, "token_ids"),
         ("/inference/v1/generate", {"token_ids": [1], "stream": True}, "stream"),
+        ("/inference/v1/generate", {"token_ids": [1], "stop_token_ids": "</s>"}, "stop_token_ids"),
+        ("/inference/v1/generate", {"token_ids": [1], "stop_token_ids": [[1]]}, "stop_token_ids"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": 3}, "sampling_params"),
         ("/inference/v1/generate", {"token_ids": [1], "sampling_params": {"n": 2}}, "n"),
     ],

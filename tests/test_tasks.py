@@ -241,7 +241,7 @@ def test_parquet_reads_like_jsonl(tmp_path: Path) -> None:
     text = pa.array([b"good", b"half \xed\xa0\xbd"], pa.binary()).buffers()
     columns = {"prompt": pa.StringArray.from_buffers(2, text[1], text[2])}
     pq.write_table(pa.table(columns), tmp_path / "half.parquet")
-    with pytest.raises(ConfigError, match="half.parquet: row 2: not UTF-8"):
+    with pytest.raises(ConfigError, match=r"half\.parquet: row 2: not UTF-8"):
         FileTask(str(tmp_path / "half.parquet"))
     (tmp_path / "not.parquet").write_text("{}")
     with pytest.raises(ConfigError, match="not a parquet file"):

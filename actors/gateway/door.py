@@ -40,7 +40,13 @@ class Door:
     def __init__(self, gateway: Gateway) -> None:
         agent = gateway.config.agent
         self.gateway = gateway
-        self.manners = Manners(agent.model, agent.other_models, agent.sampling, forced=agent.forced)
+        self.manners = Manners(
+            agent.model,
+            agent.other_models,
+            agent.sampling,
+            forced=agent.forced,
+            stops=frozenset(gateway.stops),
+        )
         self.run_key = secrets.token_urlsafe(32)
         self.opened: OrderedDict[str, Opened] = OrderedDict()
         self.leases: OrderedDict[str, Opened] = OrderedDict()

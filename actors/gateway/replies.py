@@ -219,6 +219,7 @@ def _tokens(wanted: Wanted, node: Node, name: str) -> dict[str, Any]:
         choice["logprobs"] = {
             "content": [
                 {
+                    "token": f"token_id:{int(token)}",  # as vLLM writes it
                     "token_id": int(token),
                     "logprob": float(logprob),
                     "top_logprobs": [],
@@ -229,6 +230,7 @@ def _tokens(wanted: Wanted, node: Node, name: str) -> dict[str, Any]:
     return {
         "request_id": name,
         "choices": [choice],
+        "prompt_token_ids": node.prompt().tolist() if wanted.token_ids else None,
         "usage": _usage(node),
     }
 

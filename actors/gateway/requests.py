@@ -42,6 +42,7 @@ class Manners:
     sampling: Literal["ignore", "refuse"] = "ignore"  # a client's temperature, top_p, top_k, seed
     vocabulary: int = 0  # ids of the token route lie below; 0: not known
     forced: Literal["ignore", "refuse"] = "ignore"  # a format or a tool that the answer must have
+    stops: frozenset[int] = frozenset()  # token ids that end an answer in this run
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,6 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "allowed_token_ids": (_empty, OTHER),
     "logits_processors": (_empty, OTHER),
     "thinking_token_budget": (_empty, OTHER),
-    "stop_token_ids": (_empty, "end an answer by `stop`, or by generator.stop for the run"),
     "functions": (_empty, "give `tools`"),
     "function_call": (_is("auto", "none"), "give `tool_choice`"),
     "echo": (_false, "the prompt is yours already"),
@@ -114,6 +114,8 @@ REFUSED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "chat_template_kwargs": (_empty, "the template is the run's"),
     "documents": (_empty, "put them into a message"),
     "audio": (_empty, "only text is known here"),
+    "content_parts": (_empty, "only text is known here"),
+    "features": (_empty, "only text is known here"),
     "modalities": (lambda value: value == ["text"], "only text is known here"),
     "web_search_options": (_empty, "give the search as a tool"),
 }
@@ -204,12 +206,27 @@ def _checked(options: Mapping[str, Any], manners: Manners, run: Sampling) -> tup
             harmless, why = REFUSED[name]
             if not harmless(value):
                 raise bad(name, f"{value!r:.80} is not served: {why}", "unsupported_parameter")
+        elif name == "stop_token_ids":
+            _check_stop_ids(value, manners)
         elif name in FORCED or name.startswith(GUIDED):
             if _forces(name, value, manners):
                 ignored.append(name)
         elif name not in SAMPLING or _samples_otherwise(name, value, manners, run):
             ignored.append(name)
     return tuple(ignored)
+
+
+def _check_stop_ids(given: Any, manners: Manners) -> None:
+    """Raises CallRefused for an id that does not end an answer in this run anyway."""
+    if not isinstance(given, list) or not all(type(token) is int for token in given):
+        raise bad("stop_token_ids", "give a list of token ids")
+    if foreign := sorted({*given} - manners.stops):
+        raise bad(
+            "stop_token_ids",
+            f"{foreign!r:.80} do not end an answer in this run, whose stop ids are "
+            f"{sorted(manners.stops)}: leave them out, or add their text to generator.stop",
+            "unsupported_parameter",
+        )
 
 
 def _forces(name: str, value: Any, manners: Manners) -> bool:

@@ -361,6 +361,7 @@ class Web:
             "object": "model",
             "created": 0,
             "owned_by": "asyncrl",
+            "max_model_len": opened.session.limits.context or None,
         }
         if asked := request.model:
             if asked != name:
