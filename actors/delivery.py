@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 from asyncrl.config.tree import Wires
+from asyncrl.contract import outcomes
 from asyncrl.contract.messages import EVAL_BASE, Acks, Deliver, Trajectory
 
 Key = tuple[int, int, int]  # (ticket, sample, attempt)
@@ -115,6 +116,13 @@ class Outbox:
         return fresh | {(ticket, attempt) for ticket, _, attempt in self.sent}
 
     def add(self, sample: Trajectory) -> None:
+        """Queue a sample; one whose outcome cannot be sent is queued as failed, as the frame that
+        holds it could not be encoded, or would be refused with all that it holds.
+        """
+        try:
+            outcomes.check_sample(sample)
+        except ValueError as error:
+            sample = outcomes.failed_sample(sample, "data", f"it cannot be delivered: {error}")
         self.fresh.append(sample)
 
     def numbers(self) -> dict[str, float]:

@@ -24,7 +24,7 @@ import msgspec
 
 from actors.scorers.held import Held, Spent, of_this_call
 from asyncrl.config.tree import Reward, Task
-from asyncrl.contract import importing
+from asyncrl.contract import importing, outcomes
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import get_task
@@ -32,10 +32,7 @@ from asyncrl.transport import child
 from asyncrl.transport.child import FRAME_BYTES, frame
 
 Judged = tuple[float, dict[str, float], list[float] | None]
-# of a reward: float32 holds the sum of a batch's squares of it, and no reward is meant to be larger
-LARGEST = 1e15
 BEAT_S = 1.0  # a process of coroutines says so often that its loop goes round
-WHY_CHARACTERS = 300  # of what an exception says
 PRINTED_CHARACTERS = 1 << 20  # by the function in the life of its process; the rest is dropped
 
 
@@ -85,9 +82,9 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
 
 def one_line(text: str) -> str:
-    """The first line of an exception's words, bounded, and such that it can be encoded."""
-    first = next((line.strip() for line in text.splitlines() if line.strip()), "")
-    return first[:WHY_CHARACTERS].encode("utf-8", "replace").decode()
+    """The first line of an exception's words, as `outcomes.escape_line` shows it."""
+    lines = (line.strip() for line in text.splitlines())
+    return outcomes.escape_line(next((line for line in lines if line), ""))
 
 
 def said(error: BaseException) -> str:
@@ -115,7 +112,8 @@ def checked(value: Any, tokens: int) -> Judged:
         per_token = value.pop("token_rewards", None)
         if "reward" not in value:
             raise ValueError(f"a dict without `reward`: {sorted(map(str, value))}")
-        parts = {str(k): number(v, str(k)) for k, v in value.items()}
+        parts = {str(k): number(v, outcomes.escape_line(str(k))) for k, v in value.items()}
+        outcomes.check_parts(parts)
         value = value["reward"]
     if per_token is not None:
         per_token = per_token.tolist() if hasattr(per_token, "tolist") else per_token
@@ -127,20 +125,14 @@ def checked(value: Any, tokens: int) -> Judged:
 
 
 def number(value: Any, name: str) -> float:
-    """A float of at most LARGEST, also from a bool or a numpy number; ValueError otherwise."""
+    """A float that a reward may be, also from a bool or a numpy number; ValueError otherwise."""
     if not (isinstance(value, bool | int | float) or hasattr(value, "__float__")):
         raise ValueError(f"{name} is a {type(value).__name__}, not a number")
     try:
         found = float(value)
     except OverflowError:
         found = math.inf
-    if not math.isfinite(found):
-        raise ValueError(f"{name} is {found}, not a finite number")
-    if abs(found) > LARGEST:
-        raise ValueError(
-            f"{name} is {found:g}, beyond {LARGEST:g}: the learner's float32 would make it "
-            "infinite; scale it down"
-        )
+    outcomes.check_number(found, name)
     return found
 
 

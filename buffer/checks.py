@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from asyncrl.contract import outcomes
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.messages import (
     DISPOSITIONS,
@@ -24,21 +25,20 @@ from asyncrl.contract.messages import (
     Trajectory,
     Want,
 )
+from asyncrl.contract.outcomes import MOST_PARTS, NAME_LENGTH, REASON_LENGTH
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BUFFER
 from asyncrl.transport import arrays
 from buffer.groups import Grant, Settings
-from buffer.ledger import Ledger
+from buffer.ledger import Key, Ledger
 
 if TYPE_CHECKING:
     from buffer.store import Store
 
-NAME_LENGTH = 200
 TEXT_LENGTH = 1000
-WHY_LENGTH = 1 << 16  # of a failure
 TEXT_PER_TOKEN = 128  # characters: the longest tokens are runs of spaces
 TEXT_MORE = 1 << 16  # characters on top, of prompts that a template wraps
-NAMES = 256  # parts of a reward, numbers of a generator
+NAMES = MOST_PARTS  # parts of a reward, numbers of a generator
 ROWS = 1 << 16  # of a list in one message
 TICKET_END = 1 << 48
 MOST_ROWS = 4096  # of a session
@@ -58,12 +58,41 @@ def producer(name: str) -> None:
     )
 
 
-def delivered(store: Store, samples: Sequence[Trajectory], vocabulary: int) -> None:
+def delivered(
+    store: Store, samples: Sequence[Trajectory], vocabulary: int
+) -> tuple[Sequence[Trajectory], dict[Key, BadMessage]]:
+    """Check a message of answers; return them as they are to be taken, and why some are refused.
+
+    A sample is refused alone, and taken as failed, when only its outcome cannot be: its reward, its
+    parts, a text.  These come from a reward function, an environment or an agent, and the process
+    that sends them is sound.  Raises BadMessage, before anything is changed, for a sample whose
+    ticket, versions or arrays cannot be: the process that sends these is not.
+
+    vocabulary: 0 while no learner has said it."""
+    try:
+        _delivered(store, samples, vocabulary)
+    except BadMessage:
+        pass
+    else:
+        return samples, {}
+    taken, refused = [], {}
+    for answer in samples:
+        try:
+            _delivered(store, [answer], vocabulary)
+        except BadMessage as error:
+            answer = outcomes.failed_sample(answer, "data", str(error))
+            _delivered(store, [answer], vocabulary)
+            answer = outcomes.failed_sample(answer, "refused", str(error))
+            refused[answer.ticket, answer.sample, answer.attempt] = error
+        taken.append(answer)
+    return taken, refused
+
+
+def _delivered(store: Store, samples: Sequence[Trajectory], vocabulary: int) -> None:
     """All that a message of answers must be: `sample`, `versions` and `answers` of each.
 
     Nearly all are `plain`, which looks at the same in one pass; whenever one is not, the functions
-    that know why, and every case there is, look at all of them.
-    vocabulary: 0 while no learner has said it."""
+    that know why, and every case there is, look at all of them."""
     if plain(store, samples):
         arrays.numbers(samples, vocabulary)
         return
@@ -427,9 +456,11 @@ def _texts(answer: Trajectory, settings: Settings) -> None:
             "text",
         )
     if len(answer.group_key) > NAME_LENGTH or (
-        answer.failed and len(answer.failed.why) > WHY_LENGTH
+        answer.failed and len(answer.failed.why) > REASON_LENGTH
     ):
         raise BadMessage(f"{arrays.name(answer)}: a text without end", "text")
+    if answer.failed and answer.failed.kind == "refused":
+        raise BadMessage(f"{arrays.name(answer)}: it says that the buffer refused it", "text")
     length = len(answer.mask)
     if len(answer.segments) > length + 1 or not all(
         0 <= start <= end <= length and len(kind) <= NAME_LENGTH

@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections import Counter, deque
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import admission
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, BadMessage, TakenOver
+from asyncrl.contract.outcomes import escape_line
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import KEPT, HeldUp, Wait, WaitLog, held_up
 from asyncrl.models import memory
@@ -39,6 +41,7 @@ from buffer import batches, checks, numbers
 from buffer.durable_store import RecordedStore
 from buffer.evaluation import Evaluations
 from buffer.groups import settings
+from buffer.ledger import Key
 from buffer.sessions import Sessions
 from buffer.store import ENOUGH, Store
 from buffer.trained import Trained
@@ -57,6 +60,7 @@ JOINED = 1000  # numbers of generators that join without a key begin here
 SESSIONS_S = 5.0  # a gateway that was silent for so long vouches for no session
 PASS = 500  # messages taken in before the others are answered: whoever sends without end waits too
 OUTGOING = 10_000  # replies that wait for the disk: with more nothing is taken in
+MOST_REFUSED = 16  # samples of a generator that are refused alone, beyond those that are good
 ASKS = 16  # batches that are asked for at once; a learner asks for two
 REFUSALS_SAID = 20  # lines in the log; further ones are only counted
 
@@ -254,7 +258,7 @@ class Service:
         self.refused[reason] += 1
         self.latest[f"refused/{reason}"] = float(self.refused[reason])
         if self.refused.total() <= REFUSALS_SAID:
-            say(line)
+            say(escape_line(line))
 
     # ---- generators ------------------------------------------------------------------------------
 
@@ -410,21 +414,49 @@ class Service:
     def on_Deliver(self, peer: bytes, message: m.Deliver) -> None:
         """Finished samples are taken whoever brings them: also from a session that is over."""
         checks.drawn(message.drawn)
-        checks.delivered(self.store, message.samples, self.vocabulary)
+        samples, refused = checks.delivered(self.store, message.samples, self.vocabulary)
         entry = self.heard(message.producer, peer, message.session)
+        if refused or (entry is not None and entry.get("refused")):
+            self.count_refused(message.producer, samples, refused, entry)
         if entry is not None or self.sessions.over(message.producer, message.session):
             self.store.told(message.producer, message.session, message.drawn)
-        became = self.store.take_all(message.samples, self.socket.payload)
+        became = self.store.take_all(samples, b"" if refused else self.socket.payload)
         acks = [
             (sample.ticket, sample.sample, sample.attempt, what)
-            for sample, what in zip(message.samples, became, strict=True)
+            for sample, what in zip(samples, became, strict=True)
         ]
         self.progress += sum(
-            sample.ticket >= m.EVAL_BASE for sample in message.samples
+            sample.ticket >= m.EVAL_BASE for sample in samples
         ) + self.news_for_a_batch(acks)
         self.send(
             peer, m.Acks(message.session, acks, self.config.wires.credit_bytes, self.announcement())
         )
+
+    def count_refused(
+        self,
+        producer: str,
+        samples: Sequence[m.Trajectory],
+        refused: dict[Key, BadMessage],
+        entry: dict[str, Any] | None,
+    ) -> None:
+        """Count samples that are refused alone, each once however often it is sent; a good one
+        makes up for one of them.  Raises BadMessage, which ends the sender, at MOST_REFUSED.
+
+        entry: what is known of the sender; None: it is over, and is told so anyway."""
+        keys = [(each.ticket, each.sample, each.attempt) for each in samples]
+        new = [key for key in keys if not self.store.knows(key)]
+        bad = [refused[key] for key in new if key in refused]
+        total = 0 if entry is None else max(0, entry.get("refused", 0) + 2 * len(bad) - len(new))
+        if bad and total > MOST_REFUSED:
+            raise BadMessage(
+                f"{total} more samples of {producer} could not be used than it delivered good "
+                f"ones, of which {MOST_REFUSED} are borne; the last one: {bad[-1]}",
+                bad[-1].reason,
+            )
+        if entry is not None:
+            entry["refused"] = total
+        for error in bad:
+            self.refuse(error.reason, f"failed a sample of {producer}: {error}")
 
     def news_for_a_batch(self, acks: list[tuple[int, int, int, m.Disposition]]) -> int:
         """Samples taken, as progress of a step that takes long: a batch of them, no more, as a
@@ -485,7 +517,6 @@ class Service:
         if self.stranger(peer, hello.protocol, hello.run):
             return
         checks.hello(hello)
-        self.vocabulary = hello.vocabulary
         new = hello.epoch != self.store.epoch
         unheard = self.unheard(hello.label.number) if new else []
         aside = self.keep_suspect(hello) if new else ""
@@ -493,6 +524,7 @@ class Service:
         if not self.store.hello(hello):
             self.send(peer, m.FencedOff(hello.epoch, self.store.epoch))
             return
+        self.vocabulary = hello.vocabulary
         if self.store.aside > before:
             say(aside)
             self.latest["buffer/set_aside"] = float(self.store.aside)

@@ -487,6 +487,16 @@ class Store:
         checks.sample(self, sample)
         return self.take(sample)
 
+    def knows(self, key: Key) -> bool:
+        """Was (ticket, sample, attempt) delivered before?"""
+        ticket, sample, attempt = key
+        if ticket >= EVAL_BASE:
+            return attempt not in self.evaluations.out
+        group = self.alive.get(ticket) or self.retained.get(ticket)
+        if group is None:
+            return self.gone.get(key) is not None
+        return (sample, attempt) in group.finals
+
     def take_all(
         self, samples: Sequence[Trajectory], came: bytes | memoryview = b""
     ) -> list[Disposition]:
@@ -563,6 +573,8 @@ class Store:
         group.other.append(("failed", sample.length, 0.0))
         kind = failure.kind
         self.failures[kind] = self.failures.get(kind, 0) + 1
+        if kind == "refused":  # what sends such samples ends: see `Service.count_refused`
+            return
         if kind == "machinery":
             self.failed_machinery += 1
             failed = self.failed_machinery

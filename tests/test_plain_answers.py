@@ -15,6 +15,7 @@ from test_hostile_messages import honest_hello
 
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import BadMessage
+from asyncrl.contract.outcomes import escape_line
 from asyncrl.contract.versions import Label
 from buffer import checks
 from buffer.groups import Group, Settings, Stored, size
@@ -26,6 +27,9 @@ ZERO, ONE = Label(1, 0), Label(1, 1)
 NAN, INF = math.nan, math.inf
 LONG = 9  # tokens, behind a prompt of one: what max_new_tokens and context allow
 replace = msgspec.structs.replace
+# what a reward function, an environment or an agent has a hand in
+OUTCOME = {"reward", "reward_parts", "failed", "text", "prompt_text", "group_key", "segments"}
+OUTCOME |= {"token_rewards", "temperature", "generated_at"}
 
 
 def store(context: int = LONG + 1, session_tokens: int = 0) -> Store:
@@ -104,6 +108,7 @@ REFUSED: list[dict[str, Any]] = [
     {"aside": 1},
     {"calls": 1},
     {"failed": m.Failure("data", "x" * 70_000)},
+    {"failed": m.Failure("refused", "what the buffer alone says")},
     {"mask": b"\1"},
     {"mask": b"\1\2"},
     {"mask": b"", "tokens": b"", "behavior_logprobs": b"", "spans": [], "segments": []},
@@ -150,7 +155,7 @@ REFUSED: list[dict[str, Any]] = [
 LENGTHS = [of_length(LONG + 1, prompt_tokens=b""), of_length(LONG, prompt_tokens=b"\1\0\0\0" * 2)]
 
 
-def said(look: Callable[[], None]) -> tuple[str, str]:
+def said(look: Callable[[], Any]) -> tuple[str, str]:
     try:
         look()
     except BadMessage as error:
@@ -184,10 +189,26 @@ def test_the_usual_answer_needs_the_short_look_alone(
     "bad", [*(answer(**change) for change in REFUSED), *LENGTHS], ids=lambda bad: ""
 )
 def test_what_is_refused_in_full_is_refused_in_the_same_words(bad: m.Trajectory) -> None:
+    """With its message, or alone: then it is taken as failed, and the others as they are."""
     at = store()
+    fields = m.Trajectory.__struct_fields__
+    changed = {x for x in fields if getattr(bad, x) != getattr(answer(), x)}
+    alone = changed <= OUTCOME or not bad.mask  # what has no token has no broken array
     for samples in ([bad], [answer(), bad, answer(sample=0)]):
         why = in_full(at, samples)
-        assert why[0] and said(lambda: checks.delivered(at, samples, VOCABULARY)) == why  # noqa: B023
+        try:
+            taken, refused = checks.delivered(at, samples, VOCABULARY)
+        except BadMessage as error:
+            assert why == (str(error), error.reason) and not alone
+            continue
+        assert alone
+        (error,) = refused.values()
+        assert why == (str(error), error.reason) and len(taken) == len(samples)
+        assert in_full(at, list(taken)) == ("", "")
+        for sample, was in zip(taken, samples, strict=True):
+            failed = m.Failure("refused", escape_line(str(error)))
+            assert sample is was if was is not bad else sample.failed == failed
+            assert (sample.tokens, sample.mask, sample.spans) == (was.tokens, was.mask, was.spans)
 
 
 def test_a_groups_line_is_of_the_samples_that_it_has() -> None:

@@ -26,6 +26,7 @@ import xxhash
 
 from actors.gateway.forest import Message, Node, plain_text, text_digest
 from actors.gateway.sessions import CallRefused
+from asyncrl.contract import outcomes
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.importing import module
 
@@ -67,7 +68,13 @@ class Chat:
         return self._write(messages, tools, answering=True)
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [P]; no token is added to those that `text` names."""
+        """int32 [P]; no token is added to those that `text` names.  Raises CallRefused for half of
+        a character, which arguments of a tool call may hold: they are JSON within JSON.
+        """
+        try:
+            outcomes.check_text(text, "the prompt")
+        except ValueError as error:
+            raise CallRefused(400, "invalid_text", str(error), "messages") from error
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         return np.asarray(ids, dtype=np.int32)
 

@@ -50,6 +50,7 @@ from asyncrl.contract.errors import (
     NothingToDo,
     PeerUnreachable,
 )
+from asyncrl.contract.outcomes import escape_line
 from asyncrl.contract.waits import BUFFER, OpenSession, SessionWait, Wait, WaitLog
 from asyncrl.models.tokenizer import (
     PlainTokenizer,
@@ -534,12 +535,16 @@ class Gateway:
             self.score(episode)
 
     def score(self, episode: Episode) -> None:
-        """The environment's rewards are the session's, unless its time ran out this moment: then it
-        has failed.
+        """The environment's rewards are the session's, unless its time ran out this moment, or they
+        add up to what no reward may be: then it has failed.
         """
+        session = episode.session
         calls = episode.shares if self.config.agent.fork == "end" else {}
-        with suppress(CallRefused):
-            episode.session.reward(episode.reward, episode.parts, calls, now=time.monotonic())
+        now = time.monotonic()
+        try:
+            session.reward(episode.reward, episode.parts, calls, now=now)
+        except CallRefused as refused:
+            session.fail(f"its environment's rewards cannot be used: {refused}", now)
 
     def judge(self, episode: Episode) -> None:
         """The config's reward is asked of the last answer, once; not when its time ran out this
@@ -596,7 +601,7 @@ class Gateway:
         """Count it; the first ones stand in the log."""
         self.refused[reason] += 1
         if self.refused.total() <= REFUSALS_SAID:
-            print(f"{self.producer}: {line}", file=sys.stderr, flush=True)
+            print(f"{self.producer}: {escape_line(line)}", file=sys.stderr, flush=True)
 
     def drawn(self, message: m.Called) -> None:
         episode = self.drawing.pop(message.id, None)
@@ -733,7 +738,8 @@ class Gateway:
             return
         self.failed += 1
         if self.failed <= REFUSALS_SAID:
-            print(f"{self.producer}: session {session.name}: {failed}", file=sys.stderr, flush=True)
+            why = escape_line(str(failed))
+            print(f"{self.producer}: session {session.name}: {why}", file=sys.stderr, flush=True)
         # half of those that began: what fails at once is told before what ends well
         if self.took or agent.serve or self.failed < max(HOPELESS, self.numbered / 2):
             return
@@ -742,7 +748,7 @@ class Gateway:
             hint = f"what it printed: {self.run_dir / 'agent-0.log'}"
         raise ConfigError(
             f"{agent.named}: {self.failed} sessions failed, and none has ended well; the last one: "
-            f"{failed}; {hint}"
+            f"{escape_line(str(failed))}; {hint}"
         )
 
     def settle(self, name: tuple[int, int]) -> None:

@@ -22,6 +22,7 @@ import xxhash
 from msgspec import structs
 
 from actors.gateway.forest import Forest, Found, Message, Node, rows_of, text_digest
+from asyncrl.contract import outcomes
 from asyncrl.contract.errors import AsyncrlError, ProtocolError
 from asyncrl.contract.messages import Row, Span, Ticket
 
@@ -532,8 +533,7 @@ class Session:
             )
         if self.state != "open":
             raise CallRefused(410, "session_ended", f"session {self.name} has ended")
-        if not all(map(math.isfinite, [said[0], *said[1].values(), *said[2].values()])):
-            raise CallRefused(422, "reward_not_finite", "a reward is not finite", "reward")
+        _check_reward(*said)
         trained = {node.number for node in self.forest.nodes if not node.aside}
         for number in calls:
             if number not in trained:
@@ -633,6 +633,22 @@ class Session:
             if self.limits.deadline_s
             else None,
         }
+
+
+def _check_reward(value: float, parts: Mapping[str, float], calls: Mapping[int, float]) -> None:
+    """Raise CallRefused for what a reward function may not return either."""
+    param = "reward"
+    try:
+        outcomes.check_number(value, "reward")
+        param = "parts"
+        outcomes.check_parts(parts)
+        param = "calls"
+        for number, share in calls.items():
+            outcomes.check_number(share, f"the share of call {number}")
+        rest = value - math.fsum(calls.values())
+        outcomes.check_number(rest, "what the shares leave of the reward")
+    except ValueError as error:
+        raise CallRefused(422, "invalid_reward", str(error), param) from error
 
 
 @dataclass(eq=False)

@@ -32,9 +32,11 @@ from actors.gateway.chat import Chat
 from actors.gateway.forest import Node
 from actors.gateway.requests import PREFIX, Kind, Manners, Wanted, decoded, wanted
 from actors.gateway.sessions import Call, CallRefused, Request, Session
+from asyncrl.contract import outcomes
 from asyncrl.contract.errors import ConfigError
 
-LARGEST_BODY = 8 * 1024 * 1024
+LARGEST_BODY = 8 * 1024 * 1024  # of a call
+LARGEST_REPORT = 1024 * 1024  # of a lease, a reward, an end or a beat
 LARGEST_HEAD = 64 * 1024  # bytes that are no body's, between two that are
 HEAD_S = 30.0  # for a request's head to arrive, from its connection or its first byte
 CONNECTIONS = 4096
@@ -193,7 +195,7 @@ class Web:
             "v1/chat/completions": self._calls("chat"),
             "v1/completions": self._calls("text"),
             "v1/messages": self._calls("messages"),
-            "v1/messages/count_tokens": served(self._count),
+            "v1/messages/count_tokens": served(self._count, LARGEST_BODY),
             "v1/responses": self._calls("responses"),
             "inference/v1/generate": self._calls("ids"),
         }
@@ -253,12 +255,16 @@ class Web:
             )
         return opened
 
-    def _served(self, serve: Callable[[HttpRequest, Opened, bytes], Awaitable[Response]]) -> Served:
-        """A route of a session, for whoever has its key."""
+    def _served(
+        self,
+        serve: Callable[[HttpRequest, Opened, bytes], Awaitable[Response]],
+        most: int = LARGEST_REPORT,
+    ) -> Served:
+        """A route of a session, for whoever has its key; most: bytes of a body."""
 
         async def route(request: HttpRequest) -> Response:
             opened = self._opened(request)
-            return await serve(request, opened, await _body(request))
+            return await serve(request, opened, await _body(request, most))
 
         return route
 
@@ -267,7 +273,7 @@ class Web:
     async def _lease(self, request: HttpRequest) -> Response:
         if not _same_key(request, self.service.run_key):
             raise CallRefused(401, "invalid_api_key", "the key is not the one in RUN/agent.key")
-        said = _json(await _body(request))
+        said = _json(await _body(request, LARGEST_REPORT))
         lease = said.get("lease")
         if not isinstance(lease, str) or not 0 < len(lease) <= LEASE_CHARACTERS:
             raise CallRefused(
@@ -332,6 +338,10 @@ class Web:
         if failed is not None:
             if not isinstance(failed, str) or not failed:
                 raise CallRefused(400, "invalid_value", "failed: say why, in a text", "failed")
+            try:
+                outcomes.check_reason(failed)
+            except ValueError as error:
+                raise CallRefused(422, "invalid_value", f"failed: {error}", "failed") from error
             if session.outcome is not None and not session.outcome.failed:
                 raise CallRefused(422, "session_scored", f"session {session.name} has a reward")
             session.fail(failed, self.service.now())
@@ -379,7 +389,7 @@ class Web:
     def _calls(self, kind: Kind) -> Served:
         async def route(request: HttpRequest) -> Reply:
             opened = self._opened(request)
-            body = await _body(request)
+            body = await _body(request, LARGEST_BODY)
             said = decoded(body)
             asked = wanted(kind, said, self.service.manners, opened.session.ticket.sampling)
             made = self._request(request, opened, asked, body)
@@ -550,23 +560,26 @@ def _same_key(request: HttpRequest, key: str) -> bool:
     return hmac.compare_digest(given.strip().encode("utf-8", "replace"), key.encode())
 
 
-async def _body(request: HttpRequest) -> bytes:
-    """The body, bounded in size and time.  Raises CallRefused."""
-    large = CallRefused(413, "body_too_large", f"the body has more than {LARGEST_BODY} bytes")
+async def _body(request: HttpRequest, most: int) -> bytes:
+    """The body of up to `most` bytes, in bounded time.  Raises CallRefused."""
     length = request.header(b"content-length", "0")
-    if length.isdecimal() and int(length) > LARGEST_BODY:
-        raise large
+    if length.isdecimal() and int(length) > most:
+        raise _too_large(most)
     if request.scope.get("asyncrl.whole"):  # it came with its head, as small ones do
-        return await _read(request, large)
+        return await _read(request, most)
     try:
         async with asyncio.timeout(BODY_S):
-            return await _read(request, large)
+            return await _read(request, most)
     except TimeoutError as error:
         raise CallRefused(408, "body_late", f"the body took over {BODY_S:g} s") from error
 
 
-async def _read(request: HttpRequest, large: CallRefused) -> bytes:
-    """All parts of the body.  Raises `large`, and Gone."""
+def _too_large(most: int) -> CallRefused:
+    return CallRefused(413, "body_too_large", f"the body has more than {most} bytes")
+
+
+async def _read(request: HttpRequest, most: int) -> bytes:
+    """All parts of the body.  Raises CallRefused when there are more, and Gone."""
     parts = bytearray()
     more = True
     while more:
@@ -575,15 +588,18 @@ async def _read(request: HttpRequest, large: CallRefused) -> bytes:
             raise Gone
         parts += message["body"]
         more = message["more_body"]
-        if len(parts) > LARGEST_BODY:
-            raise large
+        if len(parts) > most:
+            raise _too_large(most)
     return bytes(parts)
 
 
 def _json(body: bytes) -> dict[str, Any]:
-    """A small body, in which NaN may stand: it is refused where it counts.  Raises CallRefused."""
+    """A small body, in which NaN may stand: it is refused where it counts.  Raises CallRefused,
+    also for half of a character, which no message to the buffer can hold.
+    """
     try:
-        found = json.loads(body or b"{}")
+        found = json.loads(body.decode() or "{}")
+        json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise CallRefused(400, "invalid_json", f"the body is no JSON: {error}") from error
     if not isinstance(found, dict):

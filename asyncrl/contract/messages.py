@@ -101,9 +101,11 @@ class Span(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class Failure(msgspec.Struct, frozen=True, array_like=True):
     """Why a sample has no reward.  Made by the generator; counted by kind in the buffer, each
     against a budget of its own.
-    """
 
-    kind: Literal["data", "machinery"]  # the answer, or the process that judged it
+    kind: data, the answer; machinery, the process that judged it; refused, what was said of it
+    could not be, which the buffer alone finds, and bounds for each sender."""
+
+    kind: Literal["data", "machinery", "refused"]
     why: str
 
     def __str__(self) -> str:

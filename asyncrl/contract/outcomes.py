@@ -1,0 +1,113 @@
+"""What the outcome of a sample may be, and how text that comes from outside is shown.
+
+An outcome is a reward with its named parts, or the reason why there is none.  It comes from code
+that is not ours: a reward function, an environment, an agent over HTTP.  Each of these is checked
+by the functions here before it becomes a sample, so that the buffer, which checks again, has no
+reason to refuse one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Literal
+
+from msgspec import structs
+
+from asyncrl.contract.messages import Failure, Trajectory
+
+# of a reward: float32 holds the sum of a batch's squares of it, and no reward is meant to be larger
+LARGEST_REWARD = 1e15
+MOST_PARTS = 256
+NAME_LENGTH = 200  # characters
+REASON_LENGTH = 1 << 16  # characters
+LINE_LENGTH = 300  # characters of a text from outside on a line of a log or a terminal
+
+
+def check_number(value: float, name: str) -> None:
+    """Raise ValueError unless the value is finite and at most LARGEST_REWARD in magnitude."""
+    if not math.isfinite(value):
+        raise ValueError(f"{name} is {value}, not a finite number")
+    if abs(value) > LARGEST_REWARD:
+        raise ValueError(
+            f"{name} is {value:g}, beyond {LARGEST_REWARD:g}: the learner's float32 would make it "
+            "infinite; scale it down"
+        )
+
+
+def check_parts(parts: Mapping[str, float]) -> None:
+    """Raise ValueError for too many parts, a long or broken name, or a value out of range."""
+    if len(parts) > MOST_PARTS:
+        raise ValueError(f"a reward has {len(parts)} parts; it may have {MOST_PARTS}")
+    for name, value in parts.items():
+        if len(name) > NAME_LENGTH:
+            raise ValueError(
+                f"the name of a part has {len(name)} characters, {escape_line(name, 40)!r}...; it "
+                f"may have {NAME_LENGTH}"
+            )
+        check_text(name, "the name of a part")
+        check_number(value, escape_line(name))
+
+
+def check_reason(reason: str) -> None:
+    """Raise ValueError for a reason that is too long or is no text."""
+    if len(reason) > REASON_LENGTH:
+        raise ValueError(f"the reason has {len(reason)} characters; it may have {REASON_LENGTH}")
+    check_text(reason, "the reason")
+
+
+def check_text(text: str, name: str) -> None:
+    """Raise ValueError for half of a character (a lone surrogate), which UTF-8 cannot encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])[1:-1]
+        raise ValueError(
+            f"{name} has {half}, half of a character: UTF-8 cannot encode it"
+        ) from None
+
+
+def check_sample(sample: Trajectory) -> None:
+    """Raise ValueError for a sample whose outcome cannot be sent, or would be refused."""
+    check_number(sample.reward, "reward")
+    check_parts(sample.reward_parts)
+    if sample.failed:
+        check_reason(sample.failed.why)
+    check_text(sample.text, "the text of the answer")
+    check_text(sample.prompt_text, "the text of the prompt")
+    check_text(sample.group_key, "the key of the group")
+
+
+def failed_sample(sample: Trajectory, kind: Literal["data", "refused"], why: str) -> Trajectory:
+    """The sample as a failed one: its tokens are counted, its outcome and its texts are dropped."""
+    return structs.replace(
+        sample,
+        reward=0.0,
+        reward_parts={},
+        failed=Failure(kind, escape_line(why)),
+        temperature=sample.temperature if 0 < sample.temperature < math.inf else 1.0,
+        generated_at=sample.generated_at if math.isfinite(sample.generated_at) else 0.0,
+        group_key="",
+        text="",
+        prompt_text="",
+        segments=[],
+        token_rewards=b"",
+        rows=[structs.replace(row, segments=[], token_rewards=b"") for row in sample.rows],
+    )
+
+
+def escape_line(text: str, most: int = LINE_LENGTH) -> str:
+    r"""Show text from outside on one line: what is not printable is escaped, the end is cut.
+
+    A newline would forge a line of the log, an escape code would act on the terminal, and a mark
+    of writing direction would reorder what stands beside it.
+
+    >>> escape_line("no\x1b[2J\r\nok: \u202eall\ud800")
+    'no\\x1b[2J\\r\\nok: \\u202eall\\ud800'
+    >>> escape_line("naïve 漢字 ✓"), escape_line("x" * 9, 4)
+    ('naïve 漢字 ✓', 'xxxx...')
+    """
+    shown = text[:most]
+    if not shown.isprintable():
+        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
+    # an escape takes up to ten characters
+    return shown if len(text) <= most and len(shown) <= most else shown[:most] + "..."
