@@ -34,6 +34,7 @@ from learner.publisher import Publisher
 from learner.recorder import Recorder
 from learner.state import Cursor
 from learner.step import LearnerCore
+from learner.step_log import StepLog
 
 POLL_S = 0.1
 PROGRESS_S = 0.5
@@ -87,6 +88,7 @@ class Learner:
         self.mark = time.monotonic()
         self.checkpointed: int | None = None
         self.recorder: Recorder | None = None
+        self.step_log: StepLog | None = None
 
     @property
     def number(self) -> int:
@@ -236,6 +238,8 @@ class Learner:
     def loop(self) -> None:
         steps = self.config.learner.steps
         self.hello()
+        if self.welcomed:
+            self.step_log = StepLog(self.run_dir, self.number)
         if self.config.record.stream and self.welcomed and not self.stopping:
             self.recorder = Recorder(self.config, self.run_dir, self.epoch, self.core, self.digest)
         if self.number == 0 and not self.stopping:
@@ -298,6 +302,8 @@ class Learner:
         began = time.monotonic()
         with self.tracer.span("train", sum(s.length for s in batch.samples)):
             metrics = self.core.train(batch)
+        if self.step_log is not None:
+            self.step_log.write(self.core.updates)
         trained = time.monotonic()
         with self.tracer.span("publish"):
             self.digest = self.publisher.publish(self.number)
@@ -343,6 +349,8 @@ class Learner:
 
     def checkpoint(self) -> None:
         with self.tracer.span("checkpoint"):
+            if self.step_log is not None:
+                self.step_log.sync()
             older = self.publisher.older(self.number) if self.publisher.depth else {}
             oldest = checkpoint.save(
                 self.directory,
@@ -356,6 +364,8 @@ class Learner:
     def close(self) -> None:
         if self.recorder is not None:
             self.recorder.close()
+        if self.step_log is not None:
+            self.step_log.close()
         self.core.backend.close()
         self.tracer.close()
         self.publisher.close()

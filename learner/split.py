@@ -1,9 +1,9 @@
 """The three-part split of the log ratio, measured on some answers of a batch with weights out of
-the ring, and KL to the reference.
+the ring, how far the batch moved the policy, and KL to the reference.
 
-Both need one more forward each, so they are measured every `record.split_every` and
-`record.reference_kl_every` batches on `record.split_samples` answers: those of the first optimizer
-step, whose forward was the learner's start."""
+Each needs a forward of its own, so they are measured every `record.split_every` batches on
+`record.split_samples` answers, and every `record.reference_kl_every` on `record.reference_samples`:
+of those of the first optimizer step, whose forward was the learner's start."""
 
 from __future__ import annotations
 
@@ -44,39 +44,48 @@ class Measure:
         self.shadow: PolicyModel | None = None  # holds one earlier version at a time
         self.reference: PolicyModel | None = None
 
-    def __call__(self, batch: Batch, packed: Packed, prep: Prepared) -> dict[str, float]:
-        """Metrics of this batch, none where neither is due.
-
-        Raises AsyncrlError when `exact` is true and engine and learner differ at equal weights.
-        """
+    def due(self, number: int) -> tuple[bool, bool]:
+        """Is the split of batch `number` to be measured, and its KL to the reference?  Every rank
+        says the same."""
         every = self.config.record
-        splits = (
-            self.weights_of is not None
-            and every.split_every > 0
-            and batch.number % every.split_every == 0
+        return (
+            every.split_every > 0 and number % every.split_every == 0,
+            every.reference_kl_every > 0 and number % every.reference_kl_every == 0,
         )
-        refers = (
-            every.reference_kl_every > 0
-            and batch.number % every.reference_kl_every == 0
-            and packed.loss.reference is None
-        )
-        if not splits and not refers:
-            return {}
-        answers = self.chosen(packed, prep, batch.number)
-        if not answers:
-            return {}
+
+    def __call__(
+        self,
+        batch: Batch,
+        packed: Packed,
+        prep: Prepared,
+        answers: tuple[list[int], list[int]],
+        after: torch.Tensor | None,
+    ) -> dict[str, float]:
+        """Metrics of this batch on its `answers`, as `chosen` names them.
+
+        after: logprobs [N] under the policy that the batch's updates have made, where the split is
+        due.  Raises AsyncrlError when `exact` is true and engine and learner differ at equal
+        weights.
+        """
         found: dict[str, float] = {}
-        if splits:
-            found |= self.split(
-                packed, prep, answers, [batch.samples[i] for i in packed.places], batch.number
-            )
-        if refers:
-            found |= self.to_reference(packed, prep, answers)
+        split_on, refer_on = answers
+        if after is not None:
+            part = packed.part(split_on)
+            columns = (prep.start, after, prep.batch.behavior, prep.valid)
+            found["kl/moved"] = moved(*(x[part] for x in columns))
+            if self.weights_of is not None:
+                samples = [batch.samples[i] for i in packed.places]
+                found |= self.split(packed, prep, after, split_on, samples, batch.number)
+        if self.due(batch.number)[1] and packed.loss.reference is None and refer_on:
+            found |= self.to_reference(packed, prep, refer_on)
         return found
 
-    def chosen(self, packed: Packed, prep: Prepared, number: int) -> list[int]:
-        """Answers drawn by (seed, batch), of those whose start is known and that a pass of this
-        rank has seen.
+    def chosen(self, packed: Packed, prep: Prepared, number: int) -> tuple[list[int], list[int]]:
+        """Answers for the split and for the KL to the reference, drawn by (seed, batch) of those
+        whose start is known and that a pass of this rank has seen.
+
+        Those of the split are of as few groups as can be: their prompt is encoded once, and few
+        versions drew them, each of which costs a forward with its weights.
         """
         seen = prep.known & prep.passed
         count = ratios.seq_sum(seen.long(), packed.loss.seq, packed.count)
@@ -84,7 +93,11 @@ class Measure:
         whole = [i for i, n in enumerate(count.tolist()) if n == places[i] > 0]
         source = torch.Generator().manual_seed((self.config.seed * 1_000_003 + number) % 2**63)
         order = torch.randperm(len(whole), generator=source).tolist()
-        return sorted(whole[i] for i in order[: self.config.record.split_samples])
+        mixed = [whole[i] for i in order]
+        record = self.config.record
+        groups = list(dict.fromkeys(packed.groups[answer] for answer in mixed))
+        by_group = sorted(mixed, key=lambda answer: groups.index(packed.groups[answer]))
+        return sorted(by_group[: record.split_samples]), sorted(mixed[: record.reference_samples])
 
     # ---- three parts -----------------------------------------------------------------------------
 
@@ -92,6 +105,7 @@ class Measure:
         self,
         packed: Packed,
         prep: Prepared,
+        after: torch.Tensor,
         answers: list[int],
         samples: list[Trajectory],
         number: int,
@@ -115,7 +129,8 @@ class Measure:
         part = packed.part(answers)
         usable = part[prep.valid[part] & version[part].isfinite()]
         assert loss.age is not None
-        columns = (loss.behavior, version, prep.start, prep.latest, loss.token_lag, loss.age)
+        after = after.to(prep.start.dtype)
+        columns = (loss.behavior, version, prep.start, after, loss.token_lag, loss.age)
         out = split.metrics(split.Split(*(x[usable] for x in columns)))
         out["split/coverage"] = len(usable) / max(int(prep.valid[part].sum()), 1)
         if self.config.exact is True and out.get("mismatch/max_one_version", 0.0) != 0:
@@ -170,6 +185,21 @@ class Measure:
         return {
             f"kl/target_ref_{name}": mean(f(moved)) for name, f in (("k1", kl.k1), ("k3", kl.k3))
         } | {"kl/ref_target": mean(kl.forward_k3(moved))}
+
+
+def moved(
+    before: torch.Tensor, after: torch.Tensor, behavior: torch.Tensor, valid: torch.Tensor
+) -> float:
+    """KL(before || after) of one batch's updates, nats a token, by k3 on the tokens `valid`.
+
+    before, after [N]: logprobs under the policy before and after them; behavior [N]: mu's, whose
+    the tokens are: each counts before / mu, at most 2.  Their states stay mu's.
+    """
+    weight = ratios.log_ratio(before, behavior).exp().clamp(max=2.0)
+    far = kl.k3(ratios.log_ratio(before, after.to(before.dtype)))
+    return float(
+        ratios.masked_mean(far * weight, valid) / ratios.masked_mean(weight, valid).clamp(min=1e-12)
+    )
 
 
 def frozen(model: PolicyModel) -> PolicyModel:

@@ -26,19 +26,54 @@ from learner import gradients, schedule
 from learner.backend import TorchBackend
 from learner.batch import Packed, micro_batches, pack
 from learner.critic import Critic
-from learner.split import Measure
+from learner.split import Measure, moved
 from learner.state import State
 
 BAD_IN_A_ROW = 3
 
 
+# metrics of what the passes after a batch's first optimizer step see
+OF_LATER_PASSES = ("kl/start_target_", "by_lag/update_")
+# of each optimizer step's own pass, in RUN/optimizer_steps.jsonl
+OF_EACH_STEP = (
+    "loss/policy",
+    "kl/behavior_target_k3",
+    "kl/start_target_k3",
+    "is/target_ratio",
+    "is/target_ess",
+    "clip/share",
+    "policy/entropy",
+    "reshape/gamma",
+)
+
+
+class Update(NamedTuple):
+    """One optimizer step that was made: its gradient's norm before clipping, the learning rate, the
+    sums of its pass, and what was measured of the batch before it.
+    """
+
+    norm: float
+    lr: float
+    sums: dict[str, torch.Tensor]
+    before: dict[str, float]
+
+    def row(self, number: int, index: int, found: dict[str, float]) -> dict[str, float]:
+        """Its row of RUN/optimizer_steps.jsonl; number: the batch's; index: of the step in it;
+        found: the metrics of `sums`.  What is not finite is left out."""
+        values = {"optim/grad_norm": self.norm, "optim/lr": self.lr, **self.before}
+        values |= {name: found[name] for name in OF_EACH_STEP if name in found}
+        return {"step": number, "update": index} | {
+            name: x for name, x in values.items() if math.isfinite(x)
+        }
+
+
 class Made(NamedTuple):
-    """The optimizer steps that were made on a batch: the sums behind their metrics, the norm of
-    each gradient, and the last KL that early stopping looked at.
+    """The optimizer steps that were made on a batch: the sums behind their metrics, each by itself,
+    and the last KL that early stopping looked at.
     """
 
     sums: dict[str, torch.Tensor]
-    norms: list[float]
+    updates: list[Update]
     stop_kl: float
 
 
@@ -89,6 +124,7 @@ class LearnerCore:
         self.state = State(beta=config.kl.reward.coefficient)
         self.told: set[str] = set()
         self.made: set[int] = set()  # answers of the batch that an optimizer step was made on
+        self.updates: list[dict[str, float]] = []  # of the last batch, one row an optimizer step
         # of the last batch, per sample: what `Commit.unused` says
         self.unused: list[tuple[int, int]] = []
 
@@ -143,9 +179,17 @@ class LearnerCore:
         before = self._forward(self.model, packed, everyone) if measured else None
         steps = self._epochs(prep, packed)
         self.unused = self._unused(prep, packed, len(batch.samples))
-        metrics = prep.metrics | step_loss.finish(steps.sums)
-        if self.backend.rank == 0:
-            metrics |= self.measure(batch, packed, prep)
+        found, *each = step_loss.finish_each([steps.sums, *(u.sums for u in steps.updates)])
+        metrics = prep.metrics | found
+        again = config.learner.epochs > 1 or packed.loss.start is not None
+        if len(steps.updates) < 2 or not again:
+            # every pass over known answers is the start itself: 0, whatever the batch does
+            metrics = {k: x for k, x in metrics.items() if not k.startswith(OF_LATER_PASSES)}
+        metrics |= self._measures(batch, packed, prep)
+        self.updates = [
+            update.row(batch.number, i, values)
+            for i, (update, values) in enumerate(zip(steps.updates, each, strict=True))
+        ]
         if config.exact is True and (off := metrics.get("mismatch/max_at_lag_0", 0.0)) != 0:
             raise AsyncrlError(
                 f"exact: engine and learner differ at lag 0 in batch {batch.number} by {off:.1e} "
@@ -157,9 +201,8 @@ class LearnerCore:
             metrics["optim/gradient_cosine"] = sum(self.cosines) / len(self.cosines)
             metrics["optim/gradient_cosine_max"] = max(self.cosines)
         if before is not None:
-            metrics["kl/moved"] = self._moved(
-                prep, before, self._forward(self.model, packed, everyone)
-            )
+            after = self._forward(self.model, packed, everyone)
+            metrics["kl/moved"] = moved(before, after, packed.loss.behavior, prep.valid)
         used_beta = self.state.beta
         self._carry(packed, metrics)
         if by_prompt:
@@ -167,14 +210,27 @@ class LearnerCore:
         self.state.number = batch.number + 1
         return metrics | {
             "optim/lr": rate,
-            "optim/steps": len(steps.norms),
-            "optim/grad_norm": sum(steps.norms) / max(len(steps.norms), 1),
+            "optim/steps": len(steps.updates),
+            "optim/grad_norm": sum(u.norm for u in steps.updates) / max(len(steps.updates), 1),
             "optim/early_stops": self.state.early_stops,
             "optim/skipped": self.state.skipped,
             "optim/stop_kl": steps.stop_kl,
             "kl/beta": used_beta,
             "kl/loss_beta": config.kl.loss.coefficient,
         }
+
+    def _measures(self, batch: Batch, packed: Packed, prep: step_loss.Prepared) -> dict[str, float]:
+        """What is measured on some answers of the batch, at rank 0; all ranks make the pass under
+        the policy that the updates have made.
+        """
+        split, reference = self.measure.due(batch.number)
+        if not split and not reference:
+            return {}
+        split_on, refer_on = self.backend.gather(self.measure.chosen(packed, prep, batch.number))[0]
+        after = self._forward(self.model, packed, split_on) if split and split_on else None
+        if self.backend.rank:
+            return {}
+        return self.measure(batch, packed, prep, (split_on, refer_on), after)
 
     def _packed(self, batch: Batch) -> Packed:
         """The batch, with what other models and the critic make of it: the anchor, the references'
@@ -252,12 +308,12 @@ class LearnerCore:
     def _epochs(self, prep: step_loss.Prepared, packed: Packed) -> Made:
         """All optimizer steps of a batch, until KL early stopping ends them."""
         total: dict[str, torch.Tensor] = {}
-        norms: list[float] = []
+        updates: list[Update] = []
         stop_kl = 0.0
         self.made = set()
         for epoch in range(self.config.learner.epochs):
             for samples in self._minibatches(packed, epoch):
-                first = self.backend.stops_first and bool(self.config.stop.kl_max) and bool(norms)
+                first = self.backend.stops_first and bool(self.config.stop.kl_max) and bool(updates)
                 current = (
                     self._forward(self.model, packed, range(packed.count))
                     if first or step_loss.needs_current(prep)
@@ -284,20 +340,21 @@ class LearnerCore:
                         and self.config.stop.action == "skip"
                         and stop_kl > self.config.stop.kl_max
                     )
-                    stopped = bool(over) and bool(norms)
+                    stopped = bool(over) and bool(updates)
                 if stopped:
                     if not total:
                         total = self._untrained(prep, step, packed, samples)
                     self.state.early_stops += 1
                     self._zero_grad()
-                    return Made(total, norms, stop_kl)
+                    return Made(total, updates, stop_kl)
                 step_loss.add_sums(total, sums)
-                norm = self._apply(packed, sums, step_loss.rate_share(prep, step, sums))
+                share = step_loss.rate_share(prep, step, sums)
+                norm = self._apply(packed, sums, share)
                 if norm is not None:
                     step_loss.step_made(prep)
                     self.made.update(samples)
-                    norms.append(norm)
-        return Made(total, norms, stop_kl)
+                    updates.append(Update(norm, self._rate() * share, sums, step.metrics))
+        return Made(total, updates, stop_kl)
 
     def _unused(
         self, prep: step_loss.Prepared, packed: Packed, samples: int
@@ -561,19 +618,6 @@ class LearnerCore:
             assert loss.start is not None
             share = 1.0 / (loss.token_lag.float() + 1.0)
             loss.anchor = share * loss.behavior + (1 - share) * loss.start
-
-    @staticmethod
-    def _moved(prep: step_loss.Prepared, before: torch.Tensor, after: torch.Tensor) -> float:
-        """KL(before || after) of one batch's update, nats a token, by k3 on the batch's valid
-        tokens; before, after [N]: logprobs around it.
-
-        The tokens are mu's: each counts before / mu, at most 2.  Their states stay mu's.
-        """
-        weight = ratios.log_ratio(before, prep.batch.behavior).exp().clamp(max=2.0)
-        return float(
-            ratios.masked_mean(kl.k3(ratios.log_ratio(before, after)) * weight, prep.valid)
-            / ratios.masked_mean(weight, prep.valid).clamp(min=1e-12)
-        )
 
     def _rate(self) -> float:
         """The learning rate of this batch."""

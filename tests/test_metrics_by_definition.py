@@ -114,6 +114,7 @@ def wanted(v: diagnostics.View) -> dict[str, float]:
         "is/mean_weight": fmean(x["w"] for x in ts),
         "is/weight_ess": ess([x["w"] for x in ts]),
         "is/target_ess": ess([math.exp(x["t"] - x["mu"]) for x in ts]),
+        "is/target_ratio": fmean(math.exp(x["t"] - x["mu"]) for x in ts),
         "is/zero_share": share(rejected) + share(vetoed) + share(masked),
         "is/rejected_share": share(rejected),
         "is/vetoed_share": share(vetoed),

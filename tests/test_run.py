@@ -17,6 +17,8 @@ import pytest
 from conftest import ENV, ROOT, Ended, demo_command
 from holding import allow, held
 
+from asyncrl.records import jsonl, metrics
+
 Call = Callable[..., Ended]
 DISPOSITIONS = {
     "trained",
@@ -157,6 +159,25 @@ def test_synchronous_runs_repeat_bitwise_also_after_stop_and_resume(
     resumed = asyncrl("run", "--resume", str(run_dir))
     assert resumed.code == 0, resumed.err[-3000:]
     assert resumed.json["weights_digest"] == first["weights_digest"]
+    whole = tmp_path / "runs" / "one" / "optimizer_steps.jsonl"
+    assert (run_dir / "optimizer_steps.jsonl").read_bytes() == whole.read_bytes(), (
+        "kept over the resume, none doubled and none lost"
+    )
+    check_optimizer_steps(run_dir)
+
+
+def check_optimizer_steps(run_dir: Path) -> None:
+    """Each optimizer step of the run has its row, once, in order, with the numbers of its batch."""
+    rows = jsonl.read(run_dir / "optimizer_steps.jsonl")
+    batches = [r for r in metrics.read(run_dir) if "reward/mean" in r]
+    assert [(r["step"], r["update"]) for r in rows] == [
+        (b["step"], i) for b in batches for i in range(int(b["optim/steps"]))
+    ]
+    names = {"kl/behavior_target_k3", "is/target_ratio", "optim/grad_norm", "optim/lr"}
+    assert rows and all(names <= r.keys() for r in rows)
+    for batch in batches:
+        norms = [r["optim/grad_norm"] for r in rows if r["step"] == batch["step"]]
+        assert sum(norms) / len(norms) == pytest.approx(batch["optim/grad_norm"])
 
 
 @pytest.mark.parametrize("victim", ["generator", "learner"])
@@ -180,6 +201,7 @@ def test_a_killed_process_costs_only_its_time(
     check_summary(summary, 2)
     assert summary["steps"] == 30
     assert "SIGKILL" in (tmp_path / "stderr").read_text()
+    check_optimizer_steps(run_dir)
 
 
 def test_parts_start_in_any_order_from_their_own_terminals(

@@ -215,13 +215,15 @@ def by_hand(ring: Ring, b: Batch) -> tuple[torch.Tensor, ...]:
 
 
 def test_the_split_is_what_the_versions_own_weights_say(model_dir: Path) -> None:
-    """The noise is the mismatch, at every lag; the rest is staleness, 0 where the start drew the
-    token; a single update is no update yet.
+    """The noise is the mismatch, at every lag; then staleness, 0 where the start drew the token;
+    then what the batch's own update has moved.
     """
     ring = Ring(model_dir)
     b = batch(ring)
     mu, version, start = by_hand(ring, b)
-    m = core(model_dir, ring).train(b)
+    c = core(model_dir, ring)
+    m = c.train(b)
+    after = c._forward(c.model, pack(b), range(GROUPS * SIZE))
     assert m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5) and m[
         "split/mismatch_k3"
     ] == pytest.approx(k3(-NOISE), abs=1e-5)
@@ -231,8 +233,9 @@ def test_the_split_is_what_the_versions_own_weights_say(model_dir: Path) -> None
         m["split/staleness_k3"] == pytest.approx(float((x.exp() - 1 - x).mean()), abs=1e-5)
         and m["split/staleness_k3"] > 0.01
     )
-    assert m["split/update"] == 0 and m["split/coverage"] == 1
-    assert m["split/total"] == pytest.approx(float((mu - start).mean()), abs=1e-5)
+    assert m["split/update"] == pytest.approx(float((start - after).mean()), abs=1e-6)
+    assert m["split/update_k3"] > 1e-7 and m["split/coverage"] == 1
+    assert m["split/total"] == pytest.approx(float((mu - after).mean()), abs=1e-5)
     assert (
         m["by_lag/staleness_0"] == 0
         and m["by_lag/staleness_k3_1"] > 0.01
@@ -278,26 +281,41 @@ def test_equal_weights_are_those_of_all_keys_and_values_too(model_dir: Path) -> 
     )
 
 
-def test_an_update_is_the_last_pass_against_the_start(model_dir: Path) -> None:
+@pytest.mark.parametrize(
+    "sections",
+    [
+        {"learner": {"lr": 1.0}},
+        {"learner": {"epochs": 2, "lr": 1.0}},
+        {"learner": {"epochs": 3, "lr": 1.0}, "stop": {"kl_max": 1e-12}},  # ends after one step
+    ],
+    ids=["one update", "two epochs", "stopped after the first"],
+)
+def test_an_update_is_the_policy_after_the_batch_against_the_start(
+    model_dir: Path, sections: dict[str, Any]
+) -> None:
+    """Nothing of it is a constant, however many updates there were; nor is kl/moved, on the same
+    answers."""
     ring = Ring(model_dir)
     b = batch(ring)
     _, _, start = by_hand(ring, b)
-    once, twice = (
-        core(model_dir, ring, learner={"lr": 1.0}),
-        core(model_dir, ring, learner={"epochs": 2, "lr": 1.0}),
-    )
-    once.train(b)
+    c = core(model_dir, ring, **sections)
+    m = c.train(b)
     packed = pack(b)
-    # where the second pass of `twice` stands
-    target = once._forward(once.model, packed, range(GROUPS * SIZE))
-    m = twice.train(b)
-    assert (
-        m["split/update"] == pytest.approx(float((start - target).mean()), abs=1e-6)
-        and m["split/update_k3"] > 1e-6
-    )
+    x = (start - c._forward(c.model, packed, range(GROUPS * SIZE))).double()
+    assert m["optim/steps"] == (2 if sections["learner"].get("epochs") == 2 else 1)
+    assert m["split/update"] == pytest.approx(float(x.mean()), abs=1e-6)
+    assert m["split/update_k3"] == pytest.approx(float(((-x).exp() - 1 + x).mean()), rel=1e-3)
+    assert m["split/update_k3"] > 1e-6
     assert m["split/total"] == pytest.approx(
         m["split/mismatch"] + m["split/staleness"] + m["split/update"], abs=1e-6
     )
+    weight = (start - packed.loss.behavior).double().exp().clamp(max=2.0)
+    moved = float((weight * ((-x).exp() - 1 + x)).sum() / weight.sum())
+    assert m["kl/moved"] == pytest.approx(moved, rel=1e-3)
+    # what only a later pass could see is said of no batch without one
+    constant = [n for n in m if n.startswith(("kl/start_target_", "by_lag/update_"))]
+    assert bool(constant) == (m["optim/steps"] > 1)
+    assert all(m[n] for n in constant)
 
 
 def test_measuring_changes_nothing_and_happens_when_it_is_due(model_dir: Path) -> None:
@@ -328,7 +346,7 @@ def test_versions_that_the_ring_no_longer_holds_are_left_out_and_said(model_dir:
 def test_a_few_answers_are_drawn_by_seed_and_batch(model_dir: Path) -> None:
     ring = Ring(model_dir)
     c = core(model_dir, ring, record={"split_samples": 3})
-    drawn: list[list[int]] = []
+    drawn: list[tuple[list[int], list[int]]] = []
     plain = c.measure.chosen
     c.measure.chosen = lambda *args: drawn.append(plain(*args)) or drawn[-1]  # type: ignore[func-returns-value, method-assign]
     c.train(batch(ring))
@@ -336,7 +354,10 @@ def test_a_few_answers_are_drawn_by_seed_and_batch(model_dir: Path) -> None:
     again = core(model_dir, ring, record={"split_samples": 3})
     again.measure.chosen = lambda *args: drawn.append(plain(*args)) or drawn[-1]  # type: ignore[func-returns-value, method-assign]
     again.train(batch(ring))
-    assert [len(x) for x in drawn] == [3, 3, 3] and drawn[0] == drawn[2] != drawn[1]
+    assert [len(x) for x, _ in drawn] == [3, 3, 3] and drawn[0] == drawn[2] != drawn[1]
+    # of the 12 answers in six groups of two: as few groups as can be, beside any mixture
+    assert all(len({i // SIZE for i in x}) == 2 for x, _ in drawn)
+    assert [len(x) for _, x in drawn] == [GROUPS * SIZE] * 3
 
 
 def test_several_minibatches_split_the_first_ones_answers(model_dir: Path) -> None:
@@ -348,7 +369,8 @@ def test_several_minibatches_split_the_first_ones_answers(model_dir: Path) -> No
     assert (
         m["split/mismatch"] == pytest.approx(NOISE, abs=1e-5)
         and m["by_lag/staleness_0"] == 0
-        and m["split/update"] == 0
+        and m["split/update"] != 0
+        and "kl/start_target_k1" not in m
     )
 
 
@@ -405,3 +427,18 @@ def test_kl_to_the_reference_is_measured_where_no_term_is_on(model_dir: Path) ->
     assert "kl/target_ref_k1" not in c.train(batch(ring, 3)) and "kl/target_ref_k1" in c.train(
         batch(ring, 4)
     )
+
+
+def test_the_reference_is_measured_on_answers_of_its_own(model_dir: Path) -> None:
+    """As many as record.reference_samples says, spread over the groups."""
+    ring = Ring(model_dir)
+    c = core(
+        model_dir, ring, record={"reference_kl_every": 2, "reference_samples": 5, "split_every": 0}
+    )
+    seen: list[int] = []
+    real = c.measure.to_reference
+    c.measure.to_reference = lambda packed, prep, answers: (  # type: ignore[method-assign]
+        seen.extend(answers) or real(packed, prep, answers)  # type: ignore[func-returns-value]
+    )
+    assert "kl/target_ref_k3" in c.train(batch(ring))
+    assert len(seen) == 5 and len({i // SIZE for i in seen}) > 3

@@ -7,6 +7,7 @@ column a lag bucket."""
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -77,6 +78,7 @@ SAMPLES = (
     "nll_start",
 )
 EDGES = 0.01 * 1.15 ** torch.arange(48)  # |log rho| histogram: from 0.01 to about 7
+UPPER_EDGES: list[float] = EDGES.tolist()  # the same for the host
 
 
 @dataclass
@@ -241,7 +243,16 @@ def to_host(tensors: dict[str, torch.Tensor]) -> dict[str, list[float]]:
 
 def metrics(total: dict[str, torch.Tensor]) -> dict[str, float]:
     """Metrics of a batch from its sums, as `metric_names` lists them."""
-    host = to_host(total)
+    return metrics_of_each([total])[0]
+
+
+def metrics_of_each(totals: Sequence[dict[str, torch.Tensor]]) -> list[dict[str, float]]:
+    """The same of several sums by themselves, at one synchronization with the device."""
+    host = to_host({f"{i}/{name}": x for i, t in enumerate(totals) for name, x in t.items()})
+    return [_of_sums({name: host[f"{i}/{name}"] for name in t}) for i, t in enumerate(totals)]
+
+
+def _of_sums(host: dict[str, list[float]]) -> dict[str, float]:
     if "tokens" not in host:
         return {}
     width = 1 + len(BUCKETS)
@@ -293,6 +304,7 @@ def _of_tokens(s: dict[str, float]) -> dict[str, float]:
         "is/mean_weight": m["w"],
         "is/weight_ess": _ess(s["w"], s["w2"], n),
         "is/target_ess": _ess(s["t"], s["t2"], n),
+        "is/target_ratio": m["t"],
         "is/zero_share": m["masked"] + m["rejected"] + m["vetoed"],
         "is/rejected_share": m["rejected"],
         "is/vetoed_share": m["vetoed"],
@@ -399,5 +411,5 @@ def _quantile(counts: list[float], q: float) -> float:
     for i, count in enumerate(counts):
         seen += count
         if count and seen >= goal:
-            return float(EDGES[min(i, len(EDGES) - 1)])
+            return UPPER_EDGES[min(i, len(UPPER_EDGES) - 1)]
     return 0.0

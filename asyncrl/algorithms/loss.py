@@ -41,6 +41,7 @@ from asyncrl.contract.errors import ConfigError
 
 add_sums = diagnostics.add
 finish = diagnostics.metrics
+finish_each = diagnostics.metrics_of_each
 __all__ = [
     "LossBatch",
     "Prepared",
@@ -48,6 +49,7 @@ __all__ = [
     "add_sums",
     "begin_step",
     "finish",
+    "finish_each",
     "micro_loss",
     "needs_anchor_first",
     "needs_current",

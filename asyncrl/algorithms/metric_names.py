@@ -34,6 +34,10 @@ METRIC_NAMES: dict[str, tuple[str, str]] = {
         "share",
         "effective sample size of the raw ratios target/behaviour, whatever weights the loss uses",
     ),
+    "is/target_ratio": (
+        "-",
+        "mean of the raw ratios target/behaviour, whatever weights the loss uses",
+    ),
     "is/ess_by_answer": ("share", "effective sample size of the answers' mean weights"),
     "is/log_ratio_p50": (
         "nats",
@@ -66,7 +70,7 @@ METRIC_NAMES: dict[str, tuple[str, str]] = {
     "kl/start_target_k1": (
         "nats/token",
         "k1 estimate of KL(start || target): the mean of log pi_start - log pi_theta over the "
-        "batch's updates",
+        "passes of the batch's updates; only where a later pass sees answers of the first",
     ),
     "kl/behavior_target_k1": ("nats/token", "k1 estimate of KL(behaviour || target)"),
     "kl/ref_target": (

@@ -437,13 +437,14 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             description="batches between splits of log pi_theta / mu into engine mismatch, "
             "staleness and update, with weights out of the ring; 0: none"
         ),
-    ] = 10
+    ] = 5
     split_samples: Annotated[
         Positive,
         Meta(
-            description="answers of such a batch that are split, or measured against the reference"
+            description="answers of such a batch that are split, of as few groups as can be; "
+            "kl/moved is measured on them, too"
         ),
-    ] = 32
+    ] = 8
     reference_kl_every: Annotated[
         Count,
         Meta(
@@ -451,11 +452,15 @@ class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
             "is on (a second model in memory); 0: none"
         ),
     ] = 10
+    reference_samples: Annotated[
+        Positive,
+        Meta(description="answers of such a batch that are measured against the reference"),
+    ] = 32
     kl_moved: Annotated[
         Count,
         Meta(
-            description="batches between measurements of kl/moved, at two forward passes each; 0: "
-            "none"
+            description="batches between measurements of kl/moved on the whole batch, at two "
+            "forward passes each; 0: it is measured where the split is, on its answers"
         ),
     ] = 0
     stream: Annotated[

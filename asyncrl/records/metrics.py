@@ -61,12 +61,15 @@ METRICS: dict[str, Metric] = {
         "divides by",
     ),
     "kl/start_target_k3": Metric(
-        "nats/token", "k3 estimate of KL(start || target), mean over the batch's updates"
+        "nats/token",
+        "k3 estimate of KL(start || target), mean over the passes of the batch's updates; only "
+        "where a later pass sees answers of the first",
     ),
     "kl/behavior_target_k3": Metric("nats/token", "k3 estimate of KL(behaviour || target)"),
     "kl/moved": Metric(
         "nats/token",
-        "k3 estimate of KL(policy before the batch || policy after it), with record.kl_moved",
+        "k3 estimate of KL(policy before the batch || policy after it): the batch's own move, on "
+        "the answers of the split (record.split_every) or on all (record.kl_moved)",
     ),
     "kl/target_ref_k1": Metric("nats/token", "k1 estimate of KL(target || reference)"),
     "kl/target_ref_k3": Metric("nats/token", "k3 estimate of KL(target || reference)"),
@@ -97,7 +100,7 @@ METRICS: dict[str, Metric] = {
         "mean of log pi_v - log pi_start: what the weights have moved since the token was drawn",
     ),
     "split/update": Metric(
-        "nats/token", "mean of log pi_start - log pi_theta, at the batch's last pass"
+        "nats/token", "mean of log pi_start - log pi_theta, pi_theta: after the batch's updates"
     ),
     "split/total": Metric(
         "nats/token", "mean of log mu - log pi_theta on the same tokens: the sum of the three"
