@@ -16,10 +16,12 @@ import torch
 import torch.nn.functional as F
 
 from asyncrl.models import exact_operators
+from asyncrl.models.packed_attention import Cut, cuts
 from asyncrl.models.packed_forward import Layout, rotate
 
 MASKED = -1e30
 BLOCK = 64  # steps between two looks at which columns are free; columns that attention takes more
+SCORES = 1 << 24  # of attention at once, while prompts are encoded: 64 MiB, and copies
 KEPT_BLOCK = 8  # tokens whose keys and values are kept, found and thrown away together
 
 
@@ -354,6 +356,21 @@ def decode(
     return w.logits(x)
 
 
+def query_blocks(lay: Layout, b: int, n: int, past: int, device: str) -> list[Cut]:
+    """The runs of queries that attention takes of b rows of n tokens behind `past` others: the
+    scores of one take SCORES numbers, so that memory grows with n and not with its square.
+    """
+    return cuts(n, n, 0, device, max(1, SCORES // max(1, b * lay.heads * (past + n))))
+
+
+def future(blocks: Sequence[Cut], device: torch.device) -> torch.Tensor:
+    """The bias [m, m] among the m tokens of a block, the longest of `blocks`; a shorter one takes
+    its corner.
+    """
+    longest = max(block.end - block.first for block in blocks)
+    return torch.full((longest, longest), MASKED, device=device).triu_(1)
+
+
 def encode(
     w: FusedWeights, ids: torch.Tensor, begun: Begun | None = None
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -362,14 +379,17 @@ def encode(
     """
     b, n = ids.shape
     lay = w.lay
-    bias = torch.full((n, n), MASKED, device=ids.device).triu_(1)
     positions = torch.arange(n, device=ids.device).repeat(b)
+    known = None
+    past = 0
     if begun is not None:
+        past = begun.k.shape[3]
         positions = (positions.view(b, n) + begun.known[:, None]).flatten()
         positions.clamp_(max=len(w.cos) - 1)  # padding
-        columns = torch.arange(begun.k.shape[3], device=ids.device)
-        past = torch.where(columns < begun.known[:, None, None, None], 0.0, MASKED)
-        bias = torch.cat([past.expand(b, 1, n, len(columns)), bias.expand(b, 1, n, n)], -1)
+        columns = torch.arange(past, device=ids.device)
+        known = torch.where(columns < begun.known[:, None, None, None], 0.0, MASKED)
+    blocks = query_blocks(lay, b, n, past, ids.device.type)
+    bias = future(blocks, ids.device)
     turns = w.turns(positions)
     x = w.top["embed"].index_select(0, ids.flatten())
     out = []
@@ -379,16 +399,42 @@ def encode(
         if i + 1 < w.layers:
             if begun is not None:
                 k, v = torch.cat([begun.k[i], k], 2), torch.cat([begun.v[i], v], 2)
-            share = lay.heads // lay.kv_heads
-            scores = torch.matmul(
-                q.reshape(b, lay.kv_heads, share * n, lay.head_dim), k.transpose(2, 3)
-            ).view(b, lay.heads, n, -1)
-            p = torch.softmax(scores.float() + bias, -1).to(x.dtype)
-            a = torch.matmul(p.view(b, lay.kv_heads, share * n, -1), v).view(
-                b, lay.heads, n, lay.head_dim
-            )
+            a = _attend_blocks(q, k, v, blocks, bias, known)
             x = w.finish(i, x, a.transpose(1, 2).reshape(b * n, -1))
     return out
+
+
+def _attend_blocks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    blocks: Sequence[Cut],
+    bias: torch.Tensor,
+    known: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention [B, heads, L, d] of q [B, heads, L, d] over k, v [B, kv heads, M + L, d], a block
+    of queries at a time, over the keys up to its last one.
+
+    bias: `future` of the blocks; known: bias [B, 1, 1, M] over the first M keys; None: M = 0."""
+    b, heads, n, d = q.shape
+    kv_heads = k.shape[1]
+    past = k.shape[2] - n
+    if len(blocks) > 1:
+        k, v = k.contiguous(), v.contiguous()
+    by_key = q.reshape(b, kv_heads, heads // kv_heads, n, d)
+    out = []
+    for block in blocks:
+        queries, end = block.end - block.first, past + block.end
+        some = by_key[:, :, :, block.first : block.end].reshape(b, kv_heads, -1, d)
+        scores = torch.matmul(some, k[:, :, :end].transpose(2, 3)).float()
+        scores = scores.view(b, heads, queries, end)
+        if known is not None:
+            scores[..., :past].add_(known)
+        scores[..., past + block.first :].add_(bias[:queries, :queries])
+        shares = torch.softmax(scores, -1).to(q.dtype)
+        attended = torch.matmul(shares.view(b, kv_heads, -1, end), v[:, :, :end])
+        out.append(attended.view(b, heads, queries, d))
+    return out[0] if len(out) == 1 else torch.cat(out, 2)
 
 
 def sample(
@@ -468,7 +514,8 @@ def encode_exact(w: FusedWeights, ids: torch.Tensor) -> list[tuple[torch.Tensor,
     lay, share = w.lay, w.lay.heads // w.lay.kv_heads
     groups = lay.kv_heads // exact_operators.together(lay)
     turns = w.turned[:n].repeat(b, 1)
-    bias = torch.full((n, n), MASKED, device=ids.device).triu_(1).repeat(share, 1)
+    blocks = query_blocks(lay, b, n, 0, ids.device.type)
+    bias = future(blocks, ids.device)
     x = w.top["embed"].index_select(0, ids.flatten())
     out = []
     for i, layer in enumerate(w.per_layer):
@@ -482,13 +529,18 @@ def encode_exact(w: FusedWeights, ids: torch.Tensor) -> list[tuple[torch.Tensor,
         out.append((beside, values))
         if i + 1 < w.layers:
             keys, values = (t.reshape(b * lay.kv_heads, n, lay.head_dim) for t in (k, v))
-            a = exact_operators.attend(
-                q.reshape(b, lay.kv_heads, share * n, lay.head_dim), keys, values, bias
-            )
-            x = exact_operators.finish(
-                lay,
-                layer,
-                x,
-                a.view(b, lay.heads, n, lay.head_dim).transpose(1, 2).reshape(b * n, -1),
-            )
+            by_key = q.reshape(b, lay.kv_heads, share, n, lay.head_dim)
+            attended = []
+            for block in blocks:
+                queries = block.end - block.first
+                some = by_key[:, :, :, block.first : block.end]
+                of_block = exact_operators.attend(
+                    some.reshape(b, lay.kv_heads, -1, lay.head_dim),
+                    keys[:, : block.columns],
+                    values[:, : block.columns],
+                    bias[:queries, :queries].repeat(share, 1),
+                )
+                attended.append(of_block.view(b, lay.heads, queries, lay.head_dim))
+            a = torch.cat(attended, 2).transpose(1, 2).reshape(b * n, -1)
+            x = exact_operators.finish(lay, layer, x, a)
     return out

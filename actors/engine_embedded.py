@@ -11,7 +11,7 @@ with what was encoded or drawn with these weights is encoded behind that alone."
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -28,8 +28,10 @@ from asyncrl.contract.versions import Label
 from asyncrl.models import exact_operators, memory
 from asyncrl.models.adapters import Base
 from asyncrl.models.policy import PolicyModel, load_policy
+from asyncrl.records import machine_memory
 
 CHUNK = 64  # rows refilled at a time: an admission costs about as much as a few decode steps
+TOGETHER = 1 << 15  # tokens of prompts that are encoded together
 SHRINK = 0.75  # live share of the rows in use below which they are moved together
 
 
@@ -82,6 +84,11 @@ class EmbeddedEngine:
         self.fixed = fixed
         self.dtype = next(model.hf.parameters()).dtype
         self.device = model.device
+        if (needed := self._bytes(1, context, context)) > free_memory(self.device):
+            raise ConfigError(
+                f"generator.context = {context}: one answer of so many tokens takes {gb(needed)}, "
+                f"and {gb(free_memory(self.device))} are free: set it lower, or get memory"
+            )
         self.cache: decoder.ColumnCache | None = None
         self.answer_needed = max_new_tokens
         self.prompt_needed = 8
@@ -124,6 +131,20 @@ class EmbeddedEngine:
     @property
     def active(self) -> int:
         return self.live + len(self.queue)
+
+    @property
+    def token_bytes(self) -> int:
+        """Of the keys and values of one token."""
+        lay = self.lay
+        numbers: int = 2 * self.weights.layers * lay.kv_heads * lay.head_dim
+        return numbers * int(self.dtype.itemsize)
+
+    def _bytes(self, rows: int, columns: int, prompt: int) -> int:
+        """Memory of a cache, and of encoding a prompt of so many tokens beside it."""
+        config = self.lay.hf.config
+        states: int = 4 * config.hidden_size + 3 * config.intermediate_size
+        encoding = prompt * (self.token_bytes + states * int(self.dtype.itemsize))
+        return rows * columns * self.token_bytes + encoding
 
     @torch.inference_mode()
     def load(
@@ -298,6 +319,16 @@ class EmbeddedEngine:
         old_prompt = self.prompt_needed
         self.prompt_needed = -(-prompt // 8) * 8
         self.answer_needed = answer
+        # main memory is taken by the rows that are written alone
+        rows = min(self.slots, len(self.rows) + len(requests))
+        rows = rows if self.device.type == "cpu" else self.slots
+        needed = self._bytes(rows, self._cache_columns(), prompt)
+        if needed > (free := free_memory(self.device)):
+            raise ConfigError(
+                f"a prompt of {prompt + 1} tokens: the keys and values of {rows} answers of up to "
+                f"{self._cache_columns()} tokens take {gb(needed)}, and {gb(free)} are free: set "
+                f"generator.slots = {self.slots} or generator.context = {self.context} lower"
+            )
         like = torch.empty(0, dtype=self.dtype, device=self.device)
         self.cache = decoder.ColumnCache(
             self.lay,
@@ -345,23 +376,23 @@ class EmbeddedEngine:
         )
         for to, first, end in parts:
             target = slice(to, to + end - first)
+            used = len(self.rows)  # the others' memory is not taken yet
             for new, was in ((self.cache.k, old.k), (self.cache.v, old.v)):
-                new[:, :, :, target] = was[:, :, :, first:end]
+                new[:, :used, :, target] = was[:, :used, :, first:end]
             self.cache.bias[:, :, target] = old.bias[:, :, first:end]
 
     def _write_prompts(self, rows: list[int], prompts: list[np.ndarray], groups: list[Any]) -> None:
         """Give each row the keys and values of its prompt without the last token, and keep them."""
-        if self.kept is None:
-            self._write_new(rows, prompts, groups)
-            return
-        assert self.cache is not None
+        of = dict(zip(groups, prompts, strict=True))
         known = {
-            group: self.kept.find(prompt[:-1])
-            for group, prompt in dict(zip(groups, prompts, strict=True)).items()
+            group: self.kept.find(prompt[:-1]) if self.kept is not None else []
+            for group, prompt in of.items()
         }
         for begun in (False, True):
-            part = [at for at, group in enumerate(groups) if bool(known[group]) == begun]
-            if part:
+            names = [group for group in of if bool(known[group]) == begun]
+            for some in batches([len(of[group]) for group in names]):
+                members = {names[at] for at in some}
+                part = [at for at, group in enumerate(groups) if group in members]
                 chosen = (
                     [rows[at] for at in part],
                     [prompts[at] for at in part],
@@ -371,6 +402,9 @@ class EmbeddedEngine:
                     self._write_begun(*chosen, [known[groups[at]] for at in part])
                 else:
                     self._write_new(*chosen)
+        if self.kept is None:
+            return
+        assert self.cache is not None
         one = {group: at for at, group in enumerate(groups)}
         for at in one.values():
             slot, prompt = rows[at], prompts[at][:-1]
@@ -466,8 +500,9 @@ class EmbeddedEngine:
         """Rebuild the keys and values of every live row with the weights now loaded."""
         assert self.cache is not None
         live = [(slot, request) for slot, request in enumerate(self.rows) if request is not None]
-        for at in range(0, len(live), CHUNK):
-            part = live[at : at + CHUNK]
+        lengths = [len(request.request.prompt) + self.clock - request.born for _, request in live]
+        for some in batches(lengths):
+            part = [live[at] for at in some]
             whole = [
                 np.concatenate(
                     [
@@ -594,6 +629,35 @@ class EmbeddedEngine:
             )
         self.live -= len(answers)
         return answers
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of `device` that this process can still take."""
+    if device.type != "cuda":
+        return machine_memory.free_bytes()
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+def gb(size: int) -> str:
+    return f"{size / 1e9:.1f} GB"
+
+
+def batches(lengths: Sequence[int]) -> list[list[int]]:
+    """The places of rows of these lengths in batches to encode: of like length, CHUNK rows and
+    TOGETHER tokens with the padding at most, or one row.
+
+    >>> batches([5, 40_000, 9, 30_000, 7])
+    [[0, 4, 2], [3], [1]]
+    """
+    out: list[list[int]] = []
+    for at in sorted(range(len(lengths)), key=lengths.__getitem__):
+        count = len(out[-1]) + 1 if out else 0
+        if 0 < count <= CHUNK and count * lengths[at] <= TOGETHER:
+            out[-1].append(at)
+        else:
+            out.append([at])
+    return out
 
 
 def padded(rows: list[np.ndarray]) -> np.ndarray:

@@ -30,7 +30,7 @@ from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import BUFFER, Wait, WaitLog
 from asyncrl.models.devices import bind
 from asyncrl.records import terms
-from asyncrl.records.rundir import ended, found_address, run_id
+from asyncrl.records.rundir import ended, found_address, note_longest_prompt, run_id
 from asyncrl.records.trace import Tracer
 from asyncrl.transport import chunks
 from asyncrl.transport.sockets import PeerSocket, wait
@@ -108,6 +108,7 @@ class Generator:
         )
         self.socket.find = self.whereabouts
         self.loaded: Loaded | None = None
+        self.longest_prompt = 0
         self.steps = DECODE_STEPS  # of the next decode call
         self.want_sequence = 0
         self.want_sent = 0.0
@@ -293,6 +294,10 @@ class Generator:
             self.fail(sample)
         if requests:
             with self.tracer.span("prefill", len(requests)):
+                longest = max(len(request.prompt) for request in requests)
+                if longest > self.longest_prompt:
+                    self.longest_prompt = longest
+                    note_longest_prompt(self.run_dir, self.producer, longest)
                 self.engine.add(requests)
 
     def decode(self) -> None:

@@ -31,6 +31,11 @@ def test_a_cut_sees_the_keys_up_to_its_last_query_rounded_up_and_the_last_one_al
     # never more keys than there are
     assert cuts(96, 100, 30, "cpu") == [Cut(0, 48, 80), Cut(48, 96, 100)]
     assert cuts(96, 96, 60, "cpu") == [Cut(0, 48, 96), Cut(48, 96, 96)]
+    # and never more queries than asked for, down to a multiple of 16
+    assert cuts(64, 64, 0, "cpu", 64) == [Cut(0, 64, 64)]
+    assert cuts(64, 64, 0, "cpu", 47) == [Cut(0, 32, 32), Cut(32, 64, 64)]
+    assert cuts(40, 40, 0, "cpu", 1) == [Cut(0, 16, 16), Cut(16, 32, 32), Cut(32, 40, 40)]
+    assert {cut.end - cut.first for cut in cuts(32_000, 32_000, 0, "cpu", 100)} == {96, 32}
 
 
 def samples(*shape: tuple[int, int]) -> tuple[list[np.ndarray], list[np.ndarray], list[int]]:

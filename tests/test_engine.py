@@ -13,12 +13,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from actors import decoder
+from actors import decoder, engine_embedded
 from actors.engine import Answer, Request, uniform_rows, uniforms
 from actors.engine_embedded import EmbeddedEngine, rounded
+from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.versions import Label
-from asyncrl.models import policy
+from asyncrl.models import packed_attention, policy
+from asyncrl.records import machine_memory
 
 EOS = 1
 
@@ -320,3 +323,101 @@ def test_a_column_is_taken_again_when_no_live_row_has_keys_in_it(data: st.DataOb
             ]
     columns.clear()
     assert columns.high == 0 and columns.take(0, lambda: 0) == 0
+
+
+# ---- long prompts: memory grows with them, not with their square ---------------------------------
+
+
+class LargestTensor(TorchDispatchMode):
+    """The most numbers that any one tensor has, of those that operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(each, torch.Tensor):
+                self.numbers = max(self.numbers, each.numel())
+        return made
+
+
+@pytest.mark.parametrize(
+    ("fixed", "begun"), [(False, 0), (False, 1000), (True, 0)], ids=["plain", "begun", "exact"]
+)
+def test_a_long_prompt_is_encoded_in_blocks_of_queries(
+    fixed: bool, begun: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys and values are those of a prompt that is not cut, in exact mode bit for bit; no tensor
+    has more than a fixed number of scores, or some numbers a token."""
+    model = policy.build_model(tmp_path / "m", "0123456789", max_positions=4096, kv_heads=2)
+    e = EmbeddedEngine(model, slots=2, context=4000, fixed=fixed)
+    e.load(dict(policy.named_weights(model)), Label(1, 0), "d0")
+    ids = torch.from_numpy(np.random.default_rng(0).integers(3, 12, (2, 1600)))
+    start = None
+    if begun:
+        past = decoder.encode(e.weights, ids[:, :begun])
+        keys, values = (torch.stack([layer[at] for layer in past]) for at in (0, 1))
+        start = decoder.Begun(keys, values, torch.tensor([begun, begun - 300]))
+
+    def encoded() -> tuple[int, list[Any]]:
+        with torch.inference_mode(), LargestTensor() as largest:
+            if fixed:
+                found = decoder.encode_exact(e.weights, ids)
+            else:
+                found = decoder.encode(e.weights, ids, start)
+        return largest.numbers, [x for layer in found for x in layer]
+
+    monkeypatch.setattr(decoder, "SCORES", 1 << 18)
+    most, in_blocks = encoded()
+    tokens = ids.numel()
+    assert most <= max(1 << 18, tokens * 4 * model.hf.config.intermediate_size)
+    monkeypatch.setattr(decoder, "SCORES", 1 << 40)
+    monkeypatch.setitem(packed_attention.UNCUT, "cpu", 1 << 20)
+    whole_most, whole = encoded()
+    assert whole_most >= 2 * 4 * 1600 * (1600 + begun) > 10 * most
+    for cut, uncut in zip(in_blocks, whole, strict=True):
+        assert torch.equal(cut, uncut) if fixed else torch.allclose(cut, uncut, atol=1e-5)
+
+
+def test_prompts_are_encoded_together_up_to_a_number_of_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is drawn is the same, and a long prompt pads no short ones."""
+    model = policy.build_model(tmp_path / "m", "0123456789")
+    prompts = [[3 + (at + i) % 9 for i in range(length)] for at, length in enumerate((9, 2, 30, 3))]
+    requests = [request(at, 0, prompt, 6) for at, prompt in enumerate(prompts)]
+    together = run(engine(model), requests)
+    monkeypatch.setattr(engine_embedded, "TOGETHER", 32)
+    seen = []
+    plain = decoder.encode
+    monkeypatch.setattr(
+        decoder, "encode", lambda w, ids, *a: seen.append(tuple(ids.shape)) or plain(w, ids, *a)
+    )
+    apart = run(engine(model), requests)
+    assert seen == [(3, 8), (1, 29)]
+    for key, answer in together.items():
+        assert np.array_equal(answer.tokens, apart[key].tokens)
+
+
+def test_a_context_that_memory_does_not_hold_is_refused_by_arithmetic(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = policy.build_model(tmp_path / "m", "0123456789")
+    e = engine(model)
+    of_token = e.token_bytes
+    assert of_token == 2 * 2 * 4 * 16 * 4  # keys and values, layers, heads, their width, float32
+    monkeypatch.setattr(machine_memory, "free_bytes", lambda: of_token * 63)
+    with pytest.raises(ConfigError, match=r"generator.context = 64: .* set it lower"):
+        engine(model)
+    for free, refused in ((1 << 30, False), (of_token * 60, True)):
+        monkeypatch.setattr(machine_memory, "free_bytes", lambda free=free: free)
+        e.add([request(free, 0, [3] * 40)])
+        if not refused:
+            assert len(run(e, [])) == 1
+            continue
+        # rows of the cache are as wide as the longest prompt so far: this one widens them
+        e.add([request(free, 1, [3] * 43)])
+        with pytest.raises(ConfigError, match=r"a prompt of 43 tokens: .*generator.slots"):
+            e.step()

@@ -191,11 +191,12 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor
     """q [B, h_kv, rows, d] (scaled, rows a multiple of QUERIES) over k, v [B * h_kv, W, d] (W a
     multiple of KEYS, column = position).
 
-    bias: additive, broadcasts to [B, h_kv, rows, W].  Returns [B, h_kv, rows, d].
+    bias: additive, broadcasts to [B, h_kv, rows, the last columns]; the others are seen by all.
+    Returns [B, h_kv, rows, d].
     """
     b, groups, rows, d = q.shape
     scores = torch.bmm(q.reshape(b * groups, rows, d), k.transpose(1, 2))
-    scores.view(b, groups, rows, -1).add_(bias)
+    scores.view(b, groups, rows, -1)[..., -bias.shape[-1] :].add_(bias)
     return attended(torch.softmax(scores, -1), v).view(b, groups, rows, d)
 
 

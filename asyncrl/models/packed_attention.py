@@ -127,14 +127,17 @@ class Rows:
         )
 
 
-def cuts(width: int, columns: int, before: int, device: str) -> list[Cut]:
+def cuts(width: int, columns: int, before: int, device: str, most: int = 0) -> list[Cut]:
     """How rows of `width` queries over `columns` keys are cut: see `Table` for before.  All ends
-    but the last and all numbers of keys are multiples that exact mode wants."""
+    but the last and all numbers of keys are multiples that exact mode wants.  most: queries of a
+    cut at most, however many cuts that takes, but not fewer than such a multiple; 0: no limit."""
     uncut = UNCUT.get(device, UNCUT_ELSEWHERE)
-    if width <= uncut:
+    if width <= uncut and not 0 < most < width:
         return [Cut(0, width, columns)]
     many = min(MOST_CUTS, -(-width // uncut))
     step = exact_operators.up(-(-width // many), exact_operators.KEYS)
+    if most:
+        step = min(step, exact_operators.up(most - exact_operators.KEYS + 1, exact_operators.KEYS))
     out = []
     for first in range(0, width, step):
         end = min(first + step, width)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.records import rundir
+from asyncrl.records import machine_memory, rundir
 
 # exit codes: told to end; nothing left to do; another speaks in its place
 INTERRUPTED = 130
@@ -106,12 +106,10 @@ def memory_kills() -> list[str | int]:
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return [boot, int(line.split()[1])]
-    except (OSError, ValueError):
-        pass
-    return []
+    except OSError:
+        return []
+    kills = machine_memory.memory_kills()
+    return [] if kills is None else [boot, kills]
 
 
 def before(run_dir: Path, name: str, pid: int) -> Before:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -210,3 +211,17 @@ class Lock:
 
     def close(self) -> None:
         self.file.close()
+
+
+def note_longest_prompt(run_dir: Path, name: str, tokens: int) -> None:
+    """Keep how long a process's longest prompt was, for whoever finds it killed."""
+    with contextlib.suppress(OSError):
+        (run_dir / f".{name}.longest").write_text(str(tokens))
+
+
+def longest_prompt(run_dir: Path, name: str) -> int:
+    """What the process of this name noted last; 0: nothing."""
+    try:
+        return int((run_dir / f".{name}.longest").read_text())
+    except (OSError, ValueError):
+        return 0

@@ -18,7 +18,7 @@ from asyncrl.contract import importing
 from asyncrl.contract.errors import NothingToDo, ProcessLost
 from asyncrl.contract.messages import Status
 from asyncrl.contract.waits import Watchdog, culprit
-from asyncrl.records import lives
+from asyncrl.records import lives, rundir
 from asyncrl.supervise import scaling
 from asyncrl.supervise.hosts import Maker, Order, Process
 from asyncrl.supervise.hosts.local import Local
@@ -48,6 +48,7 @@ class Child:
     restarts: int = 0
     code: int | None = None  # of its exit, 0 when that was no loss; None: it runs
     held_up: bool = False  # it held the run up, and was ended for that
+    memory_kills: list[str | int] = field(default_factory=list)  # of its machine, as it began
     leaving: float = 0.0  # when it was told to leave a run that goes on without it; 0: it was not
 
     @property
@@ -119,6 +120,7 @@ class Supervisor:
         child.process = self.maker.start(Order(child.name, child.argv, child.threads, child.log))
         child.code = None
         child.held_up = False
+        child.memory_kills = lives.memory_kills()
 
     # ---- watching --------------------------------------------------------------------------------
 
@@ -288,24 +290,41 @@ class Supervisor:
                 child.process.pid,
                 "died",
                 code=code,
-                why=(last or [""])[-1][:500],
+                why=(self.cause(child, code).strip(" ()") or (last or [""])[-1])[:500],
                 **({"held_up": True} if child.held_up else {}),
             )
-        self.say(f"{child.name} died: {signal_name(code)}; its log: {child.log}")
+        died = signal_name(code) + self.cause(child, code)
+        self.say(f"{child.name} died: {died}; its log: {child.log}")
         for line in last:
             self.say(f"    {line}")
         if refused is not None:  # starting again would meet it again
             raise refused
         if not child.restartable or child.restarts >= self.config.watchdog.restarts:
             raise ProcessLost(
-                f"{child.name} died ({signal_name(code)}) and cannot be started again; log: "
-                f"{child.log}"
+                f"{child.name} died ({died}) and cannot be started again; log: {child.log}"
             )
         child.restarts += 1
         self.say(
             f"starting {child.name} again ({child.restarts} of {self.config.watchdog.restarts})"
         )
         self.spawn(child)
+
+    def cause(self, child: Child, code: int) -> str:
+        """Of a death by SIGKILL that may have been for want of memory, in brackets; else empty."""
+        if code not in (-signal.SIGKILL, lives.RANK_LOST) or child.held_up:
+            return ""
+        before, now = child.memory_kills, lives.memory_kills()
+        if before and before == now:
+            return ""
+        why = "killed for want of memory"
+        if not before or not now:
+            why = "perhaps killed for want of memory; this machine does not say"
+        if tokens := rundir.longest_prompt(self.run_dir, child.name):
+            why += (
+                f"; its longest prompt had {tokens} tokens: set generator.context or "
+                "generator.slots lower"
+            )
+        return f" ({why})"
 
     # ---- the end ---------------------------------------------------------------------------------
 

@@ -1,0 +1,81 @@
+"""Free memory and kills for want of it, as the kernel's files say them; and the process that was
+killed for it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from asyncrl.config.tree import Config, Model, Task
+from asyncrl.records import lives, machine_memory, rundir
+from asyncrl.supervise.launch import Child, Supervisor
+
+
+@pytest.mark.parametrize(
+    ("limit", "taken", "folder", "line", "none"),
+    [
+        ("memory.max", "memory.current", "", "0::/a/b", "max"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory", "4:memory:/a/b", str(1 << 62)),
+    ],
+    ids=["version 2", "version 1"],
+)
+def test_free_memory_is_the_machines_or_what_a_control_group_leaves(
+    limit: str,
+    taken: str,
+    folder: str,
+    line: str,
+    none: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert 1 << 20 < machine_memory.free_bytes() <= psutil.virtual_memory().total
+    group = tmp_path / folder / "a" / "b"
+    group.mkdir(parents=True)
+    (group / limit).write_text(f"{none}\n")
+    (group / taken).write_text("5\n")
+    (group.parent / limit).write_text("5000\n")
+    (group.parent / taken).write_text("3000\n")
+    (group.parent / "memory.stat").write_text("anon 1\ninactive_file 500\n")
+    (tmp_path / "own").write_text(f"7:pids:/elsewhere\n{line}\n")
+    monkeypatch.setattr(machine_memory, "GROUPS", tmp_path)
+    monkeypatch.setattr(machine_memory, "OWN_GROUPS", tmp_path / "own")
+    assert machine_memory.free_bytes() == 2500
+
+
+def test_kills_for_memory_are_the_machines_and_the_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("KERNEL", "GROUPS", "OWN_GROUPS"):
+        monkeypatch.setattr(machine_memory, name, tmp_path / name)
+    assert machine_memory.memory_kills() is None
+    (tmp_path / "KERNEL").write_text("nr_free_pages 7\noom_kill 2\n")
+    assert machine_memory.memory_kills() == 2
+    (tmp_path / "OWN_GROUPS").write_text("0::/a\n3:memory:/a\n")
+    for folder, file in (("a", "memory.events"), ("memory/a", "memory.oom_control")):
+        (tmp_path / "GROUPS" / folder).mkdir(parents=True)
+        (tmp_path / "GROUPS" / folder / file).write_text("oom_kill_disable 0\noom_kill 3\n")
+    assert machine_memory.memory_kills() == 8
+
+
+def test_a_process_that_was_killed_for_memory_is_named_with_its_longest_prompt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    supervisor = Supervisor(Config(model=Model(path="m"), task=Task(name="sort")), tmp_path, print)
+
+    def cause(
+        code: int, before: list[str | int], now: list[str | int], held_up: bool = False
+    ) -> str:
+        monkeypatch.setattr(lives, "memory_kills", lambda: now)
+        child = Child("generator-0", [], 1, True, memory_kills=before, held_up=held_up)
+        return supervisor.cause(child, code)
+
+    assert cause(-9, ["boot", 1], ["boot", 2]) == " (killed for want of memory)"
+    rundir.note_longest_prompt(tmp_path, "generator-0", 28_290)
+    assert cause(-9, ["boot", 1], ["boot", 2]) == cause(137, ["boot", 1], ["boot", 2])
+    said = cause(-9, ["boot", 1], ["boot", 2])
+    assert said.startswith(" (killed for want of memory; its longest prompt had 28290 tokens: set")
+    assert "perhaps killed for want of memory; this machine does not say" in cause(-9, [], [])
+    assert cause(-9, ["boot", 2], ["boot", 2]) == cause(-11, [], ["boot", 1]) == ""
+    assert cause(-9, [], [], held_up=True) == ""  # by the supervisor itself
