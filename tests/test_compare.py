@@ -19,7 +19,8 @@ import pytest
 from conftest import ENV, PATIENT, ROOT, Ended
 
 from asyncrl.config import load
-from asyncrl.experiments.compare import page, progress
+from asyncrl.experiments.compare import arms as arms_made
+from asyncrl.experiments.compare import comparison, methods, page, progress
 from asyncrl.experiments.compare.comparison import Cell, warm_cell
 from asyncrl.experiments.compare.comparison_analysis import (
     analyse,
@@ -105,6 +106,11 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
         for a in found["arms"].values()
         for x in (a["ood_start"], a["ood_end"], *a["ood_each"])
     )
+    assert words["twin", "area"]["differs"] == {}
+    assert words["late", "area"]["differs"] == {
+        "staleness.inject": [None, 2],
+        "staleness.max_lag": [0, 2],
+    }
     assert "found with 80 % power" in done.err
     assert (
         len(
@@ -123,6 +129,9 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     assert (
         "Accuracy on out-of-distribution prompts" in html and "KL from target to reference" in html
     )
+    settings = html[html.index('<table id="settings">') :].split("</table>")[0]
+    assert "staleness.inject = 2 (none), staleness.max_lag = 2 (0)" in settings
+    assert "the same as sync" in settings and "otherwise than sync" in settings
     assert json.loads((out / "comparison.json").read_text()) == found and any(
         (out / "tensorboard").rglob("events*")
     )
@@ -293,6 +302,15 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_every_arm() -> 
         (("a:",), "one arm has nothing to be compared with"),
         (("a:", "a:staleness.max_lag=0"), "the name a is given twice"),
         (("nonsense", "b:"), "write NAME:key=value"),
+        (("x y:", "b:"), "a name has letters, digits and . + - _ alone"),
+        (("tsi", "b:"), "--arm tsi: no such method (did you mean tis?); known are none, ppo"),
+        (("TIS:learner.lr=1", "b:"), "the name TIS reads like the method tis; write tis:..."),
+        (("a:method=tsi", "b:"), "method=tsi: no such method (did you mean tis?)"),
+        (("a:method=tis,method=ppo", "b:"), "method is given twice"),
+        (("tis:method=ppo", "b:"), "tis is a method itself"),
+        (("b:", "tis:same-as=b"), "tis is a method; give an arm that repeats another a name"),
+        (("tis:correction.preset=mis", "b:"), "so correction.preset would change nothing"),
+        (("tis", "tis:learner.lr=1"), "given twice; write the second as NAME:method=tis,..."),
         (("a:", "b:seed=4"), "seed must be the same in all arms"),
         (("a:", "b:same-as=z"), "no arm of that name before it"),
     ],
@@ -301,6 +319,28 @@ def test_what_it_refuses(arms: tuple[str, ...], said: str, tmp_path: Path) -> No
     done = compare(tmp_path / "m", tmp_path / "c", *[x for a in arms for x in ("--arm", a)])
     assert done.code == 2 and said in done.err and len(done.err.strip().splitlines()) == 1, done.err
     assert not (tmp_path / "c").exists()
+
+
+def test_a_method_before_the_colon_is_that_method() -> None:
+    """Its own keys come first, those beside it refine them, wherever `method=` stands."""
+    texts = ("tis:staleness.max_lag=8", "tis16:staleness.max_lag=16,method='tis'", "tis:", "free:")
+    refined, named, bare, free = map(arms_made.parse_arm, texts)
+    whole = methods.CORRECTIONS["tis"][1]
+    assert refined.sets == [*whole, "staleness.max_lag=8"] and bare.sets == whole
+    assert named.sets == [*whole, "staleness.max_lag=16"] and free.sets == []
+    assert refined.title == f"{methods.CORRECTIONS['tis'][0]}; with staleness.max_lag=8"
+    assert (bare.title, free.title) == (methods.CORRECTIONS["tis"][0], "as configured")
+    assert arms_made.parse_arm("mine:learner.lr=1").title == "learner.lr=1"
+    configs = comparison.resolve(
+        "demo", (), [arms_made.parse_arm("sync:staleness.max_lag=0"), named]
+    )
+    assert configs["tis16"].correction.level == "token" and configs["tis16"].staleness.limit == 16
+    differs = arms_made.from_first(configs)["tis16"]
+    assert differs["staleness.max_lag"] == (0, 16) and differs["loss.surrogate"] == (
+        "ppo",
+        "decoupled_ppo",
+    )
+    assert "learner.lr" not in differs and "staleness.max_lag = 16 (0)" in arms_made.words(differs)
 
 
 def test_one_seed_runs_and_says_that_no_verdict_is_possible(
@@ -323,6 +363,8 @@ def test_one_seed_runs_and_says_that_no_verdict_is_possible(
         "its speed is compared with a real run's"
     )
     assert re.search(r"arm +OOD start +OOD end +KL to ref", done.out)
+    assert "sync: staleness.max_lag=0" in done.out
+    assert re.search(r"async, otherwise than sync: staleness.max_lag = \d+ \(0\)", done.out)
     assert (
         "no verdict is possible" in done.err and "with one seed: no verdict is possible" in done.out
     )
@@ -389,7 +431,9 @@ def test_signs_of_warm_runs(tmp_path: Path) -> None:
         arms["arms"]["a"]["signs"] == {k: x[:1] for k, x in found.items()}
         and arms["arms"]["b"]["signs"] == {}
     )
-    html = page.write(tmp_path, "n", cells, arms, [("a", "k1"), ("b", "k3")], k1).read_text()
+    html = page.write(
+        tmp_path, "n", cells, arms, [page.Setting("a", "k1", ""), page.Setting("b", "k3", "kl")], k1
+    ).read_text()
     listed = html[html.index('<ul id="signs">') :].split("</ul>")[0]
     assert listed.count("<li>") == 2 and "a: kl_drift in 1 of 1 runs: KL to the reference" in listed
 

@@ -19,7 +19,7 @@ from asyncrl.algorithms.batch import LossBatch
 from asyncrl.algorithms.trust import answers, tokens, view
 from asyncrl.config import load, shipped
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.compare import comparison, methods
+from asyncrl.experiments.compare import arms, comparison, methods
 
 MU = torch.tensor([0.5, 0.8, 0.4, 0.5, 0.4, 0.4], dtype=D)
 W = torch.tensor([1.2, 0.5, 1.5, 0.8, 2.0, 0.25], dtype=D)
@@ -293,9 +293,9 @@ def test_what_makes_no_sense_together_is_refused(sections: dict[str, Any], said:
 
 @pytest.mark.parametrize("name", methods.CORRECTIONS)
 def test_a_method_is_an_arm_by_its_name(name: str) -> None:
-    arm = comparison.parse_arm(name)
+    arm = arms.parse_arm(name)
     assert arm.sets == methods.CORRECTIONS[name][1]
-    other, plain = comparison.Arm("other", ["learner.lr=0.1"]), comparison.Arm("plain", [])
+    other, plain = arms.Arm("other", ["learner.lr=0.1"]), arms.Arm("plain", [])
     found = comparison.resolve("configs/rle.toml", [], [other, arm])
     same = comparison.resolve("configs/rle.toml", [], [other, plain])["plain"]
     assert (found[name] == same) == (name in ("configured", "ppo"))

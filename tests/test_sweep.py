@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from conftest import ENV, ROOT, Ended
 
+from asyncrl.cli.compare import swept_corrections
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.experiments import serial
-from asyncrl.experiments.compare import sweep, sweep_analysis, sweep_page, warm_pool
+from asyncrl.experiments.compare import methods, sweep, sweep_analysis, sweep_page, warm_pool
 from asyncrl.models.policy import build_model
 
 # An untrained model is never right: the entropy term is what moves its weights.
@@ -131,7 +132,12 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
 @pytest.mark.parametrize(
     ("corrections", "limits", "sets", "said"),
     [
-        (("pppo",), "1", (), "--correction pppo: unknown; choose of none, ppo"),
+        (
+            ("pppo",),
+            "1",
+            (),
+            "--correction pppo: no such method (did you mean ppo?); known are none, ppo",
+        ),
         (("none",), "1,x", (), "--limits 1,x: write whole numbers"),
         (("none",), "1.5", (), "1.5 is neither a whole number"),
         (("none",), "inf", (), "a lag of inf cannot be injected"),
@@ -142,6 +148,13 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
             (),
             "--correction ppo: with limit 2 it is the same as configured-limit2",
         ),
+        (
+            ("tis", "tis:learner.lr=1"),
+            "2",
+            (),
+            "given twice; give the second a name of its own, as in NAME:method=tis",
+        ),
+        (("a:same-as=b",), "2", (), "same-as belongs to compare"),
         (("a:seed=3",), "2", (), "--correction a: seed must be the same in all cells"),
         (
             ("a:staleness.max_lag=3",),
@@ -161,11 +174,32 @@ def test_what_it_refuses(
         sweep.plan(
             "configs/demo.toml",
             sets,
-            [sweep.parse_correction(x) for x in corrections],
+            [(arm.name, arm.sets) for arm in map(sweep.parse_correction, corrections)],
             sweep.parse_limits(limits, True),
             injected=True,
         )
     assert said in str(e.value) and "\n" not in str(e.value)
+
+
+def test_what_a_correction_is_comes_from_its_configs() -> None:
+    """A method with keys of its own is that method, and the page says what its config has."""
+    asked = ("tis:learner.lr=1e-4", "far:method=tis,correction.hi=4.0", "ppo")
+    arms = [sweep.parse_correction(text) for text in asked]
+    made = sweep.plan(
+        "configs/rle.toml", (), [(arm.name, arm.sets) for arm in arms], [2.0], injected=True
+    )
+    config = made.arms["tis-limit2"]
+    assert (config.correction.level, config.correction.hi, config.learner.lr) == (
+        "token",
+        2.0,
+        1e-4,
+    )
+    assert made.arms["far-limit2"].correction.hi == 4.0
+    tis, far, ppo = swept_corrections(made, arms)
+    assert tis[:2] == ("tis", f"{methods.CORRECTIONS['tis'][0]}; with learner.lr=1e-4")
+    assert "learner.lr = 0.0001 (0.0002)" in tis[2] and "correction.hi = 2 (none)" in tis[2]
+    assert "correction.hi = 4 (none)" in far[2] and "learner.lr" not in far[2]
+    assert ppo[2] == "nothing", "the config is PPO already, and limits are the cells' own"
 
 
 def test_every_correction_is_a_valid_config_at_every_limit() -> None:

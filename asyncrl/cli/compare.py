@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +14,8 @@ from asyncrl.cli.base import PATH, options, say
 
 if TYPE_CHECKING:
     from asyncrl.config.tree import Config
+    from asyncrl.experiments.compare.arms import Arm
+    from asyncrl.experiments.compare.page import Setting
     from asyncrl.experiments.compare.sweep import Plan
 
 # column of the page's table -> its heading in a terminal, where fewer fit
@@ -84,6 +85,7 @@ def compare(
 ) -> None:
     """Train CONFIG under several settings, fairly, and say whether they differ."""
     from asyncrl.config import load
+    from asyncrl.experiments.compare import arms as arming
     from asyncrl.experiments.compare import comparison as comparing
     from asyncrl.experiments.compare import comparison_analysis, page
     from asyncrl.experiments.compare.progress import CompareProgress
@@ -91,7 +93,7 @@ def compare(
 
     base = load.load(source, sets)
     sets = tuple(sets if dry_run else located_sets(base, sets))
-    chosen = [comparing.parse_arm(words) for words in arms] or comparing.default_arms(base)
+    chosen = [arming.parse_arm(words) for words in arms] or comparing.default_arms(base)
     if dry_run:
         configs = comparing.resolve(source, sets, chosen)
         print_arms(base, configs, set() if real else comparing.warm_arms(configs))
@@ -104,35 +106,37 @@ def compare(
     with CompareProgress(comparison) as progress:
         cells = comparison.run(jobs, progress.tell)
     found = comparison_analysis.analyse(cells, comparison.configs)
+    differs = arming.from_first(comparison.configs)
     settings = [
-        (arm.name, ", ".join(comparison.sets_of(arm)) or "as configured") for arm in comparison.arms
+        page.Setting(
+            arm.name,
+            f"the same as {arm.same_as}" if arm.same_as else arm.title,
+            arming.words(differs[arm.name]) if arm.name in differs else "",
+        )
+        for arm in comparison.arms
     ]
     html = page.write(where, where.name, cells, found, settings, base)
     if as_json:
         result.put(page.clean(found))
         return
-    print_comparison(found, f"{where.name}: {seeds} seed(s)")
+    print_comparison(found, f"{where.name}: {seeds} seed(s)", settings)
     say(f"report: {html}")
 
 
 def print_arms(base: Config, configs: Mapping[str, Config], warm: set[str]) -> None:
     """--dry-run: what each arm changes, and in what processes it would run."""
-    from msgspec import to_builtins
-
-    from asyncrl.experiments.compare.comparison import differences
+    from asyncrl.experiments.compare.arms import from_first, words
 
     for name, config in configs.items():
-        differs = differences(
-            json.loads(json.dumps(to_builtins(base))), json.loads(json.dumps(to_builtins(config)))
-        )
+        differs = from_first({"": base, name: config})[name]
         print(
-            f"{name}: {'; '.join(differs) or 'as configured'} "
+            f"{name}: {words(differs) if differs else 'as configured'} "
             f"({'a warm process' if name in warm else 'real processes'})"
         )
 
 
-def print_comparison(found: dict[str, Any], title: str) -> None:
-    """The table, the verdicts and what faster arms give up."""
+def print_comparison(found: dict[str, Any], title: str, settings: Sequence[Setting]) -> None:
+    """The table, what differs, the verdicts and what faster arms give up."""
     from asyncrl.experiments.compare import page
     from asyncrl.experiments.compare.progress import print_beside, print_table
 
@@ -140,6 +144,10 @@ def print_comparison(found: dict[str, Any], title: str) -> None:
     rows = page.rows(found)
     print_table(page.HEAD, rows, COMPARED, f"{title}, held-out accuracy from {start:.3f}")
     print_beside(page.HEAD, rows, ("arm",), ("OOD start", "OOD end", "KL to ref"))
+    first, *others = settings
+    print(f"{first.arm}: {first.title}")
+    for setting in others:
+        print(f"{setting.arm}, otherwise than {first.arm}: {setting.differs}")
     for verdict in found["verdicts"]:
         print(verdict["text"])
     for sentence in found["trade"]:
@@ -210,25 +218,26 @@ def sweep(
         sets = tuple(located_sets(load.load(source, sets), sets))
     corrections = [sweeping.parse_correction(words) for words in chosen or ("configured", "none")]
     plan = sweeping.plan(
-        source, sets, corrections, sweeping.parse_limits(limits, inject), injected=inject
+        source,
+        sets,
+        [(arm.name, arm.sets) for arm in corrections],
+        sweeping.parse_limits(limits, inject),
+        injected=inject,
     )
+    told = swept_corrections(plan, corrections)
     if dry_run:
-        print_cells(plan, seeds)
+        print_cells(plan, told, seeds)
         return
     base = load.load(source, sets)
     where = out or Path(base.runs) / f"sweep-{base.name or Path(source).stem}"
     made = sweeping.Sweep(where, plan, seeds, say)
-    longest = [plan.cell[name, plan.limits[-1]] for name, _ in corrections]
+    longest = [plan.cell[arm.name, plan.limits[-1]] for arm in corrections]
     for arm in dict.fromkeys([sweeping.SYNC, *longest]):
         preflight(plan.arms[arm])
     say(design(len(plan.arms), seeds))
     with SweepProgress(made) as progress:
         made.run(workers, progress.tell, abandon=not no_abandon)
     found = analyse(made)
-    told = [
-        (name, sweeping.CORRECTIONS.get(name, ("", []))[0] or ", ".join(items))
-        for name, items in corrections
-    ]
     shape = f"{base.learner.steps} steps of {base.learner.groups} x {base.learner.group_size}"
     lag = f"{'injected' if inject else 'natural'} lag, {seeds} seed(s), {shape}"
     html = sweep_page.write(where, where.name, found, told, lag)
@@ -239,10 +248,26 @@ def sweep(
     say(f"report: {html}")
 
 
-def print_cells(plan: Plan, seeds: int) -> None:
-    """--dry-run: the arm of every cell, and how many runs that makes."""
+def swept_corrections(plan: Plan, arms: Sequence[Arm]) -> list[tuple[str, str, str]]:
+    """Name, title, and what its resolved configs have otherwise than the config as it is."""
+    from asyncrl.experiments.compare.arms import from_first, words
+    from asyncrl.experiments.compare.sweep import SWEPT_KEYS, SYNC
+
+    out = []
+    for arm in arms:
+        made = plan.arms[plan.cell[arm.name, plan.limits[-1]]]
+        differs = from_first({"": plan.arms[SYNC], arm.name: made})[arm.name]
+        kept = {key: pair for key, pair in differs.items() if key not in SWEPT_KEYS}
+        out.append((arm.name, arm.title, words(kept)))
+    return out
+
+
+def print_cells(plan: Plan, told: Sequence[tuple[str, str, str]], seeds: int) -> None:
+    """--dry-run: each correction, the arm of every cell, and how many runs that makes."""
     from asyncrl.experiments.compare.sweep import label
 
+    for name, title, differs in told:
+        print(f"{name}: {title} (otherwise than configured: {differs})")
     for (name, limit), arm in plan.cell.items():
         print(f"{name}, limit {label(limit)}: {arm}")
     print(

@@ -12,10 +12,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import shutil
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +26,9 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.experiments.compare import methods, verdict, warm_pool
+from asyncrl.experiments.compare import verdict, warm_pool
+from asyncrl.experiments.compare.arms import Arm, plain, refuse_other
+from asyncrl.experiments.compare.methods import CORRECTIONS
 from asyncrl.experiments.one_process import cold
 from asyncrl.records import metrics, signs
 from buffer import trained
@@ -43,15 +44,6 @@ SHARED = (
     "learner.group_size",
     "evaluation",
 )
-
-
-@dataclass
-class Arm:
-    """A name and the `--set` items that make it differ."""
-
-    name: str
-    sets: list[str]
-    same_as: str = ""
 
 
 @dataclass
@@ -90,35 +82,16 @@ class Cell:
         return verdict.area(self.steps, self.accuracy)
 
 
-def parse_arm(text: str) -> Arm:
-    """`NAME:key=value,key=value`; `NAME:` changes nothing; `NAME:same-as=OTHER` repeats an arm; a
-    name of CORRECTIONS alone is that one.  Raises ConfigError.
-    """
-    if text in methods.CORRECTIONS:
-        return Arm(text, methods.CORRECTIONS[text][1])
-    name, colon, rest = text.partition(":")
-    if not colon or not re.fullmatch(r"[\w.+-]+", name):
-        raise ConfigError(
-            f"--arm {text}: write NAME:key=value,key=value, the name of letters, digits and . + -; "
-            f"or a method's name alone: {', '.join(methods.CORRECTIONS)}"
-        )
-    # A comma inside brackets or quotes belongs to the value.
-    items = [x for x in re.split(r",(?=\s*[\w.-]+\s*=)", rest) if x.strip()]
-    if len(items) == 1 and items[0].startswith("same-as="):
-        return Arm(name, [], items[0].removeprefix("same-as="))
-    return Arm(name, items)
-
-
 def default_arms(config: Config) -> list[Arm]:
     """Synchronous; as configured; without correction; at an injected lag, which sessions lack."""
     limit = config.staleness.limit
     lag = int(limit) if 0 < limit < math.inf else INJECTED
-    plain = ["correction.preset=none", "correction.proximal=recompute", "loss.surrogate=vanilla"]
+    bare = ["correction.preset=none", "correction.proximal=recompute", "loss.surrogate=vanilla"]
     on = [f"staleness.max_lag={lag}"] if limit == 0 else []
     arms = [
         Arm("sync", ["staleness.max_lag=0"]),
         Arm("async", on),
-        Arm("async-uncorrected", [*on, *plain]),
+        Arm("async-uncorrected", [*on, *bare]),
     ]
     if not config.agent.on:
         arms.append(Arm("injected", [f"staleness.max_lag={lag}", f"staleness.inject={lag}"]))
@@ -129,7 +102,8 @@ def resolve(source: str, sets: Sequence[str], arms: Sequence[Arm]) -> dict[str, 
     """name -> config, every mistake found before anything starts.  Raises ConfigError."""
     names = [arm.name for arm in arms]
     if twice := next((name for name in names if names.count(name) > 1), ""):
-        raise ConfigError(f"--arm: the name {twice} is given twice")
+        hint = f"; write the second as NAME:method={twice},..." if twice in CORRECTIONS else ""
+        raise ConfigError(f"--arm: the name {twice} is given twice{hint}")
     if len(arms) < 2:
         raise ConfigError("--arm: one arm has nothing to be compared with; give two or more")
     load.load(source, sets)  # a mistake in CONFIG or --set is not the first arm's
@@ -165,27 +139,6 @@ def resolve(source: str, sets: Sequence[str], arms: Sequence[Arm]) -> dict[str, 
 def shared(key: str) -> bool:
     """Whether `key` is one that no arm may change."""
     return any(key == one or key.startswith(one + ".") for one in SHARED)
-
-
-def differences(before: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[str]:
-    """`key: x, now y` for every leaf that differs."""
-    out = []
-    for key in sorted({*before, *now}):
-        mine = before.get(key)
-        other = now.get(key)
-        if isinstance(mine, dict) and isinstance(other, dict):
-            out += differences(mine, other, f"{prefix}{key}.")
-        elif mine != other:
-            out.append(f"{prefix}{key}: {mine}, now {other}")
-    return out
-
-
-def plain(configs: Mapping[str, Config]) -> dict[str, Any]:
-    """name -> config as JSON has it."""
-    return {
-        name: json.loads(json.dumps(msgspec.to_builtins(config)))
-        for name, config in configs.items()
-    }
 
 
 def as_now(arms: dict[str, Any]) -> dict[str, Any]:
@@ -238,13 +191,8 @@ class Comparison:
         plan = {"arms": plain(self.configs)}
         path = directory / "compare.json"
         if path.exists():
-            before = json.loads(path.read_text())
-            if found := differences(as_now(before["arms"]), plan["arms"]):
-                raise ConfigError(
-                    f"{directory} holds a comparison with other settings "
-                    f"({'; '.join(found[:4])}{' ...' if len(found) > 4 else ''}); "
-                    "choose another directory by --out"
-                )
+            before = as_now(json.loads(path.read_text())["arms"])
+            refuse_other(directory, "comparison", before, plan["arms"])
         else:
             directory.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(plan, indent=1))

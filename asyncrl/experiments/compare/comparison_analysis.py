@@ -13,6 +13,7 @@ from msgspec.structs import asdict
 
 from asyncrl.config.tree import Config
 from asyncrl.experiments.compare import verdict
+from asyncrl.experiments.compare.arms import Differences, from_first
 from asyncrl.experiments.compare.comparison import Cell
 
 KL_BATCHES = 20  # at a run's end, over which KL to the reference is averaged
@@ -229,7 +230,9 @@ def measures(cells: Sequence[Cell], config: Config) -> list[Measure]:
     return out
 
 
-def judged(measure: Measure, runs: Runs, base: str) -> list[Verdict]:
+def judged(
+    measure: Measure, runs: Runs, base: str, differs: Mapping[str, Differences]
+) -> list[Verdict]:
     """A verdict on every arm but the base, by one measure, with Holm's correction among them."""
     other = [measure.value(cell) for cell in runs[base]]
     found = {
@@ -238,7 +241,7 @@ def judged(measure: Measure, runs: Runs, base: str) -> list[Verdict]:
         if name != base
     }
     verdict.holm(found)
-    return [told(measure, name, base, found[name], runs) for name in found]
+    return [told(measure, (name, base), found[name], runs, differs.get(name, {})) for name in found]
 
 
 class Verdict(msgspec.Struct, frozen=True):
@@ -253,11 +256,22 @@ class Verdict(msgspec.Struct, frozen=True):
     p: float  # after Holm
     interval_other_prompts: list[float]
     detectable: float  # the difference that as many seeds show with 80 % power
+    differs: Differences  # resolved config: key -> its value in `against`, and in `arm`
     text: str
 
 
-def told(measure: Measure, name: str, base: str, found: verdict.Difference, runs: Runs) -> Verdict:
-    """What is said of one difference; runs with the same weights are equal, whatever it is."""
+def told(
+    measure: Measure,
+    pair: tuple[str, str],
+    found: verdict.Difference,
+    runs: Runs,
+    differs: Differences,
+) -> Verdict:
+    """What is said of one difference; runs with the same weights are equal, whatever it is.
+
+    pair: the arm, and the one it is compared with.
+    """
+    name, base = pair
     same = all(
         cell.summary["weights_digest"] == other.summary["weights_digest"]
         for cell, other in zip(runs[name], runs[base], strict=True)
@@ -272,6 +286,7 @@ def told(measure: Measure, name: str, base: str, found: verdict.Difference, runs
         p=found.adjusted,
         interval_other_prompts=[found.prompt_low, found.prompt_high],
         detectable=verdict.detectable(found.sd, found.seeds),
+        differs=differs,
         text=f"{name} is bitwise equal to {base}"
         if same
         else verdict.verdict(name, base, found, measure.words),
@@ -315,6 +330,7 @@ def analyse(cells: Sequence[Cell], configs: dict[str, Config]) -> dict[str, Any]
         name: sorted((cell for cell in cells if cell.arm == name), key=lambda cell: cell.seed)
         for name in configs
     }
+    differs = from_first(configs)
     target = TARGET * mean([cell.final for cell in runs[base]])
     arms = {name: about(runs[name], config, target) for name, config in configs.items()}
     apart = {
@@ -326,7 +342,7 @@ def analyse(cells: Sequence[Cell], configs: dict[str, Config]) -> dict[str, Any]
         "verdicts": [
             asdict(said)
             for measure in measures(cells, configs[base])
-            for said in judged(measure, runs, base)
+            for said in judged(measure, runs, base, differs)
         ],
         "seeds": sorted({cell.seed for cell in cells}),
         "same_data": {name: [not said for said in each] for name, each in apart.items()},

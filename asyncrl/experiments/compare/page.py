@@ -39,6 +39,14 @@ HEAD = (
 )
 
 
+class Setting(NamedTuple):
+    """An arm, what it was asked to be, and what its config has otherwise than the first arm's."""
+
+    arm: str
+    title: str
+    differs: str
+
+
 def clean(value: Any) -> Any:
     """The same with None for what is not a finite number: JSON knows no NaN."""
     if isinstance(value, dict):
@@ -229,7 +237,7 @@ def write(
     name: str,
     cells: Sequence[Cell],
     found: dict[str, Any],
-    settings: Sequence[tuple[str, str]],
+    settings: Sequence[Setting],
     config: Config,
 ) -> Path:
     """DIR/report.html, comparison.json and the TensorBoard view of all arms."""
@@ -266,7 +274,8 @@ def write(
     )
     for path, text in ((directory / "report.html", page), (directory / "comparison.json", blob)):
         atomic_write.write(path, text)
-    board(directory / "tensorboard", cells, dict(settings))
+    asked = {setting.arm: f"{setting.title}; {setting.differs}" for setting in settings}
+    board(directory / "tensorboard", cells, asked)
     return directory / "report.html"
 
 

@@ -17,29 +17,23 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.compare import comparison, methods, warm_pool
+from asyncrl.experiments.compare.arms import Arm, parse_arm, plain, refuse_other
 from asyncrl.experiments.one_process import cold
 
 SYNC = "sync"
 PROBE_STEPS = 12
+SWEPT_KEYS = ("staleness.max_lag", "staleness.inject")  # what the limits of the cells set
 CORRECTIONS = methods.CORRECTIONS
 
 
-def parse_correction(text: str) -> tuple[str, list[str]]:
-    """`NAME` of CORRECTIONS, or `NAME:key=value,...`.  Raises ConfigError."""
-    if ":" in text:
-        arm = comparison.parse_arm(text)
-        if arm.same_as:
-            raise ConfigError(
-                f"--correction {text}: same-as belongs to compare; a sweep does not repeat a "
-                "correction"
-            )
-        return arm.name, arm.sets
-    if text not in CORRECTIONS:
+def parse_correction(text: str) -> Arm:
+    """`NAME` of CORRECTIONS, or `NAME:key=value,...`, as an arm of compare.  Raises ConfigError."""
+    arm = parse_arm(text, "--correction")
+    if arm.same_as:
         raise ConfigError(
-            f"--correction {text}: unknown; choose of {', '.join(CORRECTIONS)}, or write "
-            "NAME:key=value,key=value"
+            f"--correction {text}: same-as belongs to compare; a sweep does not repeat a correction"
         )
-    return text, CORRECTIONS[text][1]
+    return arm
 
 
 def parse_limits(text: str, injected: bool) -> list[float]:
@@ -94,14 +88,17 @@ def check(name: str, items: Sequence[str], names: Sequence[str]) -> None:
     share.  Raises ConfigError.
     """
     if names.count(name) > 1:
-        raise ConfigError(f"--correction {name}: given twice; give the second a name of its own")
+        raise ConfigError(
+            f"--correction {name}: given twice; give the second a name of its own, as in "
+            f"NAME:method={name if name in CORRECTIONS else 'tis'},key=value"
+        )
     if name == SYNC:
         raise ConfigError(
             f"--correction {name}: this name is taken by the synchronous run of the config as it is"
         )
     for item in items:
         key = item.partition("=")[0].strip()
-        if comparison.shared(key) or key in ("staleness.max_lag", "staleness.inject"):
+        if comparison.shared(key) or key in SWEPT_KEYS:
             raise ConfigError(
                 f"--correction {name}: {key} must be the same in all cells; give it by --set, "
                 "limits by --limits"
@@ -175,17 +172,12 @@ class Sweep:
         self.say = say
         self.seeds = [what.arms[SYNC].seed + i for i in range(seeds)]
         self.cells = warm_pool.Cells(directory)
-        written = {"arms": comparison.plain(what.arms)}
+        written = {"arms": plain(what.arms)}
         path = directory / "sweep.json"
         if path.exists():
             before = comparison.as_now(json.loads(path.read_text())["arms"])
             common = {n: before[n] for n in before if n in written["arms"]}
-            if found := comparison.differences(common, {n: written["arms"][n] for n in common}):
-                raise ConfigError(
-                    f"{directory} holds a sweep with other settings "
-                    f"({'; '.join(found[:4])}{' ...' if len(found) > 4 else ''}); "
-                    "choose another directory by --out"
-                )
+            refuse_other(directory, "sweep", common, {n: written["arms"][n] for n in common})
             written["arms"] = before | written["arms"]
         directory.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(written, indent=1))

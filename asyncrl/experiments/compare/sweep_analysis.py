@@ -20,7 +20,7 @@ from asyncrl.experiments.compare.comparison_analysis import (
     reference_kl,
     signs_of,
 )
-from asyncrl.experiments.compare.sweep import SYNC, Plan, Sweep, label
+from asyncrl.experiments.compare.sweep import SWEPT_KEYS, SYNC, Plan, Sweep, label
 
 ESS_LEAST = 0.5
 ESS_WINDOW = 10
@@ -343,8 +343,7 @@ def set_line(plan: Plan, correction: str, limit: float) -> str:
     base = leaves(msgspec.to_builtins(plan.arms[SYNC]))
     words = [("staleness.max_lag", label(limit))]
     for key, value in arm.items():
-        swept = key in ("staleness.inject", "staleness.max_lag")
-        if value != base.get(key) and value is not None and not swept:
+        if value != base.get(key) and value is not None and key not in SWEPT_KEYS:
             words.append((key, str(value).lower() if isinstance(value, bool) else value))
     return " ".join(f"--set {key}={value}" for key, value in words)
 

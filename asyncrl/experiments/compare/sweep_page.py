@@ -263,7 +263,7 @@ def write(
     directory: Path,
     name: str,
     found: dict[str, Any],
-    corrections: Sequence[tuple[str, str]],
+    corrections: Sequence[tuple[str, str, str]],
     subtitle: str,
 ) -> Path:
     """DIR/report.html and DIR/result.json.  Returns the page's path."""

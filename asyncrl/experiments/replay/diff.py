@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from asyncrl.contract.errors import ConfigError
-from asyncrl.experiments.compare.comparison import Cell, differences
+from asyncrl.experiments.compare.arms import differences
+from asyncrl.experiments.compare.comparison import Cell
 from asyncrl.records import atomic_write, metrics
 
 # says how fast a run was and where answers waited, not what it computed
@@ -109,7 +110,9 @@ def diff(one: Path, two: Path) -> dict[str, Any]:
     return {
         "a": str(one),
         "b": str(two),
-        "config": [x.replace(", now ", " | ") for x in differences(ca, cb)],
+        "config": [
+            f"{key}: {mine} | {other}" for key, (mine, other) in differences(ca, cb).items()
+        ],
         "steps": [max(ra), max(rb)],
         "first_difference": first,
         "weights_digests": [da, db],

@@ -27,7 +27,7 @@ import torch
 from asyncrl.config import load, presets
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError, Damaged, NotFinite
-from asyncrl.experiments.compare.comparison import differences
+from asyncrl.experiments.compare.arms import changes, differences
 from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.verdict import stability
 from asyncrl.experiments.replay import diff
@@ -196,7 +196,9 @@ class Replay:
                 f"{self.recorded.advantage.name}, and only remax has a greedy "
                 "answer in each group; start a new run"
             )
-        self.changed = differences(msgspec.to_builtins(self.recorded), msgspec.to_builtins(last))
+        self.changed = changes(
+            differences(msgspec.to_builtins(self.recorded), msgspec.to_builtins(last))
+        )
         self.cut = (
             ""
             if until is not None and until <= recording.end
