@@ -188,6 +188,46 @@ def test_the_config_of_a_joined_generator(place: Path, tmp_path: Path) -> None:
     assert found.reward.model.path == str(tmp_path / "j")
 
 
+def test_a_variable_of_the_joiner_goes_where_the_run_says_only_by_its_word(tmp_path: Path) -> None:
+    judge = ["reward.judge.url='http://10.0.0.9/v1'", "reward.judge.model='x'"]
+    asks = load.load(ROOT / "configs" / "demo.toml", [*judge, "reward.judge.key_env='AWS_KEY'"])
+    told = Joined("r", "generator-3", load.dump(asks), "tcp://127.0.0.1:2")
+    args = (told, "tcp://127.0.0.1:1", "", {"model": tmp_path}, [entry(b"", "config.json")])
+    for env in ((), ("AWS", "JUDGE_KEY")):
+        with pytest.raises(ConfigError, match=r"'AWS_KEY' .* to 'http://10.0.0.9/v1': .* --env"):
+            join.settled(*args, join.Trust(env, code=True))
+    found = join.settled(*args, join.Trust(("OTHER", "AWS_KEY")))
+    assert found.reward.judge.key_env == "AWS_KEY"
+    # the machines of a run's own cluster are told to
+    assert join.trusting(asks) == ["--env", "AWS_KEY"]
+    shares = load.load(ROOT / "configs" / "demo.toml", [*SETS, "reward.share=true"])
+    assert join.trusting(shares) == ["--trust-code"] and join.trusting(found) == [
+        "--env",
+        "AWS_KEY",
+    ]
+
+
+def test_code_of_the_run_is_fetched_and_run_only_by_the_joiners_word(
+    served: Callable[..., ChunkClient], place: Path, tmp_path: Path
+) -> None:
+    client = served("reward.share=true")
+    config = load.dump(load.load(ROOT / "configs" / "demo.toml", [*SETS, "reward.share=true"]))
+    code = (place / "mine.py").read_text()
+    lines: list[str] = []
+
+    def gather(trust: join.Trust) -> set[str]:
+        return set(join.gather(client, config, tmp_path / "cache", lines.append, trust)[0])
+
+    assert gather(join.Trust()) == {"model", "prompts"}  # the same file is here
+    (place / "mine.py").unlink()
+    with pytest.raises(ConfigError, match=r"SHA-256 \w+\), which would run here .* --trust-code"):
+        gather(join.Trust(env=("A",)))
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.name.startswith("reward")]
+    (place / "mine.py").write_text(code)
+    assert gather(join.Trust(code=True)) == {"model", "prompts", "reward"}
+    assert "as reward.share = true and --trust-code allow" in lines[-1]
+
+
 def test_which_key_and_which_number(tmp_path: Path) -> None:
     make_keys(tmp_path / "keys", 1)
     assert join.own_key(str(tmp_path / "keys" / "generator-0"), None) == ""
@@ -358,7 +398,7 @@ def test_a_machine_with_nothing_but_keys_joins_a_run_that_is_then_scaled(
         return subprocess.run(words, cwd=there, env=ENV, capture_output=True, text=True)
 
     run = start("run", here, "run", demo, *[word for each in sets for word in ("--set", each)])
-    cache = ["--cache", str(there / "cache")]
+    cache = ["--cache", str(there / "cache"), "--trust-code"]
     joined = start(
         "join", there, "join", address, "--keys", "copied", "--wait", f"{WAIT_S}", *cache
     )

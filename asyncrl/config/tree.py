@@ -83,8 +83,8 @@ class Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     share: Annotated[
         bool,
         Meta(
-            description="`asyncrl join` may fetch the function's file from the run, and runs it: "
-            "else it must be there"
+            description="`asyncrl join --trust-code` may fetch the function's file from the run, "
+            "and runs it: else it must be there"
         ),
     ] = False
     deadline_s: Annotated[

@@ -14,7 +14,7 @@ import os
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,6 +32,15 @@ from asyncrl.transport.sockets import PeerSocket
 ASK_S = 1.0
 
 Say = Callable[[str], None]
+
+
+class Trust(NamedTuple):
+    """What the joiner allows the run, whose config is the run's choice.  env: variables of this
+    machine's environment that go where the config says; code: the run's reward function runs here.
+    """
+
+    env: Sequence[str] = ()
+    code: bool = False
 
 
 class Place(NamedTuple):
@@ -101,10 +110,23 @@ def own_key(curve_dir: str, index: int | None) -> str:
     return ""
 
 
+def trusting(config: Config) -> list[str]:
+    """The options by which `asyncrl join` allows what this run needs: for its own machines."""
+    key = config.reward.judge.key_env if config.reward.judge.url else ""
+    return [*(["--trust-code"] if config.reward.share else []), *(["--env", key] if key else [])]
+
+
 def settled(
-    said: m.Joined, address: str, curve_dir: str, folders: dict[str, Path], files: list[Entry]
+    said: m.Joined,
+    address: str,
+    curve_dir: str,
+    folders: dict[str, Path],
+    files: list[Entry],
+    trust: Trust = Trust(),
 ) -> Config:
-    """The run's config as it holds on this machine: every path is one of the cache's."""
+    """The run's config as it holds on this machine: every path is one of the cache's.  Raises
+    ConfigError for a variable of the environment that the joiner has not named.
+    """
     raw: dict[str, Any] = tomllib.loads(said.config)
     raw["model"]["path"] = str(folders["model"])
     if "reward_model" in folders:
@@ -126,18 +148,28 @@ def settled(
     raw["wires"]["curve_dir"] = curve_dir
     # more than one, whatever it was: nobody takes all tickets for itself any more
     raw["generators"] = max(2, raw.get("generators", 1))
-    return load.convert(raw, f"the config of the run at {address}")
+    config = load.convert(raw, f"the config of the run at {address}")
+    judge = config.reward.judge
+    if judge.key_env and judge.key_env not in trust.env:
+        raise ConfigError(
+            f"the run at {address} asks for the variable {judge.key_env!a} of this machine's "
+            f"environment (reward.judge.key_env), to send it to {judge.url!a}: allow that by "
+            f"--env {judge.key_env!a}"
+        )
+    return config
 
 
 def gather(
-    client: ChunkClient, config: str, cache: Path, say: Say
+    client: ChunkClient, config: str, cache: Path, say: Say, trust: Trust = Trust()
 ) -> tuple[dict[str, Path], list[Entry]]:
-    """Every file of the run, in the cache.  Returns the folder of each part, and the files."""
+    """Every file of the run, in the cache; its code where the joiner trusts it.  Returns the folder
+    of each part, and the files.  Raises ConfigError for code that is neither trusted nor here.
+    """
     files = client.listing()
     folders = {}
     for part in dict.fromkeys(entry.part for entry in files):
         entries = [entry for entry in files if entry.part == part]
-        if all(entry.given for entry in entries):
+        if all(entry.given for entry in entries) and (part != "reward" or trust.code):
             folders[str(part)] = library.bring(client, entries, cache, say)
     if "model" not in folders:
         raise PeerUnreachable(f"the learner at {client.address} has no model to give")
@@ -146,10 +178,19 @@ def gather(
         if "reward" in folders and code is not None:
             say(
                 f"reward.function = {function}: code of the run's ({code.name}, SHA-256 "
-                f"{code.digest[:16]}) runs here, as reward.share = true allows"
+                f"{code.digest[:16]}) runs here, as reward.share = true and --trust-code allow"
             )
         else:
-            library.local_code(function, code)
+            try:
+                library.local_code(function, code)
+            except ConfigError as error:
+                if code is None or not code.given:
+                    raise
+                raise ConfigError(
+                    f"reward.function = {function!a}: the run gives out its code ({code.name!a}, "
+                    f"SHA-256 {code.digest[:16]}), which would run here with your rights: allow "
+                    "that by --trust-code, or copy the file here"
+                ) from error
             say(f"reward.function = {function}: the one that is here")
     return folders, files
 
@@ -162,16 +203,19 @@ def prepare(
     cache: Path,
     patience_s: float,
     say: Say,
+    trust: Trust = Trust(),
 ) -> Place:
     """Everything up to a generator's start.  Raises AsyncrlError."""
     said = ask(address, curve_dir, own_key(curve_dir, index), patience_s)
     weights = reachable(said.weights, address)
     client = ChunkClient(weights, patience_s, curve_dir, said.producer)
     try:
-        folders, files = gather(client, said.config, cache, say)
+        folders, files = gather(client, said.config, cache, say, trust)
     finally:
         client.close()
-    config = settled(said, address, curve_dir, folders, files)
+    config = settled(said, address, curve_dir, folders, files, trust)
+    if url := config.reward.judge.url:
+        say(f"reward.judge.url = {url!a}: this machine sends prompts and answers there")
     runs = private.directory(private.directory(cache) / "runs")
     run_dir = Path(tempfile.mkdtemp(prefix=f"{said.run}-{said.producer}-", dir=runs))
     rundir.ensure(config, load.dump(config), run_dir, said.run)

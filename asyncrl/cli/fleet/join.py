@@ -20,6 +20,13 @@ from asyncrl.records import lives
 @click.option("--index", type=click.IntRange(0), help="its number; else what the key says")
 @click.option("--cache", type=PATH, help="where fetched files stay  [default: ~/.cache/asyncrl]")
 @click.option("--wait", default=120.0, help="seconds to wait for the run")
+@click.option(
+    "--env",
+    multiple=True,
+    metavar="NAME",
+    help="a variable of this environment that the run may use (reward.judge.key_env); repeatable",
+)
+@click.option("--trust-code", is_flag=True, help="run the run's reward function (reward.share)")
 @click.option("--json", "as_json", is_flag=True)
 def join(
     address: str,
@@ -27,12 +34,15 @@ def join(
     index: int | None,
     cache: Path | None,
     wait: float,
+    env: tuple[str, ...],
+    trust_code: bool,
     as_json: bool,
 ) -> None:
     """Become a generator of the run whose buffer listens at the address.
 
-    Config, model and prompts come from the run.  Ctrl-C leaves it, and gives back what was not
-    finished.
+    Config, model and prompts come from the run, so you trust it with this machine's processor and
+    network; with a variable of the environment, or with code, only as --env and --trust-code say.
+    Ctrl-C leaves it, and gives back what was not finished.
     """
     from asyncrl.cli.processes import recorded
     from asyncrl.records import rundir
@@ -46,6 +56,7 @@ def join(
         cache=(cache or joining.cache_dir()).resolve(),
         patience_s=wait,
         say=say,
+        trust=joining.Trust(env, trust_code),
     )
     try:
         code = recorded("generator", place.config, place.run_dir, place.number)

@@ -37,6 +37,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
 from asyncrl.records import atomic_write, private, rundir
+from asyncrl.supervise import join
 from asyncrl.supervise.hosts import Order, last_lines
 from asyncrl.supervise.hosts.local import Local, LocalProcess
 from asyncrl.transport import keys
@@ -345,7 +346,8 @@ class OnRay:
                 raise ConfigError(f"{order.name} has no place: placement has {self.room()}")
             patience = self.config.watchdog.startup_s
             command = ["join", self.config.wires.address, "--index", str(number)]
-            order = order._replace(argv=[*command, "--wait", f"{patience:g}"])
+            command += ["--wait", f"{patience:g}", *join.trusting(self.config)]
+            order = order._replace(argv=command)
             own = Path(self.config.wires.curve_dir) / order.name
             secret = {name: (own / name).read_bytes() for name in KEY_FILES}
         self.lives += 1

@@ -13,6 +13,7 @@ from pathlib import Path
 from asyncrl.config.placement import Host
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
+from asyncrl.supervise import join
 
 WARN_S = 120  # before its time is over the job is told, and the learner writes a checkpoint
 
@@ -46,7 +47,7 @@ run=$!
 # not INT: what a shell starts in the background ignores that
 trap 'kill -TERM $run' TERM INT
 srun --het-group=1 --kill-on-bad-exit=0 bash -c 'n=$((SLURM_PROCID + 1))
-  exec asyncrl join "$0" --keys "$1/generator-$n" --index "$n" --wait 600' \\
+  exec asyncrl join "$0" --keys "$1/generator-$n" --index "$n" --wait 600{trust}' \\
   "tcp://$ip:$port" "$keys" &
 joined=$!
 # a wait that a signal ends says the signal's code; bash keeps that of the run
@@ -105,4 +106,5 @@ def script(config: Config, source: str, sets: Sequence[str], run_dir: Path) -> s
         cwd=shlex.quote(os.getcwd()),
         run_dir=shlex.quote(str(where)),
         command=shlex.join(words),
+        trust="".join(f" {word}" for word in join.trusting(config)),
     )
