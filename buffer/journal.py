@@ -395,14 +395,18 @@ class Journal:
         self._remover.start()
 
     def _remove(self, old: int, keep: Path) -> None:
-        for other in segments(self.directory):
-            if place(other) < place(keep):
-                other.unlink(missing_ok=True)
-        for note in self.directory.glob("*sure"):
-            if _term_of(note) < self.term:
-                note.unlink(missing_ok=True)
-        if old >= 0:
-            os.close(old)
+        """Remove what the new segment supersedes; a file that stays is removed with a later one."""
+        try:
+            with contextlib.suppress(OSError):  # the run directory may be gone
+                for other in segments(self.directory):
+                    if place(other) < place(keep):
+                        atomic_write.remove(other)
+                for note in self.directory.glob("*sure"):
+                    if _term_of(note) < self.term:
+                        atomic_write.remove(note)
+        finally:
+            if old >= 0:
+                os.close(old)
 
     def leave(self) -> None:
         """Another buffer's journal counts: what was appended here and is not written stays away."""

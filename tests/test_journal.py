@@ -231,6 +231,32 @@ def test_a_new_segment_replaces_the_old_ones(tmp_path: Path) -> None:
     assert list(j.read(tmp_path / "00000002.log")) == [b"two", b"y"]
 
 
+def test_a_run_directory_that_goes_while_old_segments_are_removed_ends_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is raised where no caller sees it, and the old segment's file is closed."""
+    log = j.Journal(tmp_path / "journal", sync=False)
+    log.rotate(b"first")
+    old = log.fd
+
+    def vanish(directory: Path) -> list[Path]:
+        shutil.rmtree(directory)
+        with pytest.raises(FileNotFoundError) as gone:
+            os.listdir(directory)
+        raise gone.value
+
+    monkeypatch.setattr(j, "segments", vanish)
+    raised: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", raised.append)
+    log.rotate(b"second")
+    assert log._remover is not None
+    log._remover.join()
+    assert not raised and not (tmp_path / "journal").exists()
+    with pytest.raises(OSError):
+        os.fstat(old)
+    log.close()
+
+
 def test_group_commit_makes_nothing_durable_before_the_disk_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
