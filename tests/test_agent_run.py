@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 import pytest
 from click.testing import CliRunner
-from conftest import ENV, ROOT
+from conftest import ENV, ROOT, RUN_SEED
 from holding import held
 
 from asyncrl.cli import main
@@ -45,6 +45,7 @@ def command(model_dir: Path, runs: Path, name: str, *sets: str) -> list[str]:
         f"model.path={str(model_dir)!r}",
         f"runs={str(runs)!r}",
         f"name={name!r}",
+        f"seed={RUN_SEED}",
         "learner.groups=4",
         "learner.group_size=4",
         "evaluation.prompts=4",

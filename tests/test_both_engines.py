@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import transformers
-from conftest import ROOT
+from conftest import ROOT, RUN_SEED
 from holding import held
 
 from asyncrl.models.policy import character_tokenizer
@@ -31,6 +31,7 @@ SHORT = (
     "watchdog.floor_s=3600.0",
     "reward.deadline_s=600.0",
     "name='both'",
+    f"seed={RUN_SEED}",
 )
 REWARD = '''
 def reward(prompt, text):

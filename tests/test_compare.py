@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ENV, PATIENT, ROOT, Ended
+from conftest import ENV, PATIENT, ROOT, RUN_SEED, Ended
 
 from asyncrl.config import load
 from asyncrl.experiments.compare import arms as arms_made
@@ -33,6 +33,7 @@ from buffer import trained
 
 SETS = (
     *PATIENT,
+    f"seed={RUN_SEED}",
     "learner.steps=5",
     "learner.groups=8",
     "learner.group_size=4",
@@ -42,6 +43,7 @@ SETS = (
     "evaluation.ood_prompts=8",
     "evaluation.ood_every=3",
 )
+SEEDS = (RUN_SEED, RUN_SEED + 1)
 
 
 def compare(model: Path, out: Path, *words: str, timeout: float = 3600) -> Ended:
@@ -85,7 +87,7 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     done = compare(sort_model, out, *arms, "--jobs", "2", "--json")
     assert done.code == 0, done.err[-3000:]
     found = done.json
-    assert list(found["arms"]) == ["sync", "twin", "late"] and found["seeds"] == [0, 1]
+    assert list(found["arms"]) == ["sync", "twin", "late"] and found["seeds"] == list(SEEDS)
     words = {(v["arm"], v["metric"]): v for v in found["verdicts"]}
     assert (
         words["twin", "heldout_end"]["verdict"] == "equal"
@@ -95,10 +97,18 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     assert words["late", "heldout_end"]["verdict"] in ("no difference visible", "better", "worse")
     assert found["same_data"] == {"twin": [True, True], "late": [True, True]}
     assert found["data_apart"] == {"twin": ["", ""], "late": ["", ""]}
-    assert (
-        found["arms"]["sync"]["target"] == pytest.approx(0.9 * found["arms"]["sync"]["heldout_end"])
-        and found["arms"]["sync"]["reached"] == 2
-    )
+
+    def reached(curve: list[float]) -> bool:
+        return max(curve) >= found["arms"]["sync"]["target"]
+
+    curves = [
+        json.loads((out / "cells" / f"sync-seed{n}.json").read_text())["accuracy"][1] for n in SEEDS
+    ]
+    assert found["arms"]["sync"]["target"] == pytest.approx(
+        0.9 * found["arms"]["sync"]["heldout_end"]
+    ) and found["arms"]["sync"]["reached"] == sum(map(reached, curves))
+    # the mean of the ends is above nine tenths of itself
+    assert found["arms"]["sync"]["reached"] >= 1
     assert all(f"accuracy {found['arms']['sync']['target']:.3f}" in t for t in found["trade"])
     assert found["arms"]["sync"]["lag"] == 0 and found["arms"]["late"]["lag_max"] == 2
     assert ("twin", "ood_end") in words and all(
@@ -115,7 +125,10 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     assert (
         len(
             re.findall(
-                r"^(sync|twin|late)-seed[01]: accuracy [\d.]+ in \d+ s \([1-6] of 6", done.err, re.M
+                rf"^(sync|twin|late)-seed({SEEDS[0]}|{SEEDS[1]}): "
+                r"accuracy [\d.]+ in \d+ s \([1-6] of 6",
+                done.err,
+                re.M,
             )
         )
         == 6
@@ -137,8 +150,8 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     )
 
     # Interrupted: what is finished is not made again.
-    kept = (out / "cells" / "sync-seed0.json").stat().st_mtime_ns
-    (out / "cells" / "late-seed1.json").unlink()
+    kept = (out / "cells" / f"sync-seed{RUN_SEED}.json").stat().st_mtime_ns
+    (out / "cells" / f"late-seed{SEEDS[1]}.json").unlink()
     code, shown = on_a_terminal(sort_model, out, *arms)
     assert code == 0 and "5 of 6 runs are finished already" in shown
     # as it was redrawn: the second seed comes last
@@ -149,7 +162,7 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     ), shown[-3000:]
     again = compare(sort_model, out, *arms, "--json")
     assert again.code == 0 and "6 of 6 runs are finished already" in again.err
-    assert (out / "cells" / "sync-seed0.json").stat().st_mtime_ns == kept
+    assert (out / "cells" / f"sync-seed{RUN_SEED}.json").stat().st_mtime_ns == kept
     assert again.json["arms"]["late"]["weights_digests"] == found["arms"]["late"]["weights_digests"]
 
     # These arms ran in warm processes.  Processes of their own give the same samples at the same
@@ -179,8 +192,8 @@ def test_a_comparison_from_start_to_verdict(sort_model: Path, tmp_path: Path) ->
     )
     assert real["same_data"]["late"] == [True]
     warm, apart = (
-        json.loads((out / "cells" / "late-seed0.json").read_text())["batches"],
-        trained.read(tmp_path / "real" / "runs" / "late-seed0" / "trained.jsonl"),
+        json.loads((out / "cells" / f"late-seed{RUN_SEED}.json").read_text())["batches"],
+        trained.read(tmp_path / "real" / "runs" / f"late-seed{RUN_SEED}" / "trained.jsonl"),
     )
     assert (
         [b["tickets"] for b in warm]
@@ -359,7 +372,7 @@ def test_one_seed_runs_and_says_that_no_verdict_is_possible(
         "learner.steps=3",
     )
     assert done.code == 0, done.err[-3000:]
-    assert (tmp_path / "c" / "runs" / "sync-seed0" / "summary.json").exists(), (
+    assert (tmp_path / "c" / "runs" / f"sync-seed{RUN_SEED}" / "summary.json").exists(), (
         "its speed is compared with a real run's"
     )
     assert re.search(r"arm +OOD start +OOD end +KL to ref", done.out)

@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from conftest import ENV, ROOT
+from conftest import ENV, ROOT, RUN_SEED
 
 from asyncrl.models.policy import build_model
 from asyncrl.tasks.calc import Calc
@@ -20,6 +20,7 @@ PATIENT = (
     "from asyncrl.cli import main; main(sys.argv[1:])"
 )
 SETS = (
+    f"seed={RUN_SEED}",
     'agent.env=""',
     "agent.serve=true",
     "model.warm_start=false",

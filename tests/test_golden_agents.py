@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ENV, ROOT
+from conftest import ENV, ROOT, RUN_SEED
 
 from asyncrl.models.policy import build_model
 from asyncrl.tasks.calc import Calc
 
 TESTS = ROOT / "tests"
 SETS = (
+    f"seed={RUN_SEED}",
     "exact=true",
     "model.path=m",
     "model.warm_start=false",

@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import mean
 
 import pytest
-from conftest import ENV, ROOT, Ended
+from conftest import ENV, ROOT, RUN_SEED, Ended
 
 from actors.rewards import check
 from asyncrl.cli import new
@@ -105,7 +105,7 @@ def test_the_rewards_in_comments_work_once_they_are_none(project: Path) -> None:
 
 def test_a_project_trains_and_gets_better(project: Path, tmp_path: Path) -> None:
     """As the README says, from a folder beside it; what it writes is in the project."""
-    sets = ["learner.steps=60", "evaluation.every=30", "name='first'", *PATIENT]
+    sets = ["learner.steps=60", "evaluation.every=30", "name='first'", f"seed={RUN_SEED}", *PATIENT]
     done = asyncrl(
         tmp_path, "run", "mine/config.toml", "--json", *[x for s in sets for x in ("--set", s)]
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from conftest import ROOT
+from conftest import ROOT, RUN_SEED
 from test_store import make, train, write
 
 from actors.delay import Late, decode_steps
@@ -153,7 +153,7 @@ def late_runs(sort_model: Path) -> dict[str, dict[str, Any]]:
             load.load(
                 ROOT / "configs" / "demo.toml", [f"model.path='{sort_model}'", *SMALL, *sets]
             ),
-            3,
+            3 + RUN_SEED,
         )
 
     out = {
@@ -227,7 +227,7 @@ def test_what_a_rule_took_is_a_share_of_what_it_judged(monkeypatch: pytest.Monke
 
 def test_every_evaluation_along_the_way_is_in_the_record(sort_model: Path) -> None:
     sets = [f"model.path='{sort_model}'", *SMALL, "evaluation.every=2", "learner.lr=1e-3"]
-    record = serial.one(load.load(ROOT / "configs" / "demo.toml", sets), 3)
+    record = serial.one(load.load(ROOT / "configs" / "demo.toml", sets), 3 + RUN_SEED)
     steps, accuracy = record["accuracy"]
     assert steps == [0.0, 2.0, 4.0, 6.0, 8.0] and len(accuracy) == 5
     rewards = record["evals"]["heldout"]

@@ -12,6 +12,7 @@ from typing import Any
 import plain_exact_loop
 import pytest
 import torch
+from conftest import RUN_SEED
 from safetensors.torch import load_file
 from shared_reward import reward
 
@@ -54,13 +55,14 @@ def test_limit_zero_is_the_plain_loop_bitwise(
 ) -> None:
     weights, told = plain_exact_loop.train(
         small_model,
-        lambda i: SORT.prompt("train", i, 0),
+        lambda i: SORT.prompt("train", i, RUN_SEED),
         reward,
         steps=STEPS,
         groups=GROUPS,
         size=SIZE,
         most=MOST,
         lr=LR,
+        seed=RUN_SEED,
     )
     trained = load_file(synchronous["run_dir"] / "model" / "model.safetensors")
     before = load_file(small_model / "model.safetensors")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ENV, ROOT, Ended
+from conftest import ENV, ROOT, RUN_SEED, Ended
 
 from asyncrl.cli.compare import swept_corrections
 from asyncrl.config import load
@@ -45,7 +45,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def call(model: Path, out: Path, *words: str) -> Ended:
     argv = [sys.executable, "-m", "asyncrl.cli", "sweep", "configs/demo.toml", "--out", str(out)]
-    argv += [x for s in (*SMALL, f"model.path={str(model)!r}") for x in ("--set", s)] + list(words)
+    argv += [x for s in (*SMALL, f"model.path={str(model)!r}") for x in ("--set", s)]
+    argv += ["--set", f"seed={RUN_SEED}", *words]
     return Ended(
         subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=600)
     )
@@ -104,7 +105,10 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
     assert json.loads((out / "result.json").read_text()) == found
 
     # Interrupted: only what is missing is made, and it comes out the same.
-    gone, kept = out / "cells" / "other-limit2-seed1.json", out / "cells" / "sync-seed0.json"
+    gone, kept = (
+        out / "cells" / f"other-limit2-seed{RUN_SEED + 1}.json",
+        out / "cells" / f"sync-seed{RUN_SEED}.json",
+    )
     before, stamp = json.loads(gone.read_text())["weights_digest"], kept.stat().st_mtime_ns
     gone.unlink()
     again = call(model, out, *words)
@@ -235,7 +239,7 @@ def test_a_collapsed_run_is_given_up_and_keeps_its_last_accuracy(sort_model: Pat
         "evaluation.final_prompts=64",
         "evaluation.ood_prompts=0",
     ]
-    record = serial.one(load.load("configs/demo.toml", sets), 0, warm_pool.collapsed)
+    record = serial.one(load.load("configs/demo.toml", sets), RUN_SEED, warm_pool.collapsed)
     assert (
         record["abandoned"].startswith("collapse: accuracy below half its best")
         and record["steps"] < 10

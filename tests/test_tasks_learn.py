@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ENV, ROOT
+from conftest import ENV, ROOT, RUN_SEED
 
 from asyncrl.config import load
 from asyncrl.experiments import serial
@@ -50,7 +50,7 @@ def test_task_learns(name: str, steps: int, least: float, tmp_path: Path) -> Non
     warm_start(config, tmp_path / "model", threads=1)
     for which, n, gain in [(name, steps, least), *SAME_START.get(name, [])]:
         config = load.load(ROOT / "configs" / f"{which}.toml", short(tmp_path, n))
-        found = serial.one(config, config.seed)
+        found = serial.one(config, RUN_SEED)
         assert found["steps"] == n
         accuracies = found["accuracy"][1]
         assert accuracies[-1] - accuracies[0] >= gain, (
@@ -65,7 +65,7 @@ def test_sessions_learn(tmp_path: Path) -> None:
     """`calc` by its own config: gateway, environment, generator, buffer and learner as processes.
 
     A run of all 60 steps went from 0.43 to 0.92 (docs/log)."""
-    sets = short(tmp_path, 30) + ["name='calc'"]
+    sets = short(tmp_path, 30) + ["name='calc'", f"seed={RUN_SEED}"]
     argv = [sys.executable, "-m", "asyncrl.cli", "run", "configs/calc.toml", "--json"]
     argv += [part for item in sets for part in ("--set", item)]
     done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True, timeout=1800)
