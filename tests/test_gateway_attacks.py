@@ -163,3 +163,33 @@ def test_bytes_that_are_no_utf_8_are_refused(served: Served) -> None:
         for body in (b'{"reward": 1, "parts": {"\xed\xa0\x80": 1}}', b"\xff\xfe{}"):
             assert post(served, opened, path, body).status_code == 400
     finish(served, opened)
+
+
+# ---- what was refused is remembered --------------------------------------------------------------
+
+
+def test_a_session_remembers_what_was_refused(served: Served) -> None:
+    """Its agent may keep silent about it: then nobody else knows why nothing was drawn."""
+    opened = served.do(served.service.open)
+    for body in ({"messages": []}, {"messages": GO, "stop": [""]}, b"{"):
+        assert post(served, opened, "/v1/chat/completions", body).status_code == 400
+    state = post(served, opened, "/beat", {}).json()
+    assert state["refused"] == 3 and state["refusal"]["code"] == "invalid_json"
+    assert post(served, opened, "/reward", {"reward": 0.0}).status_code == 200
+    made = served.do(lambda: service.trajectory(opened.session, served.service.tokenizer, Agent()))
+    assert made.failed and made.failed.why.startswith(
+        "the session ended without an answer; 3 of its calls were refused, the last one with "
+        "invalid_json: the body is no JSON"
+    )
+
+
+def test_a_failure_tells_what_was_refused_before_it(served: Served) -> None:
+    opened = served.do(served.service.open)
+    bad = {"messages": GO, "n": 3}
+    assert post(served, opened, "/v1/chat/completions", bad).status_code == 400
+    assert post(served, opened, "/end", {"failed": "gave up"}).status_code == 200
+    made = served.do(lambda: service.trajectory(opened.session, served.service.tokenizer, Agent()))
+    assert made.failed and made.failed.why.startswith("gave up; 1 of its calls was refused")
+    other = served.do(served.service.open)
+    state = post(served, other, "/beat", {}).json()
+    assert state["refused"] == 0 and state["refusal"] is None

@@ -231,6 +231,23 @@ def test_every_call_is_admitted_at_or_above_its_sessions_minimum(turn) -> None: 
     assert [x.id for x in drawn(turn, [], Label(1, 4))] == [2]
 
 
+def test_a_call_that_cannot_be_drawn_is_answered_by_a_failure_and_the_others_are_drawn(
+    turn,  # type: ignore[no-untyped-def]
+) -> None:
+    """Without a word its client would wait for ever, and those of its message too."""
+    foreign = np.array([3, turn.vocabulary], "<i4").tobytes()
+    bad = [
+        msgspec.structs.replace(call(11), prompt=foreign),
+        msgspec.structs.replace(call(12), max_new_tokens=turn.context),
+        msgspec.structs.replace(call(13), prompt=b""),
+    ]
+    answers = {each.id: each for each in drawn(turn, [bad[0], call(14), *bad[1:]], AT)}
+    assert answers.keys() == {11, 12, 13, 14} and answers[14].tokens and not answers[14].failed
+    assert "of a model with" in answers[11].failed and "of a context of" in answers[12].failed
+    assert all(answers[x.id].failed and not answers[x.id].tokens for x in bad)
+    assert not turn.calls
+
+
 def test_the_same_call_drawn_again_is_the_same(turn) -> None:  # type: ignore[no-untyped-def]
     first = drawn(turn, [call(1, stream=8), call(2)], AT)
     again = drawn(turn, [call(3), call(4, stream=8)], AT)

@@ -63,6 +63,7 @@ def test_the_config_says_what_clients_may_ask_for(config: Config, tmp_path: Path
     for key in ("model", "other_models", "sampling", "forced"):
         assert getattr(manners, key) == getattr(agent, key) != getattr(Agent(), key)
     assert manners.stops == {*gateway.stops} and manners.stops
+    assert manners.vocabulary == gateway.vocabulary > 0  # ids of the token route lie below it
 
 
 def test_leases_calls_and_a_new_life_of_the_learner(config: Config, tmp_path: Path) -> None:
@@ -236,3 +237,35 @@ def test_templates_are_imported_before_anybody_waits(config: Config, tmp_path: P
         gc.unfreeze()
         gateway.ending = True
         gateway.close()
+
+
+def test_a_call_that_a_generator_refuses_is_answered_by_a_failure(
+    config: Config, tmp_path: Path
+) -> None:
+    (tmp_path / "run_id").write_text("run")
+    gateway = service.Gateway(config, tmp_path)
+    gateway.socket.close()
+    gateway.socket = Wire()  # type: ignore[assignment]
+
+    async def play() -> None:
+        door = gateway.door = Door(gateway)
+        gateway.take([ticket(1)])
+        opened = await door.lease("a", 0.0)
+        assert opened is not None
+        call = opened.session.place_text("ab=", now=door.now())
+        drawing = asyncio.create_task(door.draw(opened.session, call))
+        await asyncio.sleep(0)
+        (number,) = door.drawing
+        why = "tokens from 3 to 99\n\x1b[2J"
+        gateway.hear(b"g", m.Called(number, b"", b"", [], "length", failed=why))
+        with pytest.raises(CallRefused) as caught:
+            await drawing
+        assert caught.value.status == 500 and "tokens from 3 to 99\\n" in str(caught.value)
+        assert str(caught.value).isprintable()
+        # the session goes on
+        assert opened.session.state == "open" and not opened.session.open_calls
+
+    try:
+        asyncio.run(play())
+    finally:
+        gateway.calls_socket.close()

@@ -144,18 +144,24 @@ ALLOWED = [
 ]
 
 
+def look(message: Any) -> None:
+    inbound.check(message, vocabulary=5)
+    for call in getattr(message, "calls", ()):
+        inbound.call(call, 5, 8)
+
+
 @pytest.mark.parametrize(("message", "said"), REFUSED, ids=[said for _, said in REFUSED])
 def test_what_cannot_be_is_refused(message: Any, said: str) -> None:
     # as it comes over a wire: what decodes, decodes
     kind = type(message)
     message = msgspec.msgpack.decode(msgspec.msgpack.encode(message), type=kind)
     with pytest.raises(BadMessage, match=said):
-        inbound.check(message, vocabulary=5, context=8)
+        look(message)
 
 
 @pytest.mark.parametrize("message", ALLOWED, ids=[type(x).__name__ for x in ALLOWED])
 def test_what_an_honest_server_says_is_taken(message: Any) -> None:
-    inbound.check(message, vocabulary=5, context=8)
+    look(message)
     inbound.check(message)
 
 

@@ -22,6 +22,7 @@ from actors.gateway.requests import Manners
 from actors.gateway.sessions import Call, CallRefused, Session
 from actors.gateway.web import Bind, Endpoint, Opened
 from asyncrl.contract import messages as m
+from asyncrl.contract.outcomes import escape_line
 from asyncrl.contract.versions import Label
 from asyncrl.records import private
 
@@ -44,6 +45,7 @@ class Door:
             agent.model,
             agent.other_models,
             agent.sampling,
+            vocabulary=gateway.vocabulary,
             forced=agent.forced,
             stops=frozenset(gateway.stops),
         )
@@ -149,8 +151,11 @@ class Door:
     # ---- what the gateway tells ------------------------------------------------------------------
 
     def drawn(self, episode: Episode, message: m.Called) -> None:
-        """A call's answer has come."""
+        """A call's answer has come, or a generator has refused it."""
         call, answer = self.drawing.pop(message.id)
+        if message.failed and not answer.done():
+            why = f"a generator cannot draw this call: {escape_line(message.failed)}"
+            answer.set_exception(CallRefused(500, "call_refused", why))
         node = episode.session.drawn(
             call,
             np.frombuffer(message.tokens, "<i4"),

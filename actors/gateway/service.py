@@ -624,6 +624,8 @@ class Gateway:
         )
         if node is not None and not call.aside:
             episode.last = call
+        if message.failed:
+            session.fail(f"a generator cannot draw its call: {message.failed}", time.monotonic())
         if session.state != "open":
             return
         if node is None or session.limit:
@@ -949,6 +951,8 @@ def asked_of(answer: dict[str, Any] | None) -> str:
 
 def why_untrained(session: Session, agent: Agent) -> str:
     """Why a session that has ended has no token to train."""
+    if session.refusals and not any(node.ids is not None for node in session.forest.nodes):
+        return f"the session ended without an answer; {session.refusals}"
     if not session.calls:
         return "the session ended without a call: does the agent ask its own base URL?"
     excluded = sum(node.aside and node.ids is not None for node in session.forest.nodes)
@@ -967,7 +971,8 @@ def trajectory(session: Session, tokenizer: Any, agent: Agent) -> m.Trajectory:
     rows = list(session.rows())
     failed: m.Failure | str = ""
     if session.outcome.failed:
-        failed = m.Failure("data", session.outcome.failed)
+        why = session.outcome.failed
+        failed = m.Failure("data", f"{why}; {session.refusals}" if session.refusals else why)
     elif not rows:
         failed = m.Failure("data", why_untrained(session, agent))
     first = rows[0] if rows else m.Row(b"", b"", b"", b"", [])

@@ -8,7 +8,6 @@ while one of its calls is drawn."""
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -18,7 +17,7 @@ from actors.engine import Answer, Engine, Key, Request
 from actors.turn import NoRoom, Turn, Written
 from asyncrl.config.tree import Config, Reward
 from asyncrl.contract import messages as m
-from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.errors import AsyncrlError, BadMessage
 from asyncrl.contract.versions import Label
 from asyncrl.models.tokenizer import vocabulary
 from asyncrl.records.rundir import gateway_address, run_id
@@ -44,9 +43,14 @@ class CallTurn(Turn):
         return 0
 
     def take_calls(self, calls: Iterable[m.Call]) -> None:
-        """Keep those that are new."""
+        """Keep those that are new; one that cannot be drawn is answered by a failure at once."""
         for call in calls:
             if call.id in self.calls:
+                continue
+            try:
+                inbound.call(call, self.vocabulary, self.context)
+            except BadMessage as error:
+                self.answered.append(m.Called(call.id, b"", b"", [], "length", failed=str(error)))
                 continue
             self.served += 1
             ticket = m.Ticket(
@@ -137,7 +141,6 @@ class CallPeer:
         self.socket = PeerSocket(
             gateway_address(run_dir, 0), reads=m.FromGateway, run=self.run, key="agent"
         )
-        self.socket.check = partial(inbound.check, vocabulary=turn.vocabulary, context=turn.context)
         self.producer = producer
         self.session = session
         self.heard = 0  # the highest number of a message

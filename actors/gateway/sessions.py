@@ -118,6 +118,34 @@ class Request:
     answer: bytes | None = None
 
 
+@dataclass
+class Refusals:
+    """The calls of a session that were refused: its agent may have kept silent about them.
+
+    >>> refusals = Refusals()
+    >>> refusals.add(CallRefused(400, "invalid_value", "stop: give a text")); str(refusals)
+    '1 of its calls was refused, the last one with invalid_value: stop: give a text'
+    """
+
+    count: int = 0
+    code: str = ""  # of the last one
+    why: str = ""
+
+    def add(self, refused: CallRefused) -> None:
+        self.count += 1
+        self.code = refused.code
+        self.why = outcomes.escape_line(str(refused))
+
+    def __bool__(self) -> bool:
+        return self.count > 0
+
+    def __str__(self) -> str:
+        were = "was" if self.count == 1 else "were"
+        return (
+            f"{self.count} of its calls {were} refused, the last one with {self.code}: {self.why}"
+        )
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a session ended: a reward, or why there is none."""
@@ -152,6 +180,7 @@ class Session:
         self.limit = ""  # which one ended the calls
         self.limited_at = NEVER
         self.calls = 0
+        self.refusals = Refusals()
         self.tokens = 0  # drawn, those set aside included
         self.aside = 0  # of these, never trained
         self.adopted: list[tuple[int, int]] = []  # (earlier attempt, tokens drawn under it)
@@ -628,6 +657,10 @@ class Session:
             "rows": self.forest.rows_begun(),
             "forks": dict(self.forks),
             "versions": [str(label) for label in sorted(labels)],
+            "refused": self.refusals.count,
+            "refusal": {"code": self.refusals.code, "message": self.refusals.why}
+            if self.refusals
+            else None,
             "limit": self.limit,
             "left_s": max(0.0, round(self._deadline() - now, 1))
             if self.limits.deadline_s

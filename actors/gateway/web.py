@@ -389,10 +389,14 @@ class Web:
     def _calls(self, kind: Kind) -> Served:
         async def route(request: HttpRequest) -> Reply:
             opened = self._opened(request)
-            body = await _body(request, LARGEST_BODY)
-            said = decoded(body)
-            asked = wanted(kind, said, self.service.manners, opened.session.ticket.sampling)
-            made = self._request(request, opened, asked, body)
+            try:
+                body = await _body(request, LARGEST_BODY)
+                said = decoded(body)
+                asked = wanted(kind, said, self.service.manners, opened.session.ticket.sampling)
+                made = self._request(request, opened, asked, body)
+            except CallRefused as refused:
+                opened.session.refusals.add(refused)
+                raise
             return Reply(self, opened.session, made, asked)
 
         return route
@@ -440,6 +444,7 @@ class Web:
     def _failed(self, session: Session, made: Request, why: CallRefused) -> None:
         """No answer came of it: the same request again is a new one."""
         session.forget(made)
+        session.refusals.add(why)
         if made.connections > 0:
             self.errors[made] = why
 

@@ -444,7 +444,7 @@ class Serving(msgspec.Struct, frozen=True, tag="serving"):
 
 class Called(msgspec.Struct, frozen=True, tag="called"):
     """A call's answer.  lost: tokens that were drawn of a call that was cut, of which nothing
-    remains.
+    remains; failed: why the generator cannot draw it, with no token then.
     """
 
     id: int
@@ -453,6 +453,7 @@ class Called(msgspec.Struct, frozen=True, tag="called"):
     spans: list[Span]
     finish: Literal["stop", "length"]
     lost: int = 0
+    failed: str = ""
 
 
 # ---- learner and buffer --------------------------------------------------------------------------

@@ -30,10 +30,8 @@ def need(ok: bool, what: str) -> None:
         raise BadMessage(what)
 
 
-def check(message: object, *, vocabulary: int = 0, context: int = 0) -> None:
-    """vocabulary: tokens of the reader's model; context: tokens that its engine holds of a row; 0:
-    not known.
-    """
+def check(message: object, *, vocabulary: int = 0) -> None:
+    """vocabulary: tokens of the reader's model; 0: not known."""
     if isinstance(message, m.Batch):
         _batch(message, vocabulary)
     elif isinstance(message, m.Tickets):
@@ -44,9 +42,8 @@ def check(message: object, *, vocabulary: int = 0, context: int = 0) -> None:
         _announcement(message.announcement)
     elif isinstance(message, m.Heard):
         _announcement(message.announcement)
-    elif isinstance(message, m.Calls):
-        for call in message.calls:
-            _call(call, vocabulary, context)
+    elif isinstance(message, m.Calls):  # each of its calls: `call`
+        need(len(message.calls) <= LIST, f"{len(message.calls)} calls")
         _announcement(message.announcement)
     elif isinstance(message, m.Welcome):
         need(0 <= message.checkpointed < COUNT, f"checkpoints are kept from {message.checkpointed}")
@@ -105,7 +102,10 @@ def _tickets(message: m.Tickets) -> None:
         need(exact is None or exact.epoch <= ticket.min_version.epoch, f"{what}: exactly {exact}")
 
 
-def _call(call: m.Call, vocabulary: int, context: int) -> None:
+def call(call: m.Call, vocabulary: int, context: int) -> None:
+    """One call, by a generator whose engine holds `context` tokens of a row: one that cannot be is
+    answered by a failure, and the others of its message are drawn.
+    """
     what = f"call {call.id} of ticket {call.ticket}"
     _sampling(call.sampling, what)
     length = len(call.prompt) // 4
@@ -131,6 +131,10 @@ def called(message: m.Called, call: m.Call, vocabulary: int = 0) -> None:
     """A call's answer, against the call: made by a generator, read by a gateway."""
     what = f"call {call.id}"
     length = len(message.tokens) // 4
+    need(
+        len(message.failed) <= TEXT and not (length and message.failed),
+        f"{what}: {length} tokens, and a failure of {len(message.failed)} characters",
+    )
     need(
         len(message.tokens) == len(message.logprobs) == 4 * length,
         f"{what}: {len(message.tokens)} bytes of tokens, {len(message.logprobs)} of logprobs",

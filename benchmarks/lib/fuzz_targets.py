@@ -192,7 +192,7 @@ class Generator:
         self.frames = [*replies(), encode(calls), encode(calls)]
         self.take_calls = CallTurn.take_calls
         self.socket = PeerSocket(NOBODY, reads=m.FromBuffer | m.Calls)
-        self.socket.check = functools.partial(inbound.check, vocabulary=VOCABULARY, context=CONTEXT)
+        self.socket.check = functools.partial(inbound.check, vocabulary=VOCABULARY)
 
     def feed(self, data: bytes) -> str:
         return judged(lambda: self._act(data))
@@ -210,8 +210,18 @@ class Generator:
         elif isinstance(message, m.Acks):
             Outbox(Wires(), "generator-0", 1).on_acks(message, 0.0)
         elif isinstance(message, m.Calls):
-            turn: Any = SimpleNamespace(schedule=schedule, calls={}, keys={}, served=0)
+            turn: Any = SimpleNamespace(
+                schedule=schedule,
+                calls={},
+                keys={},
+                served=0,
+                answered=[],
+                vocabulary=VOCABULARY,
+                context=CONTEXT,
+            )
             self.take_calls(turn, message.calls)
+            if turn.answered:
+                raise BadMessage(turn.answered[0].failed)
         loaded = schedule.wanted(None)
         schedule.outdated()
         for held, _ in schedule.admit(loaded, 100):
