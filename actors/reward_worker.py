@@ -27,6 +27,7 @@ from asyncrl.config.tree import Reward, Task
 from asyncrl.contract import importing, outcomes
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
+from asyncrl.contract.printable import escape_line
 from asyncrl.tasks import get_task
 from asyncrl.transport import child
 from asyncrl.transport.child import FRAME_BYTES, frame
@@ -82,9 +83,9 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
 
 
 def one_line(text: str) -> str:
-    """The first line of an exception's words, as `outcomes.escape_line` shows it."""
+    """The first line of an exception's words, as `escape_line` shows it."""
     lines = (line.strip() for line in text.splitlines())
-    return outcomes.escape_line(next((line for line in lines if line), ""))
+    return escape_line(next((line for line in lines if line), ""))
 
 
 def said(error: BaseException) -> str:
@@ -112,7 +113,7 @@ def checked(value: Any, tokens: int) -> Judged:
         per_token = value.pop("token_rewards", None)
         if "reward" not in value:
             raise ValueError(f"a dict without `reward`: {sorted(map(str, value))}")
-        parts = {str(k): number(v, outcomes.escape_line(str(k))) for k, v in value.items()}
+        parts = {str(k): number(v, escape_line(str(k))) for k, v in value.items()}
         outcomes.check_parts(parts)
         value = value["reward"]
     if per_token is not None:

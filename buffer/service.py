@@ -28,7 +28,7 @@ from asyncrl.config.tree import Config
 from asyncrl.contract import admission
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, BadMessage, TakenOver
-from asyncrl.contract.outcomes import escape_line
+from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import KEPT, HeldUp, Wait, WaitLog, held_up
 from asyncrl.models import memory
@@ -112,9 +112,9 @@ def largest(config: Config) -> int:
 
 
 def say(line: str) -> None:
-    """To the log; on a full disk there is none."""
+    """One line to the log; on a full disk there is none."""
     with contextlib.suppress(OSError):
-        print(line, file=sys.stderr, flush=True)
+        print(escape_line(line, LONGEST_LINE), file=sys.stderr, flush=True)
 
 
 class Service:
@@ -258,7 +258,7 @@ class Service:
         self.refused[reason] += 1
         self.latest[f"refused/{reason}"] = float(self.refused[reason])
         if self.refused.total() <= REFUSALS_SAID:
-            say(escape_line(line))
+            say(line)
 
     # ---- generators ------------------------------------------------------------------------------
 

@@ -32,6 +32,7 @@ from asyncrl.contract.messages import (
     Trajectory,
     WeightsSource,
 )
+from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label, PolicyTree
 from buffer import batches, checks
 from buffer.evaluation import Evaluations
@@ -589,7 +590,7 @@ class Store:
             raise AsyncrlError(
                 f"{failed} samples failed since the last batch, more than {key} allows "
                 f"({budget:g} of {self.settings.batch * self.settings.group}); the last one: "
-                f"ticket {group.ticket}, {failure}"
+                f"ticket {group.ticket}, {escape_line(str(failure))}"
             )
 
     def _completed(self, group: Group) -> None:

@@ -15,7 +15,7 @@ from test_hostile_messages import honest_hello
 
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import BadMessage
-from asyncrl.contract.outcomes import escape_line
+from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label
 from buffer import checks
 from buffer.groups import Group, Settings, Stored, size

@@ -22,7 +22,7 @@ from actors.gateway.requests import Manners
 from actors.gateway.sessions import Call, CallRefused, Session
 from actors.gateway.web import Bind, Endpoint, Opened
 from asyncrl.contract import messages as m
-from asyncrl.contract.outcomes import escape_line
+from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label
 from asyncrl.records import private
 

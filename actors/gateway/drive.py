@@ -19,6 +19,7 @@ import msgspec
 from actors.gateway.env_worker import Happened, Op, Setup
 from asyncrl.config.agents import Agent
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.printable import escape_line
 from asyncrl.transport import child
 from asyncrl.transport.child import frame
 
@@ -182,7 +183,11 @@ class Drive:
         count = self.over[does]
         self.replaced = f"{count} lost in {does} so far, the last one as {why}"
         if count <= SAID:
-            print(f"{self.named}: a process was lost in {does}: {why}", file=sys.stderr, flush=True)
+            print(
+                f"{self.named}: a process was lost in {does}: {escape_line(why)}",
+                file=sys.stderr,
+                flush=True,
+            )
         if kind and kind not in self.done and count >= HOPELESS * len(self.workers):
             raise ConfigError(
                 f"{self.named}: {count} processes were lost in {does}, and none has ever done one; "

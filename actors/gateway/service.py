@@ -50,7 +50,7 @@ from asyncrl.contract.errors import (
     NothingToDo,
     PeerUnreachable,
 )
-from asyncrl.contract.outcomes import escape_line
+from asyncrl.contract.printable import escape_line
 from asyncrl.contract.waits import BUFFER, OpenSession, SessionWait, Wait, WaitLog
 from asyncrl.models.tokenizer import (
     PlainTokenizer,

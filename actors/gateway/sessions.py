@@ -25,6 +25,7 @@ from actors.gateway.forest import Forest, Found, Message, Node, rows_of, text_di
 from asyncrl.contract import outcomes
 from asyncrl.contract.errors import AsyncrlError, ProtocolError
 from asyncrl.contract.messages import Row, Span, Ticket
+from asyncrl.contract.printable import escape_line
 
 NEVER = math.inf
 Finish = Literal["stop", "length"]
@@ -134,7 +135,7 @@ class Refusals:
     def add(self, refused: CallRefused) -> None:
         self.count += 1
         self.code = refused.code
-        self.why = outcomes.escape_line(str(refused))
+        self.why = escape_line(str(refused))
 
     def __bool__(self) -> bool:
         return self.count > 0

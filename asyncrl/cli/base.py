@@ -18,6 +18,7 @@ from asyncrl.cli import result
 from asyncrl.contract import refusal
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.importing import here_last
+from asyncrl.contract.printable import LONGEST_LINE, escape_line
 
 PATH = click.Path(path_type=Path)
 
@@ -78,7 +79,7 @@ def fail(why: str, code: int, as_json: bool) -> NoReturn:
     result already.
     """
     with suppress(OSError):  # stderr may be a file on the disk that is full
-        print(f"error: {why}", file=sys.stderr, flush=True)
+        print(f"error: {escape_line(why, LONGEST_LINE)}", file=sys.stderr, flush=True)
     if as_json:
         result.put_error(why, code)
     sys.exit(code)

@@ -12,6 +12,7 @@ import click
 from asyncrl.cli import result
 from asyncrl.cli.base import PATH, emit
 from asyncrl.contract.errors import AsyncrlError, ConfigError, PeerUnreachable
+from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.records import lives
 
 
@@ -70,11 +71,11 @@ def print_running(config: Any, run_dir: Path, status: Any, seen: dict[str, Any])
 
     print(live.line(status))
     for who, what, on, age in status.waits:
-        print(f"{who} waits {age:.1f} s for {what} (on {on})")
+        print(escape_line(f"{who} waits {age:.1f} s for {what} (on {on})", LONGEST_LINE))
     if status.held_up is not None:
-        print(live.plain(status.held_up.said()))
+        print(escape_line(status.held_up.said(), LONGEST_LINE))
     for name, age in status.peers.items():
-        print(f"{name}: heard {age:.1f} s ago")
+        print(f"{escape_line(name)}: heard {age:.1f} s ago")
     print("".join(line + "\n" for line in doctors.refused(seen)), end="")
     dead = [
         process

@@ -1,4 +1,4 @@
-"""What the outcome of a sample may be, and how text that comes from outside is shown.
+"""What the outcome of a sample may be: checked before it is sent, and again by the buffer.
 
 An outcome is a reward with its named parts, or the reason why there is none.  It comes from code
 that is not ours: a reward function, an environment, an agent over HTTP.  Each of these is checked
@@ -14,13 +14,13 @@ from typing import Literal
 from msgspec import structs
 
 from asyncrl.contract.messages import Failure, Trajectory
+from asyncrl.contract.printable import escape_line
 
 # of a reward: float32 holds the sum of a batch's squares of it, and no reward is meant to be larger
 LARGEST_REWARD = 1e15
 MOST_PARTS = 256
 NAME_LENGTH = 200  # characters
 REASON_LENGTH = 1 << 16  # characters
-LINE_LENGTH = 300  # characters of a text from outside on a line of a log or a terminal
 
 
 def check_number(value: float, name: str) -> None:
@@ -93,21 +93,3 @@ def failed_sample(sample: Trajectory, kind: Literal["data", "refused"], why: str
         token_rewards=b"",
         rows=[structs.replace(row, segments=[], token_rewards=b"") for row in sample.rows],
     )
-
-
-def escape_line(text: str, most: int = LINE_LENGTH) -> str:
-    r"""Show text from outside on one line: what is not printable is escaped, the end is cut.
-
-    A newline would forge a line of the log, an escape code would act on the terminal, and a mark
-    of writing direction would reorder what stands beside it.
-
-    >>> escape_line("no\x1b[2J\r\nok: \u202eall\ud800")
-    'no\\x1b[2J\\r\\nok: \\u202eall\\ud800'
-    >>> escape_line("naïve 漢字 ✓"), escape_line("x" * 9, 4)
-    ('naïve 漢字 ✓', 'xxxx...')
-    """
-    shown = text[:most]
-    if not shown.isprintable():
-        shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in shown)
-    # an escape takes up to ten characters
-    return shown if len(text) <= most and len(shown) <= most else shown[:most] + "..."

@@ -15,6 +15,8 @@ from typing import Literal, NamedTuple
 
 import msgspec
 
+from asyncrl.contract.printable import LONGEST_LINE, escape_line
+
 BUFFER = "buffer"  # the process that most waits are for
 KEPT = 50  # steps whose median counts
 HOLDS_S = 5.0  # a session open for less, or waiting for the engine for less, holds nobody up
@@ -248,7 +250,10 @@ class WaitLog:
         ]
         self.said |= {(wait.who, wait.what): 2 * wait.seconds for wait in due}
         return [
-            f"{wait.who} has waited for {wait.on} for {wait.seconds:.0f} s: {wait.what}"
+            escape_line(
+                f"{wait.who} has waited for {wait.on} for {wait.seconds:.0f} s: {wait.what}",
+                LONGEST_LINE,
+            )
             for wait in due
         ]
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import IO, Any, Literal
 
 from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.printable import escape_line
 from asyncrl.records import machine_memory, rundir
 
 # exit codes: told to end; nothing left to do; another speaks in its place
@@ -147,7 +148,7 @@ def end_of(row: dict[str, Any]) -> str:
     'learner (process 7) ended with exit code 1: KeyError: 3'
     """
     who = f"{row['name']} (process {row['pid']})"
-    why = row.get("why") or ""
+    why = escape_line(str(row.get("why") or ""))
     code = row.get("code")
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(float(row["at"])))
     if row["event"] == "began":

@@ -13,6 +13,7 @@ import msgspec
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import REFUSALS
 from asyncrl.contract.messages import Status
+from asyncrl.contract.printable import escape_line
 from asyncrl.contract.waits import Watchdog
 from asyncrl.records import lives, metrics, rundir, signs
 from asyncrl.supervise import live
@@ -41,7 +42,7 @@ def last_line(path: Path) -> str:
             ]
     except OSError:
         return ""
-    return found[-1] if found else ""
+    return escape_line(found[-1]) if found else ""
 
 
 def processes(config: Config, run_dir: Path) -> list[dict[str, Any]]:
@@ -210,7 +211,7 @@ def lines(config: Config, run_dir: Path, seen: dict[str, Any]) -> list[str]:
     for process in seen["processes"]:
         out.append(process["said"])
         if process["last_line"] and not seen["ended"]:
-            out.append(f"    {process['log']}: {process['last_line'][:300]}")
+            out.append(f"    {process['log']}: {process['last_line']}")
     if seen["checkpoint"] is not None and not seen["ended"]:
         out.append(
             f"newest checkpoint: version {seen['checkpoint']['version']}, "

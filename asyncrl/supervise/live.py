@@ -14,6 +14,7 @@ from typing import Any
 
 from asyncrl.contract.errors import PeerUnreachable
 from asyncrl.contract.messages import Status, Watch
+from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.records.signs import HELD_UP, calls_explain
 from asyncrl.transport.sockets import PeerSocket
 
@@ -175,15 +176,6 @@ def moved(metrics: Mapping[str, float]) -> str:
     )
 
 
-def plain(text: str) -> str:
-    """What a generator says of itself, as a terminal may be shown it.
-
-    >>> plain("batch 3\\x1b[2J")
-    'batch 3?[2J'
-    """
-    return "".join(c if c.isprintable() else "?" for c in text)
-
-
 def line(status: Status, left: float | None = None) -> str:
     """One line: progress, seconds left if known, accuracy, speed of both sides, lag, who waits."""
     metrics = status.metrics
@@ -192,9 +184,15 @@ def line(status: Status, left: float | None = None) -> str:
         return format(metrics[name], form) if name in metrics else "-"
 
     rest = f" ({duration(left)} left)" if left else ""
-    waiting = [(plain(who), plain(what), on, age) for who, what, on, age in status.waits]
+    waiting = [
+        (escape_line(who), escape_line(what), on, age) for who, what, on, age in status.waits
+    ]
     held = [f"{who} waits {age:.0f} s for {what}" for who, what, _, age in waiting if age > 1]
-    holds = [plain(status.held_up.said())] if status.held_up is not None and held else []
+    holds = (
+        [escape_line(status.held_up.said(), LONGEST_LINE)]
+        if status.held_up is not None and held
+        else []
+    )
     slow = rewards(metrics), link(metrics), unused(status.ledger)
     waits = "; ".join(filter(None, (*slow, *holds, *held)))
     return (
@@ -279,10 +277,12 @@ def table(status: Status, left: float | None = None) -> Any:
     if said := unused(status.ledger):
         grid.add_row("not used", "", said)
     if status.held_up is not None:
-        grid.add_row("held up", "", Text(plain(status.held_up.said())))
+        grid.add_row("held up", "", Text(escape_line(status.held_up.said(), LONGEST_LINE)))
     for who, what, on, age in status.waits:
         grid.add_row(
-            "waits", Text(plain(who)), Text(f"{age:.1f} s for {plain(what)} ({plain(on)})")
+            "waits",
+            Text(escape_line(who)),
+            Text(f"{age:.1f} s for {escape_line(what)} ({escape_line(on)})"),
         )
     return grid
 

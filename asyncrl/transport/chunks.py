@@ -19,6 +19,7 @@ from zmq.utils.monitor import parse_monitor_message
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, BadMessage, ConfigError, PeerUnreachable
 from asyncrl.contract.messages import WeightsSource
+from asyncrl.contract.printable import escape_line
 from asyncrl.contract.versions import Label
 from asyncrl.transport import fan_out, inbound, keys
 from asyncrl.transport.crowd import Crowd
@@ -205,7 +206,7 @@ class ChunkServer(Server):
         try:
             return self.crowd.relieve(self.address)
         except AsyncrlError as error:
-            print(error, file=sys.stderr, flush=True)
+            print(escape_line(str(error)), file=sys.stderr, flush=True)
             return True
 
     def _answer(self, frames: list[zmq.Frame]) -> _Chunk | None:

@@ -30,6 +30,7 @@ from asyncrl.contract.messages import (
     Refused,
     Watch,
 )
+from asyncrl.contract.printable import escape_line
 from asyncrl.transport import inbound, keys
 from asyncrl.transport.crowd import Crowd
 
@@ -324,7 +325,7 @@ class PeerSocket:
         try:
             check_address(address, self.curve_dir, "the buffer's address")
         except ConfigError as error:
-            print(f"not followed: {error}", file=sys.stderr, flush=True)
+            print(f"not followed: {escape_line(str(error))}", file=sys.stderr, flush=True)
             return False
         print(
             f"{self.address} has been silent for {silent:.0f} s, and the run's buffer is at "

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from asyncrl.contract.errors import AsyncrlError
+from asyncrl.contract.printable import LONGEST_LINE, escape_line
 
 TAIL_BYTES = 1 << 16  # the end of a log that is looked at for its last lines
 
@@ -69,6 +70,7 @@ def last_lines(log: Path, lines: int) -> list[str]:
     try:
         with log.open("rb") as file:
             file.seek(max(0, file.seek(0, 2) - TAIL_BYTES))
-            return file.read().decode(errors="replace").splitlines()[-lines:]
+            found = file.read().decode(errors="replace").splitlines()[-lines:]
+            return [escape_line(line, LONGEST_LINE) for line in found]
     except OSError:
         return []
