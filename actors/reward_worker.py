@@ -23,6 +23,7 @@ from typing import Any, Literal, TextIO
 import msgspec
 
 from actors.scorers.held import Held, Spent, of_this_call
+from actors.scorers.user_function import FailureLog, in_our_form, is_async, last_frame
 from asyncrl.config.tree import Reward, Task
 from asyncrl.contract import importing, outcomes
 from asyncrl.contract.errors import ConfigError
@@ -193,7 +194,10 @@ def function_of(setup: Setup) -> Callable[..., Any]:
         from actors.scorers.reward_model import RewardModel
 
         return RewardModel(settings.model)
-    function = resolve(settings.function) if settings.function else None
+    function = None
+    if settings.function:
+        given = ("judge",) if settings.judge.url else ()
+        function = in_our_form(resolve(settings.function), settings.function, given)
     if not settings.judge.url:
         return function or get_task(setup.task).reward
     from actors.scorers import judge
@@ -225,11 +229,6 @@ def takes_tokens(function: Callable[..., Any]) -> bool:
         return "tokens" in inspect.signature(function).parameters
     except (TypeError, ValueError):  # a builtin without a signature
         return False
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    call = getattr(function, "__call__", None)  # noqa: B004
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
 
 
 def called(function: Callable[..., Any], calls: list[Call]) -> Any:
@@ -294,19 +293,39 @@ def encoded(reply: Reply) -> bytes:
     return frame(payload)
 
 
-def judge(function: Callable[..., Any], unit: Unit) -> Reply:
+def returned(unit: Unit, found: list[Judged | str], began: float, log: FailureLog) -> Reply:
+    """The reply to a call that returned; what cannot be used of it goes to the log."""
+    for call_, value in zip(unit.calls, found, strict=True):
+        if isinstance(value, str):
+            log.note(call_.prompt, call_.text, value)
+    return Reply("ok", unit.id, found, "", began, time.monotonic())
+
+
+def failed(unit: Unit, error: BaseException, began: float, log: FailureLog) -> Reply:
+    """The reply to a call that raised.  Of several answers each will be judged again, alone: which
+    of them it was is said then.
+    """
+    why = said(error) + last_frame(error)
+    if len(unit.calls) == 1:
+        log.note(unit.calls[0].prompt, unit.calls[0].text, why, error)
+    return Reply("failed", unit.id, [], why, began, time.monotonic())
+
+
+def judge(function: Callable[..., Any], unit: Unit, log: FailureLog) -> Reply:
     """One call of the function, now.  Whatever it raises, an exit included, is the call's failure
     and not the process's.
     """
     began = time.monotonic()
     try:
         found = results(function, _awaited(called(function, unit.calls)), unit.calls)
-        return Reply("ok", unit.id, found, "", began, time.monotonic())
+        return returned(unit, found, began, log)
     except BaseException as error:
-        return Reply("failed", unit.id, [], said(error), began, time.monotonic())
+        return failed(unit, error, began, log)
 
 
-async def judge_later(function: Callable[..., Any], unit: Unit, deadline_s: float) -> Reply:
+async def judge_later(
+    function: Callable[..., Any], unit: Unit, deadline_s: float, log: FailureLog
+) -> Reply:
     """The same beside others of its kind.  One that does not end by the deadline, nor when it is
     cancelled, is left behind.
     """
@@ -315,11 +334,11 @@ async def judge_later(function: Callable[..., Any], unit: Unit, deadline_s: floa
     async def guarded() -> Reply:
         try:
             found = results(function, await called(function, unit.calls), unit.calls)
-            return Reply("ok", unit.id, found, "", began, time.monotonic())
+            return returned(unit, found, began, log)
         except Spent as error:  # every other call would say the same
             return Reply("broken", unit.id, [], str(error), began, time.monotonic())
         except BaseException as error:  # an exit in a task would end the loop
-            return Reply("failed", unit.id, [], said(error), began, time.monotonic())
+            return failed(unit, error, began, log)
 
     held = Held()
     of_this_call.set(held)
@@ -350,9 +369,10 @@ def serve(wire: socket.socket) -> None:
         asyncio.run(_serve_async(wire, function, setup))
         return
     decode = msgspec.msgpack.Decoder(list[Unit]).decode
+    log = FailureLog(setup.run_dir)
     while (payload := _read(stream)) is not None:
         for unit in decode(payload):
-            wire.sendall(encoded(judge(function, unit)))
+            wire.sendall(encoded(judge(function, unit, log)))
 
 
 def _read(stream: Any) -> bytes | None:
@@ -368,6 +388,7 @@ async def _serve_async(wire: socket.socket, function: Callable[..., Any], setup:
     reader, writer = await asyncio.open_unix_connection(sock=wire, limit=FRAME_BYTES)
     gate = asyncio.Semaphore(setup.reward.concurrency)
     running = set[asyncio.Task[None]]()
+    log = FailureLog(setup.run_dir)
 
     async def beat() -> None:
         """Waits for a turn have no end that the parent could know."""
@@ -378,7 +399,7 @@ async def _serve_async(wire: socket.socket, function: Callable[..., Any], setup:
     decode = msgspec.msgpack.Decoder(list[Unit]).decode
 
     async def one(unit: Unit) -> None:
-        writer.write(encoded(await judge_later(function, unit, setup.deadline_s)))
+        writer.write(encoded(await judge_later(function, unit, setup.deadline_s, log)))
         gate.release()
 
     if setup.reward.judge.url:

@@ -40,6 +40,7 @@ import msgspec
 
 from actors.reward_worker import Call, Reply, Setup, Unit, call, said
 from actors.scorers.account import ACCOUNT, totals
+from actors.scorers.user_function import LOG, shown
 from asyncrl.config.tree import Config, Reward
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import Failure, Prompt
@@ -208,6 +209,7 @@ class _Pool(threading.Thread):
         self.deadline_s = allowed_s(settings)
         self.batch = settings.batch
         place = str(run_dir.resolve()) if run_dir else ""
+        self.log = f"; reward.log: {run_dir / LOG}" if run_dir else ""
         self.setup = msgspec.msgpack.encode(Setup(settings, config.task, self.deadline_s, place))
         self.inbox: deque[_Job] = deque()
         self.results: deque[tuple[_Job, Result, float]] = deque()  # with when its call ended
@@ -349,27 +351,32 @@ class _Pool(threading.Thread):
         if reply.kind == "ok":
             for job, found in zip(jobs, reply.results, strict=True):
                 if isinstance(found, str):
-                    self._fail(job, Failure("data", found), reply.ended)
+                    self._fail(job, Failure("data", found), reply.ended, self.log)
                 else:
                     self.results.append((job, Result(job.key, *found, ""), reply.ended))
         elif reply.kind == "hung":
             self.hangs += 1
             self._blame(jobs, self._hung(), reply.ended)
         else:
-            self._blame(jobs, Failure("data", f"the reward {reply.why}"), reply.ended)
+            why = Failure("data", f"the reward {reply.why}")
+            self._blame(jobs, why, reply.ended, self.log)
 
     def _hung(self) -> Failure:
         return Failure(
             "data", f"the reward hung for more than {self.deadline_s:g} s (reward.deadline_s)"
         )
 
-    def _fail(self, job: _Job, why: Failure, ended: float) -> None:
-        self.results.append((job, Result(job.key, 0.0, {}, None, why), ended))
+    def _fail(self, job: _Job, failure: Failure, ended: float, log: str = "") -> None:
+        """log: where the worker has written more of it."""
+        call = job.call
+        why = f"{failure.why}; prompt {shown(call.prompt.text)}, response {shown(call.text)}{log}"
+        result = Result(job.key, 0.0, {}, None, Failure(failure.kind, why))
+        self.results.append((job, result, ended))
 
-    def _blame(self, jobs: list[_Job], why: Failure, ended: float) -> None:
+    def _blame(self, jobs: list[_Job], why: Failure, ended: float, log: str = "") -> None:
         """One of these answers is to blame: the only one, or who it is will be seen."""
         if len(jobs) == 1:
-            self._fail(jobs[0], why, ended)
+            self._fail(jobs[0], why, ended, log)
         else:
             self.suspects.extend(jobs)
 

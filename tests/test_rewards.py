@@ -205,7 +205,7 @@ def test_a_process_that_hangs_or_dies_is_replaced(runner: Callable[..., RewardRu
     r = ended_for(runner("mine:reward", deadline_s=2.0), "hang")
     got = judge(r, "2", "hang", "a", "die", "b", "2")
     assert "hung for more than 2 s" in got[1][4] and r.hangs == 1
-    assert got[3][4] == "machinery: the reward process ended (3)"
+    assert got[3][4].startswith("machinery: the reward process ended (3); prompt '1+1='")
     assert [x[1] for x in got] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0] and [bool(x[4]) for x in got] == [
         False,
         True,
@@ -362,7 +362,7 @@ def test_exits_prints_and_reads_are_no_harm(
     assert (
         "called sys.exit('no more')" in got[0][4]
         and "EOFError" in got[1][4]
-        and got[4][4] == "data: the reward raised ValueError: one"
+        and got[4][4].startswith("data: the reward raised ValueError: one at mine.py:")
     )
     assert [x[4] for x in (got[2], got[3], got[5])] == [""] * 3 and r.processes[
         0

@@ -686,6 +686,8 @@ def _reward(config: Config) -> list[str]:
         )
     if config.task.options and not config.task.name.startswith("reasoning_gym:"):
         out.append(f"task.options: {config.task.name} has none; reasoning_gym:GENERATOR does")
+    if config.task.columns and config.task.name != "file":
+        out.append(f"task.columns: {config.task.name} reads no file; task.name = file does")
     if judge.low >= judge.high:
         out.append(f"reward.judge.low: {judge.low:g} is not below high = {judge.high:g}")
     return out

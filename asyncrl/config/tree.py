@@ -70,6 +70,13 @@ class Task(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     ] = ""
     heldout: Annotated[str, Meta(description="the same for held-out prompts")] = ""
     ood: Annotated[str, Meta(description="the same for out-of-distribution prompts")] = ""
+    columns: Annotated[
+        dict[Literal["prompt", "messages", "answer"], str],
+        Meta(
+            description='of `file`: what its columns are called, as { prompt = "question", '
+            'answer = "solution" }; empty: as here'
+        ),
+    ] = {}
     options: Annotated[
         dict[str, Any],
         Meta(description="of a reasoning_gym:GENERATOR: its own settings, as max_terms = 3"),

@@ -295,10 +295,10 @@ class Supervisor:
             )
         died = signal_name(code) + self.cause(child, code)
         self.say(f"{child.name} died: {died}; its log: {child.log}")
+        if refused is not None:  # starting again would meet it again; the error says the rest
+            raise refused
         for line in last:
             self.say(f"    {line}")
-        if refused is not None:  # starting again would meet it again
-            raise refused
         if not child.restartable or child.restarts >= self.config.watchdog.restarts:
             raise ProcessLost(
                 f"{child.name} died ({died}) and cannot be started again; log: {child.log}"

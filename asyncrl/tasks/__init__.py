@@ -40,7 +40,7 @@ def get_task(config: Any) -> Task:
     naming the valid ones.
     """
     if config.name == "file":
-        return file.FileTask(config.prompts, config.heldout, config.ood)
+        return file.FileTask(config.prompts, config.heldout, config.ood, config.columns)
     if config.name.startswith(reasoning.PREFIX):
         return reasoning.ReasoningGym(config.name, config.options)
     if config.name in OTHERS:

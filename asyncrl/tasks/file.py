@@ -10,7 +10,7 @@ import codecs
 import json
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ import msgspec
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 
+# what data sets call a prompt
+PROMPT_COLUMNS = ("question", "problem", "query", "instruction", "input", "text", "prompts")
 RIGHT = 0.75  # of a warm start's demonstrations
 # JSON's way to write a lone surrogate: text in UTF-8 cannot hold one otherwise
 SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
@@ -120,11 +122,36 @@ def _text(value: Any) -> str:
     )
 
 
-def _prompt(where: str, row: Any, number: int, split: str) -> Prompt:
+def _renamed(where: str, row: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """The row with `task.columns` (ours -> the file's) applied, and chat turns in `prompt`, as TRL
+    has them, as `messages`.  Raises ConfigError for a column that is not there.
+    """
+    for ours, theirs in columns.items():
+        if theirs not in row:
+            raise ConfigError(
+                f"{where}: task.columns: has no column `{theirs}`; it has "
+                f"{', '.join(map(str, row))}"
+            )
+        value = row[theirs] if ours == "answer" else row.pop(theirs)
+        row = row | {ours: value}
+    if isinstance(row.get("prompt"), list) and not row.get("messages"):
+        row = row | {"messages": row["prompt"], "prompt": ""}
+    return row
+
+
+def _prompt(
+    where: str, row: Any, number: int, split: str, columns: Mapping[str, str] = {}
+) -> Prompt:
     """One row as a Prompt.  Raises ConfigError that begins with `where`."""
+    if isinstance(row, dict):
+        row = _renamed(where, dict(row), columns)
     if not isinstance(row, dict) or not (isinstance(row.get("prompt"), str) or row.get("messages")):
+        likely = next(
+            (name for name in PROMPT_COLUMNS if isinstance(row, dict) and name in row), ""
+        )
+        hint = f'; is it `{likely}`? task.columns = {{ prompt = "{likely}" }}' if likely else ""
         raise ConfigError(
-            f"{where}: needs `prompt` (text) or `messages` (a list of {{role, content}})"
+            f"{where}: needs `prompt` (text) or `messages` (a list of {{role, content}}){hint}"
         )
     if row.get("prompt") and row.get("messages"):
         raise ConfigError(
@@ -146,14 +173,17 @@ def _prompt(where: str, row: Any, number: int, split: str) -> Prompt:
     )
 
 
-def read_prompts(path: str, split: str) -> list[Prompt]:
+def read_prompts(path: str, split: str, columns: Mapping[str, str] = {}) -> list[Prompt]:
     """All prompts of a file.  Raises ConfigError with file and line (parquet: row) for what cannot
     be used.
     """
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"task.{'prompts' if split == 'train' else split}: {path} is no file")
-    out = [_prompt(where, row, number, split) for number, (where, row) in enumerate(rows(file))]
+    out = [
+        _prompt(where, row, number, split, columns)
+        for number, (where, row) in enumerate(rows(file))
+    ]
     if not out:
         raise ConfigError(f"{path}: no prompts in it")
     return out
@@ -180,13 +210,15 @@ class FileTask:
     name = "file"
     steps = 250  # of the warm start
 
-    def __init__(self, prompts: str, heldout: str = "", ood: str = "") -> None:
+    def __init__(
+        self, prompts: str, heldout: str = "", ood: str = "", columns: Mapping[str, str] = {}
+    ) -> None:
         if not prompts:
             raise ConfigError("task.prompts: give the file of prompts (task.name = file)")
-        every = read_prompts(prompts, "train")
+        every = read_prompts(prompts, "train", columns)
         self.sets: dict[str, list[Prompt]] = {
-            "heldout": read_prompts(heldout, "heldout") if heldout else [],
-            "ood": read_prompts(ood, "ood") if ood else [],
+            "heldout": read_prompts(heldout, "heldout", columns) if heldout else [],
+            "ood": read_prompts(ood, "ood", columns) if ood else [],
         }
         kept = {canonical(file) for rows in self.sets.values() for file in rows}
         fresh = [file for file in every if canonical(file) not in kept]

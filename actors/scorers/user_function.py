@@ -1,0 +1,164 @@
+"""A user's reward function: the forms that it may have, and what is kept of a failed call."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sysconfig
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from asyncrl.contract.errors import ConfigError
+from asyncrl.contract.messages import Prompt
+
+LOG = "reward.log"  # in the run directory
+LOG_BYTES = 1 << 20  # what is beyond is not written
+SHOWN = 80  # characters of a prompt, or of a response, in an error
+OURS = ("reward_worker.py", "user_function.py")
+LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
+
+
+# ---- its form ------------------------------------------------------------------------------------
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether its calls are awaited."""
+    call = getattr(function, "__call__", None)  # noqa: B004
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call)
+
+
+def in_our_form(function: Callable[..., Any], path: str, given: Sequence[str]) -> Any:
+    """`function`, named `path` by the config, as it is called here: with (prompt, text), and with
+    `tokens` where it has such a parameter.
+
+    One in TRL's form, with a parameter `completions`, is wrapped.  given: names that are bound to
+    it later.  Raises ConfigError for parameters that fit neither form.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # a builtin without a signature
+        return function
+    names = list(signature.parameters)
+    if "completions" in names:
+        return from_trl(function, signature)
+    keywords = [name for name in ("tokens", *given) if name in names]
+    hint = "parameters do not fit"
+    try:
+        signature.bind(None, None, **dict.fromkeys(keywords))
+        if names[1:2] == ["prompt"]:
+            hint = "the prompt comes first"
+        elif names[:1] == ["prompts"] and not getattr(function, "batched", False):
+            hint = f"mark one that takes lists by {path.rpartition(':')[2]}.batched = True"
+        else:
+            return function
+    except TypeError as error:
+        hint = str(error)
+    raise ConfigError(
+        f"reward.function = {path}: takes {signature} ({hint}); write "
+        "reward(prompt, text), or reward(prompts, completions, **columns) as TRL calls one"
+    )
+
+
+def from_trl(function: Callable[..., Any], signature: inspect.Signature) -> Callable[..., Any]:
+    """A function in TRL's form as one that takes lists.
+
+    It is called by names: `prompts` and `completions` (texts, or lists of messages where the prompt
+    has `messages`), `completion_ids`, and each column of the prompts as a list.
+    """
+    parameters = signature.parameters.values()
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    needed = {
+        each.name
+        for each in parameters
+        if each.default is each.empty and each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+    }
+
+    def arguments(
+        prompts: list[Prompt], texts: list[str], tokens: list[list[int]]
+    ) -> dict[str, Any]:
+        columns = sorted({name for prompt in prompts for name in prompt.meta})
+        found: dict[str, Any] = {
+            name: [prompt.meta.get(name) for prompt in prompts] for name in columns
+        }
+        found |= {
+            "answer": [prompt.answer for prompt in prompts],
+            "prompts": [prompt.messages or prompt.text for prompt in prompts],
+            "completions": [
+                [{"role": "assistant", "content": text}] if prompt.messages else text
+                for prompt, text in zip(prompts, texts, strict=True)
+            ],
+            "completion_ids": tokens,
+        }
+        if lacking := sorted(needed - set(found)):
+            raise TypeError(
+                f"it takes {', '.join(lacking)}, and the prompts have no such column: they have "
+                f"{', '.join([*columns, 'answer'])} (task.columns renames)"
+            )
+        if takes_any:
+            return found
+        return {name: value for name, value in found.items() if name in signature.parameters}
+
+    async def awaited(prompts: Any, texts: Any, tokens: Any) -> Any:
+        return await function(**arguments(prompts, texts, tokens))
+
+    def plain(prompts: Any, texts: Any, tokens: Any) -> Any:
+        return function(**arguments(prompts, texts, tokens))
+
+    wrapped: Callable[..., Any] = awaited if is_async(function) else plain
+    wrapped.batched = True  # type: ignore[attr-defined]
+    return wrapped
+
+
+# ---- what failed ---------------------------------------------------------------------------------
+
+
+def frames_of(error: BaseException) -> list[traceback.FrameSummary]:
+    """The frames of an exception, from the user's function on."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [at for at, frame in enumerate(frames) if Path(frame.filename).name in OURS]
+    return frames[ours[-1] + 1 :] if ours else list(frames)
+
+
+def last_frame(error: BaseException) -> str:
+    """` at reward.py:12 in reward`: the last frame outside installed libraries; empty for none."""
+    frames = frames_of(error)
+    own = [frame for frame in frames if not frame.filename.startswith(LIBRARIES)] or frames
+    if not own:
+        return ""
+    return f" at {Path(own[-1].filename).name}:{own[-1].lineno} in {own[-1].name}"
+
+
+def shown(text: str) -> str:
+    """A text of a prompt or a response, in quotes and bounded."""
+    return repr(text[:SHOWN]) + ("..." if len(text) > SHOWN else "")
+
+
+class FailureLog:
+    """RUN/reward.log: each failed call with its traceback, prompt and response, up to LOG_BYTES."""
+
+    def __init__(self, run_dir: str) -> None:
+        self.path = Path(run_dir) / LOG if run_dir else None
+
+    def note(self, prompt: Prompt, text: str, why: str, error: BaseException | None = None) -> None:
+        """Append a failed call.  An unwritable log loses the entry, and nothing else."""
+        if self.path is None:
+            return
+        lines = [f"{time.strftime('%Y-%m-%d %H:%M:%S')} prompt {prompt.id}: {why}"]
+        lines += [f"prompt:   {prompt.text!r}", f"response: {text!r}"]
+        if error is not None:
+            lines += ["Traceback (most recent call last):"]
+            lines += ["".join(traceback.format_list(frames_of(error))).rstrip()]
+            lines += ["".join(traceback.format_exception_only(error)).rstrip()]
+        entry = "\n".join(lines) + "\n\n"
+        try:
+            descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+            try:
+                if os.fstat(descriptor).st_size < LOG_BYTES:
+                    os.write(descriptor, entry.encode("utf-8", "backslashreplace")[:LOG_BYTES])
+            finally:
+                os.close(descriptor)
+        except OSError:
+            pass
