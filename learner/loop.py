@@ -31,10 +31,9 @@ from asyncrl.transport import inbound, keys
 from asyncrl.transport.sockets import PeerSocket
 from learner import checkpoint
 from learner.publisher import Publisher
-from learner.recorder import Recorder
+from learner.recorder import Recorder, StepLog
 from learner.state import Cursor
 from learner.step import LearnerCore
-from learner.step_log import StepLog
 
 POLL_S = 0.1
 PROGRESS_S = 0.5

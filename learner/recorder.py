@@ -1,21 +1,58 @@
-"""Records a learner's life: every batch as it was trained, and weights at chosen versions
+"""What a learner writes of its work beside its checkpoints: the log of its optimizer steps, and a
+recording of its life: every batch as it was trained, and weights at chosen versions
 (asyncrl/records/stream.py has the format).
 """
 
 from __future__ import annotations
 
+import json
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch
 from asyncrl.models import policy
-from asyncrl.records import stream
+from asyncrl.records import atomic_write, jsonl, stream
 from asyncrl.records.stream import MIB, Life, Log, Step
 from learner import checkpoint
 from learner.step import LearnerCore
+
+STEP_LOG = "optimizer_steps.jsonl"
+
+
+class StepLog:
+    """RUN/optimizer_steps.jsonl: the steps of each batch before its commit leaves, so that a committed
+    batch has all its rows.
+
+    Raises AsyncrlError when the file cannot be written."""
+
+    def __init__(self, run_dir: Path, number: int) -> None:
+        """Keep the rows of batches below `number`, the next one: a resumed learner trains the
+        others again.  The file is always a new one, as a learner that this one replaces may
+        still have the old one open."""
+        path = run_dir / STEP_LOG
+        kept = [row for row in jsonl.read(path) if row.get("step", number) < number]
+        try:
+            atomic_write.write(path, "".join(json.dumps(row) + "\n" for row in kept), sync=True)
+        except OSError as error:
+            raise jsonl.full(path, error) from error
+        self.file = jsonl.Appender(path)
+
+    def write(self, rows: Sequence[dict[str, Any]]) -> None:
+        for row in rows:
+            self.file.write(row)
+
+    def sync(self) -> None:
+        """Rows so far survive a power cut: a checkpoint after them counts on it."""
+        os.fsync(self.file.fd)
+
+    def close(self) -> None:
+        self.file.close()
 
 
 class Recorder:
