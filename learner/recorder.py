@@ -26,8 +26,8 @@ STEP_LOG = "optimizer_steps.jsonl"
 
 
 class StepLog:
-    """RUN/optimizer_steps.jsonl: the steps of each batch before its commit leaves, so that a committed
-    batch has all its rows.
+    """RUN/optimizer_steps.jsonl: a batch's rows are written before its commit leaves, so that a
+    committed batch has all of them.
 
     Raises AsyncrlError when the file cannot be written."""
 

@@ -197,9 +197,9 @@ def test_an_engine_that_differs() -> None:
     )
     late = rows(60, mismatch__k3_at_lag_0=[1e-5] * 41 + [0.01] * 11)
     assert (
-        signs.engine_mismatch(late[:50], config()) is None
-        and signs.engine_mismatch(late[:52], config()) is not None
-    ), "the last 20 count"
+        signs.engine_mismatch(late[:45], config()) is None
+        and signs.engine_mismatch(late[:46], config()) is not None
+    ), "the last 9 count: five of them are enough"
     assert (
         signs.signs(rows(6, mismatch__k3_at_lag_0=[0.05]), signs.About(config().config, 0.1)) == []
     ), "a mixture of experts"
@@ -265,13 +265,34 @@ def test_drift_under_k1_in_the_loss() -> None:
     ) == ["kl_drift"]
     for other in (
         K3_LOSS,
-        (),
-        ("kl.loss.coefficient=0.0", *K1_LOSS[1:]),
         ("kl.reward.coefficient=0.3", "kl.reward.estimator=k1"),
         (*K1_LOSS, "kl.loss.off_policy=ratio"),
         (K1_LOSS[0], "kl.loss.estimator='k1+'"),
     ):
         assert signs.signs(lost, config(*other)) == [], other
+
+
+@pytest.mark.parametrize("sets", [(), ("kl.loss.coefficient=0.0", *K1_LOSS[1:])])
+def test_drift_without_a_kl_term(sets: tuple[str, ...]) -> None:
+    """While the reward rises, a policy that leaves the reference learns; then it drifts."""
+    (sign,) = signs.signs(rows(kl__target_ref_k3=LOST), config(*sets))
+    assert (
+        sign.name == "kl_drift" and "without a KL term, and the reward does not rise" in sign.said
+    )
+    assert "kl.loss.coefficient" in sign.try_this
+    learning = rows(kl__target_ref_k3=LOST, reward__mean=[0.4 + 0.01 * n for n in range(50)])
+    assert signs.signs(learning, config(*sets)) == []
+    assert signs.signs(rows(kl__target_ref_k3=HELD), config(*sets)) == []
+
+
+def test_drift_is_seen_in_a_run_that_gives_few_values() -> None:
+    """The demo measures the KL to the reference 12 times."""
+    few = [r | {"kl/target_ref_k3": 0.03 * r["step"] / 10} for r in rows(120)]
+    few = [
+        r if r["step"] % 10 == 0 else {n: x for n, x in r.items() if "ref" not in n} for r in few
+    ]
+    assert names(signs.signs(few, config())) == ["kl_drift"]
+    assert signs.signs(few[:80], config()) == []
 
 
 def test_collapse_under_k3_in_the_reward() -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from statistics import median, median_low
+from statistics import fmean, median, median_low, pvariance
 from typing import Any, NamedTuple
 
 from asyncrl.config.tree import Config
@@ -44,7 +44,23 @@ MOVED = 0.02  # nats a token to the reference: a policy that has moved so little
 # nats a token: KL terms that work held it below this (docs/log), runs without end at 0.2 to 0.4
 DRIFT = 0.1
 RISING = 1.25  # late third over middle third: 1 for a level, 5/3 for a line
+FEWEST = 3  # values of a third of a series, where the run gives too few for LEAST
 MISMATCH = "mismatch/k3_at_lag_0"
+ONE_VERSION = "mismatch/k3_one_version"
+SPLIT = "split/mismatch_k3"
+# of the engine under equal weights: the second and the third where record.split_every is not 0
+MISMATCHES = (MISMATCH, ONE_VERSION, SPLIT)
+OWN = "by_age/mismatch_k3_0"  # the split's own tokens of one version, as ONE_VERSION
+# measurements that engine_mismatch judges: half of a run's last 9, so 5 bad ones of 20 in all
+JUDGED = 9
+MOST_ALARM = 0.05  # of a run that is too short for ALARM
+CUT = 0.005  # is/chi2 below minus it: part of the policy was not sampled from
+ONCE = 1e-3  # the same of one batch in which no ratio is above 1
+REJECTED = 0.5
+JUMP = 2.0  # of the answers' length
+RUNAWAY = 0.05  # nats a token in one batch: healthy runs move 1e-4 to 0.02 (docs/log)
+MANY_UPDATES = 4
+SWINGS = 3  # turns of accuracy, each larger than chance
 ASIDE = "buffer/set_aside"
 SILENT = 0.01  # share of the gradient below which a KL term decides nothing
 
@@ -112,20 +128,20 @@ def chance_above(late: Sequence[float], early: Sequence[float]) -> float:
     return sum(orders[pairs:]) / sum(orders)
 
 
-def grown(values: Sequence[float]) -> tuple[float, float] | None:
+def grown(values: Sequence[float], chance: float = ALARM) -> tuple[float, float] | None:
     """(early, late): medians of the first and the last third of a series that grows; None: it does
     not.
 
     The series is cut into at most PARTS stretches, whose medians forget single spikes and what
     neighbours have in common.  It grows when the last third lies above the rest by more than chance
-    (`chance_above` at most ALARM) and is GROWN times the first third.  So independent noise is
+    (`chance_above` at most `chance`) and is GROWN times the first third.  So independent noise is
     called growing at no more than one look in 1000, and noise whose level does not double hardly
     ever."""
     length = len(values)
     many = min(PARTS, len(values))
     parts = [median(values[i * length // many : (i + 1) * length // many]) for i in range(many)]
     third = many // 3
-    if not third or chance_above(parts[-third:], parts[:-third]) > ALARM:
+    if not third or chance_above(parts[-third:], parts[:-third]) > chance:
         return None
     early = median(parts[:third])
     late = median(parts[-third:])
@@ -269,12 +285,36 @@ def out_of_distribution(rows: Rows) -> Sign | None:
     )
 
 
-def growing_mismatch(rows: Rows) -> Sign | None:
+def possible(config: Config, name: str) -> int:
+    """How many values of a measured metric a run of this config gives in all."""
+    record = config.record
+    every = {ONE_VERSION: record.split_every, SPLIT: record.split_every}.get(name, 1)
+    if name == "kl/target_ref_k3" and not (
+        config.kl.loss.coefficient > 0 or config.kl.reward.coefficient > 0
+    ):
+        every = record.reference_kl_every
+    return -(-config.learner.steps // every) if every else 0
+
+
+def alarm(values: int) -> float:
+    """The chance at which a series of at most `values` is called growing: ALARM, or, where so few
+    cannot be that sure, the smallest that they can show, up to MOST_ALARM.
+
+    >>> alarm(30), round(alarm(12), 4), alarm(5)
+    (0.001, 0.002, 0.05)
+    """
+    third = min(values, PARTS) // 3
+    least = 1 / math.comb(min(values, PARTS), third)
+    return min(max(ALARM, least), MOST_ALARM)
+
+
+def growing_mismatch(rows: Rows, about: About | None = None) -> Sign | None:
     """Engine and learner at equal weights come further and further apart, as they do before runs
     collapse.
     """
-    for name in (MISMATCH, "split/mismatch_k3"):
-        found = grown(series(rows, name))
+    for name in MISMATCHES:
+        chance = ALARM if about is None else alarm(possible(about.config, name))
+        found = grown(series(rows, name), chance)
         if found is not None and found[1] >= HARMLESS:
             said = (
                 f"the mismatch of engine and learner at equal weights grows: {name} from "
@@ -372,70 +412,263 @@ def batches_set_aside(rows: Rows) -> Sign | None:
 
 def engine_mismatch(rows: Rows, about: About) -> Sign | None:
     """Engine and learner differ at equal weights by more than rounding explains, in half of the
-    measurements or more.
+    last measurements or more.
 
-    One batch says little: few of its tokens may be of lag 0, and some of these continue an answer
-    on keys and values of older weights.  Where the split is measured, tokens without such keys tell
-    the two apart."""
-    found = series(rows, MISMATCH)[-WINDOW:]
-    own = series(rows, "by_age/mismatch_k3_0")[-WINDOW:]
-    if not found or (k3 := median_low(found)) <= about.mismatch:
-        return None
-    said = (
-        f"engine and learner differ at equal weights by k3 = {k3:.1e} nats a token "
-        f"({MISMATCH}), above {about.mismatch:g}"
-    )
-    if own and median_low(own) <= about.mismatch:
-        said += (
-            f", but by {median_low(own):.1e} where no older keys and values are read "
-            "(by_age/mismatch_k3_0)"
+    Three measures of it: of tokens that the batch's starting weights drew, which a run that lags
+    has in its first batches alone; by the split, of tokens whose version computed all they read;
+    and of all tokens of the split, where what continues an answer on keys and values of older
+    weights differs too."""
+    for name in MISMATCHES:
+        found = series(rows, name)[-JUDGED:]
+        own = series(rows, OWN)[-JUDGED:]
+        if not found or (k3 := median_low(found)) <= about.mismatch:
+            continue
+        said = (
+            f"engine and learner differ at equal weights by k3 = {k3:.1e} nats a token ({name}), "
+            f"above {about.mismatch:g}"
         )
+        if name != ONE_VERSION and own and median_low(own) <= about.mismatch:
+            said += f", but by {median_low(own):.1e} where no older keys and values are read"
+            return Sign(
+                "engine_mismatch",
+                f"{said} ({OWN})",
+                'it is the answers continued across weights: weights.in_flight = "recompute_kv" or '
+                '"between_groups"',
+            )
+        if evidence := cut_off(rows):
+            cuts = _cuts(about)
+            return Sign(
+                "truncated_sampling" if cuts else "engine_mismatch",
+                f"{said}; {evidence}",
+                _whole_distribution(cuts),
+            )
         return Sign(
             "engine_mismatch",
             said,
-            'it is the answers continued across weights: weights.in_flight = "recompute_kv" or '
-            '"between_groups"',
+            "look at generator.dtype and weights.in_flight, or correct for it: `asyncrl run "
+            "--resume RUN --set correction.preset=mis`",
         )
-    return Sign(
-        "engine_mismatch",
-        said,
-        "look at generator.dtype and weights.in_flight, or correct for it ([correction])",
+    return None
+
+
+def cut_off(rows: Rows) -> str:
+    """What says that the engine sampled from a part of the policy only; "": nothing.
+
+    What it can draw is renormalized, so every ratio of the learner to it is at most 1 at equal
+    weights, and the mean square of the ratios, chi2 + 1, stays below 1 under lag too, which a
+    difference in arithmetic does not bring about."""
+    both = [r for r in rows if "is/chi2" in r and "is/ratio_max" in r]
+    once = [
+        float(r["is/chi2"]) for r in both if r["is/ratio_max"] <= 1 + ONCE and r["is/chi2"] < -ONCE
+    ]
+    last = series(trained(both), "is/chi2")
+    if last and median(last) < -CUT:
+        seen = f"is/chi2 is {median(last):.3f} in the median of the last {len(last)} batches"
+    elif once and len(both) <= LEAST:
+        seen = f"is/chi2 is {once[-1]:.3f} in a batch without a ratio above 1 (is/ratio_max)"
+    else:
+        return ""
+    return f"{seen}: below zero, it is that of sampling from a part of the distribution only"
+
+
+def _cuts(about: About) -> str:
+    """The run's own settings that cut what is sampled from."""
+    generator = about.config.generator
+    return " and ".join(
+        f"generator.{name} = {value:g}"
+        for name, value, whole in (("top_p", generator.top_p, 1), ("top_k", generator.top_k, 0))
+        if value != whole
     )
 
 
-def drift(rows: Rows) -> tuple[float, float] | None:
+def _whole_distribution(cuts: str) -> str:
+    if cuts:
+        return f"it comes from {cuts}, and is no fault of the dtype; sample from all of it"
+    return (
+        "look for top_p, top_k or min_p where answers are sampled (a client's own settings, the "
+        "engine's defaults) before you look at the dtype"
+    )
+
+
+def truncated_sampling(rows: Rows, about: About) -> Sign | None:
+    """The answers are sampled from a part of the policy, by too little for `engine_mismatch`."""
+    evidence = cut_off(rows)
+    if not evidence or engine_mismatch(rows, about) is not None:
+        return None
+    return Sign("truncated_sampling", evidence, _whole_distribution(_cuts(about)))
+
+
+def drift(rows: Rows, about: About) -> tuple[float, float] | None:
     """KL to the reference (k3, nats a token) in the middle and the last third of a run, if it is
     large and still rises.
     """
     kls = series(rows, "kl/target_ref_k3")
     third = len(kls) // 3
-    if third < LEAST:
+    if third < max(FEWEST, min(LEAST, possible(about.config, "kl/target_ref_k3") // 3)):
         return None
     middle = median(kls[third : 2 * third])
     late = median(kls[-third:])
     return (middle, late) if late >= DRIFT and late >= RISING * middle else None
 
 
+def gains(rows: Rows) -> bool:
+    """Is the training reward visibly higher in the last third of the batches than in the middle
+    one?"""
+    rewards = series(rows, "reward/mean")
+    third = len(rewards) // 3
+    if not third:
+        return False
+    parts = (rewards[third : 2 * third], rewards[-third:])
+    error = math.sqrt(sum(pvariance(part) / third for part in parts))
+    return fmean(parts[1]) - fmean(parts[0]) > error
+
+
 def kl_drift(rows: Rows, about: About) -> Sign | None:
-    """k1 in the loss: its expected gradient on policy is zero, so it holds nothing (k1+ has that of
-    k2).
+    """The policy leaves the reference and nothing holds it: no KL term, and no gain any more; or k1
+    in the loss, whose expected gradient on policy is zero (k1+ has that of k2).
     """
     term = about.config.kl.loss
-    found = drift(rows)
-    if found is None or not (
-        term.coefficient > 0 and term.estimator == "k1" and term.off_policy == "none"
-    ):
+    free = not term.coefficient > 0 and not about.config.kl.reward.coefficient > 0
+    idle = term.coefficient > 0 and term.estimator == "k1" and term.off_policy == "none"
+    found = drift(rows, about) if free or idle else None
+    if found is None or (free and gains(rows)):
         return None
     said = (
         f"KL to the reference rises from {found[0]:.2f} to {found[1]:.2f} nats a token "
-        "(kl/target_ref_k3) under a KL term with k1 in the loss, "
-        "which has no expected gradient on policy"
+        "(kl/target_ref_k3) "
     )
+    if free:
+        return Sign(
+            "kl_drift",
+            f"{said}without a KL term, and the reward does not rise with it",
+            "end the run or lower learner.lr; to hold it, kl.loss.coefficient = 0.01 or more "
+            '(kl.loss.estimator = "k3"), or k1 in the reward (kl.reward.coefficient)',
+        )
     return Sign(
         "kl_drift",
-        said,
+        f"{said}under a KL term with k1 in the loss, which has no expected gradient on policy",
         'kl.loss.estimator = "k3" (or "k2"), or k1 in the reward (kl.reward.coefficient)',
     )
+
+
+def stale_kl_reward(rows: Rows, about: About) -> Sign | None:
+    """k1 in the reward is charged once a batch, before its first update: later ones do not see how
+    far they go.
+    """
+    term = about.config.kl.reward
+    updates = series(trained(rows), "optim/steps")
+    if not (term.coefficient > 0 and term.estimator in ("k1", "k1+")) or not updates:
+        return None
+    found = drift(rows, about)
+    if found is None or median(updates) < MANY_UPDATES:
+        return None
+    return Sign(
+        "stale_kl_reward",
+        f"KL to the reference rises from {found[0]:.2f} to {found[1]:.2f} nats a token "
+        f"(kl/target_ref_k3) under k1 in the reward, which {median(updates):.0f} updates a batch "
+        "share: it is measured before the first of them",
+        "fewer updates a batch (learner.epochs, learner.minibatches), stop.kl_max, or k3 in the "
+        "loss (kl.loss.coefficient), which every update sees",
+    )
+
+
+def kl_runaway(rows: Rows) -> Sign | None:
+    """Within one batch the policy moves further than a trust region is meant to let it."""
+    for name in ("kl/start_target_k3", "kl/moved"):
+        last = series(rows, name)[-LEAST:]
+        if len(last) >= FEWEST and (far := median(last)) >= RUNAWAY:
+            updates = median(series(trained(rows, least=1), "optim/steps") or [1])
+            return Sign(
+                "kl_runaway",
+                f"in one batch the policy moves by {far:.2f} nats a token ({name}), in "
+                f"{updates:.0f} update{'s' * (updates > 1)}: 0.02 is much",
+                "lower learner.lr"
+                + (
+                    ", make fewer updates a batch (learner.epochs), or end them by stop.kl_max"
+                    if updates > 1
+                    else " or learner.clip_norm"
+                ),
+            )
+    return None
+
+
+def batch_rejected(rows: Rows) -> Sign | None:
+    """Most of what is generated is thrown out of the loss by the correction."""
+    last = trained(rows)
+    shares = {
+        what: mean(last, f"is/{what}_share") or 0.0 for what in ("rejected", "vetoed", "masked")
+    }
+    gone = sum(shares.values())
+    if gone < REJECTED:
+        return None
+    parts = ", ".join(f"{x:.0%} {what}" for what, x in shares.items() if x)
+    return Sign(
+        "batch_rejected",
+        f"{gone:.0%} of the tokens of the last {len(last)} batches are out of the loss ({parts})",
+        "the bounds of [correction] are too narrow for this lag and engine: widen them "
+        "(correction.reject_hi, veto_lo, hi), lower staleness.max_lag, or look at is/ess and "
+        "mismatch/k3_one_version",
+    )
+
+
+def length_jump(rows: Rows) -> Sign | None:
+    """Answers are at once twice or half as long as in the batches before."""
+    batches = [r for r in rows if "answer/length" in r]
+    lengths = series(batches, "answer/length")
+    for end in range(len(lengths), 2 * LEAST + LEAST - 1, -1):
+        before = median(lengths[end - 3 * LEAST : end - LEAST])
+        after = median(lengths[end - LEAST : end])
+        if min(before, after) > 0 and not 1 / JUMP < after / before < JUMP:
+            step = batches[end - LEAST]["step"]
+            return Sign(
+                "length_jump",
+                f"from batch {step} on answers are {after:.0f} tokens long, {before:.0f} in the "
+                f"{2 * LEAST} batches before",
+                "look at samples.jsonl of that time: answers that run on (the end-of-sequence "
+                "token), or a reward that pays for length; an earlier checkpoint, a lower "
+                "learner.lr, or a reward for length help",
+            )
+    return None
+
+
+def oscillating_accuracy(rows: Rows) -> Sign | None:
+    """Held-out accuracy goes up and down by more than chance, again and again."""
+    evals = sorted((r for r in rows if r.get("eval/heldout_n")), key=lambda r: r["step"])
+    points = [(float(r["eval/heldout"]), float(r["eval/heldout_n"])) for r in evals]
+    if len(points) < SWINGS + 2:
+        return None
+    lo = min(0.0, *(p for p, _ in points))
+    hi = max(1.0, *(p for p, _ in points))
+    turns: list[float] = []  # the accuracy at each
+    way = 0  # 1: up, -1: down, since `extreme`
+    extreme = points[0]
+    for point in points[1:]:
+        if way * (point[0] - extreme[0]) > 0:
+            extreme = point
+            continue
+        up = way <= 0 and _exceeds(point, extreme, lo, hi)
+        down = way >= 0 and _exceeds(extreme, point, lo, hi)
+        if up or down:
+            turns += [extreme[0]] if way else []
+            way = 1 if up else -1
+            extreme = point
+    if len(turns) < SWINGS:
+        return None
+    told = ", ".join(f"{x:.2f}" for x in turns[-4:])
+    return Sign(
+        "oscillating_accuracy",
+        f"held-out accuracy has turned {len(turns)} times, by more than chance each time: {told}",
+        "lower learner.lr, or larger batches (learner.groups); a lower staleness.max_lag if is/ess "
+        "is below 0.9",
+    )
+
+
+def _exceeds(
+    larger: tuple[float, float], smaller: tuple[float, float], lo: float, hi: float
+) -> bool:
+    """Is one accuracy above the other by more than chance?  Each: (mean, prompts)."""
+    half = math.hypot(*(interval(p, n, lo, hi) for p, n in (larger, smaller))) * Z_EACH / Z_95
+    return larger[0] - smaller[0] > half
 
 
 def kl_collapse(rows: Rows, about: About) -> Sign | None:
@@ -446,7 +679,7 @@ def kl_collapse(rows: Rows, about: About) -> Sign | None:
     if not (term.coefficient > 0 and term.estimator in ("k3", "k3+", "low_var_kl", "low_var_kl+")):
         return None
     accuracy = series(sorted(rows, key=lambda r: r.get("step", 0)), "eval/heldout")
-    found = drift(rows)
+    found = drift(rows, about)
     if len(accuracy) > 1 and accuracy[-1] < max(accuracy) / 2:
         what = f"held-out accuracy fell to {accuracy[-1]:.3f} from {max(accuracy):.3f}"
     elif found is not None:
@@ -503,7 +736,10 @@ RULES: tuple[Callable[[Rows], Sign | None], ...] = (
     all_truncated,
     rewards_hold_up,
     out_of_distribution,
-    growing_mismatch,
+    kl_runaway,
+    batch_rejected,
+    length_jump,
+    oscillating_accuracy,
     refused_messages,
     batches_set_aside,
 )
@@ -511,7 +747,9 @@ END_RULES: tuple[Callable[[Rows], Sign | None], ...] = (unmoved_accuracy,)
 
 KNOWN_RULES: tuple[Callable[[Rows, About], Sign | None], ...] = (
     engine_mismatch,
+    truncated_sampling,
     kl_drift,
+    stale_kl_reward,
     kl_collapse,
     kl_without_effect,
 )
@@ -522,5 +760,6 @@ def signs(rows: Rows, about: About | None = None, *, ended: bool = False) -> lis
     end tells.
     """
     found = [rule(rows) for rule in (*RULES, *(END_RULES if ended else ()))]
+    found.append(growing_mismatch(rows, about))
     found += [rule(rows, about) for rule in KNOWN_RULES] if about is not None else []
     return [s for s in found if s is not None]

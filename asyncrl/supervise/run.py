@@ -53,7 +53,8 @@ class Watcher:
         self.about = about
         self.said: set[str] = set()
         self.next = signs.LEAST
-        # what `latest` was, for every new mismatch in it
+        self.latest: dict[str, float] = {}  # the newest of each measure of the mismatch
+        # what was new of them, one look after the other
         self.measured: list[Mapping[str, float]] = []
 
     def tell(self, found: Sequence[signs.Sign]) -> None:
@@ -70,11 +71,15 @@ class Watcher:
         for rule in (signs.refused_messages, signs.batches_set_aside):
             if found := rule([latest]):
                 self.tell([found])
-        before = self.measured[-1] if self.measured else {}
-        if self.about is not None and latest.get(signs.MISMATCH) != before.get(signs.MISMATCH):
-            self.measured = [*self.measured[-signs.WINDOW :], latest]
-            if found := signs.engine_mismatch(self.measured, self.about):
-                self.tell([found])
+        now = {n: latest[n] for n in signs.MISMATCHES if n in latest}
+        new = {n: x for n, x in now.items() if x != self.latest.get(n)}
+        self.latest |= now
+        if self.about is not None and new:
+            ratios = {n: latest[n] for n in ("is/chi2", "is/ratio_max") if n in latest}
+            self.measured = [*self.measured[-signs.WINDOW :], new | ratios]
+            for check in (signs.engine_mismatch, signs.truncated_sampling):
+                if found := check(self.measured, self.about):
+                    self.tell([found])
         if committed >= self.next:
             self.next = max(committed + 1, committed * 5 // 4)
             self.tell(signs.signs(metrics.read(self.run_dir), self.about))
