@@ -10,6 +10,7 @@ import random
 import pytest
 
 from asyncrl.experiments.compare import verdict as cs
+from asyncrl.experiments.compare.comparison import design
 
 REPEATS = 200
 
@@ -103,6 +104,29 @@ def test_power_and_what_it_is_for() -> None:
     need = cs.seeds_needed(0.02, 0.02)
     assert need is not None and cs.power(0.02, 0.02, need) >= 0.8 > cs.power(0.02, 0.02, need - 1)
     assert "no verdict is possible" in cs.verdict("a", "b", cs.paired([0.5], [0.4]), "accuracy")
+
+
+def test_the_power_of_two_seeds_is_that_of_simulated_ones() -> None:
+    """Far out, where scipy's noncentral t loses its digits: half of what is needed was named."""
+    r = random.Random(3)
+    for arms, effect in ((2, 11.5), (4, 34.6)):
+        level = cs.LEVEL / (arms - 1)
+        edge = {2: 12.706, 4: 38.188}[arms]
+        found = 0
+        for _ in range(20_000):
+            one, two = effect + r.gauss(0, 1), effect + r.gauss(0, 1)
+            found += abs(one + two) / 2 > edge * abs(one - two) / 2
+        assert cs.power(effect, 1.0, 2, level) == pytest.approx(found / 20_000, abs=0.012)
+        assert cs.detectable(1.0, 2, level) == pytest.approx(effect, rel=0.01)
+
+
+def test_a_design_that_finds_nothing_says_so() -> None:
+    said = design(9, 2)
+    assert "9 arms x 2 seeds: this design can find nothing" in said
+    assert "--seeds 6 finds 0.05" in said
+    need = cs.seeds_needed(0.05, 0.02, level=cs.LEVEL / 8)
+    assert need == 6 and cs.detectable(0.02, need, cs.LEVEL / 8) <= 0.05
+    assert "of 3.3 standard deviations" in design(2, 3) and "that is 0.065 in" in design(2, 3)
 
 
 def test_stability_by_rule() -> None:

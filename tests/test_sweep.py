@@ -18,7 +18,14 @@ from asyncrl.cli.compare import swept_corrections
 from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.experiments import serial
-from asyncrl.experiments.compare import methods, sweep, sweep_analysis, sweep_page, warm_pool
+from asyncrl.experiments.compare import (
+    methods,
+    sweep,
+    sweep_analysis,
+    sweep_page,
+    verdict,
+    warm_pool,
+)
 from asyncrl.models.policy import build_model
 
 # An untrained model is never right: the entropy term is what moves its weights.
@@ -90,8 +97,7 @@ def test_a_sweep_from_start_to_suggestion_and_again(model: Path, tmp_path: Path)
         "ood_end"
     ] == found["sync"]["ood_start"] == 0
     assert found["speed"]["2"] >= found["speed"]["0"] == 1
-    # An untrained model scores 0 everywhere: no interval can exclude zero, so the largest limit it
-    # is.
+    # An untrained model scores 0 everywhere, and every interval is [0, 0].
     assert found["suggestion"]["limit"] == "2" and found["suggestion"]["set"].startswith(
         "--set staleness.max_lag=2"
     )
@@ -287,7 +293,7 @@ def cell(
     unstable: int = 0,
     final: float = 0.7,
 ) -> dict[str, Any]:
-    d = {"mean": (low + high) / 2, "interval": [low, high], "detectable": 0.02}
+    d = {"mean": (low + high) / 2, "sd": (high - low) / 4.97, "interval": [low, high]}  # 3 seeds
     return {
         "correction": correction,
         "limit": limit,
@@ -352,20 +358,25 @@ def test_out_of_distribution_accuracy_and_kl_to_the_reference_of_a_cell() -> Non
             "at limit 4: 1 of 3 runs unstable (collapse)",
         ),
         (
-            [cell("ppo", "2", -0.1, 0.1), cell("ppo", "8", -0.1, 0.1)],
+            [cell("ppo", "2", -0.04, 0.1), cell("ppo", "8", -0.04, 0.1)],
             "8",
             "limit 2 is as fast there",
         ),
         (
-            [cell("ppo", "4", -0.1, 0.1, final=0.6), cell("none", "4", -0.1, 0.1, final=0.7)],
+            [cell("ppo", "4", -0.02, 0.1, final=0.6), cell("none", "4", -0.02, 0.1, final=0.7)],
             "4",
             "limit 4 with none",
         ),
         ([cell("ppo", "1", -0.1, -0.05)], "0", "stay synchronous"),
         (
-            [cell("ppo", "1", -0.1, 0.1), cell("ppo", "8", -1.2, 0.6)],
+            [cell("ppo", "1", -0.04, 0.1), cell("ppo", "8", -1.2, 0.6)],
             "1",
-            "more than 0.05 below, though the interval",
+            "0.05 below or more, though the interval",
+        ),
+        (
+            [cell("ppo", "1", -0.04, -0.01), cell("ppo", "4", -0.07, 0.05)],
+            "1",
+            "at limit 4: accuracy -0.010 [-0.070, +0.050] at 3 seeds says nothing; about 6 seeds",
         ),
     ],
 )
@@ -392,6 +403,31 @@ def test_the_suggested_limit_and_its_reason(
             and c.correction.level == "none"
             and c.staleness.max_lag == 4
         )
+
+
+def test_an_interval_that_reaches_below_the_margin_suggests_nothing() -> None:
+    """The lower bound decides: here of -0.016 [-0.214, +0.183], which says nothing of a limit."""
+    plan = sweep.plan(
+        "configs/rle.toml", (), [("ppo", sweep.CORRECTIONS["ppo"][1])], [1.0, 2.0], injected=True
+    )
+    wide = cell("ppo", "1", -0.214, 0.183)
+    found = sweep_analysis.suggest({"cells": [wide], "seeds": [0, 1, 2]}, plan)
+    assert (found["limit"], found["set"], found["by_correction"]["ppo"]["limit"]) == (
+        None,
+        "",
+        None,
+    )
+    need = verdict.seeds_needed(-0.0155 + 0.05, wide["difference"]["sd"])
+    assert (
+        "no limit is suggested: none has an interval above -0.05 (ppo, at limit 1: accuracy -0.015 "
+        f"[-0.214, +0.183] at 3 seeds says nothing; about {need} seeds would tell)"
+    ) in found["reason"]
+    assert "stays above -0.05" in found["rule"] and sweep_page.headline(found) == "No suggestion"
+    found = sweep_analysis.suggest({"cells": [wide], "seeds": [0, 1, 2]}, plan, 0.3)
+    assert found["limit"] == "1" and "above -0.3," in found["rule"]
+    bad = [cell("ppo", "1", -0.3, -0.1), cell("ppo", "2", -0.214, 0.183)]
+    found = sweep_analysis.suggest({"cells": bad, "seeds": [0, 1, 2]}, plan)
+    assert found["limit"] is None and "ppo, at limit 2:" in found["reason"]
 
 
 def test_one_seed_suggests_nothing() -> None:

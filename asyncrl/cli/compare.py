@@ -189,6 +189,13 @@ def print_comparison(found: dict[str, Any], title: str, settings: Sequence[Setti
     show_default=True,
     help="warm processes, one core each",
 )
+@click.option(
+    "--margin",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=0.05,
+    show_default=True,
+    help="accuracy that a suggested limit may cost: its whole interval is above minus this",
+)
 @click.option("--out", type=PATH, help="the sweep's directory; an unfinished one goes on")
 @click.option("--no-abandon", is_flag=True, help="train collapsed runs to their end too")
 @click.option("--dry-run", is_flag=True, help="print the cells and what would run")
@@ -201,6 +208,7 @@ def sweep(
     inject: bool,
     seeds: int,
     workers: int,
+    margin: float,
     out: Path | None,
     no_abandon: bool,
     dry_run: bool,
@@ -237,7 +245,7 @@ def sweep(
     say(design(len(plan.arms), seeds))
     with SweepProgress(made) as progress:
         made.run(workers, progress.tell, abandon=not no_abandon)
-    found = analyse(made)
+    found = analyse(made, margin)
     shape = f"{base.learner.steps} steps of {base.learner.groups} x {base.learner.group_size}"
     lag = f"{'injected' if inject else 'natural'} lag, {seeds} seed(s), {shape}"
     html = sweep_page.write(where, where.name, found, told, lag)

@@ -33,6 +33,8 @@ from asyncrl.experiments.one_process import cold
 from asyncrl.records import metrics, signs
 from buffer import trained
 
+USUAL_SD = 0.02  # between seeds, in accuracy: what the power line reckons with
+USEFUL = 0.05  # a difference in accuracy that a design should find
 INJECTED = 4  # lag of the default injected arm when the config's limit is 0 or inf
 # what no arm may change
 SHARED = (
@@ -155,12 +157,20 @@ def design(arms: int, seeds: int) -> str:
     """The power of the design, before a run is made."""
     if seeds < 2:
         return "one seed: differences are shown, but no verdict is possible"
-    unit = verdict.detectable(1.0, seeds, verdict.LEVEL / max(1, arms - 1))
+    level = verdict.LEVEL / max(1, arms - 1)
+    unit = verdict.detectable(1.0, seeds, level)
+    if USUAL_SD * unit > 1:
+        need = verdict.seeds_needed(USEFUL, USUAL_SD, level=level)
+        return (
+            f"{arms} arms x {seeds} seeds: this design can find nothing: at {USUAL_SD:g} between "
+            f"seeds no difference below 1 in accuracy is found with 80 % power (after correction "
+            f"for {arms - 1} arms); --seeds {need} finds {USEFUL:g}"
+        )
     return (
         f"{arms} arms x {seeds} seeds: a difference of {unit:.1f} standard deviations between "
         "seeds is found with 80 % power "
-        f"(after correction for {arms - 1} arms); at 0.02 between seeds that is {0.02 * unit:.3f} "
-        "in accuracy"
+        f"(after correction for {arms - 1} arms); at {USUAL_SD:g} between seeds that is "
+        f"{USUAL_SD * unit:.3f} in accuracy"
     )
 
 

@@ -24,14 +24,14 @@ from asyncrl.experiments.compare.sweep import SWEPT_KEYS, SYNC, Plan, Sweep, lab
 
 ESS_LEAST = 0.5
 ESS_WINDOW = 10
-# few seeds make wide intervals: one that includes zero says little when the mean itself is far
-# below it
-MARGIN = 0.05
-RULE = (
-    f"largest limit whose interval against sync includes zero, whose mean is less than {MARGIN:g} "
-    f"below sync, whose ESS stays above {ESS_LEAST:g} "
-    "and whose runs are all stable"
-)
+MARGIN = 0.05  # accuracy that a limit may cost
+
+
+def rule(margin: float) -> str:
+    return (
+        f"largest limit whose 95 % interval against sync stays above -{margin:g}, whose ESS stays "
+        f"above {ESS_LEAST:g} and whose runs are all stable"
+    )
 
 
 def curve(record: dict[str, Any], last: int) -> tuple[list[float], list[float]]:
@@ -90,9 +90,9 @@ def summed(records: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     return {name: line for name, line in out.items() if line.get("tokens")}
 
 
-def analyse(sweep: Sweep) -> dict[str, Any]:
+def analyse(sweep: Sweep, margin: float = MARGIN) -> dict[str, Any]:
     """Everything the page and `--json` say, from the cells that are finished; an unfinished grid
-    shows what it has.
+    shows what it has.  margin: accuracy that a suggested limit may cost.
     """
     plan = sweep.plan
     records = {arm: finished(sweep, arm) for arm in plan.arms}
@@ -132,7 +132,7 @@ def analyse(sweep: Sweep) -> dict[str, Any]:
         "sync": _cell(list(records[SYNC].values()), plan.arms[SYNC].learner.steps),
         "cells": cells,
     }
-    return out | {"suggestion": suggest(out, plan)}
+    return out | {"suggestion": suggest(out, plan, margin)}
 
 
 def finished(sweep: Sweep, arm: str) -> dict[int, dict[str, Any]]:
@@ -204,6 +204,7 @@ def plain(found: verdict.Difference) -> dict[str, Any]:
     """A difference to the synchronous run as the JSON has it."""
     return {
         "mean": found.mean,
+        "sd": found.sd,
         "interval": [found.low, found.high],
         "p": found.adjusted,
         "verdict": "no verdict" if found.seeds < 2 else found.word(),
@@ -226,24 +227,42 @@ def speeds(sweep: Sweep) -> dict[str, float]:
     return {limit: clocks["0"] / max(clock, 1) for limit, clock in clocks.items()}
 
 
-def judge(cell: dict[str, Any]) -> str:
-    """Why a cell is not good enough; empty: it is."""
+def shown(cell: dict[str, Any]) -> str:
+    """A cell's difference to the synchronous run, with its interval."""
+    low, high = cell["difference"]["interval"]
+    return f"{cell['difference']['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
+
+
+def judge(cell: dict[str, Any], margin: float = MARGIN) -> str:
+    """Why a cell cannot be suggested; empty: it can."""
     against = cell["difference"]
     low, high = against["interval"]
     if cell["seeds"] < 2:
         return "one seed gives no interval"
     if cell["unstable"]:
         return f"{cell['unstable']} of {cell['seeds']} runs unstable ({', '.join(cell['trouble'])})"
-    if high < 0:
-        return f"accuracy {against['mean']:+.3f} [{low:+.3f}, {high:+.3f}] against sync"
-    if against["mean"] < -MARGIN:
-        return (
-            f"accuracy {against['mean']:+.3f} against sync, more than {MARGIN:g} "
-            f"below, though the interval [{low:+.3f}, {high:+.3f}] includes zero"
-        )
     if not cell["ess"] > ESS_LEAST:
         return f"ESS falls to {cell['ess']:.2f}"
-    return ""
+    if high < 0 and not low > -margin:
+        return f"accuracy {shown(cell)} against sync"
+    if against["mean"] <= -margin:
+        return (
+            f"accuracy {against['mean']:+.3f} against sync, {margin:g} below or more, though the "
+            f"interval [{low:+.3f}, {high:+.3f}] includes zero"
+        )
+    return "" if low > -margin else undecided(cell, margin)
+
+
+def undecided(cell: dict[str, Any], margin: float) -> str:
+    """What a cell says whose seeds are too few, and how many would tell; empty: they are not."""
+    against = cell["difference"]
+    low, high = against["interval"]
+    settled = cell["unstable"] or high < 0 or low > -margin or against["mean"] <= -margin
+    if cell["seeds"] < 2 or settled or not cell["ess"] > ESS_LEAST:
+        return ""
+    need = verdict.seeds_needed(against["mean"] + margin, against["sd"])
+    more = f"about {need}" if need else "more than any practical number of"
+    return f"accuracy {shown(cell)} at {cell['seeds']} seeds says nothing; {more} seeds would tell"
 
 
 class Choice(NamedTuple):
@@ -252,45 +271,63 @@ class Choice(NamedTuple):
     cells: list[dict[str, Any]]  # by limit
     best: dict[str, Any] | None
     why_not_more: str
+    open: str  # the smallest limit, where none passes and its seeds are too few to say so
 
     @property
-    def limit(self) -> str:
-        return str(self.best["limit"]) if self.best else "0"
+    def limit(self) -> str | None:
+        if self.best is not None:
+            return str(self.best["limit"])
+        return None if self.open else "0"
 
 
-def choice(found: dict[str, Any], correction: str) -> Choice:
+def choice(found: dict[str, Any], correction: str, margin: float) -> Choice:
     cells = sorted(
         (c for c in found["cells"] if c["correction"] == correction and c["limit"] != "0"),
         key=lambda cell: float(cell["limit"]),
     )
-    good = [cell for cell in cells if not judge(cell)]
+    good = [cell for cell in cells if not judge(cell, margin)]
     best = good[-1] if good else None
     least = float(best["limit"]) if best else -math.inf
     over = next((cell for cell in cells if float(cell["limit"]) > least), None)
-    return Choice(cells, best, f"at limit {over['limit']}: {judge(over)}" if over else "")
+    unclear = [(cell["limit"], undecided(cell, margin)) for cell in cells if not good]
+    return Choice(
+        cells,
+        best,
+        f"at limit {over['limit']}: {judge(over, margin)}" if over else "",
+        next((f"at limit {limit}: {said}" for limit, said in unclear if said), ""),
+    )
 
 
-def suggest(found: dict[str, Any], plan: Plan) -> dict[str, Any]:
-    """The limit and correction to choose, by RULE; ties go to the higher mean accuracy.  `set` is
-    to be pasted.
+def suggest(found: dict[str, Any], plan: Plan, margin: float = MARGIN) -> dict[str, Any]:
+    """The limit and correction to choose, by `rule`; ties go to the higher mean accuracy.  `set` is
+    to be pasted; limit None: the seeds are too few for a suggestion.
     """
-    each = {name: choice(found, name) for name in plan.corrections}
+    each = {name: choice(found, name, margin) for name in plan.corrections}
     if len(found["seeds"]) < 2:
         return {
             "limit": None,
             "set": "",
             "reason": "one seed: no interval, so no limit can be suggested; use --seeds 3 or more",
             "by_correction": dict.fromkeys(each),
-            "rule": RULE,
+            "rule": rule(margin),
         }
     out = {
         "by_correction": {
             name: {"limit": made.limit, "why_not_more": made.why_not_more}
             for name, made in each.items()
         },
-        "rule": RULE,
+        "rule": rule(margin),
     }
     able = [(name, made.best) for name, made in each.items() if made.best]
+    unclear = [f"{name}, {made.open}" for name, made in each.items() if made.open]
+    if not able and unclear:
+        return out | {
+            "limit": None,
+            "correction": None,
+            "set": "",
+            "reason": f"no limit is suggested: none has an interval above -{margin:g} "
+            f"({'; '.join(unclear)})",
+        }
     if not able:
         why = "; ".join(
             f"{name}: {made.why_not_more}" for name, made in each.items() if made.why_not_more
@@ -306,17 +343,14 @@ def suggest(found: dict[str, Any], plan: Plan) -> dict[str, Any]:
         "limit": best["limit"],
         "correction": name,
         "set": set_line(plan, name, float(best["limit"])),
-        "reason": reason(name, best, each[name]),
+        "reason": reason(name, best, each[name], margin),
     }
 
 
-def reason(name: str, best: dict[str, Any], made: Choice) -> str:
+def reason(name: str, best: dict[str, Any], made: Choice, margin: float) -> str:
     """Why this limit, what it gives, and what speaks against more."""
-    against = best["difference"]
-    low, high = against["interval"]
     said = (
-        f"limit {best['limit']} with {name}: accuracy {against['mean']:+.3f} [{low:+.3f}, "
-        f"{high:+.3f}] against sync at "
+        f"limit {best['limit']} with {name}: accuracy {shown(best)} against sync at "
         f"{best['seeds']} seeds, ESS stays at {best['ess']:.2f} and more, every run stable"
     )
     if not math.isnan(best["speed"]):
@@ -325,15 +359,17 @@ def reason(name: str, best: dict[str, Any], made: Choice) -> str:
             "equally fast"
         )
     small = next(
-        (cell for cell in made.cells if not judge(cell) and cell["speed"] >= 0.98 * best["speed"]),
+        (
+            cell
+            for cell in made.cells
+            if not judge(cell, margin) and cell["speed"] >= 0.98 * best["speed"]
+        ),
         best,
     )
     if small is not best:
         said += f"; limit {small['limit']} is as fast there"
     if made.why_not_more:
         said += f"; {made.why_not_more}"
-    if against["detectable"] > 0.05:
-        said += f"; with these seeds a loss below {against['detectable']:.2f} would often go unseen"
     return said
 
 
