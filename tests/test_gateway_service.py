@@ -618,6 +618,18 @@ def test_sessions_of_which_none_ends_well_end_the_run(
     assert gateway.failed == 10
 
 
+def test_sessions_of_which_hardly_any_ends_well_end_the_run(world: Callable[..., World]) -> None:
+    """Of the last 64, or twice those at once: more than nine tenths failed."""
+    w = world(env="agent_envs:Talks", sessions=40)
+    session: Any = SimpleNamespace(name="1.1.1", opened=0.0)
+    for ended in range(200):  # one in ten ends well: that is enough
+        w.gateway.count(session, "why" if ended % 10 else "")
+    said = r"Talks: 73 of the last 80 sessions failed; the last one: KeyError: 'gone'; is it the"
+    with pytest.raises(ConfigError, match=said):
+        w.gateway.count(session, "KeyError: 'gone'")
+    assert world(function="a:b", env="", at_once=16).gateway.recent.maxlen == 64
+
+
 def test_a_harness_that_fails_is_waited_for(world: Callable[..., World]) -> None:
     w = world()
     agent = w.gateway.config.agent

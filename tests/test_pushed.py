@@ -89,15 +89,16 @@ def test_the_log_is_bounded_and_a_disk_that_fails_stops_nothing(
 
 # ---- programs ------------------------------------------------------------------------------------
 
+PROGRAM = Agent(command=["sh", str(HERE / "agent_command.sh")])
+
 
 class Commands:
-    """A process that starts programs, and what it said."""
+    """A process that starts programs, or calls a function, and what it said."""
 
-    def __init__(self, path: Path) -> None:
-        agent = Agent(command=["sh", str(HERE / "agent_command.sh")])
+    def __init__(self, path: Path, agent: Agent = PROGRAM) -> None:
         self.log = path / "agent-0.log"
         passed = ["PIDS", "PYTHON", "ASKS", "GIVEN_*"]
-        setup = Setup(agent.command, "", str(self.log), passed)
+        setup = Setup(agent.command, agent.function, str(self.log), passed)
         self.worker = _Worker(agent, msgspec.msgpack.encode(setup))
         self.lefts: dict[int, Left] = {}
 
@@ -247,6 +248,38 @@ def test_programs_do_not_outlive_a_process_of_theirs_that_is_killed(
     program = int(pids.read_text())
     commands.worker.process.send_signal(signal.SIGKILL)
     until(lambda: not alive(program))
+
+
+# ---- functions -----------------------------------------------------------------------------------
+
+
+def test_coroutines_of_a_process_share_a_loop_and_end_their_own_session_alone(
+    tmp_path: Path,
+) -> None:
+    """With OpenAI's client over connections that the agent's module made: with a loop for each
+    session, every one after the first failed.
+    """
+    functions = Commands(tmp_path, Agent(function="agent_async:plays"))
+    served = Served()
+    try:
+        kinds = ["asks", "together", "together", "exits", "task exits", "waits", "asks"]
+        for number, kind in enumerate(kinds):
+            opened = served.do(served.service.open)
+            url = f"{served.url}/s/{opened.session.name}"
+            functions.begin(number, kind, url, opened.key)
+            if kind in ("asks", "task exits"):  # one after the other
+                functions.left(number)
+        paid = Left(0, "scored", float(len("answer 0")))
+        for number in (0, 1, 2, 6):
+            assert functions.left(number) == msgspec.structs.replace(paid, number=number)
+        assert functions.left(3).why == "called sys.exit(3)"
+        assert functions.left(4).why == "called sys.exit(4)"
+        assert 5 not in functions.lefts
+        functions.worker.stop.append(5)
+        assert "CancelledError" in functions.left(5).why
+    finally:
+        served.close()
+        functions.worker.kill()
 
 
 # ---- the gateway's side --------------------------------------------------------------------------

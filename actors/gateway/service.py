@@ -74,6 +74,8 @@ MORE_BYTES = 1 << 20  # of a message that is no answer
 POLL_S = 0.05  # a look at the clock with no news
 TICK_S = 0.25
 HOPELESS = 8  # sessions that failed, and none has ended well
+RECENT = 64  # the last sessions that ended, at least
+RARE = 0.1  # share of these that ended well, below which the run ends
 OLDEST = 8  # tickets of which a session is told
 SHOWN = 40  # characters of a prompt, or of tools' names
 KEPT_SESSIONS = 200  # whose length counts
@@ -201,6 +203,10 @@ class Gateway:
         self.ending = self.over = False
         self.ever_served = False
         self.numbered = self.failed = 0  # sessions that began; that failed
+        agent = config.agent
+        at_once = agent.at_once if agent.command or agent.function else agent.sessions
+        # whether each of the last sessions failed: twice as many as those that end at once
+        self.recent: deque[bool] = deque(maxlen=max(RECENT, 2 * at_once))
         self.took: deque[float] = deque(maxlen=KEPT_SESSIONS)  # seconds of those that ended well
         self.waiting_for = "the buffer's first answer"
         self.waiting_since = time.monotonic()
@@ -730,11 +736,12 @@ class Gateway:
             self.settle(name)
 
     def count(self, session: Session, failed: m.Failure | str) -> None:
-        """A session has ended.  Raises ConfigError when none has ended well so far, and that is the
-        agent's way: it would be written again for ever, evaluations above all, which have no
-        budget of failures.  A harness is not ours to judge.
+        """A session has ended.  Raises ConfigError when none has ended well so far, or hardly any
+        of the last ones, and that is the agent's way: they would be written again for ever,
+        evaluations above all, which have no budget of failures.  A harness is not ours to judge.
         """
         agent = self.config.agent
+        self.recent.append(bool(failed))
         if not failed:
             self.took.append(time.monotonic() - session.opened)
             return
@@ -742,16 +749,19 @@ class Gateway:
         if self.failed <= REFUSALS_SAID:
             why = escape_line(str(failed))
             print(f"{self.producer}: session {session.name}: {why}", file=sys.stderr, flush=True)
+        counted = f"{self.failed} sessions failed, and none has ended well"
         # half of those that began: what fails at once is told before what ends well
-        if self.took or agent.serve or self.failed < max(HOPELESS, self.numbered / 2):
+        hopeless = not self.took and self.failed >= max(HOPELESS, self.numbered / 2)
+        if self.took and len(self.recent) == self.recent.maxlen:
+            counted = f"{sum(self.recent)} of the last {len(self.recent)} sessions failed"
+            hopeless = sum(self.recent) > (1 - RARE) * len(self.recent)
+        if agent.serve or not hopeless:
             return
         hint = "is it the agent, or an answer that it cannot use?  That is worth a reward, say 0"
         if agent.command or agent.function:
             hint = f"what it printed: {self.run_dir / 'agent-0.log'}"
-        raise ConfigError(
-            f"{agent.named}: {self.failed} sessions failed, and none has ended well; the last one: "
-            f"{escape_line(str(failed))}; {hint}"
-        )
+        why = escape_line(str(failed))
+        raise ConfigError(f"{agent.named}: {counted}; the last one: {why}; {hint}")
 
     def settle(self, name: tuple[int, int]) -> None:
         """Nothing is written for the ticket any more.  What was drawn for it stays in the next
