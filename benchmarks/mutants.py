@@ -45,7 +45,7 @@ import tempfile
 import time
 import tomllib
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -493,22 +493,27 @@ def digest(path: str) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file.exists() else ""
 
 
-def kept(test_file: str) -> dict[str, Any] | None:
-    """What was measured of a test file, where nothing that it runs has changed since."""
+def kept(test_file: str, paths: Collection[str]) -> dict[str, Any] | None:
+    """What was measured of a test file, where neither it nor one of `paths` that it runs has
+    changed since: their lines are those that were counted.
+    """
     file = KEPT / f"{Path(test_file).stem}.json"
     if not file.exists():
         return None
     found: dict[str, Any] = json.loads(file.read_text())
-    return found if all(digest(p) == d for p, d in found["digests"].items()) else None
+    counted = {p: d for p, d in found["digests"].items() if p in paths or p.startswith("tests/")}
+    return found if all(digest(p) == d for p, d in counted.items()) else None
 
 
-def baseline(tests: Sequence[str], work: Path, workers: int, *, lenient: bool = False) -> Baseline:
+def baseline(
+    tests: Sequence[str], paths: Collection[str], work: Path, workers: int, *, lenient: bool = False
+) -> Baseline:
     """Measured, or as it was kept.  Ends the program when a test fails without a mutant; lenient:
     leaves its file out.
     """
     KEPT.mkdir(parents=True, exist_ok=True)
     base = Baseline()
-    found = {t: f for t in tests if (f := kept(t)) is not None}
+    found = {t: f for t in tests if (f := kept(t, paths)) is not None}
     running: list[Child] = []
 
     def collect() -> None:
@@ -544,11 +549,11 @@ def baseline(tests: Sequence[str], work: Path, workers: int, *, lenient: bool = 
 def write_table(paths: Sequence[str], work: Path, workers: int) -> None:
     """Measure every fast test file, and note which source files it runs."""
     files = fast_files()
-    baseline(files, work, workers, lenient=True)
+    baseline(files, paths, work, workers, lenient=True)
     table = {
         t: reached
         for t in files
-        if (found := kept(t)) and (reached := sorted(set(found["lines"]) & set(paths)))
+        if (found := kept(t, paths)) and (reached := sorted(set(found["lines"]) & set(paths)))
     }
     TABLE.write_text(json.dumps(table, indent=1) + "\n")
     print(f"{TABLE}: {len(table)} test files")
@@ -723,7 +728,7 @@ def _main(args: argparse.Namespace, work: Path) -> None:
     wanted = drawn(every, many, args.seed, 0 if chosen or args.quick else LEAST)
     known = Equivalents(ROOT / "benchmarks" / "mutants_equivalent.toml")
     tests = args.tests.split(",") if args.tests else chosen.get("tests") or reaching_files(paths)
-    base = baseline(tests, work, args.workers)
+    base = baseline(tests, paths, work, args.workers)
     texts = {path: (ROOT / path).read_text() for path in paths}
     start = time.monotonic()
 

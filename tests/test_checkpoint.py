@@ -77,6 +77,27 @@ def test_the_last_k_are_kept_and_nothing_half_written_stays(
     assert sorted(p.name for p in directory.iterdir()) == ["number_3", "number_4"]
 
 
+@pytest.mark.parametrize(("controller", "beta"), [("adaptive", 0.75), ("fixed", 0.5)])
+def test_an_adaptive_coefficient_goes_on_and_a_fixed_one_is_the_configs(
+    model_dir: Path, tmp_path: Path, controller: str, beta: float
+) -> None:
+    def with_kl(coefficient: float) -> LearnerCore:
+        raw = {
+            "model": {"path": str(model_dir), "device": "cpu"},
+            "task": {"name": "sort"},
+            "kl": {"reward": {"coefficient": coefficient, "controller": controller}},
+        }
+        return LearnerCore(msgspec.convert(raw, Config), model_dir)
+
+    c, (_, directory) = with_kl(0.25), claimed(tmp_path)
+    assert c.state.beta == 0.25
+    c.state.beta = 0.75
+    checkpoint.save(directory, c, EXTRA, 1)
+    resumed = with_kl(0.5)
+    checkpoint.restore(resumed, directory / "number_0")
+    assert resumed.state.beta == beta
+
+
 @pytest.mark.parametrize("part", ["manifest", "state.pt", "model/model.safetensors"])
 @pytest.mark.parametrize("how", ["cut", "changed", "gone"])
 def test_a_damaged_checkpoint_is_passed_over_and_said(

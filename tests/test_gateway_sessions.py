@@ -408,6 +408,20 @@ def test_a_reward_that_is_none_is_refused_and_the_session_stays_open(said: tuple
     made.reward(0.0, now=0.0)
 
 
+def test_what_shares_leave_of_a_reward_is_the_last_trained_calls_never_an_excluded_ones() -> None:
+    made = session()
+    answer(made, made.place_ids(ids(1), now=0.0), ids(5))
+    answer(made, made.place_ids(ids(1, 5, 2), now=0.0), ids(6))
+    answer(made, made.place_ids(ids(1, 5, 2, 6, 3), now=0.0, aside=True), ids(7))
+    made.reward(1.0, calls={0: 0.25}, now=0.0)
+    (row,) = made.rows()
+    given = np.frombuffer(row.token_rewards, "<f4")
+    drawn = np.frombuffer(row.mask, np.uint8) == 1
+    # of tokens 5 and 6; the tool's 2 stands between them
+    np.testing.assert_array_equal(given[drawn], np.array([0.25, 0.75], np.float32))
+    assert np.isnan(given[~drawn]).all() and np.nansum(given) == 1.0
+
+
 def test_calls_that_still_draw_are_cut_and_waited_for() -> None:
     made = session()
     answer(made, made.place_ids(ids(1), now=0.0), ids(5))

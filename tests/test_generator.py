@@ -444,6 +444,28 @@ def test_weights_whose_learner_is_gone_are_waited_for_by_name_until_others_are_a
     assert g.gone is None and g.engine.loads == [(2, 0)] and g.engine.active == 2  # type: ignore[attr-defined]
 
 
+def test_the_version_that_is_announced_is_pulled_by_the_digest_that_was_announced(
+    make: Callable[..., Generator],
+) -> None:
+    """Other weights under its label are never loaded; of another version no digest is known."""
+    g = make()
+    asked: list[tuple[Label, str | None]] = []
+
+    def pull(source: m.WeightsSource, label: Label, digest: str | None) -> Any:
+        asked.append((label, digest))
+        return None if digest == "d1.0" else ({}, digest or "of the ring", b"")
+
+    g.weights.pull = pull  # type: ignore[method-assign]
+    g.socket.inbox.append(tickets(g, announcement(1), ticket(0, 1, epoch=1)))  # type: ignore[attr-defined]
+    one_pass(g)
+    assert asked == [(Label(1, 0), "d1.0")] and g.loaded is None and g.lacking
+    assert not g.engine.loads and "weights 1.0" in g.waiting_for  # type: ignore[attr-defined]
+    said = announcement(1, 3)
+    assert g.pull(said, Label(1, 3)) == ({}, "d1.3", b"")
+    assert g.pull(said, Label(1, 2)) == ({}, "of the ring", b"")
+    assert asked[1:] == [(Label(1, 3), "d1.3"), (Label(1, 2), None)]
+
+
 @pytest.mark.parametrize("ring", ["not announced", "gone"])
 def test_hands_full_of_a_dead_learners_tickets_are_emptied_when_the_next_one_is_heard_of(
     make: Callable[..., Generator], ring: str

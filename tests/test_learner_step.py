@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from asyncrl.algorithms import loss as step_loss
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
@@ -448,6 +449,42 @@ def test_the_instruments_read_the_learners_start_under_every_anchor(
     assert m["kl/behavior_start_k1"] + m.get("kl/start_target_k1", 0.0) == pytest.approx(
         m["kl/behavior_target_k1"], abs=1e-6
     )
+
+
+def test_m2po_masks_each_minibatch_by_the_policy_as_it_is_then(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second optimizer step is masked by what the first one made of the policy, among its own
+    samples alone.
+    """
+    c = core(
+        model_dir,
+        learner={"minibatches": 2, "lr": 5.0},
+        loss={"surrogate": "vanilla"},
+        correction={"proximal": "behavior", "m2": 0.01, "m2_over": "pushing"},
+    )
+    packed = pack(batch())
+    begin_step, masks = step_loss.begin_step, []
+
+    def begin(prep: Any, samples: torch.Tensor, current: torch.Tensor | None = None) -> Any:
+        now = c._forward(c.model, packed, range(packed.count))
+        assert current is not None and torch.allclose(current, now, atol=1e-6)
+        step = begin_step(prep, samples, current)
+        inside = prep.valid & torch.isin(prep.batch.seq, samples)
+        pushing = inside & ((now - prep.batch.behavior) * prep.advantage > 0)
+        assert step.far.any() and not (step.far & ~pushing).any()
+        left = pushing & ~step.far
+        far = (now - prep.batch.behavior).abs()
+        assert not left.any() or far[left].max() < far[step.far].min()
+        assert not left.any() or float(far[left].square().mean()) <= 0.01 + 1e-6
+        masks.append((set(samples.tolist()), now.clone()))
+        return step
+
+    monkeypatch.setattr(step_loss, "begin_step", begin)
+    c.train(batch())
+    (first, before), (second, after) = masks
+    assert not first & second and len(first | second) == GROUPS * SIZE
+    assert not torch.allclose(before, after, atol=1e-3)
 
 
 def test_several_minibatches_measure_the_first_ones_answers(model_dir: Path) -> None:

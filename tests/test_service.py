@@ -229,6 +229,42 @@ def test_a_run_from_hello_to_its_end(begin: Any) -> None:
     )
 
 
+def until_status(peer: PeerSocket) -> tuple[list[Any], m.Status]:
+    """What else comes before the answer to a Watch, and that."""
+    peer.send(m.Watch())
+    came: list[Any] = []
+    while not isinstance(reply := peer.recv(600), m.Status):
+        came.append(reply)
+    return came, reply
+
+
+def test_a_commit_that_is_told_again_is_answered_again_and_counted_once(begin: Any) -> None:
+    """A lost answer holds up no learner; one that runs ahead is not answered."""
+    run = begin("learner.steps=3")
+    generator, learner = run.peer(), run.peer()
+    ask(learner, run.hello(1), m.Welcome)
+    number, wants = 0, itertools.count(1)
+    while number < 2:
+        for t in ask(generator, want(next(wants)), m.Tickets).tickets:
+            ask(generator, answers(t), m.Acks)
+            if t.kind == "train":
+                ask(learner, m.Ask(1, number), m.Batch)
+                commits = [
+                    m.Commit(1, n, Label(1, n + 1), f"d{n + 1}", {"time/step": 1.0 + n})
+                    for n in range(number + 1)
+                ]
+                for commit in (commits[-1], commits[-1], *commits):
+                    learner.send(commit)
+                came, status = until_status(learner)
+                number += 1
+                told = [c.number for c in came if isinstance(c, m.Committed)]
+                assert told == [number - 1] * 2 + list(range(number))
+                assert status.committed == number and status.progress >= number
+                assert status.metrics["time/step"] == number
+    rows = (run.dir / "metrics.jsonl").read_text().splitlines()
+    assert sum('"time/step"' in row for row in rows) == 2, "one row a batch"
+
+
 def test_strangers_and_old_learners_are_told_so(begin: Any) -> None:
     run = begin()
     peer = run.peer()

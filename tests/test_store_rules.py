@@ -287,6 +287,21 @@ def test_a_budget_is_used_up_one_past_it_and_filled_again_by_a_commit() -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["data", "machinery"])
+def test_a_commit_gives_each_kind_of_failure_its_whole_budget_again(kind: str) -> None:
+    store = make(0, 1, 2, error_budget=1.0, machinery_budget=1.0)
+    for number in range(2):  # twice what the budget holds, and a batch between
+        (failing,) = store.grant("g", 1, 4, 0.0)
+        for n in (0, 1):
+            assert store.deliver(sample(failing, n, failed=f"{kind}: x"), 0.0) == "failed"
+        (again,) = store.grant("g", 1, 4, 1.0)
+        assert again.ticket == failing.ticket == number
+        write(store, again)
+        train(store, number)
+        assert store.failed_samples == store.failed_machinery == 0
+    assert store.failures == {kind: 4}
+
+
 # ---- a learner that comes back -------------------------------------------------------------------
 
 
