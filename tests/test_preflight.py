@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
-from asyncrl.cli import new
+from asyncrl.cli import main, new
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
@@ -74,3 +75,107 @@ def test_a_project_builds_its_own_model(project: Path, place: str) -> None:
 def test_runs_elsewhere_leave_the_project_its_model(project: Path, tmp_path: Path) -> None:
     preflight.preflight(at(project, project / "model", f"runs='{tmp_path / 'scratch'}'"))
     assert (project / "model" / "config.json").is_file()
+
+
+# ---- `asyncrl config check` ----------------------------------------------------------------------
+
+
+def found(config: Config) -> dict[str, tuple[str, str]]:
+    return {f.check: (f.state, f.text) for f in preflight.findings(config)}
+
+
+def test_a_config_is_checked_without_building_anything(project: Path) -> None:
+    checks = found(load.load(project / "config.toml"))
+    assert list(checks) == list(preflight.CHECKS)
+    later = ("model", "tokenizer", "template", "prompts", "disk", "memory")
+    assert [name for name, (state, _) in checks.items() if state == "later"] == list(later)
+    assert checks["task"] == ("ok", "file: 800 train, 160 heldout prompts")
+    state, said = checks["reward"]
+    assert state == "ok" and ": 1 for the answer '" in said
+    assert not (project / "model").exists()
+
+
+def test_a_config_with_a_model_is_checked_whole(project: Path, small_model: Path) -> None:
+    sets = ("task.name='sort'", "reward.function=''", "generator.context=64")
+    config = at(project, small_model, *sets, "generator.max_new_tokens=40", "model.device='cpu'")
+    checks = found(config)
+    assert {state for state, _ in checks.values()} == {"ok"}, checks
+    assert (
+        checks["tokenizer"][1].endswith("answers end at '[end]'")
+        or "end at" in (checks["tokenizer"][1])
+    )
+    assert "there is room for 24" in checks["prompts"][1]
+    count = preflight.Subject(config).parameters
+    assert f"{count:,} parameters" in checks["model"][1]
+    from asyncrl.models import policy
+
+    loaded = policy.load_policy(small_model, "float32", "cpu")
+    assert count == sum(p.numel() for p in loaded.hf.parameters())
+    # two layers, two key/value heads of 8 dimensions, keys and values, float32
+    assert preflight.Subject(config).kv_cache == config.generator.slots * 64 * 2 * 2 * 2 * 8 * 4
+
+
+WRONG: list[tuple[str, str, str]] = [
+    ("generator.context=5", "prompts", "context 5 less max_new_tokens 4 leaves 1"),
+    ("task.prompts='gone.jsonl'", "task", "gone.jsonl is no file"),
+    ("reward.function='gone:reward'", "reward", "importing it raised ModuleNotFoundError"),
+    ("reward.function='json:dumps'", "reward", "takes"),
+    ("model.path='org/name'", "model", "asyncrl model get hf://org/name"),
+    ("agent.tools=['json:dumps']", "template", "has no chat template"),
+]
+
+
+@pytest.mark.parametrize(("item", "check", "said"), WRONG, ids=[w[0] for w in WRONG])
+def test_what_is_wrong_is_one_failed_line(
+    item: str, check: str, said: str, project: Path, small_model: Path
+) -> None:
+    prompts = project / "p.jsonl"
+    prompts.write_text('{"prompt": "123=", "answer": "1"}\n{"prompt": "321=", "answer": "2"}\n')
+    files = (f"task.prompts='{prompts}'", "task.heldout=''", "reward.deadline_s=600.0")
+    checks = found(at(project, small_model, *files, item))
+    assert [name for name, (state, _) in checks.items() if state == "failed"] == [check], checks
+    assert said in checks[check][1]
+
+
+def test_memory_and_disk_are_compared_with_what_is_free(
+    project: Path, small_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import shutil
+
+    import psutil
+
+    sets = ("task.name='sort'", "reward.function=''", "model.device='cpu'")
+    more = ("generator.context=64", "generator.max_new_tokens=40")
+    config = at(project, small_model, *sets, *more)
+
+    class Little:
+        available = free = 1000
+
+    monkeypatch.setattr(psutil, "virtual_memory", Little)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: Little)
+    checks = found(config)
+    assert checks["memory"][0] == "note" and "are free" in checks["memory"][1]
+    assert checks["disk"][0] == "failed" and "0 MiB free in" in checks["disk"][1]
+
+
+def test_the_command_says_a_line_each_and_exits_by_them(
+    project: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def check(*words: str) -> int:
+        with pytest.raises(SystemExit) as ended:
+            main(["config", "check", str(project / "config.toml"), *words])
+            raise SystemExit(0)
+        return int(ended.value.code or 0)
+
+    assert check() == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(preflight.CHECKS)
+    assert check("--json", "--set", "model.path=org/name") == 2
+    out, err = capsys.readouterr()
+    told = json.loads(out.splitlines()[-1])
+    assert not told["ok"] and told["checks"][3]["state"] == "failed"
+    assert "1 check(s) failed: model" in err
+    with pytest.raises(SystemExit):
+        main(["run", str(project / "config.toml"), "--dry-run"])
+        raise SystemExit(0)
+    assert "model      later" in capsys.readouterr().err

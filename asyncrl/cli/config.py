@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from asyncrl.cli import result
 from asyncrl.cli.base import options
 from asyncrl.contract.errors import ConfigError
 
@@ -27,6 +28,40 @@ def show(source: str, sets: tuple[str, ...], as_json: bool) -> None:
 
     loaded = load.load(source, sets)
     print(json.dumps(msgspec.to_builtins(loaded)) if as_json else load.dump(loaded))
+
+
+@config.command()
+@options()
+def check(source: str, sets: tuple[str, ...], as_json: bool) -> None:
+    """Look at everything a run of CONFIG needs, a line each, and start nothing: model, tokenizer,
+    template, prompts, reward (called once), packages, devices, disk, memory.
+
+    A model of the hub (hf://ORG/NAME) is fetched.  Exit code 2 when a check fails.
+    """
+    from asyncrl.config import load, rules
+    from asyncrl.supervise import preflight
+
+    loaded = load.load(source, sets)
+    report_findings(loaded, rules.warnings(loaded), preflight, as_json)
+
+
+def report_findings(loaded: Any, warnings: list[str], preflight: Any, as_json: bool) -> None:
+    """Print what the checks of a config found.  Raises ConfigError when one failed."""
+    import msgspec
+
+    found = [preflight.Finding("settings", "note", warning) for warning in warnings]
+    if not as_json:
+        for finding in found:
+            print(preflight.line(finding))
+    for finding in preflight.findings(preflight.located(loaded)):
+        found.append(finding)
+        if not as_json:
+            print(preflight.line(finding), flush=True)
+    failed = [finding.check for finding in found if finding.state == "failed"]
+    if as_json:
+        result.put({"ok": not failed, "checks": msgspec.to_builtins(found)})
+    if failed:
+        raise ConfigError(f"{len(failed)} check(s) failed: {', '.join(failed)}")
 
 
 @config.command()

@@ -15,7 +15,7 @@ from asyncrl.contract.errors import ConfigError
 @click.command()
 @options(source=False)
 @click.option("--resume", type=PATH, help="go on with this run directory")
-@click.option("--dry-run", is_flag=True, help="print the resolved config and what would start")
+@click.option("--dry-run", is_flag=True, help="print the resolved config, what would start, checks")
 @click.option("--on", default="local", help="local, ray, ray://HOST:PORT, slurm  [local]")
 def run(
     source: str | None,
@@ -49,6 +49,10 @@ def run(
             f"would start in {run_dir}: buffer, {', '.join(devices.placement(config))}",
             file=sys.stderr,
         )
+        from asyncrl.supervise import preflight
+
+        for finding in preflight.findings(preflight.located(config)):
+            print(preflight.line(finding), file=sys.stderr, flush=True)
         return
     if on == "slurm":
         from asyncrl.supervise.hosts import slurm

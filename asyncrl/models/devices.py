@@ -81,6 +81,13 @@ def missing(config: Config) -> str:
     return ""
 
 
+def any_cuda() -> bool:
+    """Whether torch sees a CUDA device."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 def placement(config: Config) -> list[str]:
     """One line a process that computes: where it will."""
     where = config.model.device

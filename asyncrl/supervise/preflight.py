@@ -1,18 +1,21 @@
 """What can be known of a run before anything starts: each check is a function of this module.
 
 `preflight` makes them one after the other, builds the tiny model of a warm start, and raises what
-the first failed one says.
+the first failed one says.  `findings` makes all of them, builds nothing, and returns a line each;
+the checks of disk and memory are arithmetic, and never end a run.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
+import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -23,12 +26,34 @@ from asyncrl.models import devices, fetch
 FIRST_PROMPTS = 64  # of the endless training stream that are encoded
 MOST_PROMPTS = 2000  # of a fixed split
 MARKER = ".warm_start"  # a file of this name in the folder at `model.path` allows a warm start
+WIDTHS = {"float32": 4, "bfloat16": 2}  # bytes of a number
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def say(text: str) -> None:
     """A line for the user, on stderr."""
     print(text, file=sys.stderr, flush=True)
+
+
+class Finding(msgspec.Struct, frozen=True):
+    """What a check came to.  later: it needs a model that the run itself builds."""
+
+    check: str
+    state: Literal["ok", "note", "failed", "later"]
+    text: str
+
+
+def line(finding: Finding) -> str:
+    """A finding for a reader."""
+    return f"{finding.check:10} {finding.state:7} {finding.text}"
+
+
+class NotYet(Exception):
+    """There is no model to look at yet: the run builds it."""
+
+
+class Doubt(Exception):
+    """A check that its arithmetic does not settle: the run may go well."""
 
 
 class Subject:
@@ -55,6 +80,50 @@ class Subject:
 
         return model_check.check(self.config)
 
+    @cached_property
+    def raw(self) -> dict[str, Any]:
+        """config.json of the language model.  Raises NotYet, or ConfigError."""
+        from asyncrl.models import model_check
+
+        if not (self.path / "config.json").is_file():
+            raise NotYet("once the model is built")
+        return model_check.text(model_check.settings(self.path, "model.path"))
+
+    @cached_property
+    def parameters(self) -> int:
+        """Numbers in the model's weight files."""
+        from asyncrl.models import model_check
+
+        self.raw  # noqa: B018 - raises NotYet
+        shapes = (
+            entry["shape"]
+            for _, _, entries in model_check.headers(self.path)
+            for entry in entries.values()
+        )
+        return sum(math.prod(shape) for shape in shapes)
+
+    @property
+    def references(self) -> list[Any]:
+        """The other models that the learner holds."""
+        from asyncrl.models import model_check
+
+        return model_check.references(self.config)
+
+    @property
+    def kv_cache(self) -> int:
+        """Bytes of keys and values of a generator with all slots full; 0 where config.json does
+        not say their shape.
+        """
+        generator, raw = self.config.generator, self.raw
+        if generator.kv_cache_mib:
+            return generator.kv_cache_mib << 20
+        heads = raw.get("num_key_value_heads") or raw.get("num_attention_heads") or 0
+        if not (heads and raw.get("hidden_size") and raw.get("num_hidden_layers")):
+            return 0
+        head = raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"]
+        row = 2 * WIDTHS[self.config.model.dtype] * raw["num_hidden_layers"] * heads * head
+        return int(generator.slots * generator.context * row)
+
 
 def located(config: Config, report: Callable[[str], None] = say) -> Config:
     """The config with the directory of `model.path` in place of a name of the hub, which is
@@ -75,19 +144,37 @@ def located_sets(config: Config, sets: Sequence[str]) -> Sequence[str]:
     return sets if found is config else [*sets, f"model.path={json.dumps(found.model.path)}"]
 
 
-def engine_installed(subject: Subject) -> None:
-    """The engine's packages."""
+def engine_installed(subject: Subject) -> str:
+    """The packages that engine and backend need."""
     from asyncrl.models.installed import missing
 
     engine = subject.config.generator.engine
     if why := missing(engine):
         raise ConfigError(f"generator.engine = {engine}: {why}")
+    return f"generator.engine = {engine}, learner.backend = {subject.config.learner.backend}"
 
 
-def devices_present(subject: Subject) -> None:
+def devices_present(subject: Subject) -> str:
     """The GPUs that the config names."""
     if why := devices.missing(subject.config):
         raise ConfigError(why)
+    return "; ".join(devices.placement(subject.config))
+
+
+def task_reads(subject: Subject) -> str:
+    """The task, and the files that it reads."""
+    task = subject.task
+    sizes = {split: _size(task, split) for split in ("train", "heldout", "ood")}
+    counts = (f"{'endless' if n is None else n} {split}" for split, n in sizes.items() if n != 0)
+    return f"{subject.config.task.name}: {', '.join(counts)} prompts"
+
+
+def _size(task: Any, split: str) -> int | None:
+    """Different prompts of a split; None: an endless stream."""
+    from asyncrl.tasks.file import FileTask
+
+    size: int | None = len(task.sets[split]) if isinstance(task, FileTask) else task.size(split)
+    return size
 
 
 def is_own_models_folder(config: Config) -> bool:
@@ -130,6 +217,17 @@ def no_model_at(config: Config) -> str:
     return f"model.path: {path} is no model directory (it has no config.json); {remedy}"
 
 
+def model_there(subject: Subject) -> str:
+    """A model at `model.path`.  Raises NotYet for one that a warm start will build."""
+    config = subject.config
+    if not (subject.path / "config.json").is_file():
+        if not config.model.warm_start or not is_own_models_folder(config):
+            raise ConfigError(no_model_at(config))
+        raise NotYet(f"nothing in {subject.path} yet: the run builds a tiny one (model.warm_start)")
+    subject.tokenizer  # noqa: B018 - raises what is wrong with the model
+    return f"{subject.path}: {subject.parameters:,} parameters, {config.model.dtype}"
+
+
 def model_built(subject: Subject) -> None:
     """A model at `model.path`; the tiny one of a warm start is built."""
     config = subject.config
@@ -144,19 +242,47 @@ def model_built(subject: Subject) -> None:
     say(f"warm start: {done['steps']} steps in {done['seconds']} s, loss {done['loss']:.3f}")
 
 
-def prompts_fit(subject: Subject) -> None:
+def tokenizer_ends(subject: Subject) -> str:
+    """The tokenizer, and the tokens that end an answer."""
+    from asyncrl.models.tokenizer import stop_tokens
+
+    tokenizer = subject.tokenizer
+    ends = [tokenizer.decode([token]) for token in stop_tokens(tokenizer, subject.config)]
+    return f"{len(tokenizer.get_vocab()):,} tokens; answers end at {', '.join(map(repr, ends))}"
+
+
+def template_there(subject: Subject) -> str:
+    """The chat template, where something needs one.  `prompts_fit` refuses chats without."""
+    from asyncrl.models.tokenizer import has_template
+
+    subject.tokenizer  # noqa: B018
+    agent = subject.config.agent
+    if has_template(subject.path):
+        return "the tokenizer has a chat template"
+    if agent.tools:
+        raise ConfigError(f"agent.tools: the tokenizer in {subject.path} has no chat template")
+    if agent.http:
+        raise Doubt(
+            f"the tokenizer in {subject.path} has no chat template: {agent.named} can ask for "
+            "completions of text alone; put a chat_template.jinja there for chat calls"
+        )
+    return "none, and none is needed for prompts of text"
+
+
+def prompts_fit(subject: Subject) -> str:
     """The prompts under the tokenizer: none empty, none longer than the context leaves room."""
     from asyncrl.models.tokenizer import encode_prompt
-    from asyncrl.tasks.file import FileTask
 
     config = subject.config
     task = subject.task
     room = config.generator.context - config.generator.max_new_tokens
+    longest = 0
     for split in ("train", "heldout", "ood"):
-        size = len(task.sets[split]) if isinstance(task, FileTask) else task.size(split)
+        size = _size(task, split)
         for number in range(FIRST_PROMPTS if size is None else min(size, MOST_PROMPTS)):
             prompt = task.prompt(split, number, config.seed)
             length = len(encode_prompt(subject.tokenizer, prompt))
+            longest = max(longest, length)
             if not length:
                 raise ConfigError(
                     f"task: {split} prompt {prompt.id} has no token under the tokenizer in "
@@ -168,6 +294,72 @@ def prompts_fit(subject: Subject) -> None:
                     f"{config.generator.context} less "
                     f"max_new_tokens {config.generator.max_new_tokens} leaves {room}"
                 )
+    return f"the longest of those looked at has {longest} tokens; there is room for {room}"
+
+
+def reward_called(subject: Subject) -> str:
+    """The reward of a right answer, where the prompt has one, or of an empty one."""
+    from actors.rewards import judge_all, named
+
+    config = subject.config
+    reward_imports(subject)
+    if config.agent.on:
+        return f"{config.agent.named} pays"
+    if config.reward.judge.url:
+        return f"{named(config.reward)}: not asked, as a request may cost"
+    prompt = subject.task.prompt("train", 0, config.seed)
+    asked = [(prompt, prompt.answer, [0])]
+    name = named(config.reward) if config.reward.apart else "the task's own"
+    (result,) = judge_all(config, subject.task, asked)
+    if result.failed:
+        raise ConfigError(f"{name}: {result.failed}")
+    of = f"the answer {prompt.answer!r}" if prompt.answer else "an empty answer"
+    return f"{name}: {result.reward:g} for {of} to {prompt.text[:40]!r}"
+
+
+def disk_free(subject: Subject) -> str:
+    """Room for checkpoints (weights and two moments each), the model and a recording."""
+    config = subject.config
+    runs = Path(config.runs).absolute()
+    folder = next(path for path in (runs, *runs.parents) if path.exists())
+    weights = subject.parameters * WIDTHS[config.model.dtype]
+    needed = weights * (3 * config.learner.keep_checkpoints + 1)
+    needed += (config.record.stream_mib << 20) if config.record.stream else 0
+    free = shutil.disk_usage(folder).free
+    said = f"{_gib(needed)} for checkpoints, model and recording; {_gib(free)} free in {folder}"
+    if needed > free:
+        raise ConfigError(f"runs: {said}")
+    return said
+
+
+def memory_needed(subject: Subject) -> str:
+    """What learner, generators and published versions hold, activations apart, by arithmetic."""
+    import psutil
+
+    config = subject.config
+    weights = subject.parameters * WIDTHS[config.model.dtype]
+    # weights, gradient, two moments; DeepSpeed in bfloat16 keeps float32 copies of three of them
+    times = 8 if config.learner.backend == "deepspeed" and config.model.dtype == "bfloat16" else 4
+    learner = weights * times + len(subject.references) * weights
+    # the embedded engine holds the model as read, as it multiplies by it, and the version it pulled
+    generator = weights * (2 if config.generator.engine == "vllm" else 3) + subject.kv_cache
+    versions = weights * config.weights.slots
+    total = learner + config.generators * generator + versions
+    parts = (
+        f"learner {_gib(learner)}, {config.generators} generator(s) of {_gib(generator)}, "
+        f"published versions {_gib(versions)}, and activations (docs/machines.md)"
+    )
+    if config.model.device != "cpu" and devices.any_cuda():
+        return parts
+    free = psutil.virtual_memory().available
+    if total > free:
+        raise Doubt(f"{parts}: {_gib(total)} in all, and {_gib(free)} are free")
+    return f"{parts}; {_gib(free)} are free"
+
+
+def _gib(size: float) -> str:
+    """Bytes for a reader."""
+    return f"{size / (1 << 30):.1f} GiB" if size >= 1 << 29 else f"{size / (1 << 20):.0f} MiB"
 
 
 def reward_imports(subject: Subject) -> None:
@@ -206,8 +398,49 @@ def preflight(config: Config) -> None:
     subject = Subject(config)
     engine_installed(subject)
     devices_present(subject)
-    subject.task  # noqa: B018
+    task_reads(subject)
     model_built(subject)
     prompts_fit(subject)
     reward_imports(subject)
     exact_agrees(subject)
+
+
+CHECKS: dict[str, Callable[[Subject], str]] = {
+    "packages": engine_installed,
+    "devices": devices_present,
+    "task": task_reads,
+    "model": model_there,
+    "tokenizer": tokenizer_ends,
+    "template": template_there,
+    "prompts": prompts_fit,
+    "reward": reward_called,
+    "disk": disk_free,
+    "memory": memory_needed,
+}
+# check -> those that it needs
+NEEDS = dict.fromkeys(("tokenizer", "template", "disk", "memory"), ("model",)) | {
+    "prompts": ("model", "task"),
+    "reward": ("task",),
+}
+
+
+def findings(config: Config) -> Iterator[Finding]:
+    """What each check of CHECKS came to; those that need a model say `later` where the run builds
+    it, or where it failed its own check.
+    """
+    subject = Subject(config)
+    missing: dict[str, str] = {}
+    for name, check in CHECKS.items():
+        if why := next((missing[need] for need in NEEDS.get(name, ()) if need in missing), ""):
+            yield Finding(name, "later", why)
+            continue
+        try:
+            yield Finding(name, "ok", check(subject))
+        except NotYet as error:
+            missing[name] = f"once the {name} is built"
+            yield Finding(name, "later", str(error))
+        except Doubt as error:
+            yield Finding(name, "note", str(error))
+        except ConfigError as error:
+            missing[name] = f"once the {name} is right"
+            yield Finding(name, "failed", str(error))
