@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import os
+import shutil
 import stat
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT
 
+from asyncrl.cli import processes
 from asyncrl.config import load
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import private, rundir
@@ -173,3 +179,95 @@ def test_nothing_that_is_read_is_run() -> None:
 )
 def test_the_search_finds_what_it_looks_for(source: str) -> None:
     assert offences(source, "m") != []
+
+
+HOLDER = (
+    "import os, signal, sys; from pathlib import Path; from asyncrl.records import rundir; "
+    "rundir.SHM = Path(sys.argv[2]); held = rundir.hold_memory(Path(sys.argv[1])); "
+    "(rundir.ring_dir(Path(sys.argv[1]), 1)).mkdir(); print('on', flush=True); "
+    "sys.stdin.read(); os.kill(os.getpid(), signal.SIGKILL)"
+)
+
+
+def test_memory_that_no_living_process_holds_is_swept_by_a_later_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shm = tmp_path / "shm"
+    shm.mkdir()
+    monkeypatch.setattr(rundir, "SHM", shm)
+    runs = [tmp_path / name for name in ("killed", "alive", "own")]
+    for run in runs:
+        run.mkdir()
+        (run / "run_id").write_text(run.name)
+    killed, alive, own = (
+        subprocess.Popen(
+            [sys.executable, "-c", HOLDER, str(run), str(shm)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for run in runs
+    )
+    try:
+        for each in (killed, alive, own):
+            assert each.stdout is not None and each.stdout.readline() == "on\n"
+        for each in (killed, own):
+            each.communicate("end")
+            assert each.returncode == -9
+        unknown = shm / f"asyncrl-{os.getuid()}-unknown"
+        unknown.mkdir()
+        link = shm / f"asyncrl-{os.getuid()}-link"
+        link.mkdir()
+        (link / rundir.HELD).symlink_to(tmp_path / "elsewhere")
+        foreign = shm / f"asyncrl-{os.getuid() + 1}-x"
+        foreign.mkdir()
+        (foreign / rundir.HELD).touch()
+        with rundir.hold_memory(runs[2]):  # one that is killed, and resumed here
+            assert rundir.sweep_memory() == [rundir.shm_dir(runs[0]).name]
+        left = {rundir.shm_dir(runs[1]), rundir.shm_dir(runs[2]), unknown, link, foreign}
+        assert set(shm.iterdir()) == left and rundir.ring_dir(runs[1], 1).is_dir()
+        assert rundir.sweep_memory() == [rundir.shm_dir(runs[2]).name]
+    finally:
+        alive.communicate("end")
+
+
+def test_memory_that_is_swept_at_the_moment_of_its_making_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rundir, "SHM", tmp_path)
+    (tmp_path / "run_id").write_text("x")
+    place = rundir.shm_dir(tmp_path)
+    swept: list[Any] = []
+    lock = fcntl.flock
+
+    def later(file: Any, how: int) -> None:
+        lock(file, how)
+        if how == fcntl.LOCK_SH and not swept:  # who had the lock until now has swept
+            swept.append(file)
+            shutil.rmtree(place)
+
+    monkeypatch.setattr(fcntl, "flock", later)
+    with rundir.hold_memory(tmp_path):
+        assert swept and place.is_dir() and rundir.sweep_memory() == []
+
+
+def test_a_buffer_sweeps_before_it_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rundir, "SHM", tmp_path)
+    (tmp_path / "run_id").write_text("x")
+    old = tmp_path / f"asyncrl-{os.getuid()}-old"
+    for name in ("generator", "buffer"):
+        old.mkdir(exist_ok=True)
+        (old / rundir.HELD).touch()
+        seen: list[bool] = []
+
+        def served(*_: Any, seen: list[bool] = seen, **__: Any) -> bool:
+            held = rundir.shm_dir(tmp_path)
+            seen.append(old.exists())
+            assert held.is_dir() and rundir.sweep_memory() == [old.name] * seen[-1]
+            return True
+
+        monkeypatch.setattr(processes, "lived", served)
+        monkeypatch.setattr("asyncrl.supervise.run.close_up", lambda _: None)
+        assert processes.recorded(name, None, tmp_path, 0) == 0
+        assert seen == [name == "generator"]
+        assert rundir.sweep_memory() == [rundir.shm_dir(tmp_path).name]

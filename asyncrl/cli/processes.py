@@ -17,7 +17,7 @@ from asyncrl.cli.base import PATH, emit, options
 from asyncrl.contract import refusal
 from asyncrl.contract.errors import AsyncrlError, ConfigError, NothingToDo, PeerUnreachable
 from asyncrl.contract.importing import no_garbage
-from asyncrl.records import lives, terms
+from asyncrl.records import lives, rundir, terms
 
 
 def agreed(
@@ -28,7 +28,6 @@ def agreed(
     joins: a generator, which may be on another machine than the buffer: what it makes then belongs
     to the buffer's run."""
     from asyncrl.config import load
-    from asyncrl.records import rundir
 
     config = load.load(source, sets)
     where = run_dir or rundir.directory(config, source)
@@ -150,6 +149,9 @@ def recorded(name: str, config: Any, where: Path, index: int, *, moved: bool = F
         alone=name != "learner",
         supervised=supervised,
     )
+    memory = rundir.hold_memory(where)  # closed by its end, whatever that is
+    if name == "buffer" and (swept := rundir.sweep_memory()):
+        print(f"removed the shared memory of {len(swept)} killed run(s)", file=sys.stderr)
     code = 1
     why = "killed"
     try:
@@ -164,6 +166,7 @@ def recorded(name: str, config: Any, where: Path, index: int, *, moved: bool = F
         code, why = 1, f"{type(error).__name__}: {error}"
         raise
     finally:
+        memory.close()
         last = life.end(code, why)
         if last and not supervised:
             from asyncrl.supervise.run import close_up

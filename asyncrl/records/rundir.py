@@ -21,6 +21,7 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, private, terms
 
 SHM = Path("/dev/shm")
+HELD = ".held"  # in a run's directory of shared memory: locked by its processes
 LOOK_S = 2.0  # who looks whether a process lives has its lock for an instant (lives.alive)
 _POLL_S = 0.05
 
@@ -130,10 +131,44 @@ def gateway_address(run_dir: Path, index: int) -> str:
     return f"ipc://{socket_dir(run_dir) / f'gateway-{index}'}"
 
 
+def _memory_base() -> Path:
+    return SHM if SHM.is_dir() and os.access(SHM, os.W_OK) else Path(tempfile.gettempdir())
+
+
 def shm_dir(run_dir: Path) -> Path:
     """The run's directory on the shared-memory file system."""
-    base = SHM if SHM.is_dir() and os.access(SHM, os.W_OK) else Path(tempfile.gettempdir())
-    return base / f"asyncrl-{os.getuid()}-{here(run_dir)}"
+    return _memory_base() / f"asyncrl-{os.getuid()}-{here(run_dir)}"
+
+
+def hold_memory(run_dir: Path) -> IO[str]:
+    """Make the run's directory of shared memory, and lock it for as long as this process lives, or
+    the file is open: `sweep_memory` leaves it alone.
+    """
+    while True:
+        held = private.directory(shm_dir(run_dir)) / HELD
+        with contextlib.suppress(FileNotFoundError):  # swept at this moment
+            file = held.open("a")
+            fcntl.flock(file, fcntl.LOCK_SH)
+            if held.exists() and held.samefile(f"/proc/self/fd/{file.fileno()}"):
+                return file
+            file.close()
+
+
+def sweep_memory() -> list[str]:
+    """Remove the shared memory of this user's runs that no living process holds, as kill -9 of all
+    of a run's processes leaves it.  Returns the names of the directories.
+
+    A directory without a lock file is left alone: nothing says whose it is."""
+    swept = []
+    for place in _memory_base().glob(f"asyncrl-{os.getuid()}-*"):
+        try:
+            with open(os.open(place / HELD, os.O_RDWR | os.O_NOFOLLOW)) as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(place, ignore_errors=True)
+                swept.append(place.name)
+        except OSError:  # no such file, or held
+            continue
+    return swept
 
 
 def ring_dir(run_dir: Path, epoch: int) -> Path:
