@@ -27,7 +27,7 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract import admission
 from asyncrl.contract import messages as m
-from asyncrl.contract.errors import AsyncrlError, BadMessage, TakenOver
+from asyncrl.contract.errors import AsyncrlError, BadMessage, Damaged, TakenOver
 from asyncrl.contract.printable import LONGEST_LINE, escape_line
 from asyncrl.contract.versions import Label
 from asyncrl.contract.waits import KEPT, HeldUp, Wait, WaitLog, held_up
@@ -522,8 +522,16 @@ class Service:
         aside = self.keep_suspect(hello) if new else ""
         before = self.store.aside
         if not self.store.hello(hello):
-            self.send(peer, m.FencedOff(hello.epoch, self.store.epoch))
+            behind = self.store.is_behind(hello)
+            self.send(
+                peer,
+                m.Refused(self.damage(hello.label.number), Damaged.exit_code)
+                if behind
+                else m.FencedOff(hello.epoch, self.store.epoch),
+            )
             return
+        if self.ended_at and not self.store.finished:
+            self.ended_at, self.told_before = 0.0, False
         self.vocabulary = hello.vocabulary
         if self.store.aside > before:
             say(aside)
@@ -544,6 +552,21 @@ class Service:
             "peer": peer,
         }
         self.send(peer, m.Welcome(hello.epoch, self.store.base))
+
+    def damage(self, number: int) -> str:
+        """What to do where the newest whole checkpoint is of version `number`, before all that is
+        kept here.
+        """
+        todo = (
+            f"end the run and go on with `asyncrl run --resume {self.run_dir}`: a new buffer takes "
+            f"version {number}, and the steps after it are made again"
+            if self.config.durability.mode == "memory"
+            else f"begin a new run, with a model of {self.run_dir / 'checkpoints'} as model.path"
+        )
+        return (
+            f"the newest whole checkpoint of the learner is of version {number}, the newer ones "
+            f"are damaged, and the buffer holds nothing before version {self.store.base}: {todo}"
+        )
 
     def keep_suspect(self, hello: m.LearnerHello) -> str:
         """The batch that this hello sets aside, written for a look before it leaves the store; what

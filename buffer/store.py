@@ -687,8 +687,17 @@ class Store:
         if set_aside:
             self._set_aside(last)
         self.policy = hello.label
+        # an end that was said is taken back by a learner that has steps to make
+        self.finished = self.finished and hello.label.number >= self.settings.steps
         self.evaluations.restart(hello.label, self.settings.steps)
         return True
+
+    def is_behind(self, hello: LearnerHello) -> bool:
+        """Is a learner that `hello` fenced off the newest one, and goes on from a checkpoint that
+        is older than everything kept here?  No later life of it can do better.
+        """
+        newest = hello.epoch > self.epoch and hello.origin >= self.active
+        return newest and hello.label.number < self.base
 
     def suspected(self, hello: LearnerHello) -> tuple[list[int], float]:
         """`suspect` with what the hello of a new life tells of the one before: it ended on the

@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 from conftest import ROOT
 
@@ -118,6 +119,32 @@ def test_the_budget_of_restarts_is_the_supervisors(supervisor: Supervisor, said:
     assert "    the last 20 lines of generator-1" in said
     with pytest.raises(ProcessLost, match=r"generator-1 died \(exit code 1\) and cannot be"):
         supervisor.poll()
+
+
+def test_generators_come_back_to_a_run_that_goes_on_after_its_end(
+    supervisor: Supervisor, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it waits for evaluations that no process writes."""
+    now = launch.time.monotonic()
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now))
+    status = Status("r", 9, 9, 1, {}, {}, [], {}, True)
+    for name in ("generator-0", "generator-1"):
+        maker(supervisor).newest(name).code = 0
+    before = len(maker(supervisor).made)
+    for finished, later in ((True, 60.0), (False, 0.0), (False, launch.LATE_S)):
+        supervisor.observe(msgspec.structs.replace(status, finished=finished))
+        supervisor.heard = now + later
+        assert not supervisor.poll() and len(maker(supervisor).made) == before
+    supervisor.heard = now + launch.LATE_S + 1
+    assert not supervisor.poll() and len(maker(supervisor).made) == before + 2
+    assert "the run goes on after its end: starting generator-1 again" in said
+    assert not supervisor.poll() and len(maker(supervisor).made) == before + 2
+    # where the buffer itself has ended well, the run is over
+    maker(supervisor).newest("generator-0").code = maker(supervisor).newest("buffer").code = 0
+    supervisor.poll()
+    supervisor.heard = now + 60.0
+    supervisor.poll()
+    assert len(maker(supervisor).made) == before + 2
 
 
 def test_a_refusal_told_through_any_maker_ends_the_run(supervisor: Supervisor) -> None:

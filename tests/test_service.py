@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -263,6 +264,40 @@ def test_a_commit_that_is_told_again_is_answered_again_and_counted_once(begin: A
                 assert status.metrics["time/step"] == number
     rows = (run.dir / "metrics.jsonl").read_text().splitlines()
     assert sum('"time/step"' in row for row in rows) == 2, "one row a batch"
+
+
+@pytest.mark.parametrize(
+    ("mode", "todo"),
+    [("memory", r"go on with `asyncrl run --resume .*run`"), ("process", "begin a new run")],
+)
+def test_a_learner_whose_newer_checkpoints_are_damaged_is_told_what_to_do(
+    begin: Any, mode: str, todo: str
+) -> None:
+    run = begin(f"durability.mode={mode!r}")
+    peer = run.peer()
+    ask(peer, run.hello(1, number=5), m.Welcome)
+    assert ask(run.peer(), run.hello(3, number=4, origin=1), m.Refused).exit_code == 5
+    said = ask(run.peer(), run.hello(2, number=3, origin=1), m.Refused).reason
+    assert re.search(r"version 3, .* nothing before version 5: .*" + todo, said)
+    assert ask(run.peer(), run.hello(1, number=3), m.Welcome).epoch == 1  # itself, once more
+    assert ask(run.peer(), run.hello(4, number=5, origin=1), m.Welcome).epoch == 4
+
+
+def test_a_learner_that_has_steps_to_make_takes_an_end_back(begin: Any) -> None:
+    run = begin("learner.steps=5")
+    service = run.service
+    ask(run.peer(), run.hello(1, number=3), m.Welcome)
+    service.told_before = True  # nobody is waited for
+    service.ended_at = time.monotonic()
+    service.store.finished = True
+    assert ask(run.peer(), run.hello(2, number=3, origin=1), m.Welcome).epoch == 2
+    assert not service.store.finished and service.ended_at == 0.0 and not service.told_before
+    assert not service.status().finished
+
+
+def test_a_new_buffer_takes_a_learner_from_any_checkpoint(begin: Any) -> None:
+    run = begin()
+    assert ask(run.peer(), run.hello(4, number=3, origin=1), m.Welcome).epoch == 4
 
 
 def test_strangers_and_old_learners_are_told_so(begin: Any) -> None:

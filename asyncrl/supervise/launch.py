@@ -47,6 +47,7 @@ class Child:
     log: Path = Path()
     restarts: int = 0
     code: int | None = None  # of its exit, 0 when that was no loss; None: it runs
+    ended_at: float = 0.0  # when its exit was seen
     held_up: bool = False  # it held the run up, and was ended for that
     memory_kills: list[str | int] = field(default_factory=list)  # of its machine, as it began
     leaving: float = 0.0  # when it was told to leave a run that goes on without it; 0: it was not
@@ -135,17 +136,30 @@ class Supervisor:
             if child.leaving:
                 self.let_go(child, code)
             elif code is not None:
-                child.code = code
+                child.code, child.ended_at = code, time.monotonic()
                 if code != 0 and not self.interrupts:
                     self.died(child, code)
         self.look()
         self.scale()
+        self.bring_back()
         if all(c.code == 0 for c in self.children):
             return True
         if self.ended and not self.interrupts:
             self.alone_since = self.alone_since or time.monotonic()
             self.end_late(time.monotonic() - self.alone_since)
         return False
+
+    def bring_back(self) -> None:
+        """Start again what ended well as the run had ended, where the run goes on: its buffer and
+        learner were lost after that, and resumed from before it.
+        """
+        if self.status is None or self.status.finished or self.ended or self.interrupts:
+            return
+        for child in self.children:
+            works = child.name.startswith(("generator-", "gateway-"))
+            if works and child.code == 0 and self.heard > child.ended_at + LATE_S:
+                self.say(f"the run goes on after its end: starting {child.name} again")
+                self.spawn(child)
 
     # ---- another number of generators ------------------------------------------------------------
 
