@@ -208,3 +208,66 @@ def test_many_estimators_stand_in_rows_of_their_own() -> None:
         "100",
     ]
     assert figure.layout.xaxis.type == figure.layout.xaxis2.type == "log"
+
+
+def plotted(rows: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Titles of the report's plots and the names of their lines."""
+    return {
+        p.layout.title.text: [line.name for line in p.data]
+        for p in run_page._plots(rows, {"lag_histogram": {}})
+    }
+
+
+def test_what_is_the_same_throughout_is_one_line() -> None:
+    """With one update a batch the policy trained is the start: the batch's own move is what
+    differs."""
+    rows = [
+        {
+            "step": n,
+            "t": 1.0,
+            "kl/behavior_start_k3": 0.01 * n,
+            "kl/behavior_target_k3": 0.01 * n + (1e-3 if several and n == 3 else 1e-15),
+            "kl/moved": 0.002,
+        }
+        for several in (False, True)
+        for n in range(5)
+    ]
+    title = "KL: behaviour, learner's start, target"
+    assert plotted(rows[:5])[title] == [
+        "behaviour to start = behaviour to target",
+        "one batch's own move",
+    ]
+    assert plotted(rows[5:])[title] == [
+        "behaviour to start",
+        "behaviour to target",
+        "one batch's own move",
+    ]
+
+
+def test_stops_reshape_rates_and_lags_are_shown_where_they_act() -> None:
+    rows: list[dict[str, Any]] = [
+        {
+            "step": n,
+            "t": 1.0,
+            "optim/stop_kl": 0.0,
+            "optim/early_stops": 0.0,
+            "optim/lr_scale": 1.0,
+            "by_lag/ess_0": 1.0,
+            "by_lag/ess_3to4": 0.9,
+            "by_lag/k3_1": 0.01,
+        }
+        for n in range(4)
+    ]
+    still = plotted(rows)
+    assert still["Effective sample size by lag"] == ["lag 0", "lag 3to4"]
+    assert still["KL of the behavior policy to the learner's start by lag"] == ["lag 1"]
+    assert not {"Learning-rate scale", "Reshape"} & still.keys()
+    assert not [title for title in still if "early stopping" in title]
+    assert run_page.early_stops(rows) == []
+    rows[2] |= {"optim/stop_kl": 0.04, "optim/early_stops": 1.0, "optim/lr_scale": 0.5}
+    rows[3] |= {"optim/stop_kl": 0.01, "optim/early_stops": 1.0, "reshape/sigma2": 0.1}
+    acting = plotted(rows)
+    assert acting["Learning-rate scale"] == ["of the batch's last step"]
+    assert acting["Reshape"] == ["sigma2, variance of log w"]
+    assert acting["KL that early stopping last measured in a batch"] == ["KL"]
+    assert run_page.early_stops(rows) == [0.04]

@@ -5,6 +5,7 @@ JSON for programs.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.records import atomic_write, jsonl, lives, metrics, page_kit, trace
+from asyncrl.records.metrics import BUCKETS
 from asyncrl.records.signs import interval
 from asyncrl.supervise.live import moved
 
@@ -30,6 +32,7 @@ KINDS = {
     "checkpoint": "#6b7280",
 }
 OTHER_KIND = "#111827"
+Points = list[tuple[float, float]]
 MOVES = 8  # of the limit, told in words; all of them are in the plot
 
 
@@ -42,6 +45,7 @@ class Lines(NamedTuple):
     unit: str
     series: tuple[tuple[str, str], ...]
     axis: str = "step"
+    moving: bool = False  # no plot where every value of it is the same: it is off
 
 
 ACCURACY = Lines(
@@ -72,6 +76,8 @@ LINES = (
         (
             ("kl/behavior_start_k3", "behaviour to start"),
             ("kl/behavior_target_k3", "behaviour to target"),
+            ("kl/moved", "one batch's own move"),
+            ("mismatch/k3_one_version", "mismatch at equal weights"),
             ("mismatch/k3_at_lag_0", "mismatch at lag 0"),
             ("kl/target_ref_k3", "target to reference"),
         ),
@@ -95,6 +101,37 @@ LINES = (
             ("is/mean_weight", "mean weight"),
             ("clip/share", "clipped"),
         ),
+    ),
+    Lines(
+        "Effective sample size by lag",
+        "share, at the learner's start",
+        tuple((f"by_lag/ess_{bucket}", f"lag {bucket}") for bucket in BUCKETS),
+    ),
+    Lines(
+        "KL of the behavior policy to the learner's start by lag",
+        "nats a token (k3)",
+        tuple((f"by_lag/k3_{bucket}", f"lag {bucket}") for bucket in BUCKETS),
+    ),
+    Lines(
+        "KL that early stopping last measured in a batch",
+        "nats a token",
+        (("optim/stop_kl", "KL"),),
+        moving=True,
+    ),
+    Lines(
+        "Reshape",
+        "gamma; nats^2",
+        (
+            ("reshape/gamma", "mean gamma"),
+            ("reshape/gamma_base", "gamma_base"),
+            ("reshape/sigma2", "sigma2, variance of log w"),
+        ),
+    ),
+    Lines(
+        "Learning-rate scale",
+        "share of learner.lr",
+        (("optim/lr_scale", "of the batch's last step"),),
+        moving=True,
     ),
     Lines(
         "Entropy",
@@ -173,22 +210,56 @@ def _figure(title: str, unit: str) -> Any:
 
 def _lines(rows: list[dict[str, Any]], lines: Lines) -> Any:
     figure = _figure(lines.title, lines.unit)
-    for name, label in lines.series:
-        points = [(r[lines.axis], r[name]) for r in rows if name in r]
-        if points:
-            figure.add_scatter(
-                x=[p[0] for p in points],
-                y=[p[1] for p in points],
-                name=label,
-                mode="lines",
-            )
+    for label, points in _curves(rows, lines):
+        figure.add_scatter(
+            x=[p[0] for p in points], y=[p[1] for p in points], name=label, mode="lines"
+        )
     figure.update_xaxes(title="version" if lines.axis == "step" else "seconds of RL")
     return figure
 
 
+def _curves(rows: Sequence[Mapping[str, Any]], lines: Lines) -> list[tuple[str, Points]]:
+    """(label, points) of each line that the run has; what is the same throughout is one line with
+    both names, as start and target are with one update a batch."""
+    curves: list[tuple[str, Points]] = []
+    for name, label in lines.series:
+        points = [(float(r[lines.axis]), float(r[name])) for r in rows if name in r]
+        twin = next((i for i, (_, other) in enumerate(curves) if _same(points, other)), None)
+        if twin is not None:
+            curves[twin] = (f"{curves[twin][0]} = {label}", points)
+        elif points:
+            curves.append((label, points))
+    return curves
+
+
+def _same(one: Points, other: Points) -> bool:
+    """Are two curves equal, but for rounding?"""
+    return len(one) == len(other) > 0 and all(
+        a[0] == b[0] and math.isclose(a[1], b[1], rel_tol=1e-6, abs_tol=1e-12)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
 def _drawn(rows: Sequence[Mapping[str, Any]], lines: Lines) -> bool:
     """Does the run have anything of it?  What is switched off has no empty plot."""
-    return any(name in row for name, _ in lines.series for row in rows)
+    values = [row[name] for name, _ in lines.series for row in rows if name in row]
+    return len(set(values)) > 1 if lines.moving else bool(values)
+
+
+def early_stops(rows: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The KL at each batch that early stopping has ended before its last step.
+
+    >>> stops = [(0, 0.0), (1, 0.03), (1, 0.01), (2, 0.05)]
+    >>> early_stops([{"optim/early_stops": n, "optim/stop_kl": kl} for n, kl in stops])
+    [0.03, 0.05]
+    """
+    counts = [row for row in rows if "optim/early_stops" in row]
+    before = [0.0, *(row["optim/early_stops"] for row in counts)]
+    return [
+        float(row.get("optim/stop_kl", 0.0))
+        for row, earlier in zip(counts, before, strict=False)
+        if row["optim/early_stops"] > earlier
+    ]
 
 
 def _histogram(counts: dict[str, int]) -> Any:
@@ -310,6 +381,13 @@ def _cards(
         return "-" if value is None else f"{value:.3f}"
 
     idle = summary["speed"]["idle_share"]
+    stops = early_stops(rows)
+    stopped = (
+        "batches stopped early",
+        f"{len(stops)} of {summary['steps']}",
+        "early-stops",
+        f"at a KL of {statistics.median(stops):.2g} in the median" if stops else "",
+    )
     return [
         (
             "held-out at the start",
@@ -341,6 +419,7 @@ def _cards(
             "idle",
             "",
         ),
+        *([stopped] if stops else []),
     ]
 
 
