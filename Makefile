@@ -6,7 +6,7 @@
 # make bench  every program that makes a figure of README and docs, then one table, hours in all (`make bench BENCH="--only speed engine"`)
 # make docs   docs/ as a site, in build/docs; a link that leads nowhere is an error
 # make wheel  dist/asyncrl-*.whl, configs included: pip install it anywhere
-# make requirements  compile requirements/cpu.txt and gpu.txt anew
+# make requirements  compile requirements/cpu.txt, gpu.txt and clients.txt anew
 VENV ?= .venv
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip install --quiet --disable-pip-version-check
@@ -34,10 +34,19 @@ CPU_TORCH := $(if $(PIP_FIND_LINKS),--find-links $(PIP_FIND_LINKS),--torch-backe
 requirements:
 	$(COMPILE) $(CPU_TORCH) --extra dev --extra engines-cpu pyproject.toml | sed 's/^\(torch==[^+]*\)+cpu/\1/' > requirements/cpu.txt.part
 	$(COMPILE) --extra dev --extra engines-gpu pyproject.toml > requirements/gpu.txt.part
+	$(COMPILE) requirements/clients.in > requirements/clients.txt.part
 	mv requirements/cpu.txt.part requirements/cpu.txt
 	mv requirements/gpu.txt.part requirements/gpu.txt
+	mv requirements/clients.txt.part requirements/clients.txt
 
-env: $(VENV)/.env
+# The packages that people's agents use, for the pages of docs/clients: an environment of their own, without torch.
+# Nothing is compiled ahead: of most packages only a few modules are imported.
+$(VENV)/clients/.env: requirements/clients.txt
+	test -x $(VENV)/clients/bin/python || python3 -m venv $(VENV)/clients
+	$(VENV)/clients/bin/python -m pip install --quiet --disable-pip-version-check --no-compile --no-deps -r requirements/clients.txt
+	touch $@
+
+env: $(VENV)/.env $(VENV)/clients/.env
 
 # The report's test opens it in a headless browser.
 browser:
@@ -51,7 +60,7 @@ demo: $(VENV)/.demo
 # CPU seconds by file are printed at the end of every run; about 2,300 in all on two cores.  Above 10, not in `make check`:
 SLOW := moved_buffer deepspeed tasks_learn both_engines run bad_input shutdown vllm vllm_calls staleness_property compare losses_by_length one_line any_model durability exact \
   wrong_weights no_collisions installed new notebook kills versions by_hand sweep wrong_model bad_loss mismatch report docs_commands real_model chaos power_cuts \
-  golden_agents agent_run gateway_run older_runs join effective ray ray_job slurm_real loop_figures memory planted_mutants protocol_model session_schedules pushed lora
+  golden_agents agent_run gateway_run older_runs join effective ray ray_job slurm_real loop_figures memory planted_mutants protocol_model session_schedules pushed clients lora
 # Three workers for two cores, as many tests wait for processes; six at most.
 WORKERS ?= $(shell n=$$(nproc); w=$$((n + (n + 1) / 2)); echo $$((w < 6 ? w : 6)))
 TESTS := $(PY) -m pytest -n $(WORKERS) --dist worksteal
