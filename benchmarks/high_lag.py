@@ -43,10 +43,10 @@ from lib import results_file, studies
 
 sys.path.insert(0, str(results_file.ROOT))
 
-from asyncrl.config import load
+from asyncrl.config import load, methods
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
-from asyncrl.experiments.compare import methods, sweep, sweep_analysis, verdict
+from asyncrl.experiments.compare import sweep, sweep_analysis, verdict
 from asyncrl.experiments.compare.page import clean
 from asyncrl.experiments.compare.warm_pool import Cells
 from asyncrl.supervise.preflight import preflight, say
@@ -57,12 +57,17 @@ BESIDE = (BASE, "tis", "seq_tis", "icepop", "mis", "m2po", "reshape", "k3")
 # first what was published for high lag, so that an early end leaves what is asked for most
 FIRST = (BASE, "tis", "vespo", "oapl", "vcpo", "m2po-published", "dis", "gac", "gepo", "asymre")
 ARMS = {
-    name: sweep.CORRECTIONS[name][1] for name in dict.fromkeys([*FIRST, *BESIDE, *methods.METHODS])
+    name: sweep.CORRECTIONS[name][1]
+    for name in dict.fromkeys((*FIRST, *BESIDE, *methods.FOR_OLD_SAMPLES))
 }
 # what GMPO has beside its ratio, with PPO's
 ARMS["ppo-grpo"] = [
     *ARMS[BASE],
-    *(item for item in ARMS["gmpo"] if item.startswith(("advantage.", "loss.reduction"))),
+    *(
+        f"{key}={value}"
+        for key, value in methods.METHODS["gmpo"].keys.items()
+        if key.startswith(("advantage.", "loss.reduction"))
+    ),
 ]
 # at pi = mu and before a batch's second update these have the gradient of PPO with their advantage
 # and reduction

@@ -36,10 +36,9 @@ import torch
 from lib import rounds
 
 from asyncrl.algorithms import loss
-from asyncrl.config import load
+from asyncrl.config import load, methods
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Batch, Trajectory
-from asyncrl.experiments.compare import methods
 from asyncrl.models.policy import build_model
 from learner.batch import pack
 from learner.step import LearnerCore
@@ -87,7 +86,7 @@ def config(path: Path) -> Config:
         "learner": {"steps": 10**6, "lr": 0.0},
         "kl": {"loss": {"coefficient": 0.01, "estimator": "k3"}},
     }
-    return msgspec.convert(raw, Config)
+    return load.build(raw)
 
 
 # beside METHODS: what costs a pass or a copy of its own
@@ -100,8 +99,8 @@ MORE = {
 
 def of_methods(path: Path, b: Batch, many: int) -> tuple[list[dict[str, Any]], rounds.Times]:
     """Each method's step over PPO's: (lines of the table, times)."""
-    plain = [*methods.BEHAVIOR, "loss.surrogate=ppo"]
-    arms = {"ppo": plain} | {name: sets for name, (_, sets) in methods.METHODS.items()}
+    plain = ["method=ppo"]
+    arms = {"ppo": plain} | {name: [f"method={name}"] for name in methods.FOR_OLD_SAMPLES}
     arms |= {name: [*plain, *sets] for name, sets in MORE.items()}
     common = [
         f"model.path={str(path)!r}",

@@ -48,7 +48,6 @@ ENGINES = {
 OFF = [
     "correction.preset=''",
     "correction.level=none",
-    "correction.bound=none",
     "correction.proximal=recompute",
 ]
 MIS = ["correction.preset=mis", "correction.proximal=recompute", "loss.surrogate=decoupled_ppo"]

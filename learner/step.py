@@ -165,7 +165,10 @@ class LearnerCore:
         everyone = range(packed.count)
         self.critic_norms: list[float] = []
         self.cosines: list[float] = []
-        by_prompt = config.advantage.baseline == "prompt"
+        advantage = config.advantage
+        by_prompt = (
+            isinstance(advantage, settings.ReinforceAdvantage) and advantage.baseline == "prompt"
+        )
         digests = self._known_prompts(batch, packed) if by_prompt else []
         prep = step_loss.prepare(
             packed.loss,
@@ -272,7 +275,7 @@ class LearnerCore:
         def run(samples: Sequence[int], hidden: bool) -> Any:
             return self._run(self.model, packed, samples, entropy=False, hidden=hidden)
 
-        if advantage.name == "opob" and advantage.squared_norm == "gradient":
+        if isinstance(advantage, settings.OpobAdvantage) and advantage.squared_norm == "gradient":
             packed.loss.squared_norms = gradients.squared_norms(packed, self.model, run)
         if advantages.by_logits(advantage):
             mine, _ = self._mine(packed, range(packed.count))
@@ -293,11 +296,18 @@ class LearnerCore:
         given: dict[str, list[float]] = {}
         for digest, reward in zip(digests, rewards, strict=True):
             given.setdefault(digest, []).append(reward)
-        kept = self.config.advantage.ema_decay
+        kept = self._ema_decay()
         for digest, values in given.items():
             mean = sum(values) / len(values)
             before = self.state.prompts.get(digest, mean)
             self.state.prompts[digest] = kept * before + (1 - kept) * mean
+
+    def _ema_decay(self) -> float:
+        """Of the running means that a baseline reads; another advantage keeps them by default."""
+        advantage = self.config.advantage
+        if not isinstance(advantage, settings.ReinforceAdvantage):
+            advantage = settings.ReinforceAdvantage()
+        return advantage.ema_decay
 
     def _tell(self, what: str) -> None:
         """Say something of the data on stderr, once, by rank 0."""
@@ -632,14 +642,14 @@ class LearnerCore:
         coefficient.
         """
         mean = metrics["reward/used_mean"]
-        decay = self.config.advantage.ema_decay
+        decay = self._ema_decay()
         self.state.baseline = (
             mean if self.state.number == 0 else decay * self.state.baseline + (1 - decay) * mean
         )
-        settings = self.config.kl.reward
+        terms = self.config.kl.reward
         if "kl/answer" in metrics:
             controller = kl.Controller(
-                self.state.beta, settings.controller, settings.target, settings.horizon
+                self.state.beta, terms.controller, terms.target, terms.horizon
             )
             self.state.beta = controller.update(metrics["kl/answer"], len(packed.groups))
 

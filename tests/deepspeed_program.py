@@ -23,7 +23,7 @@ import torch
 from test_learner_step import batch
 from test_rows import sessions
 
-from asyncrl.config.tree import Config
+from asyncrl.config import load
 from asyncrl.models.policy import (
     digest,
     flat_bytes,
@@ -58,14 +58,13 @@ def stand(core: LearnerCore, until: Path, patience_s: float) -> None:
 
 def main() -> None:
     job: dict[str, Any] = json.loads(sys.argv[1])
-    config = msgspec.convert(
+    config = load.build(
         {
             "model": {"path": job["model"], "device": "cpu", "dtype": job.get("dtype", "float32")},
             "task": {"name": "sort"},
             "generator": {"engine": "vllm"},
             **job["config"],
-        },
-        Config,
+        }
     )
     core = LearnerCore(config, job["model"])
     again: list[int] = []  # calls of a layer's first matrix within a backward pass

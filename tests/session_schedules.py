@@ -32,7 +32,7 @@ from actors.gateway import forest, service
 from actors.gateway.drive import At
 from actors.gateway.env_worker import Happened, Op
 from actors.gateway.sessions import Session
-from asyncrl.config.tree import Config
+from asyncrl.config import load
 from asyncrl.contract import messages as m
 from asyncrl.contract.versions import Label
 from asyncrl.models.policy import build_model
@@ -243,7 +243,7 @@ class SessionWorld(World):
             "agent": self.agent,
             "wires": {"connect_s": 1e9},  # the clock leaps
         }
-        gateway = Gateway(msgspec.convert(raw, Config), self.where)
+        gateway = Gateway(load.build(raw), self.where)
         gateway.world, gateway.answered = self, {}
         if self.rule == "own_numbers":
             gateway.numbers = 0

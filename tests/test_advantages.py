@@ -17,7 +17,7 @@ from asyncrl.algorithms import advantages as adv
 from asyncrl.algorithms import batch as whole_batch
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.batch import LossBatch
-from asyncrl.algorithms.settings import Advantage
+from asyncrl.algorithms.settings import RlooAdvantage
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Trajectory
 from learner.batch import _per_token
@@ -513,7 +513,7 @@ def test_a_charge_is_not_clamped_and_never_infinite() -> None:
 def test_a_section_of_its_own_needs_no_penalty_key() -> None:
     """What a caller leaves out of a section has the section's own defaults."""
     c = config()
-    bare = Advantage(name="rloo", baseline="none", whiten=False)
+    bare = RlooAdvantage(whiten=False)
     plain = SimpleNamespace(
         **{k: getattr(c, k) for k in ("staleness", "loss", "kl", "generator")}, advantage=bare
     )

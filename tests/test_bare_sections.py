@@ -18,13 +18,14 @@ from asyncrl.algorithms.batch import LossBatch
 
 def bare(advantage: dict[str, Any], **more: Any) -> Any:
     """The sections by themselves, each with no more keys than are given."""
+    keys = {key: value for key, value in advantage.items() if key != "name"}
     sections = {
         "seed": 0,
         "staleness": SimpleNamespace(on_exceed="pace"),
-        "correction": settings.Correction(),
-        "advantage": settings.Advantage(**advantage),
+        "correction": settings.RecomputedCorrection(),
+        "advantage": settings.variant(settings.Advantage, advantage["name"], **keys),
         "learner": SimpleNamespace(epochs=1, minibatches=1, backend="torch"),
-        "loss": settings.Loss(),
+        "loss": settings.PpoLoss(),
         "kl": settings.KL(),
         "reshape": settings.Reshape(),
         "stop": settings.Stop(),
@@ -75,8 +76,9 @@ def test_a_penalty_nobody_gave_is_none(truncated: str) -> None:
     want = torch.where(b.truncated, 0.0, b.rewards) if truncated in ("zero", "fixed") else b.rewards
     assert sl.prepare(b, c).metrics["reward/used_mean"] == pytest.approx(float(want.mean()))
     if truncated == "soft":  # a ramp of one token: below the limit nothing, at it the whole
-        given = {"name": "rloo", "truncated": "soft", "truncation_penalty": 1.0}
-        c.advantage = settings.Advantage(**given, truncation_ramp=1)
+        c.advantage = settings.RlooAdvantage(
+            truncated="soft", truncation_penalty=1.0, truncation_ramp=1
+        )
         drawn = torch.bincount(b.seq[b.mask], minlength=12)  # what stands between turns is not
         c.generator = SimpleNamespace(max_new_tokens=int(drawn.max()))
         longest = drawn == c.generator.max_new_tokens
@@ -155,7 +157,7 @@ def test_a_stop_of_a_limit_alone_skips_from_the_start() -> None:
 
 
 def test_draws_of_bare_sections_are_those_of_the_configuration() -> None:
-    loss = settings.Loss(surrogate="clip_cov", cov_share=0.3, cov_lo=-1.0, cov_hi=1.0)
+    loss = settings.ClipCovLoss(cov_share=0.3, cov_lo=-1.0, cov_hi=1.0)
     whole = config(
         loss={"surrogate": "clip_cov", "cov_share": 0.3, "cov_lo": -1.0, "cov_hi": 1.0}, seed=0
     )

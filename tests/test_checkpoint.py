@@ -11,12 +11,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from test_learner_step import batch, weights
 
-from asyncrl.config.tree import Config
+from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError, Damaged, Fenced
 from asyncrl.models.policy import build_model
 from learner import checkpoint
@@ -43,7 +42,7 @@ def core(model_dir: Path) -> LearnerCore:
         "task": {"name": "sort"},
         "learner": {"lr": 0.01, "steps": 100},
     }
-    return LearnerCore(msgspec.convert(raw, Config), model_dir)
+    return LearnerCore(load.build(raw), model_dir)
 
 
 def claimed(root: Path) -> tuple[int, Path]:

@@ -113,6 +113,7 @@ def test_every_key_says_what_it_means() -> None:
     )
     config_keys = load.keys()
     named = {p for d in schema["$defs"].values() for p in d["properties"]}
+    assert "method" in schema["$defs"]["Config"]["properties"]
     assert {k.rsplit(".", 1)[-1] for k in config_keys} <= named
 
 
@@ -127,7 +128,9 @@ def test_a_preset_on_the_command_line_acts_on_a_resolved_config(tmp_path: Path) 
     """
     resolved = tmp_path / "resolved.toml"
     resolved.write_text(
-        load.dump(load.load(written(tmp_path, '[correction]\nlevel = "none"\nbound = "none"\n')))
+        load.dump(
+            load.load(written(tmp_path, '[correction]\nproximal = "recompute"\nlevel = "none"\n'))
+        )
     )
     c = load.load(resolved, ["correction.preset=mis", "correction.hi=3.0"]).correction
     assert (c.level, c.bound, c.hi, c.reject, c.veto) == (
@@ -139,7 +142,7 @@ def test_a_preset_on_the_command_line_acts_on_a_resolved_config(tmp_path: Path) 
     )
     resolved.write_text(load.dump(load.load(resolved, ["correction.preset=mis"])))
     c = load.load(resolved, ["correction.preset=none"]).correction
-    assert (c.level, c.bound, c.reject, c.veto) == ("none", "none", "none", "none")
+    assert (c.level, c.bound, c.reject, c.veto) == ("none", "truncate", "none", "none")
 
 
 def test_the_table_of_metrics_is_the_documented_one() -> None:

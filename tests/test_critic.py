@@ -7,14 +7,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import safetensors.torch
 import torch
 
 from asyncrl.config import load
-from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError, Damaged
 from asyncrl.contract.messages import Batch, Trajectory
 from asyncrl.experiments import serial
@@ -91,7 +89,7 @@ def core(model_dir: Path, **sections: Any) -> LearnerCore:
         "learner": learner,
         **sections,
     }
-    return LearnerCore(msgspec.convert(raw, Config), model_dir)
+    return LearnerCore(load.build(raw), model_dir)
 
 
 def gae(
@@ -195,7 +193,7 @@ def test_initialisations(model_dir: Path, tmp_path: Path) -> None:
     )
     trunks, starts = {}, {}
     for init, path in (("policy", ""), ("zeros", ""), ("random", ""), ("reward_model", str(rm))):
-        c = gae(model_dir, {"init": init, "path": path})
+        c = gae(model_dir, {"init": init} | ({"path": path} if path else {}))
         assert c.critic is not None and c.critic.trunk is not None
         trunks[init] = torch.cat([p.detach().flatten() for p in c.critic.trunk.hf.parameters()])
         starts[init] = c.critic.start(pack(batch()), [range(GROUPS * SIZE)])[0]
@@ -246,11 +244,11 @@ def test_a_checkpoint_holds_it(model_dir: Path, tmp_path: Path, trunk: str) -> N
             "value.init: random brings a trunk of its own",
         ),
         (["value.init=reward_model"], "value.path: the directory of the reward model"),
-        (["value.path=x"], "value.path: the directory of the reward model"),
+        (["value.path=x"], "value.path: belongs to value.init = reward_model, not to policy"),
         (["value.trunk=shared", "value.coefficient=0.0"], "value.coefficient: 0 leaves"),
         (
             ["advantage.name=rloo", "value.clip=0.2"],
-            "value.clip: a value head belongs to advantage.name = gae, not to rloo",
+            "value.clip: belongs to advantage.name = gae, not to rloo",
         ),
         (["loss.surrogate=sft"], "gae has nothing to do"),
     ],

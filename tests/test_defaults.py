@@ -1,5 +1,5 @@
-"""What a config does that names nothing: tests/defaults.toml, of asyncrl/config/tree.py and
-asyncrl/algorithms/settings.py.
+"""What a config does that names nothing: tests/defaults.toml and, of every method,
+tests/method_defaults.toml; of asyncrl/config/tree.py and asyncrl/algorithms/settings.py.
 
 A default changes every run that does not name its key.  Who changes one changes it there as well,
 and says so in the CHANGELOG.
@@ -10,16 +10,36 @@ from __future__ import annotations
 from pathlib import Path
 
 import msgspec
+import tomli_w
 
+from asyncrl.algorithms import settings
 from asyncrl.config import load
-from asyncrl.config.tree import Config
 
 DEFAULTS = Path(__file__).with_name("defaults.toml")
+METHODS = DEFAULTS.with_name("method_defaults.toml")
 
 
 def test_every_default_is_the_one_that_is_written_down() -> None:
     least = {"model": {"path": "m"}, "task": {"name": "sort"}}
-    assert load.dump(msgspec.convert(least, Config)) == DEFAULTS.read_text()
+    assert load.dump(load.build(least)) == DEFAULTS.read_text()
+
+
+def test_the_defaults_of_every_method_are_written_down() -> None:
+    """Of each advantage, surrogate and proximal policy, and of what its keys read besides."""
+    found = {
+        kind.__name__.lower(): {
+            struct.__struct_config__.tag: {
+                name: value
+                for name, value in msgspec.to_builtins(struct()).items()
+                if value is not None
+            }
+            for struct in settings.variants(kind)
+        }
+        for kind in (settings.Advantage, settings.Loss, settings.Correction)
+    }
+    sections = (settings.Reshape, settings.Value, settings.KLReward, settings.KLLoss, settings.Stop)
+    found |= {kind.__name__.lower(): msgspec.to_builtins(kind()) for kind in sections}
+    assert tomli_w.dumps(found) == METHODS.read_text()
 
 
 def test_a_bare_config_trains_as_the_demo_does() -> None:

@@ -188,7 +188,7 @@ def test_a_calls_stream_is_the_plain_answers_or_one_beside_it() -> None:
 def turn(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-def]
     from actors.engine import engine_for
     from actors.gateway.serving import CallTurn
-    from asyncrl.config.tree import Config
+    from asyncrl.config import load
     from asyncrl.models.policy import build_model, named_weights
 
     path = tmp_path_factory.mktemp("calls") / "m"
@@ -199,7 +199,7 @@ def turn(tmp_path_factory: pytest.TempPathFactory):  # type: ignore[no-untyped-d
         "generator": {"slots": 4, "max_new_tokens": 4, "context": 32},
         "agent": {"env": "x:y"},
     }
-    config = msgspec.convert(raw, Config)
+    config = load.build(raw)
     made = CallTurn(config, engine_for(config))
     made.engine.load(dict(named_weights(model)), Label(1, 3), "d3")
     return made

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from actors.gateway import service
+from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract import messages as m
 from asyncrl.contract.errors import AsyncrlError, ConfigError
@@ -148,7 +149,7 @@ def world(
             "agent": {"env": "agent_envs:Talks", "max_tokens": 64, **PATIENT} | agent,
             "wires": {"lease_s": 3600.0},  # its generator tells of itself once
         }
-        made.append(World(msgspec.convert(raw, Config), tmp_path))
+        made.append(World(load.build(raw), tmp_path))
         return made[-1]
 
     yield make
@@ -695,7 +696,7 @@ def test_tools_are_called_through_the_template_and_the_reward_judges_the_last_an
         "reward": {"function": "agent_envs:is_four", "workers": 1, "deadline_s": 3600.0},
         "wires": {"lease_s": 3600.0},
     }
-    w = World(msgspec.convert(raw, Config), tmp_path)
+    w = World(load.build(raw), tmp_path)
     try:
         w.take(w.ticket(2))
         first = {c.sample: c for c in w.calls(2)}

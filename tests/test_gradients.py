@@ -12,8 +12,7 @@ import torch
 from test_learner_step import GROUPS, SIZE, batch, core, model_dir, weights
 
 from asyncrl.algorithms.ratios import seq_sum
-from asyncrl.config import load
-from asyncrl.experiments.compare import methods
+from asyncrl.config import load, methods
 from learner import checkpoint
 from learner.batch import pack
 from learner.gradients import Alignment
@@ -194,11 +193,11 @@ def test_a_learner_trains_with_the_optimal_baseline(model_dir: Path, norm: str) 
     assert rate == pytest.approx(0.1 * again["optim/lr_scale"])
 
 
-@pytest.mark.parametrize("name", methods.METHODS)
+@pytest.mark.parametrize("name", methods.FOR_OLD_SAMPLES)
 def test_every_method_trains(model_dir: Path, name: str) -> None:
     """As `sweep` and `compare` set it: two steps on a batch, finite, and not nothing."""
     sets = [
-        *methods.METHODS[name][1],
+        f"method={name}",
         f"model.path={str(model_dir)!r}",
         "model.warm_start=false",
         "model.device=cpu",

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from asyncrl.algorithms import settings
 from asyncrl.config import load
 from asyncrl.experiments.compare import warm_pool
 
@@ -91,7 +92,7 @@ def test_every_method_is_a_config_at_every_lag_with_one_update_and_with_four(
     )
     assert (apart.loss.surrogate, gmpo.loss.surrogate) == ("ppo", "gmpo")
     assert apart == msgspec.structs.replace(
-        gmpo, loss=msgspec.structs.replace(gmpo.loss, surrogate="ppo")
+        gmpo, loss=settings.PpoLoss(reduction=gmpo.loss.reduction)
     )
 
 

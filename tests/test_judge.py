@@ -15,7 +15,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 
 from actors import reward_worker, rewards
@@ -26,6 +25,7 @@ from actors.scorers import judge as judges
 from actors.scorers.account import Account, totals
 from actors.scorers.grading import Template, mark
 from actors.scorers.held import Spent, waiting
+from asyncrl.config import load
 from asyncrl.config.rules import check
 from asyncrl.config.scorers import Judge
 from asyncrl.config.tree import Config
@@ -130,7 +130,7 @@ def config(server: Server, function: str = "", deadline_s: float = 3600.0, **mor
         "task": {"name": "sort"},
         "reward": {"judge": judge, "function": function, "deadline_s": deadline_s},
     }
-    return msgspec.convert(raw, Config)
+    return load.build(raw)
 
 
 @pytest.fixture
@@ -431,7 +431,7 @@ def test_budgets_and_replies_outlive_a_process(tmp_path: Path) -> None:
 )
 def test_rules(more: dict[str, Any], why: str) -> None:
     raw = {"model": {"path": "m"}, "task": {"name": "sort"}, "reward": more}
-    assert any(why in said for said in check(msgspec.convert(raw, Config)))
+    assert any(why in said for said in check(load.build(raw)))
 
 
 def test_a_key_that_is_not_there(server: Server) -> None:

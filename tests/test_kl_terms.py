@@ -7,7 +7,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from test_algorithms import batch as drawn
@@ -101,7 +100,8 @@ def test_a_preset_on_the_command_line_replaces_the_files_terms(tmp_path: Path) -
     """
     path = written(
         tmp_path,
-        '[kl.reward]\ncoefficient = 0.5\nestimator = "k2"\ntarget = 3.0\n[kl.loss]\ncoefficient = '
+        '[kl.reward]\ncoefficient = 0.5\nestimator = "k2"\ncontroller = "adaptive"\ntarget = 3.0\n'
+        "[kl.loss]\ncoefficient = "
         '0.3\nestimator = "abs"\n',
     )
     path.write_text(load.dump(load.load(path)))
@@ -114,7 +114,11 @@ def test_a_preset_on_the_command_line_replaces_the_files_terms(tmp_path: Path) -
         0.7,
         "k3",
     )
-    assert load.load(path, ["kl.preset=grpo"]).kl.reward.target == 3.0
+    assert load.load(path, ["kl.preset=rloo"]).kl.reward.target == 3.0
+    noted: list[str] = []
+    assert load.load(path, ["kl.preset=grpo"], noted.append).kl.reward.target == 6.0
+    target = "dropped kl.reward.target: acts only where kl.reward.coefficient is set, and it is 0.0"
+    assert target in noted
 
 
 # ---- the terms -----------------------------------------------------------------------------------
@@ -215,7 +219,7 @@ def learner(models: dict[str, Path], *, reference: str = "", **sections: Any) ->
             "group_size": SIZE,
         },
     }
-    return LearnerCore(msgspec.convert(raw, Config), models["m"])
+    return LearnerCore(load.build(raw), models["m"])
 
 
 def kl(models: dict[str, Path], reward: str | None, loss: str | None) -> dict[str, Any]:

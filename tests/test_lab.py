@@ -12,7 +12,7 @@ import torch
 from click.testing import CliRunner
 
 from asyncrl.algorithms import correction, loss
-from asyncrl.algorithms.settings import Correction
+from asyncrl.algorithms.settings import RecomputedCorrection
 from asyncrl.cli import main
 from asyncrl.contract.errors import ConfigError
 from asyncrl.experiments.lab import bias, bias_page, corrections, reshape
@@ -185,7 +185,7 @@ def test_the_endless_batch_is_the_limit_of_sampled_ones() -> None:
     theta = s.table(0)
     mu = s.at_distance(theta, 0.1, 1)
     case = corrections.Stale(s, theta, mu, corrections.rewards(s, 2), 0)
-    c = Correction(level="sequence", bound="mask", self_normalize=True)
+    c = RecomputedCorrection(level="sequence", bound="mask", self_normalize=True)
     exact = case.corrected(c).weight.reshape(s.n, -1)[:, 0]
     drawn = s.draw(mu, 40_000, 3)
     log_rho = case.log_rho.reshape(s.n, -1)[drawn].reshape(-1)

@@ -13,7 +13,7 @@ import torch
 from test_algorithms import D, batch, config, gradient, theta
 from test_lagged_methods import EVERY, GROUP, LP, MU, SEQ, SIGN, W, X, example, vcpo, vec
 
-from asyncrl.algorithms import advantages, correction, kl, ratios, stopping, surrogates
+from asyncrl.algorithms import advantages, correction, kl, ratios, settings, stopping, surrogates
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.trust import answers, tokens, view
 from asyncrl.config.tree import Lora
@@ -30,7 +30,7 @@ def trust(name: str, adv: torch.Tensor, **keys: Any) -> view.Trust:
     whole = view.Whole(MU.log(), adv, EVERY, SEQ, GROUP, LP)
     prepass = surrogates.PREPASS.get(name, lambda *_: {})(whole, c.loss)
     return surrogates.SURROGATES[name](
-        view.Tokens(X, adv, LP, MU.log(), EVERY, SEQ, 2, prepass=prepass), c
+        view.Tokens(X, adv, LP, MU.log(), EVERY, SEQ, 2, prepass=prepass), c.loss
     )
 
 
@@ -136,7 +136,7 @@ def test_far_ratios_count_as_the_clamp() -> None:
         c = config(loss={"surrogate": "ppo", "ratio": level, "eps_low": 1e9, "eps_high": 1e9})
         given = view.Tokens(far, vec(-1, 1), far, far, every, seq, 2)
         assert torch.allclose(
-            surrogates.SURROGATES["ppo"](given, c).coefficient, edge.exp() * vec(-1, 1)
+            surrogates.SURROGATES["ppo"](given, c.loss).coefficient, edge.exp() * vec(-1, 1)
         )
     # the least and the most of exp alone, where the other would not show
     _, total, square = stopping.answer_weights(far[1:], every[1:], seq[:1], 1).tolist()
@@ -153,17 +153,17 @@ def test_tokens_outside_the_mask_change_no_answers_ratio() -> None:
     found = stopping.answer_weights(log_w, mask, SEQ, 2).tolist()
     assert found == pytest.approx([2, first + second, first**2 + second**2])
     given = view.Tokens(log_w, SIGN, LP, MU.log(), mask, SEQ, 2)
-    c = config(correction={"proximal": "behavior"}, loss={"oapl_beta": 0.5})
+    oapl = settings.OaplLoss(oapl_beta=0.5)
     apart = [0.5 * math.log(first) - 1, 0.5 * math.log(second) + 1]
-    value = surrogates.SURROGATES["oapl"](given, c)
+    value = surrogates.SURROGATES["oapl"](given, oapl)
     assert value.coefficient.tolist() == pytest.approx([-apart[0]] * 3 + [-apart[1]] * 3)
     mean = [-(apart[0] ** 2) / 2] * 3 + [-(apart[1] ** 2) / 2] * 3
     assert value.objective.tolist() == pytest.approx(mean)
-    one = surrogates.SURROGATES["vespo"](given, c).coefficient[mask].tolist()
+    one = surrogates.SURROGATES["vespo"](given, settings.VespoLoss()).coefficient[mask].tolist()
     w = torch.tensor([first, second], dtype=D).log()[SEQ[mask]]
     assert one == pytest.approx(answers.vespo(w, SIGN[mask]).tolist())
     c = config(loss={"surrogate": "ppo", "ratio": "sequence", "eps_low": 9.0, "eps_high": 9.0})
-    got = surrogates.SURROGATES["ppo"](given, c).coefficient
+    got = surrogates.SURROGATES["ppo"](given, c.loss).coefficient
     assert got.tolist() == pytest.approx([first] * 3 + [-second] * 3)
 
 

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from asyncrl.algorithms import loss as step_loss
 from asyncrl.config import load
-from asyncrl.config.tree import Config
 from asyncrl.contract.errors import AsyncrlError, ConfigError
 from asyncrl.contract.messages import Batch, Trajectory
 from asyncrl.models.policy import build_model
@@ -85,7 +84,7 @@ def core(model_dir: Path, run_dir: Path | None = None, **sections: Any) -> Learn
         "learner": learner,
         **sections,
     }
-    return LearnerCore(msgspec.convert(raw, Config), model_dir, run_dir)
+    return LearnerCore(load.build(raw), model_dir, run_dir)
 
 
 def weights(c: LearnerCore) -> torch.Tensor:
@@ -297,7 +296,7 @@ def test_prefix_full_is_the_plain_formula_on_both_models_logits(
                 "micro_batch_tokens": tokens,
             },
         }
-        c = LearnerCore(msgspec.convert(raw, Config), model_dir)
+        c = LearnerCore(load.build(raw), model_dir)
         before = weights(c)
         assert c.reference is not None
         total, packed = torch.zeros(()), pack(b)

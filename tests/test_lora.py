@@ -343,9 +343,12 @@ def test_export_of_a_run_that_was_cut_short(
         (("exact=true", "weights.in_flight='recompute_kv'"), "exact: the learner computes beside"),
         (("record.stream=true",), "record.stream: replay trains whole weights only"),
         (("advantage.name='gae'",), "advantage.name: gae was never tried"),
-        (("lora.rank=0", "lora.alpha=3.0"), "lora.alpha: without adapters nothing reads it"),
-        (("lora.rank=0", "lora.target_modules=['x']"), "lora.target_modules: without adapters"),
-        (("lora.rank=0", "export.lora='adapter'"), "export.lora: without adapters"),
+        (("lora.rank=0", "lora.alpha=3.0"), "lora.alpha: acts only where lora.rank is set"),
+        (
+            ("lora.rank=0", "lora.target_modules=['x']"),
+            "lora.target_modules: acts only where lora.rank is set",
+        ),
+        (("lora.rank=0", "export.lora='adapter'"), "export.lora: acts only where lora.rank is set"),
     ],
 )
 def test_what_adapters_cannot_be_combined_with(settings: tuple[str, ...], why: str) -> None:

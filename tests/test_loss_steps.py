@@ -19,13 +19,13 @@ from test_learner_step import batch as learner_batch
 from asyncrl.algorithms import correction, ratios, reshape, surrogates
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.batch import LossBatch
-from asyncrl.algorithms.settings import Correction
+from asyncrl.algorithms.settings import RecomputedCorrection
 from asyncrl.contract.errors import ConfigError
 from learner.batch import pack
 from learner.step import make_backend
 
 __all__ = ["model_dir"]
-OFF = {"correction": {"level": "none", "bound": "none"}}
+OFF = {"correction": {"level": "none"}}
 BYPASS = {"correction": {"proximal": "behavior"}}
 
 
@@ -58,7 +58,7 @@ def test_an_anchor_is_made_first_where_one_pass_is_not_enough() -> None:
     assert not sl.needs_anchor_first(
         SimpleNamespace(
             learner=SimpleNamespace(epochs=1, minibatches=1),
-            correction=Correction(self_normalize=False),
+            correction=RecomputedCorrection(self_normalize=False),
         )
     )
 
@@ -85,7 +85,10 @@ def test_the_start_is_measured_first_for_kl_in_the_reward_and_for_stops_in_parts
         {"loss": {"surrogate": "clip_cov"}},
         {"stop": {"kl_max": 0.1, "action": "slow"}},
         {"stop": {"ess_min": 0.1}},
-        {"loss": {"surrogate": "reinforce"}, "correction": {"self_normalize": True}},
+        {
+            "loss": {"surrogate": "reinforce"},
+            "correction": {"proximal": "recompute", "self_normalize": True},
+        },
     ],
     ids=str,
 )
@@ -94,8 +97,9 @@ def test_who_looks_at_the_whole_batch_needs_its_logprobs_unless_they_are_the_sta
 ) -> None:
     b = batch(1)
     b.start = None
-    if "proximal" in more.get("correction", {}):
-        b.anchor = b.behavior.clone()
+    proximal = more.get("correction", {}).get("proximal")
+    if proximal:  # of a recomputed one nothing is known before the step
+        b.anchor = b.behavior.clone() if proximal == "behavior" else None
     c = config(**{**more, "correction": {"proximal": "behavior", **more.get("correction", {})}})
     prep = sl.prepare(b, c)
     assert sl.needs_current(prep)
@@ -242,7 +246,7 @@ def test_reshape_is_told_the_statistics_of_pi_over_mu() -> None:
             "reshape/share": share,
         }
     )
-    _, free = begun(b, config(**how, reshape={"kl_budget": 1e-9}), now)
+    _, free = begun(b, config(**how), now)
     assert free.reshape is not None and free.reshape.share == 1 and free.lr_scale == 1
 
 
@@ -703,7 +707,7 @@ def test_rewards_per_token_that_nobody_takes_are_spoken_of_once(
 
 def test_weights_of_a_bare_correction_section_are_those_of_the_defaults() -> None:
     b = batch(2)
-    plain = Correction(level="token", bound="truncate", lo=None, hi=None, self_normalize=False)
+    plain = RecomputedCorrection(level="token", bound="truncate", lo=None, hi=None)
     x = ratios.difference(b.anchor, b.behavior)  # type: ignore[arg-type]
     got, want = (
         correction.correct(x, b.anchor, b.mask, b.seq, 12, c) for c in (plain, config().correction)

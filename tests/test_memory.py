@@ -54,9 +54,9 @@ def test_the_learners_memory_stays_flat_over_many_small_batches(tmp_path: Path) 
 
 CONFIG = """
 import msgspec, sys
-from asyncrl.config.tree import Config
+from asyncrl.config import load
 model = {"path": sys.argv[1], "device": "cpu"}
-config = msgspec.convert({"model": model, "task": {"name": "sort"}}, Config)
+config = load.build({"model": model, "task": {"name": "sort"}})
 """
 KEEPERS = {
     "learner": """

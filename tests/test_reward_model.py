@@ -24,8 +24,8 @@ from transformers import (
 
 from actors.rewards import judge_all
 from actors.scorers.reward_model import RewardModel, together
+from asyncrl.config import load
 from asyncrl.config.scorers import RewardModel as Settings
-from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.messages import Prompt
 from asyncrl.tasks import get_task
@@ -101,7 +101,7 @@ def test_a_batch_gets_what_each_answer_gets_alone(tmp_path: Path) -> None:
         "task": {"name": "sort"},
         "reward": {"model": {"path": str(place)}, "batch": 8},
     }
-    config = msgspec.convert(raw, Config)
+    config = load.build(raw)
     asked = [(Prompt(1, "1+1=", "2"), text, [1]) for text in TEXTS]
     asked += [(Prompt(2, "", "", [{"role": "user", "content": "ab"}]), "b" * 90, [1])]
     got = judge_all(config, get_task(config.task), asked)

@@ -22,7 +22,7 @@ from conftest import ENV, ROOT
 from actors import rewards
 from actors.reward_worker import PRINTED_CHARACTERS, Bounded, Call, call, checked, each
 from actors.rewards import Result, RewardRunner, grown
-from asyncrl.config.tree import Config
+from asyncrl.config import load
 from asyncrl.config.tree import Task as TaskConfig
 from asyncrl.contract import importing
 from asyncrl.contract.errors import AsyncrlError, ConfigError
@@ -128,7 +128,7 @@ def runner(
     ) -> RewardRunner:
         reward = {"function": function, "workers": workers, "deadline_s": deadline_s} | more
         raw = {"model": {"path": "m"}, "task": {"name": "sort"}, "reward": reward}
-        config = msgspec.convert(raw, Config)
+        config = load.build(raw)
         made.append(RewardRunner(config, get_task(config.task)))
         return made[-1]
 
@@ -471,13 +471,12 @@ def test_a_pool_grows_as_long_as_that_pays() -> None:
 def test_reward_processes_end_with_their_generator(runner: Callable[..., RewardRunner]) -> None:
     """Killed outright, and while a reward hangs."""
     program = (
-        "import os, msgspec; from actors.rewards import RewardRunner; from asyncrl.config.tree "
-        "import "
-        "Config; from asyncrl.contract.messages import Prompt;"
+        "import os; from actors.rewards import RewardRunner; from asyncrl.config import load;"
+        "from asyncrl.contract.messages import Prompt;"
         "raw = "
         "{'model': {'path': 'm'}, 'task': {'name': 'sort'},"
         " 'reward': {'function': 'mine:reward', 'workers': 2}};"
-        "r = RewardRunner(msgspec.convert(raw, Config), None);"
+        "r = RewardRunner(load.build(raw), None);"
         "[r.submit((i, 0, 0), Prompt(0, 'p'), 'gate', [1]) for i in range(2)]; r.poll();"
         "print([p.process.pid for p in r.processes], flush=True); input()"
     )

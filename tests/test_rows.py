@@ -115,7 +115,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"loss": {"surrogate": "gspo", "reduction": "seq-mean-token-mean"}},
     {"loss": {"surrogate": "ppo"}, "correction": {"proximal": "behavior"}},
     {"correction": {"proximal": "interpolate", "level": "sequence", "bound": "truncate"}},
-    {"correction": {"preset": "mis"}},
+    {"correction": {"preset": "mis", "reject_lo": 0.1, "reject_hi": 10.0, "veto_below": 1e-9}},
     {"advantage": {"name": "opo"}},
     {"advantage": {"name": "reinforce_pp"}},
     {"advantage": {"truncated": "soft", "truncation_penalty": 0.5}},

@@ -17,7 +17,7 @@ from asyncrl.algorithms import batch as whole_batch
 from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms.batch import LossBatch
 
-EVERYWHERE = {"correction": {"level": "none", "bound": "none"}}  # weight 1 on every token
+EVERYWHERE = {"correction": {"level": "none"}}  # weight 1 on every token
 
 
 def hidden(b: LossBatch, keep: torch.Tensor) -> LossBatch:

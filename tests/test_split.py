@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from asyncrl.algorithms import split
-from asyncrl.config.tree import Config
+from asyncrl.config import load
 from asyncrl.contract.errors import AsyncrlError
 from asyncrl.contract.messages import Batch, Span, Trajectory
 from asyncrl.contract.versions import Label
@@ -196,7 +196,7 @@ def core(model_dir: Path, ring: Ring, **sections: Any) -> LearnerCore:
         "loss": {"surrogate": "ppo"},
         **sections,
     }
-    c = LearnerCore(msgspec.convert(raw, Config), model_dir)
+    c = LearnerCore(load.build(raw), model_dir)
     from asyncrl.models.policy import manifest, read_flat
 
     load_weights(

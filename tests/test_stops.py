@@ -15,7 +15,7 @@ from test_learner_step import GROUPS, SIZE, batch, core, weights
 
 from asyncrl.algorithms import kl, stopping
 from asyncrl.algorithms import loss as sl
-from asyncrl.config.tree import Config
+from asyncrl.config import load
 from asyncrl.models.policy import build_model
 from learner.batch import pack
 from learner.step import LearnerCore
@@ -259,7 +259,7 @@ def reference_core(model_dir: Path, ref: Path, **sections: Any) -> LearnerCore:
             **sections.get("learner", {}),
         },
     }
-    return LearnerCore(msgspec.convert(raw, Config), model_dir)
+    return LearnerCore(load.build(raw), model_dir)
 
 
 def test_the_running_mean_follows_rewards_as_they_were_used(model_dir: Path) -> None:

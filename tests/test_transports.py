@@ -13,6 +13,7 @@ import pytest
 import xxhash
 
 from actors.weights_receiver import WeightsReceiver
+from asyncrl.config import load
 from asyncrl.config.transports import TRANSPORTS
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import PeerUnreachable
@@ -27,7 +28,7 @@ ROWS: list[Any] = [("w", "float32", [4], 0, 16)]
 
 
 def config(transport: str) -> Config:
-    plain = msgspec.convert({"model": {"path": "m"}, "task": {"name": "sort"}}, Config)
+    plain = load.build({"model": {"path": "m"}, "task": {"name": "sort"}})
     return msgspec.structs.replace(
         plain, weights=msgspec.structs.replace(plain.weights, transport=transport)
     )

@@ -185,7 +185,7 @@ def calls_of(vllm: Engine, in_flight: str) -> CallTurn:
         "generator": {"engine": "vllm", "slots": SLOTS, "max_new_tokens": 12, "context": CONTEXT},
         "agent": {"env": "x:y"},
     }
-    made = CallTurn(msgspec.convert(raw, load.Config), vllm.engine)
+    made = CallTurn(load.build(raw), vllm.engine)
     made.stops = (1,)
     return made
 

@@ -40,11 +40,11 @@ import os, signal, sys, time
 import msgspec, torch, xxhash
 from asyncrl.transport import gpu_pairs as weight_pairs
 from asyncrl.contract.messages import WeightsSource
-from asyncrl.config.tree import Config
+from asyncrl.config import load
 from asyncrl.contract.versions import Label
 from actors.weights_receiver import WeightsReceiver
 torch.set_num_threads(1)
-config = msgspec.convert({"model": {"path": "m"}, "task": {"name": "sort"}, "weights": {"transport": "gloo"}, "wires": {"connect_s": 600.0}}, Config)
+config = load.build({"model": {"path": "m"}, "task": {"name": "sort"}, "weights": {"transport": "gloo"}, "wires": {"connect_s": 600.0}})
 for n, pair in enumerate(sys.argv[1:]):
     if os.fork() == 0:
         orders, answers = (os.fdopen(int(fd), mode) for fd, mode in zip(pair.split(":"), "rw"))

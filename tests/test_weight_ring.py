@@ -54,10 +54,9 @@ def test_a_version_comes_out_as_it_went_in(tmp_path: Path) -> None:
 
 def test_a_reader_denied_shared_memory_gets_every_byte_over_the_socket(tmp_path: Path) -> None:
     """As on another host: the directory is not there for it."""
-    import msgspec
 
     from actors.weights_receiver import WeightsReceiver
-    from asyncrl.config.tree import Config
+    from asyncrl.config import load
     from asyncrl.contract.messages import WeightsSource
     from asyncrl.models import policy
 
@@ -66,7 +65,7 @@ def test_a_reader_denied_shared_memory_gets_every_byte_over_the_socket(tmp_path:
     r = Ring(tmp_path / "ring", policy.flat_bytes(layout), 2, layout, 1)
     server = ChunkServer("tcp://127.0.0.1:0", layout, r.read_part)
     raw = {"model": {"path": "m"}, "task": {"name": "sort"}, "wires": {"connect_s": 600.0}}
-    receiver = WeightsReceiver(msgspec.convert(raw, Config), "generator-0")
+    receiver = WeightsReceiver(load.build(raw), "generator-0")
     denied = WeightsSource(1, "another-host", str(tmp_path / "not-there"), server.address)
     for n in range(3):
         with torch.no_grad():
@@ -196,13 +195,11 @@ def test_a_ring_whose_directory_was_removed_is_made_anew_with_all_that_it_held(
     import socket
     from shutil import rmtree
 
-    import msgspec
-
     from actors.weights_receiver import WeightsReceiver
-    from asyncrl.config.tree import Config
+    from asyncrl.config import load
     from asyncrl.contract.messages import WeightsSource
 
-    config = msgspec.convert({"model": {"path": "m"}, "task": {"name": "sort"}}, Config)
+    config = load.build({"model": {"path": "m"}, "task": {"name": "sort"}})
     layout = [("w", "float32", [SIZE // 4], 0, SIZE)]
     r = Ring(tmp_path / "ring", SIZE, 3, layout, 1)  # type: ignore[arg-type]
     digests = {n: r.write(Label(1, n), fill(n), probe=bytes([n])) for n in range(2)}

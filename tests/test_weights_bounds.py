@@ -30,18 +30,20 @@ def yes(*x: int) -> torch.Tensor:
 
 def section(**keys: Any) -> Any:
     """A `correction` of tokens without a bound, and what else is given."""
-    return cf.Correction(**{"bound": "none", **keys})
+    return cf.RecomputedCorrection(**{"bound": "none", **keys})
 
 
 def choices(struct: Any, key: str) -> set[str]:
-    """The words that the configuration accepts for a key."""
+    """The words that the configuration accepts for a key, or the tags that choose a struct."""
+    if key == struct.__struct_config__.tag_field:
+        return {below.__struct_config__.tag for below in cf.variants(struct)}
     kind = typing.get_type_hints(struct)[key]
     return set(typing.get_args(kind))
 
 
 NAMED = [
-    (weights.LEVELS, cf.Correction, "level"),
-    (weights.BOUNDS, cf.Correction, "bound"),
+    (weights.LEVELS, cf.RecomputedCorrection, "level"),
+    (weights.BOUNDS, cf.RecomputedCorrection, "bound"),
     (weights.STATISTICS, cf.Correction, "reject"),
     (weights.OVER, cf.Correction, "reject_over"),
     (weights.VETO, cf.Correction, "veto"),
@@ -52,7 +54,7 @@ NAMED = [
     (reshape.BUDGETS, cf.Reshape, "budget"),
     (kl.OFF_POLICY, cf.KLLoss, "off_policy"),
     ({**advantages.BY_ANSWER, **advantages.BY_TOKEN}, cf.Advantage, "name"),
-    (advantages.BASELINES, cf.Advantage, "baseline"),
+    (advantages.BASELINES, cf.ReinforceAdvantage, "baseline"),
     (batch.SCALES, cf.Advantage, "rewards"),
     *[
         ([x for n in kl.ESTIMATORS for x in (n, n + "+")], part, key)

@@ -3,7 +3,7 @@ number); these return [B].
 
 The token-level ones (reinforce_pp, gae, k_step, process_grpo) take and return [N], packed.
 BY_ANSWER and BY_TOKEN, at the end, have them by their name in the config: a new one is a function
-of (Answers, Advantage) or (Tokens, Advantage) and its line there.
+of (Answers, its struct of `settings`) or (Tokens, its struct) and its line there.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
+from asyncrl.algorithms import settings
 from asyncrl.algorithms.ratios import (
     Rows,
     chosen,
@@ -22,7 +24,6 @@ from asyncrl.algorithms.ratios import (
     seq_max,
     seq_sum,
 )
-from asyncrl.algorithms.settings import Advantage
 from asyncrl.contract.errors import ConfigError
 
 # those that compare the samples of one prompt, and need two of them
@@ -332,7 +333,8 @@ def _skipping(
     """Suffix sums over the tokens of the mask only: others add nothing and take no discount; 0
     there.
     """
-    d = torch.where(mask, discount, 1.0).to(x.dtype)
+    # two numbers of x's precision: of two Python floats `where` makes float32
+    d = torch.where(mask, x.new_full((), discount), x.new_ones(()))
     # S_t = x_t + discount S_{t'} with t' the next token in the mask: a skipped token hands S on
     # undiscounted.
     return torch.where(mask, discounted_suffix(torch.where(mask, x, 0.0), seq, d), 0.0)
@@ -629,48 +631,48 @@ BASELINES: dict[str, Callable[[Answers], torch.Tensor]] = {
 }
 
 
-def _reinforce(a: Answers, c: Advantage) -> torch.Tensor:
+def _reinforce(a: Answers, c: settings.ReinforceAdvantage) -> torch.Tensor:
     return chosen("advantage.baseline", BASELINES, c.baseline)(a)
 
 
-def _rloo(a: Answers, c: Advantage) -> torch.Tensor:
+def _rloo(a: Answers, c: settings.Advantage) -> torch.Tensor:
     return rloo(a.rewards, a.groups)
 
 
-def _grpo(a: Answers, c: Advantage) -> torch.Tensor:
+def _grpo(a: Answers, c: settings.GrpoAdvantage) -> torch.Tensor:
     form = grpo if c.std == "group" else batch_grpo
     return form(a.rewards, a.groups, ddof=c.ddof, eps=c.eps)
 
 
-def _maxrl(a: Answers, c: Advantage) -> torch.Tensor:
+def _maxrl(a: Answers, c: settings.Advantage) -> torch.Tensor:
     return maxrl(a.rewards, a.groups)
 
 
-def _pass_at_k(a: Answers, c: Advantage) -> torch.Tensor:
+def _pass_at_k(a: Answers, c: settings.PassAtKAdvantage) -> torch.Tensor:
     return pass_at_k(a.rewards, a.groups, k=c.k)
 
 
-def _dr_grpo(a: Answers, c: Advantage) -> torch.Tensor:
+def _dr_grpo(a: Answers, c: settings.Advantage) -> torch.Tensor:
     return dr_grpo(a.rewards, a.groups)
 
 
-def _opo(a: Answers, c: Advantage) -> torch.Tensor:
+def _opo(a: Answers, c: settings.Advantage) -> torch.Tensor:
     return opo(a.rewards, a.groups, a.lengths)
 
 
-def _gpg(a: Answers, c: Advantage) -> torch.Tensor:
+def _gpg(a: Answers, c: settings.Advantage) -> torch.Tensor:
     return gpg(a.rewards, a.groups)
 
 
-def _oapl(a: Answers, c: Advantage) -> torch.Tensor:
+def _oapl(a: Answers, c: settings.OaplAdvantage) -> torch.Tensor:
     return oapl(a.rewards, a.groups, beta=c.beta)
 
 
-def _asymre(a: Answers, c: Advantage) -> torch.Tensor:
+def _asymre(a: Answers, c: settings.AsymreAdvantage) -> torch.Tensor:
     return asymre(a.rewards, a.groups, shift=c.shift)
 
 
-def _opob(a: Answers, c: Advantage) -> torch.Tensor:
+def _opob(a: Answers, c: settings.OpobAdvantage) -> torch.Tensor:
     squared = a.lengths if c.squared_norm == "length" else a.squared_norms
     if a.weights is None or squared is None:
         raise ConfigError(
@@ -680,7 +682,7 @@ def _opob(a: Answers, c: Advantage) -> torch.Tensor:
     return opob(a.rewards, a.groups, a.weights, squared)
 
 
-def _gdpo(a: Answers, c: Advantage) -> torch.Tensor:
+def _gdpo(a: Answers, c: settings.GdpoAdvantage) -> torch.Tensor:
     if a.parts is None:
         raise ConfigError(
             "advantage.name = gdpo needs the same named parts of the reward in every answer: the "
@@ -695,7 +697,7 @@ def _gdpo(a: Answers, c: Advantage) -> torch.Tensor:
     return gdpo(a.parts, a.groups, weights.to(a.parts), ddof=c.ddof, eps=c.eps)
 
 
-def _remax(a: Answers, c: Advantage) -> torch.Tensor:
+def _remax(a: Answers, c: settings.Advantage) -> torch.Tensor:
     if a.greedy is None:
         raise ConfigError(
             "advantage.name = remax needs the reward of a greedy answer to each prompt "
@@ -704,30 +706,30 @@ def _remax(a: Answers, c: Advantage) -> torch.Tensor:
     return remax(a.rewards, a.greedy)
 
 
-def _reinforce_pp(t: Tokens, c: Advantage) -> tuple[torch.Tensor, None]:
+def _reinforce_pp(t: Tokens, c: settings.ReinforcePpAdvantage) -> tuple[torch.Tensor, None]:
     answers = dr_grpo(t.answers, t.groups) if c.group_baseline else t.answers
     return reinforce_pp(t.rewards(answers), t.mask, t.seq, gamma=c.gamma), None
 
 
-def _process_grpo(t: Tokens, c: Advantage) -> tuple[torch.Tensor, None]:
+def _process_grpo(t: Tokens, c: settings.GrpoAdvantage) -> tuple[torch.Tensor, None]:
     ends = t.ends()
     earned = by_step(t.rewards(t.answers), ends, t.seq)
     return process_grpo(earned, ends, t.mask, t.seq, t.groups, ddof=c.ddof, eps=c.eps), None
 
 
-def by_logits(c: Advantage) -> bool:
+def by_logits(c: settings.Advantage) -> bool:
     """Does this `advantage` need the energy of each token?"""
-    return c.name == "otb" or (c.name == "opob" and c.squared_norm == "logits")
+    return c.name == "otb" or (isinstance(c, settings.OpobAdvantage) and c.squared_norm == "logits")
 
 
-def _otb(t: Tokens, c: Advantage) -> tuple[torch.Tensor, None]:
+def _otb(t: Tokens, c: settings.Advantage) -> tuple[torch.Tensor, None]:
     if t.energy is None:
         raise ConfigError("advantage.name = otb needs each token's energy (LossBatch.energy)")
     returns = _skipping(t.rewards(t.answers), t.mask, t.seq, 1.0)
     return otb(returns, t.energy, t.mask, t.seq, t.groups), None
 
 
-def _gae(t: Tokens, c: Advantage) -> tuple[torch.Tensor, torch.Tensor]:
+def _gae(t: Tokens, c: settings.GaeAdvantage) -> tuple[torch.Tensor, torch.Tensor]:
     if t.values is None:
         raise ConfigError("advantage.name = gae needs values (LossBatch.values): a value head")
     earned = t.rewards(t.answers)
@@ -738,8 +740,9 @@ def _gae(t: Tokens, c: Advantage) -> tuple[torch.Tensor, torch.Tensor]:
     return masked_whiten(adv, t.mask) if c.whiten else adv, returns
 
 
-# advantage.name -> [B], broadcast to the answer's tokens; KL in the reward is charged to the answer
-BY_ANSWER: dict[str, Callable[[Answers, Advantage], torch.Tensor]] = {
+# advantage.name, the tag of its struct in `settings` -> [B], broadcast to the answer's tokens; KL
+# in the reward is charged to the answer
+BY_ANSWER: dict[str, Callable[[Answers, Any], torch.Tensor]] = {
     "reinforce": _reinforce,
     "rloo": _rloo,
     "grpo": _grpo,
@@ -756,7 +759,7 @@ BY_ANSWER: dict[str, Callable[[Answers, Advantage], torch.Tensor]] = {
 }
 # advantage.name -> (advantage [N], returns [N] or None); KL in the reward is charged by token.  A
 # name of both dicts is here where the reward function gives rewards of tokens, else there.
-BY_TOKEN: dict[str, Callable[[Tokens, Advantage], tuple[torch.Tensor, torch.Tensor | None]]] = {
+BY_TOKEN: dict[str, Callable[[Tokens, Any], tuple[torch.Tensor, torch.Tensor | None]]] = {
     "reinforce_pp": _reinforce_pp,
     "gae": _gae,
     "grpo": _process_grpo,

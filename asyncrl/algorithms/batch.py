@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from asyncrl.algorithms import advantages, diagnostics, kl, ratios
+from asyncrl.algorithms import advantages, diagnostics, kl, ratios, settings
 from asyncrl.algorithms.settings import Settings
 from asyncrl.contract.errors import ConfigError
 
@@ -266,7 +266,8 @@ def _charged(
             inside = torch.where(batch.mask, batch.energy, 0.0)
             answers.squared_norms = ratios.seq_sum(inside, batch.seq, len(left))
     adv = by_name(answers, a)
-    return (advantages.whiten(adv) if a.whiten else adv)[batch.seq], None
+    whiten = isinstance(a, settings.AnswerAdvantage) and a.whiten
+    return (advantages.whiten(adv) if whiten else adv)[batch.seq], None
 
 
 def _whole_ratios(batch: LossBatch) -> torch.Tensor:

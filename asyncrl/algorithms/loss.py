@@ -370,6 +370,7 @@ def _tokens(prep: Prepared, step: Step, part: torch.Tensor, now: torch.Tensor) -
         n=len(b.rewards),
         drawn=None if step.chosen is None else step.chosen[part],
         stats=step.reshape,
+        reshape=prep.config.reshape,
         prepass={name: x[part] if x.dim() else x for name, x in step.prepass.items()},
     )
 

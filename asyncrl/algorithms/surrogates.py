@@ -1,8 +1,8 @@
 """Trust: surrogates in coefficient form.  Each maps (log r [N], A [N], ...) to a Trust, detached; r
 = exp(lp - anchor).
 
-SURROGATES, at the end, has them by their name in the config: a new one is a function of (Tokens,
-Settings) and its line there.
+SURROGATES, at the end, has them by their name in the config: a new one is a struct with its keys in
+`settings`, a function of (Tokens, that struct) and its line there.
 
 The loss is - sum coefficient w norm lp with everything but lp detached.  The coefficient (A phi)
 depends on pi_theta / anchor only, so that a token's weight against the behaviour policy is never
@@ -11,12 +11,14 @@ counted twice."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from asyncrl.algorithms import settings
 from asyncrl.algorithms.ratios import CLAMP, binary_kl, chosen, log_ratio, seq_mean, seq_sum
 from asyncrl.algorithms.reshape import gamma
-from asyncrl.algorithms.settings import Loss, Reshape, Settings
+from asyncrl.algorithms.settings import Reshape, Settings
 from asyncrl.algorithms.trust import answers, tokens
 from asyncrl.algorithms.trust.view import DUAL, HIGH, OPEN, Tokens, Trust, Whole, opened, sides
 from asyncrl.algorithms.trust.view import LOW as LOW
@@ -282,78 +284,78 @@ def _or(given: float | None, default: float) -> float:
     return default if given is None else given
 
 
-def _ratio(t: Tokens, c: Settings) -> torch.Tensor:
+def _ratio(t: Tokens, c: settings.PpoFamilyLoss | settings.SapoLoss) -> torch.Tensor:
     """log r [N] by `loss.ratio`: of a token, or its answer's sum or mean."""
-    if c.loss.ratio == "token":
+    if c.ratio == "token":
         return t.log_r
-    if c.loss.ratio == "geometric":
+    if c.ratio == "geometric":
         return seq_mean(t.raw, t.mask, t.seq, t.n).clamp(-CLAMP, CLAMP)[t.seq]
     return seq_sum(torch.where(t.mask, t.raw, 0.0), t.seq, t.n).clamp(-CLAMP, CLAMP)[t.seq]
 
 
-def _ppo(t: Tokens, c: Settings) -> Trust:
-    low, high = _or(c.loss.eps_low, 0.2), _or(c.loss.eps_high, 0.2)
-    return ppo(_ratio(t, c), t.adv, low=low, high=high, dual=c.loss.dual_clip)
+def _ppo(t: Tokens, c: settings.PpoFamilyLoss) -> Trust:
+    low, high = _or(c.eps_low, 0.2), _or(c.eps_high, 0.2)
+    return ppo(_ratio(t, c), t.adv, low=low, high=high, dual=c.dual_clip)
 
 
-def _vanilla(t: Tokens, c: Settings) -> Trust:
+def _vanilla(t: Tokens, c: settings.Loss) -> Trust:
     return vanilla(t.log_r, t.adv)
 
 
-def _plain(t: Tokens, c: Settings) -> Trust:
+def _plain(t: Tokens, c: settings.Loss) -> Trust:
     return plain(t.lp, t.adv)
 
 
-def _gspo(t: Tokens, c: Settings) -> Trust:
-    low, high = _or(c.loss.eps_low, GSPO_CLIP[0]), _or(c.loss.eps_high, GSPO_CLIP[1])
+def _gspo(t: Tokens, c: settings.GspoLoss) -> Trust:
+    low, high = _or(c.eps_low, GSPO_CLIP[0]), _or(c.eps_high, GSPO_CLIP[1])
     return gspo(t.raw, t.adv, t.mask, t.seq, t.n, low=low, high=high)
 
 
-def _cispo(t: Tokens, c: Settings) -> Trust:
-    high = _or(c.loss.eps_high, 0.2)
-    low = 0.0 if c.loss.eps_low is None else 1 - c.loss.eps_low
-    return cispo(t.log_r, t.adv, t.lp, lo=low, hi=high if c.loss.cispo_absolute else 1 + high)
+def _cispo(t: Tokens, c: settings.CispoLoss) -> Trust:
+    high = _or(c.eps_high, 0.2)
+    low = 0.0 if c.eps_low is None else 1 - c.eps_low
+    return cispo(t.log_r, t.adv, t.lp, lo=low, hi=high if c.cispo_absolute else 1 + high)
 
 
-def _dppo(t: Tokens, c: Settings) -> Trust:
+def _dppo(t: Tokens, c: settings.DppoLoss) -> Trust:
     return dppo(
         t.log_r,
         t.adv,
         t.lp.exp(),
-        threshold=c.loss.dppo_threshold,
-        high=c.loss.dppo_high,
-        divergence=c.loss.dppo_divergence,
+        threshold=c.dppo_threshold,
+        high=c.dppo_high,
+        divergence=c.dppo_divergence,
     )
 
 
-def _sapo(t: Tokens, c: Settings) -> Trust:
-    return sapo(_ratio(t, c), t.adv, tau_pos=c.loss.sapo_tau_pos, tau_neg=c.loss.sapo_tau_neg)
+def _sapo(t: Tokens, c: settings.SapoLoss) -> Trust:
+    return sapo(_ratio(t, c), t.adv, tau_pos=c.sapo_tau_pos, tau_neg=c.sapo_tau_neg)
 
 
-def _topr(t: Tokens, c: Settings) -> Trust:
+def _topr(t: Tokens, c: settings.Loss) -> Trust:
     return topr(t.raw, t.adv, t.lp, t.mask, t.seq, t.n)
 
 
-def _dro(t: Tokens, c: Settings) -> Trust:
-    return dro(t.log_r, t.adv, t.lp, beta=c.loss.dro_beta)
+def _dro(t: Tokens, c: settings.DroLoss) -> Trust:
+    return dro(t.log_r, t.adv, t.lp, beta=c.dro_beta)
 
 
-def _kl_cov(t: Tokens, c: Settings) -> Trust:
+def _kl_cov(t: Tokens, c: settings.KlCovLoss) -> Trust:
     assert t.drawn is not None
-    return kl_cov(t.log_r, t.adv, t.drawn, coefficient=c.loss.cov_coefficient)
+    return kl_cov(t.log_r, t.adv, t.drawn, coefficient=c.cov_coefficient)
 
 
-def _clip_cov(t: Tokens, c: Settings) -> Trust:
+def _clip_cov(t: Tokens, c: settings.ClipCovLoss) -> Trust:
     assert t.drawn is not None
-    low, high = _or(c.loss.eps_low, 0.2), _or(c.loss.eps_high, 0.2)
+    low, high = _or(c.eps_low, 0.2), _or(c.eps_high, 0.2)
     return clip_cov(t.log_r, t.adv, t.drawn, low=low, high=high)
 
 
-def _reshape(t: Tokens, c: Settings) -> Trust:
+def _reshape(t: Tokens, c: settings.ReshapeLoss) -> Trust:
     """Against mu, whatever the anchor; with sums for its own metrics."""
-    assert t.stats is not None
+    assert t.stats is not None and t.reshape is not None
     log_w = log_ratio(t.lp, t.behavior)
-    g = gamma(log_w, t.adv, t.stats, c.reshape)
+    g = gamma(log_w, t.adv, t.stats, t.reshape)
     push = t.adv * log_w
     w = (g * log_w).exp()
     rows = [
@@ -369,19 +371,23 @@ def _reshape(t: Tokens, c: Settings) -> Trust:
         push < 0,
     ]
     t.sums["reshape"] = torch.stack([torch.where(t.mask, x.double(), 0.0).sum() for x in rows])
-    return reshape(log_w, t.adv, g, c.reshape, t.stats.share)
+    return reshape(log_w, t.adv, g, t.reshape, t.stats.share)
 
 
-def _highest(cov: torch.Tensor, mask: torch.Tensor, c: Loss, seed: int) -> torch.Tensor:
+def _highest(
+    cov: torch.Tensor, mask: torch.Tensor, c: settings.KlCovLoss, seed: int
+) -> torch.Tensor:
     return highest(cov, mask, c.cov_share)
 
 
-def _drawn(cov: torch.Tensor, mask: torch.Tensor, c: Loss, seed: int) -> torch.Tensor:
+def _drawn(
+    cov: torch.Tensor, mask: torch.Tensor, c: settings.ClipCovLoss, seed: int
+) -> torch.Tensor:
     return drawn(cov, mask, c.cov_share, c.cov_lo, c.cov_hi, seed)
 
 
-# loss.surrogate -> Trust of the tokens
-SURROGATES: dict[str, Callable[[Tokens, Settings], Trust]] = {
+# loss.surrogate, the tag of its struct in `settings` -> Trust of the tokens
+SURROGATES: dict[str, Callable[[Tokens, Any], Trust]] = {
     "vanilla": _vanilla,
     "reinforce": _plain,
     "ppo": _ppo,
@@ -407,29 +413,29 @@ SURROGATES: dict[str, Callable[[Tokens, Settings], Trust]] = {
     "ipo": tokens.of_ipo,
 }
 # loss.surrogate -> the batch's tokens, bool [N], that are picked by their covariance before a step
-BEFORE: dict[str, Callable[[torch.Tensor, torch.Tensor, Loss, int], torch.Tensor]] = {
+BEFORE: dict[str, Callable[[torch.Tensor, torch.Tensor, Any, int], torch.Tensor]] = {
     "kl_cov": _highest,
     "clip_cov": _drawn,
 }
 
 
-def _group_q(w: Whole, c: Loss) -> dict[str, torch.Tensor]:
+def _group_q(w: Whole, c: settings.GepoLoss) -> dict[str, torch.Tensor]:
     return {"group_q": answers.group_probability(w.behavior, w.mask, w.seq, w.groups)}
 
 
-def _bapo_bounds(w: Whole, c: Loss) -> dict[str, torch.Tensor]:
+def _bapo_bounds(w: Whole, c: settings.BapoLoss) -> dict[str, torch.Tensor]:
     assert w.current is not None
     return tokens.bapo_bounds(w.current, w.behavior, w.adv, w.mask, c.bapo_share)
 
 
 # loss.surrogate -> what it must know of all tokens of an optimizer step: tensors [N] and scalars,
 # for `Tokens.prepass`; one that reads `current` stands in NEED_CURRENT too
-PREPASS: dict[str, Callable[[Whole, Loss], dict[str, torch.Tensor]]] = {
+PREPASS: dict[str, Callable[[Whole, Any], dict[str, torch.Tensor]]] = {
     "gepo": _group_q,
     "bapo": _bapo_bounds,
 }
 
 
 def trust(t: Tokens, c: Settings) -> Trust:
-    """The surrogate that the config names, on these tokens.  Raises ConfigError for another."""
-    return chosen("loss.surrogate", SURROGATES, c.loss.surrogate)(t, c)
+    """The config's surrogate of the tokens.  Raises ConfigError for an unknown one."""
+    return chosen("loss.surrogate", SURROGATES, c.loss.surrogate)(t, c.loss)

@@ -31,7 +31,7 @@ FAMILIES = {
     "replay": ("replay", "diff"),
     "simulate": ("simulate",),
     "lab": ("lab",),
-    "config": ("config", "task"),
+    "config": ("config", "task", "methods"),
     "model": ("model", "sft"),
 }
 

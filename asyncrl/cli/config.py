@@ -22,12 +22,10 @@ def config() -> None:
 @options()
 def show(source: str, sets: tuple[str, ...], as_json: bool) -> None:
     """The resolved config."""
-    import msgspec
+    from asyncrl.config import layers, load
 
-    from asyncrl.config import load
-
-    loaded = load.load(source, sets)
-    print(json.dumps(msgspec.to_builtins(loaded)) if as_json else load.dump(loaded))
+    loaded = load.load(source, sets, lambda said: print(said, file=sys.stderr))
+    print(json.dumps(layers.read_keys(loaded)) if as_json else load.dump(loaded))
 
 
 @config.command()
@@ -173,3 +171,20 @@ def _written(shown: Any) -> str:
     if shown.kind == "answered":
         return f"<<<{tokens} {shown.text}" if tokens else f"<<< {shown.text}"
     return f"=== reward {shown.reward:g}{parts}: {shown.text}"
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="the last line of stdout is one JSON object")
+def methods(as_json: bool) -> None:
+    """Published methods that `method = "NAME"` in a config sets whole, with their sources."""
+    from asyncrl.cli import result
+    from asyncrl.config.methods import METHODS
+
+    if as_json:
+        result.put({"methods": {name: method._asdict() for name, method in METHODS.items()}})
+        return
+    for name, method in METHODS.items():
+        print(f"{name}: {method.summary}")
+        print(f"    source: {method.source}; measured: {method.evidence}")
+        print(f"    {', '.join(f'{key} = {value}' for key, value in method.keys.items())}")
+    print('A config sets one by method = "NAME"; keys that it gives beside it win.')

@@ -4,6 +4,7 @@ span several keys.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 import tomllib
@@ -15,7 +16,7 @@ from typing import Any
 import msgspec
 import tomli_w
 
-from asyncrl.config import presets, rules, shipped
+from asyncrl.config import layers, methods, presets, rules, shipped
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError
 
@@ -65,17 +66,27 @@ class Tree(typing.NamedTuple, typing.Generic[Struct]):
 RUN: Tree[Config] = Tree(Config, rules.check)
 
 
-def load(path: str | Path, sets: typing.Sequence[str] = ()) -> Config:
+def load(
+    path: str | Path,
+    sets: typing.Sequence[str] = (),
+    note: typing.Callable[[str], None] | None = None,
+) -> Config:
     """The config in `path` with `sets` ("key.path=value", TOML values) applied.  Raises
     ConfigError: file:line, key, what to do.
 
-    A shipped config needs no path, only its name; `{here}` in the file is the file's folder.  A
-    preset in the file fills the keys that the file does not give; one in `sets` also replaces the
-    file's."""
-    return load_as(RUN, path, sets)
+    A shipped config needs no path, only its name; `{here}` in the file is the file's folder.
+    `method` and presets fill the keys that are not given; in `sets` they also replace the file's.
+    Where an item of `sets` changes a method, the keys of the one before are dropped: `note` is
+    called with each."""
+    return load_as(RUN, path, sets, note)
 
 
-def load_as(tree: Tree[Struct], path: str | Path, sets: typing.Sequence[str] = ()) -> Struct:
+def load_as(
+    tree: Tree[Struct],
+    path: str | Path,
+    sets: typing.Sequence[str] = (),
+    note: typing.Callable[[str], None] | None = None,
+) -> Struct:
     """`load`, of another kind of config."""
     path = shipped.find(path)
     try:
@@ -90,12 +101,7 @@ def load_as(tree: Tree[Struct], path: str | Path, sets: typing.Sequence[str] = (
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: not TOML: {error}") from error
-    raw = shipped.placed(raw, path.parent)
-    for item in sets:
-        apply(raw, item)
-    if tree.root is Config:
-        presets.forget(raw, sets)
-    return _convert(tree, raw, _Source(str(path), text, sets))
+    return _layered(tree, shipped.placed(raw, path.parent), _Source(str(path), text, sets), note)
 
 
 class _Source(typing.NamedTuple):
@@ -105,38 +111,112 @@ class _Source(typing.NamedTuple):
     text: str
     sets: typing.Sequence[str]
 
+    def where(self, key: str) -> str:
+        return _where(key, self.path, self.text, self.sets)
+
 
 def convert(
     raw: dict[str, Any], source: str, text: str = "", sets: typing.Sequence[str] = ()
 ) -> Config:
-    """A raw table to a checked Config; presets fill the keys that the table does not give."""
-    return _convert(RUN, raw, _Source(source, text, sets))
+    """A raw table to a checked Config, `sets` applied; method and presets fill the keys that the
+    table does not give."""
+    return _layered(RUN, raw, _Source(source, text, sets))
+
+
+def build(raw: dict[str, Any], source: str = "config") -> Config:
+    """`convert` without the rules that span several keys."""
+    return _layered(Tree(Config, lambda config: []), raw, _Source(source, "", ()))
+
+
+def _layered(
+    tree: Tree[Struct],
+    raw: dict[str, Any],
+    given: _Source,
+    note: typing.Callable[[str], None] | None = None,
+) -> Struct:
+    """The file's table, then `given.sets` one after another, then what method and presets fill."""
+    raw = copy.deepcopy(raw)
+    written_whole = raw.keys() >= _WHOLE
+    placed: dict[str, int] = {}  # key -> the last item of `sets` that gave it
+    for number, item in enumerate(given.sets):
+        key = apply(raw, item)
+        placed[key] = number
+        if tree.root is Config and key == "method":
+            methods.replace(raw)
+    if tree.root is not Config:
+        return _convert(tree, raw, given)
+    presets.forget(raw, given.sets)
+    if (
+        "correction.proximal" in placed
+        and "correction.preset" not in placed
+        and layers.value_of(raw, Config, "correction.proximal") == "behavior"
+    ):
+        layers.remove(raw, "correction.preset")  # its weights are gone
+    if "method" in raw and methods.chosen(raw) is None:
+        raise ConfigError(f"{given.where('method')}: {methods.unknown(raw['method'])}")
+    before = set(_leaves(raw))
+    presets.fill(raw)
+    methods.fill(raw)
+    filled = set(_leaves(raw)) - before
+    _check_known(raw, tree.root, given)
+    while found := layers.unread(raw, tree.root):
+        for unread in found:
+            own = placed.get(unread.key, -1)
+            later = any(
+                number > own and _decides(other, unread.chooser) for other, number in placed.items()
+            )
+            if unread.key not in filled:
+                if not later and not (written_whole and own < 0):
+                    raise ConfigError(f"{given.where(unread.key)}: {unread.why}")
+                if later and note is not None:
+                    note(f"dropped {unread.why}")
+            layers.remove(raw, unread.key)
+            placed[unread.key] = len(given.sets)  # what hangs on it goes with it
+    return _convert(tree, raw, given)
+
+
+# sections that only a config has which a run wrote out whole: one from before a key was refused
+# where nothing reads it still has such keys
+_WHOLE = {"runs", "wires", "watchdog", "record", "durability", "weights", "evaluation"}
+
+
+def _decides(given: str, chooser: str) -> bool:
+    """Whether the key `given` sets `chooser`: itself, by a preset or by a method."""
+    section, _, name = given.rpartition(".")
+    return given in (chooser, "method") or (name == "preset" and chooser.startswith(section + "."))
+
+
+def _leaves(raw: dict[str, Any], prefix: str = "") -> typing.Iterator[str]:
+    for name, value in raw.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name
 
 
 def _convert(tree: Tree[Struct], raw: dict[str, Any], given: _Source) -> Struct:
-    source, text, sets = given
-    _unknown(raw, tree.root, tree.root, "", lambda key: _where(key, source, text, sets))
-    if tree.root is Config:
-        presets.fill(raw)
+    raw = {
+        name: value for name, value in raw.items() if tree.root is not Config or name != "method"
+    }
+    _check_known(raw, tree.root, given)
     try:
-        config = msgspec.convert(raw, tree.root)
+        config = msgspec.convert(layers.tagged(raw, tree.root), tree.root)
     except msgspec.ValidationError as error:
         message, _, at = str(error).partition(" - at `$")
         key = re.sub(r"\[\.\.\.\]|\[\d+\]", "", at.strip("`").lstrip("."))
         key = key or (named.group(1) if (named := re.search(r"field `(\w+)`", message)) else "")
         raise ConfigError(
-            f"{_where(key, source, text, sets)}: {key}: {message}{_allowed(key, tree.root)}"
+            f"{given.where(key)}: {key}: {message}{_allowed(key, tree.root)}"
         ) from error
     if problems := tree.check(config):
         key = problems[0].split(":")[0].split(" ")[0]
-        raise ConfigError(f"{_where(key, source, text, sets)}: {problems[0]}")
+        raise ConfigError(f"{given.where(key)}: {problems[0]}")
     return config
 
 
-def apply(raw: dict[str, Any], item: str) -> None:
-    """Put one `key.path=value` into a raw table.  Raises ConfigError when it is not of that
-    form.
-    """
+def apply(raw: dict[str, Any], item: str) -> str:
+    """Put one `key.path=value` into a raw table; returns its key.  Raises ConfigError when it is
+    not of that form."""
     key, eq, value = item.partition("=")
     if not eq or not key.strip():
         raise ConfigError(f"--set {item}: write key.path=value")
@@ -155,52 +235,73 @@ def apply(raw: dict[str, Any], item: str) -> None:
         if not isinstance(at, dict):
             raise ConfigError(f"--set {item}: {part} is not a section")
     at[last] = parsed
+    return key.strip()
 
 
-def _fields(kind: Any) -> dict[str, Any]:
-    return {f.name: f.type for f in msgspec.structs.fields(kind)}
-
-
-def _struct(kind: Any) -> Any:
-    return kind if isinstance(kind, type) and issubclass(kind, msgspec.Struct) else None
+def _check_known(raw: dict[str, Any], root: Any, given: _Source) -> None:
+    """Raises ConfigError for a key that no method has, a section that is a value, a name that no
+    method has."""
+    _unknown(
+        {k: v for k, v in raw.items() if root is not Config or k != "method"},
+        root,
+        root,
+        "",
+        given.where,
+    )
 
 
 def _unknown(
     raw: dict[str, Any], root: Any, kind: Any, prefix: str, where: typing.Callable[[str], str]
 ) -> None:
-    """kind: the section's struct, of the tree `root`.  Raises ConfigError for a key it lacks."""
-    fields = _fields(kind)
+    """kind: the section's struct, of the tree `root`."""
+    fields = layers.fields_of(kind)
     for name, value in raw.items():
         key = prefix + name
-        if name not in fields and root is Config and (now := RENAMED.get(key) or RENAMED.get(name)):
-            raise ConfigError(f"{where(key)}: {key}: is called {now} here; write that")
-        if name not in fields and root is Config and (instead := SPLIT.get(key) or SPLIT.get(name)):
-            raise ConfigError(f"{where(key)}: {key}: is no key now; write {instead}")
+        if name == layers.tag_of(kind)[0] or _of_other_method(key, root):
+            continue
         if name not in fields:
-            close = difflib.get_close_matches(name, fields, 1, 0.5)
-            elsewhere = [k for k in keys(root) if k.rsplit(".", 1)[-1] == name]
-            hint = (
-                f"did you mean {prefix}{close[0]}?"
-                if close
-                else (
-                    f"did you mean {elsewhere[0]}?"
-                    if elsewhere
-                    else f"known here: {', '.join(fields)}"
-                )
+            tag, _ = layers.tag_of(kind)
+            names = [tag, *fields] if tag else list(fields)
+            raise ConfigError(f"{where(key)}: {key}: {_unknown_key(key, root, names)}")
+        if not layers.structs_of(fields[name].type):
+            continue
+        if not isinstance(value, dict):
+            raise ConfigError(f"{where(key)}: {key}: is a section, not a value")
+        below = layers.member(fields[name], value)
+        if below is None:
+            tag, _ = layers.tag_of(layers.structs_of(fields[name].type)[0])
+            raise ConfigError(
+                f"{where(f'{key}.{tag}')}: {key}.{tag}: Invalid value {value[tag]!r}"
+                f"{_allowed(f'{key}.{tag}', root)}"
             )
-            raise ConfigError(f"{where(key)}: {key}: unknown key; {hint}")
-        if _struct(fields[name]) is not None:
-            if not isinstance(value, dict):
-                raise ConfigError(f"{where(key)}: {key}: is a section, not a value")
-            _unknown(value, root, fields[name], key + ".", where)
+        _unknown(value, root, below, key + ".", where)
 
 
-def keys(kind: Any = Config, prefix: str = "") -> list[str]:
+def _of_other_method(key: str, root: Any) -> bool:
+    return root is Config and key.count(".") == 1 and key in layers.keys(root)
+
+
+def _unknown_key(key: str, root: Any, fields: typing.Collection[str]) -> str:
+    """What to write in the place of a key that there is not."""
+    prefix, _, name = key.rpartition(".")
+    if root is Config and (now := RENAMED.get(key) or RENAMED.get(name)):
+        return f"is called {now} here; write that"
+    if root is Config and (instead := SPLIT.get(key) or SPLIT.get(name)):
+        return f"is no key now; write {instead}"
+    known = [*fields, *(["method"] if root is Config and not prefix else [])]
+    section = f"{prefix}." if prefix else ""
+    close = difflib.get_close_matches(name, known, 1, 0.5)
+    elsewhere = [other for other in layers.keys(root) if other.rsplit(".", 1)[-1] == name]
+    if close:
+        return f"unknown key; did you mean {section}{close[0]}?"
+    if elsewhere:
+        return f"unknown key; did you mean {elsewhere[0]}?"
+    return f"unknown key; known here: {', '.join(known)}"
+
+
+def keys(kind: Any = Config) -> list[str]:
     """Every key of the tree, dotted."""
-    out = []
-    for name, field in _fields(kind).items():
-        out += keys(field, f"{prefix}{name}.") if _struct(field) is not None else [prefix + name]
-    return out
+    return list(layers.keys(kind))
 
 
 def _where(key: str, source: str, text: str, sets: typing.Sequence[str]) -> str:
@@ -224,17 +325,24 @@ def _where(key: str, source: str, text: str, sets: typing.Sequence[str]) -> str:
 
 def _allowed(key: str, root: Any = Config) -> str:
     """The values that a key with a closed set takes."""
-    kind: Any = root
+    options: list[Any] = [root]
+    field: Any = None
     for part in key.split("."):
-        kind = _fields(kind).get(part) if _struct(kind) is not None else None
+        tags = [layers.tag_of(option) for option in options]
+        if any(name == part for name, _ in tags):
+            return f"; choose one of {', '.join(value for _, value in tags)}"
+        found = [layers.fields_of(option).get(part) for option in options]
+        field = next((one for one in found if one is not None), None)
+        options = list(layers.structs_of(field.type)) if field is not None else []
+    kind: Any = None if field is None else field.type
     while isinstance(kind, typing._AnnotatedAlias):  # type: ignore[attr-defined]
         kind = kind.__origin__
-    options = [
+    literals = [
         a
         for a in (typing.get_args(kind) if isinstance(kind, types.UnionType) else [kind])
         if typing.get_origin(a) is typing.Literal
     ]
-    names = [str(x) for o in options for x in typing.get_args(o)]
+    names = [str(x) for o in literals for x in typing.get_args(o)]
     return f"; choose one of {', '.join(names)}" if names else ""
 
 
@@ -251,8 +359,8 @@ def agree(given: Config, found: Config, sets: typing.Sequence[str], path: Path) 
         ours = mine
         run = theirs
         for part in key.split("."):
-            ours = ours[part]
-            run = run[part]
+            ours = ours.get(part) if isinstance(ours, dict) else None
+            run = run.get(part) if isinstance(run, dict) else None
         if ours != run:
             raise ConfigError(
                 f"--set {item}: the run has {key} = {_toml(run)}, not {_toml(ours)} ({path}): one "
@@ -273,16 +381,24 @@ def _toml(value: Any) -> str:
 
 
 def dump(config: msgspec.Struct) -> str:
-    """The config as TOML that loads back equal; keys that are None are left out."""
-
-    def plain(value: Any) -> Any:
-        if not isinstance(value, dict):
-            return value
-        return {key: plain(inner) for key, inner in value.items() if inner is not None}
-
-    return tomli_w.dumps(plain(msgspec.to_builtins(config)))
+    """The config as TOML that loads back equal; keys that are None, or that its methods do not
+    read, are left out."""
+    return tomli_w.dumps(layers.read_keys(config))
 
 
 def schema() -> dict[str, Any]:
-    """JSON schema of the config, for editors."""
-    return msgspec.json.schema(Config)
+    """JSON schema of the config, for editors.  A section that leaves its method to the default, and
+    `method`, which stands for keys of several sections, are no errors."""
+    made = msgspec.json.schema(Config)
+    for field in layers.fields_of(Config).values():
+        tag, _ = (
+            layers.tag_of(default := layers.member(field, {}))
+            if layers.structs_of(field.type)
+            else ("", "")
+        )
+        if tag:
+            made["$defs"][default.__name__]["required"].remove(tag)
+    made["$defs"]["Config"]["properties"] = {
+        "method": {"enum": list(methods.METHODS), "description": methods.DESCRIPTION}
+    } | made["$defs"]["Config"]["properties"]
+    return made

@@ -7,7 +7,7 @@ from typing import Any
 
 # weights of pi_prox / mu, so the proximal policy is the learner as the batch begins
 PRESETS: dict[str, dict[str, Any]] = {
-    "none": {"proximal": "recompute", "level": "none", "bound": "none"},
+    "none": {"proximal": "recompute", "level": "none"},
     "tis": {"proximal": "recompute", "level": "token", "bound": "truncate", "hi": 2.0},
     "seq_tis": {"proximal": "recompute", "level": "sequence", "bound": "truncate", "hi": 2.0},
     "icepop": {"proximal": "recompute", "level": "token", "bound": "mask", "lo": 0.5, "hi": 5.0},
@@ -20,7 +20,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "reject_over": "mean",
         "veto": "ratio",
     },
-    "m2po": {"proximal": "recompute", "level": "none", "bound": "none", "m2": 0.04},
+    "m2po": {"proximal": "recompute", "level": "none", "m2": 0.04},
 }
 KL_PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"loss.coefficient": 0.04, "loss.estimator": "k3"},  # DeepSeekMath's beta

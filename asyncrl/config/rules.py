@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import msgspec
-
 from asyncrl.algorithms import settings
 from asyncrl.config.agents import RANDOM, SELF
 from asyncrl.config.engines import ENGINES, which
@@ -103,18 +101,10 @@ def _sizes(config: Config) -> list[str]:
 def _needless(config: Config) -> list[str]:
     """Settings of the update that have nothing to act on."""
     out = []
-    if (
-        config.correction.proximal == "behavior"
-        and config.correction.preset not in ("", "none")
-        and config.correction.level != "none"
-    ):
+    if config.correction.proximal == "behavior" and config.correction.preset not in ("", "none"):
         out.append(
             "correction.proximal: behavior makes every weight 1, so the preset "
             f"{config.correction.preset} has nothing to act on; use recompute"
-        )
-    if config.correction.self_normalize and config.correction.level == "none":
-        out.append(
-            "correction.self_normalize: there are no weights to normalise (correction.level = none)"
         )
     if config.stop.kl_max > 0 and config.learner.epochs * config.learner.minibatches == 1:
         out.append(
@@ -160,15 +150,8 @@ def _backend(config: Config) -> list[str]:
 def _lora(config: Config) -> list[str]:
     """What adapters cannot be combined with, or were never tried with."""
     lora = config.lora
-    plain = type(lora)()
     if not lora.rank:
-        given = [
-            key for key in ("alpha", "target_modules") if getattr(lora, key) != getattr(plain, key)
-        ]
-        out = [f"lora.{key}: without adapters nothing reads it; give lora.rank" for key in given]
-        if config.export.lora != "merged":
-            out.append("export.lora: without adapters (lora.rank = 0) there are none to export")
-        return out
+        return []
     dtypes = ("same", config.model.dtype)
     refused = (
         (
@@ -282,8 +265,6 @@ def _correction(config: Config) -> list[str]:
     out = []
     if correction.lo is not None and correction.hi is not None and correction.lo > correction.hi:
         out.append(f"correction.lo: {correction.lo:g} is above correction.hi = {correction.hi:g}")
-    if correction.bound == "truncate" and correction.lo is not None:
-        out.append("correction.lo: truncate has no lower bound; use clip or mask, or leave it out")
     out += _rejection(config)
     acts = [
         n
@@ -327,17 +308,7 @@ def _rejection(config: Config) -> list[str]:
             out.append(
                 f"correction.{key}_hi: {name} is never negative, {hi:g} would reject everything"
             )
-    if correction.reject == "none":
-        out += [
-            f"correction.{key}: acts on correction.reject, which is none; choose a statistic"
-            for key, plain in (
-                ("reject_when", "always"),
-                ("reject_at", "proximal"),
-                ("reject2", "none"),
-            )
-            if getattr(correction, key) != plain
-        ]
-    elif correction.reject_at == "target":
+    if correction.reject != "none" and correction.reject_at == "target":
         if correction.denominator == "after":
             out.append(
                 "correction.denominator: after is not known before the step with reject_at = "
@@ -348,53 +319,6 @@ def _rejection(config: Config) -> list[str]:
                 "correction.self_normalize: divides by the mean of what is kept, which is not "
                 "known before the step with reject_at = target; leave one out"
             )
-    if correction.m2_over == "pushing" and not correction.m2:
-        out.append("correction.m2: m2_over = pushing bounds it; give one above 0, published 0.04")
-    return out
-
-
-# keys that one choice alone reads: section, its choosing key, the key's beginning, who reads it
-OWN_KEYS = (
-    ("loss", "surrogate", "vespo_", ("vespo",)),
-    ("loss", "surrogate", "oapl_", ("oapl",)),
-    ("loss", "surrogate", "band_", ("band",)),
-    ("loss", "surrogate", "pull", ("band", "ipo")),
-    ("loss", "surrogate", "bapo_", ("bapo",)),
-    ("loss", "surrogate", "ratio", ("ppo", "decoupled_ppo", "sapo")),
-    ("loss", "surrogate", "dppo_high", ("dppo", "ipo")),
-    ("loss", "surrogate", "dppo_divergence", ("dppo",)),
-    ("advantage", "name", "beta", ("oapl",)),
-    ("advantage", "name", "shift", ("asymre",)),
-    ("advantage", "name", "squared_norm", ("opob",)),
-    ("advantage", "name", "std", ("grpo",)),
-    ("advantage", "name", "k", ("pass_at_k",)),
-    ("advantage", "name", "part_weights", ("gdpo",)),
-)
-# surrogates without a clip range
-UNCLIPPED = ("vespo", "oapl", "band", "gepo", "bapo", "ipo")
-
-
-def _own_keys(config: Config) -> list[str]:
-    """A key that is given and that nothing reads."""
-    out = []
-    for section, by, start, owners in OWN_KEYS:
-        table = getattr(config, section)
-        chosen = getattr(table, by)
-        plain = type(table)()
-        out += [
-            f"{section}.{field.name}: belongs to {section}.{by} = {' or '.join(owners)}, not to "
-            f"{chosen}"
-            for field in msgspec.structs.fields(type(table))
-            if (field.name == start or (start.endswith("_") and field.name.startswith(start)))
-            and chosen not in owners
-            and getattr(table, field.name) != getattr(plain, field.name)
-        ]
-    if config.loss.surrogate in UNCLIPPED:
-        out += [
-            f"loss.{key}: {config.loss.surrogate} has no clip range; leave it out"
-            for key in ("eps_low", "eps_high")
-            if getattr(config.loss, key) is not None
-        ]
     return out
 
 
@@ -415,35 +339,30 @@ def _surrogate(config: Config) -> list[str]:
     if surrogate == "reinforce" and correction.level == "none" and not correction.function:
         out.append(
             "loss.surrogate: reinforce is importance sampling by correction.level, which is none; "
-            "choose token, sequence or geometric"
+            "set correction.proximal = recompute, and level = token, sequence or geometric"
         )
     if surrogate == "reinforce" and correction.denominator == "after":
         out.append(
             "correction.denominator: after is not known before the step for loss.surrogate = "
             "reinforce; use before"
         )
-    if config.loss.dual_clip and not config.loss.dual_clip > 1:
-        out.append(f"loss.dual_clip: {config.loss.dual_clip:g} must be above 1 (0: off)")
-    if config.loss.dual_clip and surrogate not in ("ppo", "decoupled_ppo"):
-        out.append(f"loss.dual_clip: belongs to ppo and decoupled_ppo, not to {surrogate}")
-    if config.loss.cispo_absolute and surrogate != "cispo":
-        out.append(f"loss.cispo_absolute: belongs to cispo, not to {surrogate}")
-    elif config.loss.cispo_absolute and not (config.loss.eps_high or 0) >= 1:
-        given = "absent" if config.loss.eps_high is None else f"{config.loss.eps_high:g}"
+    loss = config.loss
+    if isinstance(loss, settings.PpoFamilyLoss) and loss.dual_clip and not loss.dual_clip > 1:
+        out.append(f"loss.dual_clip: {loss.dual_clip:g} must be above 1 (0: off)")
+    if (
+        isinstance(loss, settings.CispoLoss)
+        and loss.cispo_absolute
+        and not (loss.eps_high or 0) >= 1
+    ):
+        given = "absent" if loss.eps_high is None else f"{loss.eps_high:g}"
         out.append(
             f"loss.eps_high: {given}; with cispo_absolute it is the largest ratio that counts, so "
             "1 or more, for instance 5.0"
         )
-    out += _own_keys(config)
-    if config.loss.band_lo >= config.loss.band_hi:
-        out.append(
-            f"loss.band_lo: {config.loss.band_lo:g} is not below loss.band_hi = "
-            f"{config.loss.band_hi:g}"
-        )
-    if config.loss.cov_lo >= config.loss.cov_hi:
-        out.append(
-            f"loss.cov_lo: {config.loss.cov_lo:g} is not below loss.cov_hi = {config.loss.cov_hi:g}"
-        )
+    if isinstance(loss, settings.BandLoss) and loss.band_lo >= loss.band_hi:
+        out.append(f"loss.band_lo: {loss.band_lo:g} is not below loss.band_hi = {loss.band_hi:g}")
+    if isinstance(loss, settings.ClipCovLoss) and loss.cov_lo >= loss.cov_hi:
+        out.append(f"loss.cov_lo: {loss.cov_lo:g} is not below loss.cov_hi = {loss.cov_hi:g}")
     return out
 
 
@@ -467,18 +386,12 @@ def _kl(config: Config) -> list[str]:
         )
     if in_reward.controller == "adaptive" and not in_reward.target > 0:
         out.append("kl.reward.target: the adaptive controller needs a target above 0")
-    if in_reward.controller == "adaptive" and not in_reward.coefficient > 0:
-        out.append(
-            "kl.reward.coefficient: the adaptive controller multiplies it, so it must start above 0"
-        )
     return out
 
 
 def _reshape(config: Config) -> list[str]:
     reshape = config.reshape
     out = []
-    if not 0 < reshape.rho_min < 1:
-        out.append(f"reshape.rho_min: {reshape.rho_min:g} must lie strictly between 0 and 1")
     if config.loss.surrogate == "reshape":
         if reshape.budget == "tokens" and config.stop.action == "slow":
             out.append(
@@ -495,34 +408,20 @@ def _reshape(config: Config) -> list[str]:
                 "reshape.budget: with one optimizer step a batch there is nothing to budget; raise "
                 "learner.epochs or minibatches"
             )
-    elif reshape.budget != "none" or reshape.kl_penalty > 0 or reshape.clip > 0:
-        out.append(
-            "loss.surrogate: the [reshape] section acts on surrogate = reshape only, not on "
-            f"{config.loss.surrogate}"
-        )
     return out
 
 
 def _stop(config: Config) -> list[str]:
     out = []
-    if config.stop.action == "slow" and not config.stop.kl_max > 0:
-        out.append("stop.kl_max: action = slow spreads a KL budget; give one above 0")
     if config.stop.ess_min > 0 and config.learner.epochs * config.learner.minibatches == 1:
         out.append(
             "stop.ess_min: with one optimizer step a batch there is nothing to stop; raise "
             "learner.epochs or learner.minibatches"
         )
-    if config.stop.lr_by_ess == "off" and config.stop.ess_on_policy != 1.0:
-        out.append("stop.ess_on_policy: belongs to stop.lr_by_ess, which is off")
     if config.learner.gradient_cosine != "off" and config.learner.backend != "torch":
         out.append(
             "learner.gradient_cosine: reads whole gradients, which needs learner.backend = torch, "
             f"not {config.learner.backend}"
-        )
-    if config.learner.gradient_cosine != "project" and config.learner.cosine_max:
-        out.append(
-            "learner.cosine_max: belongs to learner.gradient_cosine = project, not to "
-            f"{config.learner.gradient_cosine}"
         )
     return out
 
@@ -531,14 +430,13 @@ def _advantage(config: Config) -> list[str]:
     advantage = config.advantage
     out = []
     size = config.learner.group_size
-    by_group = advantage.name in settings.BY_GROUP or (
-        advantage.name == "reinforce_pp" and advantage.group_baseline
+    group_baseline = (
+        isinstance(advantage, settings.ReinforcePpAdvantage) and advantage.group_baseline
     )
+    by_group = advantage.name in settings.BY_GROUP or group_baseline
     if by_group and config.learner.group_size < 2 and config.loss.surrogate != "sft":
         what = (
-            f"{advantage.name} with advantage.group_baseline"
-            if advantage.group_baseline
-            else advantage.name
+            f"{advantage.name} with advantage.group_baseline" if group_baseline else advantage.name
         )
         out.append(
             f"learner.group_size: {config.learner.group_size} sample a prompt leaves {what} "
@@ -558,7 +456,7 @@ def _advantage(config: Config) -> list[str]:
             f"of its own; give one above 0{hint}"
         )
     if (
-        advantage.name == "reinforce"
+        isinstance(advantage, settings.ReinforceAdvantage)
         and advantage.baseline == "ema"
         and advantage.rewards == "whiten"
     ):
@@ -585,13 +483,16 @@ def _advantage(config: Config) -> list[str]:
             "advantage.name: remax draws its baseline greedily, among whose logprobs exact mode "
             "does not hold; use rloo"
         )
-    if advantage.name == "pass_at_k" and not 2 <= (advantage.k or size) <= size:
+    if isinstance(advantage, settings.PassAtKAdvantage) and not 2 <= (advantage.k or size) <= size:
         out.append(
             f"advantage.k: the best of {advantage.k or size} answers needs 2 or more, and not more "
             f"than learner.group_size = {size}"
         )
-    whole = advantage.name == "opob" and advantage.squared_norm != "length"
-    if whole and config.learner.backend != "torch":
+    if (
+        isinstance(advantage, settings.OpobAdvantage)
+        and advantage.squared_norm != "length"
+        and config.learner.backend != "torch"
+    ):
         out.append(
             f"advantage.squared_norm: {advantage.squared_norm} reads whole gradients and states, "
             f"which needs learner.backend = torch, not {config.learner.backend}; use length"
@@ -602,15 +503,15 @@ def _advantage(config: Config) -> list[str]:
             f"not {config.learner.backend}"
         )
     out += _as_they_came(config)
-    if advantage.group_baseline and advantage.name != "reinforce_pp":
-        out.append(f"advantage.group_baseline: belongs to reinforce_pp, not to {advantage.name}")
     return out
 
 
 def _as_they_came(config: Config) -> list[str]:
     """gdpo and the baseline of prompts look at rewards as they came: nothing may shape them."""
     advantage = config.advantage
-    by_prompt = advantage.name == "reinforce" and advantage.baseline == "prompt"
+    by_prompt = (
+        isinstance(advantage, settings.ReinforceAdvantage) and advantage.baseline == "prompt"
+    )
     if not (by_prompt or advantage.name == "gdpo"):
         return []
     what = "advantage.baseline = prompt" if by_prompt else "advantage.name = gdpo"
@@ -630,12 +531,7 @@ def _value(config: Config) -> list[str]:
     value = config.value
     out = []
     if config.advantage.name != "gae":
-        return [
-            f"value.{k}: a value head belongs to advantage.name = gae, not to "
-            f"{config.advantage.name}"
-            for k in ("path", "clip", "lr")
-            if getattr(value, k)
-        ][:1]
+        return []
     if config.learner.backend != "torch":
         out.append(
             "advantage.name: the value head of gae needs learner.backend = torch, not "
@@ -651,10 +547,9 @@ def _value(config: Config) -> list[str]:
             f"value.init: {value.init} brings a trunk of its own; with value.trunk = shared choose "
             "policy or zeros"
         )
-    if (value.init == "reward_model") != bool(value.path):
+    if value.init == "reward_model" and not value.path:
         out.append(
-            "value.path: the directory of the reward model; value.init = reward_model needs it, "
-            "and nothing else reads it"
+            "value.path: the directory of the reward model; value.init = reward_model needs it"
         )
     if value.trunk == "shared" and value.coefficient == 0:
         out.append("value.coefficient: 0 leaves the value head untrained; give one above 0")

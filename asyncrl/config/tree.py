@@ -13,16 +13,20 @@ from msgspec import Meta
 
 from asyncrl.algorithms.settings import (
     KL,
-    Advantage,
-    Correction,
+    AnyAdvantage,
+    AnyCorrection,
+    AnyLoss,
+    BehaviorCorrection,
     Count,
-    Loss,
     NonNegative,
     Positive,
+    PpoLoss,
     Reshape,
+    RlooAdvantage,
     Share,
     Stop,
     Value,
+    read_with,
 )
 from asyncrl.config.agents import Agent
 from asyncrl.config.engines import EngineName
@@ -241,7 +245,11 @@ class Learner(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
             "cosine_max"
         ),
     ] = "off"
-    cosine_max: Annotated[float, Meta(ge=0, lt=1, description="project: 0 leaves nothing")] = 0.0
+    cosine_max: Annotated[
+        float,
+        Meta(ge=0, lt=1, description="project: 0 leaves nothing"),
+        read_with("gradient_cosine", "project"),
+    ] = 0.0
     prefetch: Annotated[Count, Meta(le=1, description="batches leased ahead")] = 1
     checkpoint_every: Annotated[Positive, Meta(description="batches")] = 20
     keep_checkpoints: Positive = 2
@@ -256,15 +264,18 @@ class Lora(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         Count,
         Meta(description="of the adapters, which alone are trained and published; 0: all weights"),
     ] = 0
-    alpha: Annotated[float, Meta(gt=0, description="the adapters' product counts alpha / rank")] = (
-        16.0
-    )
+    alpha: Annotated[
+        float,
+        Meta(gt=0, description="the adapters' product counts alpha / rank"),
+        read_with("rank"),
+    ] = 16.0
     target_modules: Annotated[
         list[str],
         Meta(
             description="the linear layers that get one, by the end of their names, such as "
             "q_proj; empty: all but the head"
         ),
+        read_with("rank"),
     ] = []
 
 
@@ -274,6 +285,7 @@ class Export(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         Meta(
             description="RUN/model: base and adapter as one model, or the adapter in peft's format"
         ),
+        read_with("lora.rank"),
     ] = "merged"
 
 
@@ -300,7 +312,9 @@ class Staleness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
     ] = 2.0
     on_exceed: Literal["pace", "drop", "mask", "downweight"] = "pace"
     half_life: Annotated[
-        float, Meta(gt=0, description="downweight: excess lag at which a token counts half")
+        float,
+        Meta(gt=0, description="downweight: excess lag at which a token counts half"),
+        read_with("on_exceed", "downweight"),
     ] = 2.0
     order: Annotated[
         Literal["auto", "ticket", "completion", "freshest"],
@@ -326,6 +340,7 @@ class Staleness(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only
             description="whose draw `delay` is: all answers of a ticket are late together, or"
             " each by itself"
         ),
+        read_with("delay"),
     ] = "ticket"
 
     @property
@@ -518,11 +533,11 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     lora: Lora = Lora()
     export: Export = Export()
     staleness: Staleness = Staleness()
-    advantage: Advantage = Advantage()
-    value: Value = Value()
-    correction: Correction = Correction()
-    loss: Loss = Loss()
-    reshape: Reshape = Reshape()
+    advantage: AnyAdvantage = RlooAdvantage()
+    value: Annotated[Value, read_with("advantage.name", "gae")] = Value()
+    correction: AnyCorrection = BehaviorCorrection()
+    loss: AnyLoss = PpoLoss()
+    reshape: Annotated[Reshape, read_with("loss.surrogate", "reshape")] = Reshape()
     kl: KL = KL()
     stop: Stop = Stop()
     weights: Weights = Weights()

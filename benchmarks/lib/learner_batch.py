@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import msgspec
 import numpy as np
 
+from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.messages import Batch, Trajectory
 
@@ -69,4 +69,4 @@ def config(path: Path, **sections: dict[str, object]) -> Config:
         "correction": {"proximal": "behavior"},
         "loss": {"surrogate": "ppo"},
     }
-    return msgspec.convert(raw | sections, Config)
+    return load.build(raw | sections)

@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 import torch
 
-from asyncrl.config.tree import Config
+from asyncrl.config import load
 from asyncrl.contract import messages as m
 from asyncrl.models.policy import flat_bytes, read_flat
 from learner.step import LearnerCore
@@ -100,7 +100,7 @@ def main() -> None:
         "loss": {"surrogate": "ppo"},
         "record": {"reference_kl_every": 0, "split_every": 0},
     }
-    core = LearnerCore(msgspec.convert(raw, Config), job["model"])
+    core = LearnerCore(load.build(raw), job["model"])
     if core.backend.rank > 0:
         from learner import backend_deepspeed
 

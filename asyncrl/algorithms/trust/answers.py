@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import torch
 
+from asyncrl.algorithms import settings
 from asyncrl.algorithms.ratios import CLAMP, seq_mean, seq_sum
-from asyncrl.algorithms.settings import Settings
 from asyncrl.algorithms.trust.view import Tokens, Trust, opened, sides
 
 GMPO_CLIP = 0.4  # in nats of a token's log ratio
@@ -30,13 +30,13 @@ def vespo(
     return (k * x + m - m * x.exp()).exp() * adv
 
 
-def of_vespo(t: Tokens, c: Settings) -> Trust:
+def of_vespo(t: Tokens, c: settings.VespoLoss) -> Trust:
     whole = seq_sum(torch.where(t.mask, t.raw, 0.0), t.seq, t.n)[t.seq]
     coefficient = vespo(
         whole,
         t.adv,
-        positive=(c.loss.vespo_k_pos, c.loss.vespo_l_pos),
-        negative=(c.loss.vespo_k_neg, c.loss.vespo_l_neg),
+        positive=(c.vespo_k_pos, c.vespo_l_pos),
+        negative=(c.vespo_k_neg, c.vespo_l_neg),
     )
     return opened(coefficient, coefficient * t.lp)
 
@@ -50,12 +50,12 @@ def oapl(log_w: torch.Tensor, adv: torch.Tensor, beta: float) -> torch.Tensor:
     return 2 * beta * (adv - beta * log_w)
 
 
-def of_oapl(t: Tokens, c: Settings) -> Trust:
+def of_oapl(t: Tokens, c: settings.OaplLoss) -> Trust:
     inside = t.mask.to(t.raw.dtype)
     whole = seq_sum(torch.where(t.mask, t.raw, 0.0), t.seq, t.n)[t.seq]
-    apart = c.loss.oapl_beta * whole - t.adv
+    apart = c.oapl_beta * whole - t.adv
     length = seq_sum(inside, t.seq, t.n)[t.seq].clamp(min=1)
-    return opened(oapl(whole, t.adv, c.loss.oapl_beta), -apart.square() / length)
+    return opened(oapl(whole, t.adv, c.oapl_beta), -apart.square() / length)
 
 
 def gmpo(
@@ -81,9 +81,9 @@ def gmpo(
     return Trust(torch.where(clipped == 0, whole * adv, 0.0), whole * adv, clipped)
 
 
-def of_gmpo(t: Tokens, c: Settings) -> Trust:
-    low = GMPO_CLIP if c.loss.eps_low is None else c.loss.eps_low
-    high = GMPO_CLIP if c.loss.eps_high is None else c.loss.eps_high
+def of_gmpo(t: Tokens, c: settings.GmpoLoss) -> Trust:
+    low = GMPO_CLIP if c.eps_low is None else c.eps_low
+    high = GMPO_CLIP if c.eps_high is None else c.eps_high
     return gmpo(t.raw, t.adv, t.mask, t.seq, t.n, low=low, high=high)
 
 
@@ -112,7 +112,7 @@ def gepo(log_p: torch.Tensor, log_q: torch.Tensor, adv: torch.Tensor) -> torch.T
     return (log_p - log_q).clamp(-CLAMP, CLAMP).exp() * adv
 
 
-def of_gepo(t: Tokens, c: Settings) -> Trust:
+def of_gepo(t: Tokens, c: settings.GepoLoss) -> Trust:
     now = seq_mean(t.lp, t.mask, t.seq, t.n)[t.seq]
     coefficient = gepo(now, t.prepass["group_q"], t.adv)
     return opened(coefficient, coefficient)

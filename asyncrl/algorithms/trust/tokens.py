@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from asyncrl.algorithms import settings
 from asyncrl.algorithms.ratios import FAR, log_ratio, running_min
-from asyncrl.algorithms.settings import Settings
 from asyncrl.algorithms.trust.view import Tokens, Trust, sides
 
 # BAPO's bounds of the ratio: where they start, their steps, and where they end
@@ -28,8 +28,8 @@ def band(
     return Trust(coefficient, weighed * lp - pull * log_w.square(), sides(under, over))
 
 
-def of_band(t: Tokens, c: Settings) -> Trust:
-    return band(t.log_r, t.adv, t.lp, lo=c.loss.band_lo, hi=c.loss.band_hi, pull=c.loss.pull)
+def of_band(t: Tokens, c: settings.BandLoss) -> Trust:
+    return band(t.log_r, t.adv, t.lp, lo=c.band_lo, hi=c.band_hi, pull=c.pull)
 
 
 def ipo(
@@ -51,15 +51,15 @@ def ipo(
     return Trust(weighed - 2 * pull * log_w, weighed - pull * log_w.square(), sides(under, over))
 
 
-def of_ipo(t: Tokens, c: Settings) -> Trust:
-    low, high = c.loss.dppo_threshold, c.loss.dppo_high
+def of_ipo(t: Tokens, c: settings.IpoLoss) -> Trust:
+    low, high = c.dppo_threshold, c.dppo_high
     return ipo(
         t.log_r,
         t.adv,
         t.lp.exp(),
         low=low,
         high=low if high is None else high,
-        pull=c.loss.pull,
+        pull=c.pull,
     )
 
 
@@ -83,9 +83,9 @@ def minpro(
     return Trust(w * adv, w * adv * lp, sides(u < 1 - low, u > 1 + high))
 
 
-def of_minpro(t: Tokens, c: Settings) -> Trust:
-    low = 0.2 if c.loss.eps_low is None else c.loss.eps_low
-    high = 0.28 if c.loss.eps_high is None else c.loss.eps_high
+def of_minpro(t: Tokens, c: settings.MinproLoss) -> Trust:
+    low = 0.2 if c.eps_low is None else c.eps_low
+    high = 0.28 if c.eps_high is None else c.eps_high
     return minpro(prefix_minimum(t.log_r, t.mask, t.seq), t.adv, t.lp, low=low, high=high)
 
 
@@ -135,5 +135,5 @@ def bapo(log_w: torch.Tensor, adv: torch.Tensor, lo: torch.Tensor, hi: torch.Ten
     return Trust(torch.where(clipped == 0, w * adv, 0.0), value, clipped)
 
 
-def of_bapo(t: Tokens, c: Settings) -> Trust:
+def of_bapo(t: Tokens, c: settings.BapoLoss) -> Trust:
     return bapo(t.log_r, t.adv, t.prepass["lo"], t.prepass["hi"])

@@ -10,6 +10,7 @@ import torch
 
 from asyncrl.algorithms.ratios import CLAMP
 from asyncrl.algorithms.reshape import Statistics
+from asyncrl.algorithms.settings import Reshape
 
 OPEN = 0
 LOW = 1
@@ -43,8 +44,8 @@ class Tokens:
     raw: log pi_theta / anchor, finite and not clamped; log_r: clamped to [-20, 20], what a token's
     own ratio is taken from. lp: log pi_theta; behavior: log mu; mask bool: in the loss; seq int64:
     each token's answer, of `n`.  drawn bool: the tokens that BEFORE picked, stats: IS-reshape's
-    statistics, both of the whole batch before the step.  sums: what the surrogate adds to the
-    batch's sums for its own metrics."""
+    statistics, both of the whole batch before the step; reshape: its keys.  sums: what the
+    surrogate adds to the batch's sums for its own metrics."""
 
     raw: torch.Tensor
     adv: torch.Tensor
@@ -55,6 +56,7 @@ class Tokens:
     n: int
     drawn: torch.Tensor | None = None
     stats: Statistics | None = None
+    reshape: Reshape | None = None
     sums: dict[str, torch.Tensor] = field(default_factory=dict)
     prepass: dict[str, torch.Tensor] = field(default_factory=dict)
 

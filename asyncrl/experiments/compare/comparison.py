@@ -20,8 +20,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract import importing
@@ -148,8 +146,8 @@ def as_now(arms: dict[str, Any]) -> dict[str, Any]:
     key is gone.
     """
     try:
-        return plain({name: msgspec.convert(raw, Config) for name, raw in arms.items()})
-    except msgspec.ValidationError:
+        return plain({name: load.build(raw) for name, raw in arms.items()})
+    except ConfigError:
         return arms
 
 

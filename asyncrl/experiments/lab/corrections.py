@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from asyncrl.algorithms import correction, ratios
-from asyncrl.algorithms.settings import Correction
+from asyncrl.algorithms.settings import Correction, RecomputedCorrection
 from asyncrl.config.presets import PRESETS
 from asyncrl.experiments.lab.bias import average
 from asyncrl.experiments.lab.policy import Space, cosine, exact_gradient, relative
@@ -26,22 +26,26 @@ MANY = 20_000  # answers that stand for an endless batch where a threshold has n
 
 def candidates() -> dict[str, Correction]:
     """Every level with every bound, plain and self-normalised; rejection alone; the presets."""
-    out = {"none": Correction(level="none", bound="none")}
+    out: dict[str, Correction] = {"none": RecomputedCorrection(level="none")}
     for level in ("token", "sequence", "geometric"):
         for bound in ("none", "truncate", "clip", "mask"):
-            out[f"{level} {bound}"] = Correction(level=level, bound=bound)
-            out[f"{level} {bound} normalised"] = Correction(
+            out[f"{level} {bound}"] = RecomputedCorrection(level=level, bound=bound)
+            out[f"{level} {bound} normalised"] = RecomputedCorrection(
                 level=level, bound=bound, self_normalize=True
             )
     for over in ("token", "sum", "mean", "max"):
-        out[f"reject ratio {over}"] = Correction(
-            level="none", bound="none", reject="ratio", reject_over=over
+        out[f"reject ratio {over}"] = RecomputedCorrection(
+            level="none", reject="ratio", reject_over=over
         )
-    out["reject k3 max"] = Correction(
-        level="none", bound="none", reject="k3", reject_over="max", reject_hi=0.1
+    out["reject k3 max"] = RecomputedCorrection(
+        level="none", reject="k3", reject_over="max", reject_hi=0.1
     )
     return out | {
-        f"preset {name}": Correction(**fields) for name, fields in PRESETS.items() if name != "none"
+        f"preset {name}": RecomputedCorrection(
+            **{key: value for key, value in fields.items() if key != "proximal"}
+        )
+        for name, fields in PRESETS.items()
+        if name != "none"
     }
 
 

@@ -63,7 +63,7 @@ def config(arm: str, epochs: int, minibatches: int) -> Config:
     base = {
         "model": {"path": "-"},
         "task": {"name": "sort"},
-        "correction": {"proximal": "behavior", "level": "none", "bound": "none"},
+        "correction": {"proximal": "behavior"},
         "advantage": {"name": "grpo"},
         "learner": {
             "epochs": epochs,

@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import torch
 
-from asyncrl.config import load, presets
+from asyncrl.config import load
 from asyncrl.config.tree import Config
 from asyncrl.contract.errors import ConfigError, Damaged, NotFinite
 from asyncrl.experiments.compare.arms import changes, differences
@@ -115,12 +115,9 @@ def resolve(text: str, sets: Sequence[str], source: str) -> Config:
     """
     raw = tomllib.loads(text)
     given = {item.partition("=")[0].strip() for item in sets}
-    presets.forget(raw, sets)
     if any(k.startswith("staleness.") for k in given):
         # it asks for on_exceed = pace; the lags are in the stream
         raw.get("staleness", {}).pop("inject", None)
-    for item in sets:
-        load.apply(raw, item)
     changed = load.convert(raw, source, text, sets)
     if any(k.startswith("staleness.") for k in given) and changed.staleness.on_exceed not in (
         "mask",

@@ -1,0 +1,248 @@
+"""Which keys a config reads, given the methods that it chooses, derived from the structs.
+
+A section whose struct is one of several (`advantage`, `loss`, `correction`) has the keys of the
+chosen one; a key annotated with `read_with` is read under another key's value alone.  Every other
+given key is unread: an error where its own layer gives it, dropped where a later layer (`--set`, an
+arm, a preset, a method) has changed the choice."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import types
+import typing
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+OFF = (None, False, 0, "", "none", "off")
+
+
+class UnreadKey(NamedTuple):
+    """A given key that nothing reads; chooser: the key that decides it; why: the error's text."""
+
+    key: str
+    chooser: str
+    why: str
+
+
+def _parts(kind: Any) -> tuple[Any, list[Meta]]:
+    """A field's type without its annotations, and these."""
+    metas: list[Meta] = []
+    while typing.get_origin(kind) is typing.Annotated:
+        metas += [meta for meta in typing.get_args(kind)[1:] if isinstance(meta, Meta)]
+        kind = typing.get_args(kind)[0]
+    return kind, metas
+
+
+def _is_struct(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, msgspec.Struct)
+
+
+def structs_of(kind: Any) -> tuple[Any, ...]:
+    """The structs that a field may be: several for a method's section, one for another section,
+    none for a value."""
+    plain, _ = _parts(kind)
+    if _is_struct(plain):
+        return (plain,)
+    options = typing.get_args(plain) if isinstance(plain, types.UnionType) else ()
+    return options if options and all(_is_struct(option) for option in options) else ()
+
+
+@functools.cache
+def fields_of(struct: Any) -> dict[str, msgspec.structs.FieldInfo]:
+    return {field.name: field for field in msgspec.structs.fields(struct)}
+
+
+def tag_of(struct: Any) -> tuple[str, str]:
+    """(key, value) that choose `struct` among the others of its section; ("", ""): it has none."""
+    config = struct.__struct_config__
+    return (config.tag_field, config.tag) if config.tag_field else ("", "")
+
+
+def _default(field: msgspec.structs.FieldInfo) -> Any:
+    if field.default_factory is not msgspec.NODEFAULT:
+        return field.default_factory()
+    return None if field.default is msgspec.NODEFAULT else field.default
+
+
+def member(field: msgspec.structs.FieldInfo, table: Any) -> Any:
+    """The struct of a section that `table` gives, by its tag or the default's; None: no section, or
+    a tag that there is not."""
+    options = structs_of(field.type)
+    if len(options) <= 1:
+        return options[0] if options else None
+    key, _ = tag_of(options[0])
+    given = table.get(key) if isinstance(table, dict) else None
+    if given is None:
+        return type(_default(field))
+    return next((option for option in options if tag_of(option)[1] == given), None)
+
+
+@functools.cache
+def keys(root: Any, prefix: str = "") -> tuple[str, ...]:
+    """Every key of the tree, dotted, those of all methods."""
+    found: dict[str, None] = {}
+    for name, field in fields_of(root).items():
+        options = structs_of(field.type)
+        if not options:
+            found[prefix + name] = None
+        for option in options:
+            if tag := tag_of(option)[0]:
+                found[f"{prefix}{name}.{tag}"] = None
+            found |= dict.fromkeys(keys(option, f"{prefix}{name}."))
+    return tuple(found)
+
+
+class GivenKey(NamedTuple):
+    """A leaf that a table gives: its field, None where `struct`, its section's, has none; and the
+    (key, values) of every `read_with` of it and of the sections around it."""
+
+    key: str
+    field: msgspec.structs.FieldInfo | None
+    struct: Any
+    conditions: tuple[tuple[str, Any], ...]
+
+
+def walk(
+    raw: dict[str, Any], root: Any, prefix: str = "", around: tuple[tuple[str, Any], ...] = ()
+) -> Iterator[GivenKey]:
+    """Every given leaf but the tags."""
+    fields = fields_of(root)
+    for name, value in raw.items():
+        if name == tag_of(root)[0]:
+            continue
+        field = fields.get(name)
+        conditions = around if field is None else (*around, *_conditions(field, prefix))
+        below = member(field, value) if field is not None else None
+        if below is not None and isinstance(value, dict):
+            yield from walk(value, below, f"{prefix}{name}.", conditions)
+        else:
+            yield GivenKey(prefix + name, field, root, conditions)
+
+
+def value_of(raw: dict[str, Any], root: Any, key: str) -> Any:
+    """What the config has at `key`, given or by default."""
+    table: Any = raw
+    struct = root
+    *sections, last = key.split(".")
+    for section in sections:
+        field = fields_of(struct)[section]
+        table = table.get(section, {}) if isinstance(table, dict) else {}
+        struct = member(field, table)
+    if last == tag_of(struct)[0]:
+        return tag_of(struct)[1]
+    if isinstance(table, dict) and last in table:
+        return table[last]
+    field_info = fields_of(struct).get(last)
+    return None if field_info is None else _default(field_info)
+
+
+def _conditions(field: msgspec.structs.FieldInfo, section: str) -> Iterator[tuple[str, Any]]:
+    """(key, values) of every `read_with` of a field."""
+    for meta in _parts(field.type)[1]:
+        if meta.extra and "read_with" in meta.extra:
+            key, values = meta.extra["read_with"]
+            yield (key if "." in key else section + key), values
+
+
+def unread(raw: dict[str, Any], root: Any) -> list[UnreadKey]:
+    """The given keys that nothing reads; keys that no method has are left out."""
+    found = []
+    for given in walk(raw, root):
+        if given.field is None:
+            found += _of_other_method(root, given.key, given.struct)
+            continue
+        for chooser, values in given.conditions:
+            chosen = value_of(raw, root, chooser)
+            if chosen in values or (not values and chosen not in OFF):
+                continue
+            if values:
+                why = f"belongs to {chooser} = {' or '.join(values)}, not to {chosen}"
+            else:
+                shown = f'"{chosen}"' if isinstance(chosen, str) else f"{chosen}"
+                why = f"acts only where {chooser} is set, and it is {shown}"
+            found.append(UnreadKey(given.key, chooser, f"{given.key}: {why}"))
+            break
+    return found
+
+
+def _of_other_method(root: Any, key: str, struct: Any) -> list[UnreadKey]:
+    """`key` as one of another method of its section."""
+    section, _, name = key.rpartition(".")
+    tag, chosen = tag_of(struct)
+    if not tag:
+        return []
+    parent: Any = root
+    for part in section.split(".")[:-1]:
+        parent = member(fields_of(parent)[part], {})
+    options = structs_of(fields_of(parent)[section.rpartition(".")[2]].type)
+    owners = [tag_of(option)[1] for option in options if name in fields_of(option)]
+    if not owners:
+        return []
+    read = [other for other in fields_of(struct) if other != name]
+    close = difflib.get_close_matches(name, read, 1, 0.6)
+    hint = f"; did you mean {section}.{close[0]}?" if close else ""
+    why = (
+        f"{key}: belongs to {section}.{tag} = {' or '.join(owners)}, not to {chosen}{hint} "
+        f"({chosen} reads {', '.join(read)})"
+    )
+    return [UnreadKey(key, f"{section}.{tag}", why)]
+
+
+def remove(raw: dict[str, Any], key: str) -> None:
+    """Take one dotted key out of a table, if it is there."""
+    *sections, last = key.split(".")
+    table: Any = raw
+    for section in sections:
+        table = table.get(section) if isinstance(table, dict) else None
+    if isinstance(table, dict):
+        table.pop(last, None)
+
+
+def put(raw: dict[str, Any], key: str, value: Any) -> bool:
+    """Give one dotted key where it is not given; whether it was not."""
+    *sections, last = key.split(".")
+    table: Any = raw
+    for section in sections:
+        table = table.setdefault(section, {})
+        if not isinstance(table, dict):
+            return False
+    if last in table:
+        return False
+    table[last] = value
+    return True
+
+
+def tagged(raw: dict[str, Any], root: Any) -> dict[str, Any]:
+    """The table with the tags that it leaves to the defaults, as msgspec wants them; a copy."""
+    made = dict(raw)
+    for name, field in fields_of(root).items():
+        value = made.get(name)
+        below = member(field, value)
+        if below is None or not isinstance(value, dict):
+            continue
+        tag, chosen = tag_of(below)
+        made[name] = ({tag: chosen} if tag else {}) | tagged(value, below)
+    return made
+
+
+def read_keys(config: msgspec.Struct) -> dict[str, Any]:
+    """The config as a table of what it reads; keys that are None are left out."""
+    raw = _plain(msgspec.to_builtins(config))
+    while found := unread(raw, type(config)):
+        for key in found:
+            remove(raw, key.key)
+    return {name: value for name, value in raw.items() if value != {} or not _section(config, name)}
+
+
+def _section(config: msgspec.Struct, name: str) -> bool:
+    return bool(structs_of(fields_of(type(config))[name].type))
+
+
+def _plain(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: _plain(inner) for key, inner in value.items() if inner is not None}

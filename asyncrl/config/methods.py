@@ -1,0 +1,307 @@
+"""Published methods, each whole: surrogate, advantage, reduction, correction and what else it is.
+
+`method = "gmpo"` in a config, `--set method=gmpo` and an arm of compare give one by its name.  Keys
+that are given beside it win.  docs/algorithms.md says what of each source could be read, and what
+was measured."""
+
+from __future__ import annotations
+
+import difflib
+from typing import Any, NamedTuple
+
+from asyncrl.algorithms import settings
+from asyncrl.config import layers, presets
+
+DESCRIPTION = (
+    "a published method, whole: it fills the keys that are not given; `asyncrl methods` lists them"
+)
+KL_STOP = 0.05  # nats a token that a batch's updates may move: repair A of the IS-reshape report
+LAG_GRID = "docs/staleness.md#what-lag-costs"
+HIGH_LAG = "docs/staleness.md#at-this-lag-take-this"
+RESHAPE = "docs/reshape.md"
+
+
+class Method(NamedTuple):
+    """What a method is, where it comes from and what of that was read, where ours was measured, and
+    its keys with their values."""
+
+    summary: str
+    source: str
+    evidence: str
+    keys: dict[str, Any]
+
+
+BEHAVIOR = {"correction.proximal": "behavior"}
+RECOMPUTE = {"correction.proximal": "recompute"}
+_ANSWERS = {"loss.reduction": "seq-mean-token-mean"}
+
+_VCPO = {
+    **RECOMPUTE,
+    **_ANSWERS,
+    "loss.surrogate": "reinforce",
+    "correction.level": "sequence",
+    "correction.bound": "truncate",
+    "correction.hi": 8.0,
+    "stop.lr_by_ess": "sqrt",
+    "advantage.name": "opob",
+}
+
+# for samples of an old policy
+FOR_OLD_SAMPLES: dict[str, Method] = {
+    "vcpo": Method(
+        "VCPO: whole answers' weights, a learning rate by their ESS, a baseline by their gradients",
+        "arXiv 2602.17616 (in notes); mit-han-lab/vcpo (code)",
+        HIGH_LAG,
+        _VCPO,
+    ),
+    "vcpo-length": Method(
+        "VCPO with answers' lengths for the norms of their gradients: a proxy, not VCPO's",
+        "ours",
+        HIGH_LAG,
+        _VCPO | {"advantage.squared_norm": "length"},
+    ),
+    "vcpo-logits": Method(
+        "VCPO with gradients of the logits alone: a proxy, not VCPO's",
+        "arXiv 2602.07078 (code)",
+        HIGH_LAG,
+        _VCPO | {"advantage.squared_norm": "logits"},
+    ),
+    "gac": Method(
+        "PPO on mu; a gradient's part along the one before it is taken off (GAC, reconstructed)",
+        "arXiv 2603.01501 (summary)",
+        HIGH_LAG,
+        {**BEHAVIOR, "loss.surrogate": "ppo", "learner.gradient_cosine": "project"},
+    ),
+    "vespo": Method(
+        "VESPO: answers by a soft bound on their whole ratio",
+        "arXiv 2602.10693 (paper, code)",
+        HIGH_LAG,
+        {
+            **BEHAVIOR,
+            "loss.surrogate": "vespo",
+            "advantage.name": "dr_grpo",
+            "loss.reduction": "token-mean",
+        },
+    ),
+    "oapl": Method(
+        "OAPL: regression of answers' log ratios on their advantage",
+        "arXiv 2602.19362 (in notes; loss in two ports)",
+        HIGH_LAG,
+        {
+            **BEHAVIOR,
+            "loss.surrogate": "oapl",
+            "advantage.name": "oapl",
+            "loss.reduction": "seq-mean-token-sum",
+        },
+    ),
+    "asymre": Method(
+        "AsymRE: no ratio, a baseline below the mean",
+        "arXiv 2506.20520 (in notes)",
+        HIGH_LAG,
+        {**BEHAVIOR, **_ANSWERS, "loss.surrogate": "gpg", "advantage.name": "asymre"},
+    ),
+    "dis": Method(
+        "double-sided importance sampling (GLM-5, SAO): ratios of tokens, none outside a band",
+        "arXiv 2602.15763, 2607.07508 (in notes)",
+        HIGH_LAG,
+        {**BEHAVIOR, "loss.surrogate": "band", "loss.band_lo": 0.7, "loss.band_hi": 6.0},
+    ),
+    "k25": Method(
+        "Kimi K2.5: ratios of tokens within a band, all of them drawn to mu; both chosen by us",
+        "arXiv 2602.02276 (in notes)",
+        HIGH_LAG,
+        {
+            **BEHAVIOR,
+            "loss.surrogate": "band",
+            "loss.band_lo": 0.5,
+            "loss.band_hi": 2.0,
+            "loss.pull": 0.1,
+        },
+    ),
+    "ipo": Method(
+        "IPO (prime-rl): tokens whose probability has moved little, all of them drawn to mu",
+        "prime-rl (in a port)",
+        HIGH_LAG,
+        {
+            **BEHAVIOR,
+            "loss.surrogate": "ipo",
+            "loss.pull": 1e-3,
+            "loss.reduction": "token-mean",
+        },
+    ),
+    "dppo-kl": Method(
+        "DPPO by its binary KL from mu",
+        "arXiv 2602.04879 (in two ports)",
+        HIGH_LAG,
+        {
+            **BEHAVIOR,
+            "loss.surrogate": "dppo",
+            "loss.dppo_divergence": "kl",
+            "loss.dppo_threshold": 0.05,
+        },
+    ),
+    "gepo": Method(
+        "GEPO: answers' probabilities over their group's",
+        "arXiv 2508.17850 (code)",
+        HIGH_LAG,
+        {**BEHAVIOR, **_ANSWERS, "loss.surrogate": "gepo", "advantage.name": "grpo"},
+    ),
+    "bapo": Method(
+        "BAPO: PPO with bounds moved until positive tokens have their share",
+        "arXiv 2510.18927 (in notes, code)",
+        HIGH_LAG,
+        {**BEHAVIOR, "loss.surrogate": "bapo"},
+    ),
+    "minpro": Method(
+        "MinPRO: a token's ratio times the smallest before it",
+        "arXiv 2601.22718 (in notes)",
+        HIGH_LAG,
+        {**BEHAVIOR, "loss.surrogate": "minpro", "loss.reduction": "token-mean"},
+    ),
+    "gmpo": Method(
+        "GMPO: answers by their geometric mean, tokens cut in it",
+        "arXiv 2507.20673 (code)",
+        HIGH_LAG,
+        {**BEHAVIOR, **_ANSWERS, "loss.surrogate": "gmpo", "advantage.name": "grpo"},
+    ),
+    "opsm": Method(
+        "PPO on mu; answers of negative advantage that have left mu are dropped (DeepSeek-V3.2)",
+        "arXiv 2512.02556 (in two ports)",
+        HIGH_LAG,
+        {
+            **BEHAVIOR,
+            "loss.surrogate": "ppo",
+            "correction.reject": "k1",
+            "correction.reject_over": "mean",
+            "correction.reject_hi": 0.5,
+            "correction.reject_when": "negative",
+            "correction.reject_at": "target",
+        },
+    ),
+    "m2po-published": Method(
+        "M2PO as published: of tokens that push on, the farthest go; plain ratios on the others",
+        "arXiv 2510.01161 v2 (paper)",
+        HIGH_LAG,
+        {
+            **BEHAVIOR,
+            "correction.m2": 0.04,
+            "correction.m2_over": "pushing",
+            "loss.surrogate": "vanilla",
+            "loss.reduction": "token-mean",
+        },
+    ),
+    "kpop": Method(
+        "KPop: tokens by their ratio, those whose binary KL has left a bound dropped",
+        "AReaL (code)",
+        HIGH_LAG,
+        {
+            **RECOMPUTE,
+            "correction.level": "token",
+            "correction.bound": "none",
+            "correction.reject": "kb",
+            "correction.reject_over": "token",
+            "correction.reject_hi": 2.0,
+            "loss.surrogate": "decoupled_ppo",
+        },
+    ),
+    "flash-reinforce": Method(
+        "FlashREINFORCE: a baseline of the batch; answers by their mean binary KL; plain ratios",
+        "a reference port (in notes)",
+        HIGH_LAG,
+        {
+            **BEHAVIOR,
+            **_ANSWERS,
+            "loss.surrogate": "vanilla",
+            "advantage.name": "reinforce",
+            "advantage.baseline": "batch",
+            "correction.reject": "kb_mu",
+            "correction.reject_over": "mean",
+            "correction.reject_hi": 0.01,
+            "correction.reject_at": "target",
+        },
+    ),
+}
+
+
+def _preset(name: str, source: str) -> Method:
+    surrogate = "vanilla" if name == "none" else "decoupled_ppo"
+    keys = {f"correction.{key}": value for key, value in presets.PRESETS[name].items()}
+    if name == "none":
+        summary = "stale samples as if they were fresh"
+    else:
+        summary = f"decoupled PPO with the preset {name}; its clip acts from a batch's second "
+        summary += "update on"
+    return Method(summary, source, LAG_GRID, keys | {"loss.surrogate": surrogate})
+
+
+_RESHAPE = {**BEHAVIOR, "loss.surrogate": "reshape", "reshape.mode": "v3.1"}
+METHODS: dict[str, Method] = {
+    "none": _preset("none", "Kakade and Langford 2002"),
+    "ppo": Method(
+        "PPO, the ratio and its clip against the behavior policy",
+        "arXiv 1707.06347 (paper)",
+        LAG_GRID,
+        {**BEHAVIOR, "loss.surrogate": "ppo"},
+    ),
+    "tis": _preset("tis", "Yao et al. 2025 (in notes); arXiv 2110.00641 (paper)"),
+    "seq_tis": _preset("seq_tis", "Liu et al. 2025 (in notes); arXiv 2110.00641 (paper)"),
+    "icepop": _preset("icepop", "IcePop (in notes); arXiv 2110.00641 (paper)"),
+    "mis": _preset("mis", "Liu et al. 2025 (in notes); arXiv 2110.00641 (paper)"),
+    "m2po": _preset("m2po", "arXiv 2510.01161 (paper), over all tokens: ours"),
+    "reshape": Method("IS-reshape v3.1", "technical report v3.1", RESHAPE, _RESHAPE),
+    "reshape-stop": Method(
+        f"IS-reshape v3.1, two optimizer steps a batch, the second only below {KL_STOP} nats a "
+        "token from the batch's start (repair A)",
+        "technical report v3.1",
+        RESHAPE,
+        _RESHAPE | {"learner.minibatches": 2, "stop.kl_max": KL_STOP},
+    ),
+    "k3": Method(
+        "PPO on the behavior policy, and 0.1 k3 towards the initial model in the loss",
+        "arXiv 2402.03300 (paper)",
+        LAG_GRID,
+        {
+            **BEHAVIOR,
+            "loss.surrogate": "ppo",
+            "kl.loss.coefficient": 0.1,
+            "kl.loss.estimator": "k3",
+        },
+    ),
+    **FOR_OLD_SAMPLES,
+}
+
+
+def chosen(raw: dict[str, Any]) -> Method | None:
+    """The method that a table names, if it is one."""
+    name = raw.get("method")
+    return METHODS.get(name) if isinstance(name, str) else None
+
+
+def unknown(name: Any) -> str:
+    """The error's text for a method that there is not."""
+    close = difflib.get_close_matches(str(name), METHODS, 1, 0.5)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"method: {name!r} is no method; {hint}choose one of {', '.join(METHODS)}"
+
+
+def replace(raw: dict[str, Any]) -> None:
+    """Take out of `raw` what a method given by a later layer takes the place of: its own keys, the
+    correction, and the keys that the surrogate and the advantage before it alone read."""
+    method = chosen(raw)
+    if method is None:
+        return
+    raw.pop("correction", None)
+    for section, common in (("loss", settings.Loss), ("advantage", settings.Advantage)):
+        table = raw.get(section)
+        if isinstance(table, dict) and any(key.startswith(f"{section}.") for key in method.keys):
+            for key in set(table) - set(layers.fields_of(common)):
+                table.pop(key)
+    for key in method.keys:
+        layers.remove(raw, key)
+
+
+def fill(raw: dict[str, Any]) -> None:
+    """Give the keys of `raw`'s method that `raw` does not give."""
+    if method := chosen(raw):
+        for key, value in method.keys.items():
+            layers.put(raw, key, value)

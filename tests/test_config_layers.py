@@ -1,0 +1,234 @@
+"""Keys that a config's methods do not read: an error where their own layer gives them, dropped
+where a later layer chooses another method; and methods that are set whole by one key."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from asyncrl.algorithms import settings
+from asyncrl.cli import main
+from asyncrl.config import layers, load, shipped
+from asyncrl.config.methods import METHODS
+from asyncrl.config.tree import Config
+from asyncrl.contract.errors import ConfigError
+
+BARE = 'model.path = "m"\ntask.name = "sort"\n'
+
+
+def written(tmp_path: Path, text: str, name: str = "c.toml") -> Path:
+    path = tmp_path / name
+    path.write_text(BARE + text)
+    return path
+
+
+# ---- an error in their own layer -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[loss]\ndppo_threshold = 0.1\n", "belongs to loss.surrogate = dppo or ipo, not to ppo"),
+        ('[loss]\nsurrogate = "gmpo"\neps_lo = 0.1\n', "did you mean loss.eps_low?"),
+        (
+            '[loss]\nsurrogate = "bapo"\ncov_share = 0.1\n',
+            r"did you mean loss.bapo_share\? \(bapo reads coefficient, reduction",
+        ),
+        ("[correction]\nlevel = 'token'\n", "= recompute or interpolate, not to behavior"),
+        ("[advantage]\nlam = 0.9\n", "belongs to advantage.name = gae, not to rloo"),
+        ("[advantage]\nname = 'reinforce'\nema_decay = 0.5\n", "baseline = ema or prompt"),
+        ("[reshape]\ntau = 2.0\n", "reshape.tau: belongs to loss.surrogate = reshape, not to ppo"),
+        ("[value]\nlr = 1e-3\n", "value.lr: belongs to advantage.name = gae, not to rloo"),
+        ("[kl.loss]\nestimator = 'k2'\n", "acts only where kl.loss.coefficient is set, and it is"),
+        ("[stop]\nagainst = 'behavior'\n", "acts only where stop.kl_max is set, and it is 0.0"),
+        ("[staleness]\nhalf_life = 3.0\n", "staleness.on_exceed = downweight, not to pace"),
+        (
+            "[loss]\nnorm_length = 8\n",
+            "loss.reduction = seq-mean-token-sum-norm, not to token-mean",
+        ),
+        ("[loss]\nsurogate = 'ppo'\n", "did you mean loss.surrogate?"),
+        ("[loss]\nsurrogate = 3\n", "loss.surrogate: Invalid value 3; choose one of"),
+        ("[loss]\nsurrogate = 'sapo'\nsapo_tau_pos = 0.0\n", "sapo_tau_pos: Expected `float` > 0"),
+        ("[loss]\nsurrogate = 'sapo'\nsapo_tau_neg = -1.0\n", "sapo_tau_neg: Expected `float` > 0"),
+    ],
+)
+def test_a_key_that_nothing_reads_is_refused_at_its_line(
+    tmp_path: Path, text: str, said: str
+) -> None:
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigError, match=said) as caught:
+        load.load(path)
+    line = len(BARE.splitlines()) + len(text.splitlines())
+    assert str(caught.value).startswith(f"{path}:{line}: ")
+
+
+def test_the_order_of_items_in_one_command_does_not_matter(tmp_path: Path) -> None:
+    path = written(tmp_path, "")
+    both = ["loss.surrogate=dppo", "loss.dppo_threshold=0.1"]
+    assert load.load(path, both) == load.load(path, both[::-1])
+    with pytest.raises(ConfigError, match=r"--set loss\.pull=0\.1: loss\.pull: belongs to"):
+        load.load(path, ["loss.surrogate=dppo", "loss.pull=0.1"])
+
+
+# ---- dropped by a later layer --------------------------------------------------------------------
+
+
+def test_a_later_method_drops_the_keys_of_the_one_before(tmp_path: Path) -> None:
+    path = written(
+        tmp_path,
+        '[loss]\nsurrogate = "dppo"\ndppo_threshold = 0.1\nentropy = 0.01\n'
+        '[correction]\nproximal = "recompute"\nreject = "ratio"\nreject2 = "k2"\n'
+        'reject2_hi = 0.1\n[staleness]\non_exceed = "downweight"\nhalf_life = 3.0\n',
+    )
+    noted: list[str] = []
+    sets = ["loss.surrogate=ppo", "correction.reject=none", "staleness.on_exceed=pace"]
+    made = load.load(path, sets, noted.append)
+    assert made.loss == settings.PpoLoss(entropy=0.01)
+    assert made.correction == settings.RecomputedCorrection()
+    dropped = {line.split(":")[0] for line in noted}
+    assert dropped == {
+        f"dropped {key}"
+        for key in (
+            "loss.dppo_threshold",
+            "correction.reject2",
+            "correction.reject2_hi",
+            "staleness.half_life",
+        )
+    }
+    show = CliRunner().invoke(main, ["config", "show", str(path), "--set", "loss.surrogate=ppo"])
+    assert "dropped loss.dppo_threshold: belongs to loss.surrogate = dppo" in show.stderr
+    assert "dppo_threshold" not in show.stdout and load.convert(
+        tomllib.loads(show.stdout), "shown"
+    ) == load.load(path, ["loss.surrogate=ppo"])
+
+
+def test_an_arm_drops_what_an_earlier_item_gave(tmp_path: Path) -> None:
+    path = written(tmp_path, "")
+    base, arm = ["loss.surrogate=dppo", "loss.dppo_threshold=0.1"], ["loss.surrogate=vanilla"]
+    assert load.load(path, [*base, *arm]).loss == settings.VanillaLoss()
+
+
+@pytest.mark.parametrize("preset", ["tis", "mis", "m2po", "none"])
+def test_a_preset_may_be_set_on_every_shipped_config(preset: str) -> None:
+    """As `asyncrl run --resume RUN --set correction.preset=mis` needs it."""
+    for name in shipped.names():
+        made = load.load(name, [f"correction.preset={preset}"])
+        written_by_run = tomllib.loads(load.dump(load.load(name)))
+        resumed = load.convert(written_by_run, "run", sets=[f"correction.preset={preset}"])
+        assert made.correction.proximal == "recompute" and resumed == made
+
+
+# ---- what a run wrote before ---------------------------------------------------------------------
+
+
+def with_unread(name: str) -> dict[str, Any]:
+    """A run's config.toml as it was when it had every key of every method."""
+    raw = tomllib.loads(load.dump(load.load(name)))
+    raw["advantage"] |= {"lam": 0.95, "gamma": 1.0, "ema_decay": 0.9, "part_weights": {}}
+    raw["correction"] |= {"level": "token", "bound": "truncate", "self_normalize": False}
+    raw["loss"] |= {"dppo_threshold": 0.2, "pull": 0.0, "norm_length": 0}
+    raw["value"] = {"trunk": "own", "lr": 0.0}
+    raw["reshape"] = {"form": "power", "tau": 1.0}
+    raw["staleness"] |= {"half_life": 2.0}
+    raw["kl"]["reward"] |= {"target": 6.0, "estimator": "k1"}
+    return raw
+
+
+def test_a_config_that_an_older_run_wrote_loads_as_it_trained() -> None:
+    """Its unread keys never acted; a key that is given by hand beside them is still an error."""
+    for name in ("demo", "decoupled"):
+        raw = with_unread(name)
+        assert load.convert(raw, "config.toml") == load.load(name)
+        with pytest.raises(ConfigError, match=r"--set loss\.pull=0\.2: loss\.pull: belongs to"):
+            load.convert(raw, "config.toml", sets=["loss.pull=0.2"])
+        made = load.convert(raw, "config.toml", sets=["loss.surrogate=dppo"])
+        assert isinstance(made.loss, settings.DppoLoss)
+
+
+def variants() -> list[Any]:
+    return [
+        pytest.param(section, tag, id=f"{section}-{tag}")
+        for section, kind in (
+            ("advantage", settings.Advantage),
+            ("loss", settings.Loss),
+            ("correction", settings.Correction),
+        )
+        for tag in (layers.tag_of(struct)[1] for struct in settings.variants(kind))
+    ]
+
+
+@pytest.mark.parametrize(("section", "tag"), variants())
+def test_what_is_written_loads_back_equal(section: str, tag: str) -> None:
+    """Every method with its defaults; nothing that is not read is written."""
+    field = layers.fields_of(Config)[section]
+    key = layers.tag_of(layers.structs_of(field.type)[0])[0]
+    made = load.build({"model": {"path": "m"}, "task": {"name": "sort"}, section: {key: tag}})
+    raw = tomllib.loads(load.dump(made))
+    assert load.build(raw) == made and layers.unread(raw, Config) == []
+    assert raw[section][key] == tag
+
+
+# ---- methods -------------------------------------------------------------------------------------
+
+
+def test_a_method_sets_all_that_it_is_and_gives_way_to_what_is_given(tmp_path: Path) -> None:
+    path = written(tmp_path, "")
+    path.write_text('method = "gmpo"\n' + BARE + "[loss]\neps_high = 0.3\n")
+    made = load.load(path)
+    assert made.loss == settings.GmpoLoss(reduction="seq-mean-token-mean", eps_high=0.3)
+    assert made.advantage == settings.GrpoAdvantage()
+    assert made.correction == settings.BehaviorCorrection()
+    assert load.load(path, ["advantage.name=rloo"]).advantage == settings.RlooAdvantage()
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_may_be_set_on_a_config_of_another(name: str) -> None:
+    """The result is the method's, whatever was there; a written config needs no method."""
+    method = METHODS[name]
+    of = {}
+    for source in ("demo", "decoupled"):
+        items = [f"method={name}"] if source == "demo" else ["learner.minibatches=1"]
+        made = load.load(source, [*items, f"method={name}"])
+        for key, value in method.keys.items():
+            assert layers.value_of(layers.read_keys(made), Config, key) == value, key
+        raw = tomllib.loads(load.dump(made))
+        assert "method" not in raw and load.convert(raw, "written") == made
+        of[source] = (made.loss, made.advantage, made.correction)
+    assert of["demo"] == of["decoupled"]
+
+
+def test_a_method_leaves_nothing_of_the_clip_before_it() -> None:
+    """A clip range of PPO is none of GMPO's, whose default is another."""
+    made = load.load("demo", ["loss.eps_low=0.1", "loss.entropy=0.01", "method=gmpo"])
+    assert made.loss == settings.GmpoLoss(reduction="seq-mean-token-mean", entropy=0.01)
+
+
+def test_an_unknown_method_is_refused_with_the_nearest(tmp_path: Path) -> None:
+    path = written(tmp_path, "")
+    with pytest.raises(ConfigError, match=r"'gmppo' is no method; did you mean gmpo\?"):
+        load.load(path, ["method=gmppo"])
+    path.write_text("method = ['gmpo']\n" + BARE)
+    with pytest.raises(ConfigError, match=f"{path}:1: method: .* is no method"):
+        load.load(path)
+
+
+def test_methods_are_listed_with_source_and_evidence() -> None:
+    shown = CliRunner().invoke(main, ["methods", "--json"])
+    listed = json.loads(shown.stdout.splitlines()[-1])["methods"]
+    assert list(listed) == list(METHODS)
+    for name, row in listed.items():
+        assert row["source"] and row["keys"]["loss.surrogate"], name
+        page, _, anchor = row["evidence"].partition("#")
+        text = (shipped.FOLDER.parent / page).read_text()
+        titles = {line.lstrip("# ").lower() for line in text.splitlines() if line.startswith("#")}
+        assert not anchor or anchor in {
+            title.replace(",", "").replace(" ", "-") for title in titles
+        }, anchor
+    plain = CliRunner().invoke(main, ["methods"])
+    assert "gmpo: GMPO: answers by their geometric mean" in plain.stdout
+    assert "source: arXiv 2507.20673 (code); measured: docs/staleness.md" in plain.stdout
