@@ -86,7 +86,7 @@ def test_an_adaptive_coefficient_goes_on_and_a_fixed_one_is_the_configs(
             "task": {"name": "sort"},
             "kl": {"reward": {"coefficient": coefficient, "controller": controller}},
         }
-        return LearnerCore(msgspec.convert(raw, Config), model_dir)
+        return LearnerCore(load.build(raw), model_dir)
 
     c, (_, directory) = with_kl(0.25), claimed(tmp_path)
     assert c.state.beta == 0.25

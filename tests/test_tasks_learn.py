@@ -20,8 +20,8 @@ from asyncrl.tasks.warm_start import warm_start
 PROMPTS = 512
 # other configs of the task: from the same warm start
 SAME_START = {"rle": [("decoupled", 25, 0.15)]}
-# tasks that a config of model and task alone learns too: steps, and the least gain.  Ten other seeds
-# gained 0.21 and more in 20 steps on each
+# tasks that a config of model and task alone learns too: steps, and the least gain.  Ten other
+# seeds gained 0.21 and more in 20 steps on each
 BARE = {"dedup": (20, 0.1), "grid": (20, 0.1), "rle": (20, 0.1)}
 # Config, RL steps, least gain in held-out accuracy.  One answer a prompt: the standard error of a
 # difference is at most 0.031.
