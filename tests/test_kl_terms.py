@@ -318,7 +318,7 @@ def test_what_the_start_costs_under_a_bypass(
         kl={"reward": {"coefficient": 0.2, "at": at}},
         correction={"proximal": "behavior"},
         loss={"surrogate": "ppo"},
-        record={"kl_moved": 0},  # which has passes of its own
+        record={"kl_moved": 0, "split_every": 0},  # which have passes of their own
     )
     seen: list[Any] = []
     real = c._forward
