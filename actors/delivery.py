@@ -132,12 +132,17 @@ class Outbox:
             "link/ack_waited_s": self.waited_s,
         }
 
-    def on_acks(self, reply: Acks, now: float) -> None:
+    def on_acks(self, reply: Acks, now: float, unread: tuple[float, float] = (0.0, 0.0)) -> None:
+        """Take acknowledgements that were read at `now`.
+
+        unread: when this process last stopped reading, and when it began again.  What it spent
+        between on a long decode step is no wait for the link."""
         self.credit = reply.credit
         for ticket, sample, attempt, disposition in reply.acks:
             if (entry := self.sent.pop((ticket, sample, attempt), None)) is not None:
                 self.unacked_bytes -= size(entry.sample)
-                self.waited_s += now - entry.first
+                busy_s = max(0.0, unread[1] - max(unread[0], entry.first))
+                self.waited_s += now - entry.first - busy_s
                 self.acked[disposition] = self.acked.get(disposition, 0) + 1
 
     def frames(self, now: float, *, flush: bool) -> Iterator[Deliver]:

@@ -112,6 +112,7 @@ class Generator:
         self.steps = DECODE_STEPS  # of the next decode call
         self.want_sequence = 0
         self.want_sent = 0.0
+        self.read_until = time.monotonic()  # the end of the last `read`
         self.lacking = False  # weights are to be loaded, and not to be had now
         self.gone: Gone | None = None
         limits = config.wires.connect_s, config.watchdog.startup_s
@@ -141,8 +142,8 @@ class Generator:
             self.decode()
             self.collect()
             self.deliver()
+            self.renew()  # first: what is held here is not granted again
             self.want()
-            self.renew()
         if not self.over:
             self.leave()
         elif self.loaded is None:
@@ -173,6 +174,7 @@ class Generator:
     def read(self) -> None:
         """Handle what has arrived; with nothing to do, wait a little for more."""
         timeout = 0.0 if self.engine.active else REWARD_POLL_S if self.judged else IDLE_POLL_S
+        unread = (self.read_until, time.monotonic())
         if self.calls is not None:
             wait([self.socket, self.calls.socket], [], timeout)
             timeout = 0.0
@@ -184,7 +186,7 @@ class Generator:
             if isinstance(reply, m.Tickets):
                 self.on_tickets(reply)
             elif isinstance(reply, m.Acks) and reply.session == self.session:
-                self.outbox.on_acks(reply, time.monotonic())
+                self.outbox.on_acks(reply, time.monotonic(), unread)
                 self.schedule.announce(reply.announcement)
             elif isinstance(reply, m.Heard):
                 self.schedule.announce(reply.announcement)
@@ -196,6 +198,7 @@ class Generator:
                 error = AsyncrlError(reply.reason)
                 error.exit_code = reply.exit_code
                 raise error
+        self.read_until = time.monotonic()
         silent = time.monotonic() - self.unanswered if self.unanswered else 0.0
         if self.socket.seek(silent):
             self.unanswered = silent = 0.0

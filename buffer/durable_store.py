@@ -47,7 +47,8 @@ class Renewed(msgspec.Struct, tag="renew", array_like=True):
     session: int
     progress: list[tuple[int, int, int]]
     now: float
-    judging: list[tuple[int, int]] = []  # which older journals lack
+    judging: list[tuple[int, int]] = []  # which older journals lack, as what follows
+    gap: float = 0.0
 
 
 class Expired(msgspec.Struct, tag="expire", array_like=True):
@@ -232,7 +233,12 @@ class RecordedStore(Store):
                 raise Damaged(f"the journal does not fold: {error}") from error
         elif isinstance(record, Renewed):
             super().renew(
-                record.producer, record.session, record.progress, record.now, record.judging
+                record.producer,
+                record.session,
+                record.progress,
+                record.now,
+                record.judging,
+                gap=record.gap,
             )
         elif isinstance(record, Expired):
             super().expire(record.now)
@@ -279,10 +285,12 @@ class RecordedStore(Store):
         progress: list[tuple[int, int, int]],
         now: float,
         judging: Sequence[tuple[int, int]] = (),
+        gap: float = 0.0,
     ) -> None:
-        super().renew(producer, session, progress, now, judging)
-        if progress or judging:
-            self._record(Renewed(producer, session, progress, now, list(judging)))
+        before = self.patience.get(producer)
+        super().renew(producer, session, progress, now, judging, gap)
+        if progress or judging or before != self.patience.get(producer):
+            self._record(Renewed(producer, session, progress, now, list(judging), gap))
 
     def told(self, producer: str, session: int, drawn: int) -> None:
         if drawn > self.drawn.get((producer, session), 0):

@@ -69,12 +69,15 @@ class Plan(NamedTuple):
 
 
 class Out(NamedTuple):
-    """A job at a generator."""
+    """A job at a generator.  lapsed: its lease ran out, and the job is in the queue again, but no
+    other generator has it yet.
+    """
 
     job: Job
     producer: str
     session: int
     expires: float
+    lapsed: bool = False
 
 
 class EvaluationsState(NamedTuple):
@@ -196,6 +199,8 @@ class Evaluations:
         """The next job of `queue` as a ticket."""
         assert self.prompt is not None
         job = self.queue.popleft()
+        for before in [old for old, out in self.out.items() if out.lapsed and out.job == job]:
+            self._back(before)
         self.out[attempt] = Out(job, producer, session, expires)
         self.leases.add(producer, session, attempt, job.ticket)
         limit = settings.sampling.max_new_tokens
@@ -212,12 +217,20 @@ class Evaluations:
         )
 
     def renew(self, ticket: int, attempt: int, expires: float) -> None:
-        if (entry := self.out.get(attempt)) is not None:
-            self.out[attempt] = entry._replace(expires=expires)
+        if (entry := self.out.get(attempt)) is None:
+            return
+        if entry.lapsed:
+            self.queue.remove(entry.job)
+        self.out[attempt] = entry._replace(expires=expires, lapsed=False)
 
     def expire(self, now: float) -> int:
-        late = [attempt for attempt, out in self.out.items() if out.expires < now]
-        self._again(late)
+        """Queue the jobs whose leases ran out.  Until one is granted again, its first holder may
+        still renew it or deliver: a generator that was slow, not dead.
+        """
+        late = [(a, out) for a, out in self.out.items() if out.expires < now and not out.lapsed]
+        for attempt, entry in late:
+            self.queue.appendleft(entry.job)
+            self.out[attempt] = entry._replace(lapsed=True)
         return len(late)
 
     def end_sessions(self, producer: str, session: int) -> None:
@@ -236,7 +249,9 @@ class Evaluations:
 
     def _again(self, attempts: list[int]) -> None:
         for attempt in attempts:
-            self.queue.appendleft(self._back(attempt).job)
+            entry = self._back(attempt)
+            if not entry.lapsed:
+                self.queue.appendleft(entry.job)
 
     def _back(self, attempt: int) -> Out:
         out = self.out.pop(attempt)
@@ -246,7 +261,10 @@ class Evaluations:
     def deliver(self, sample: Trajectory) -> Disposition:
         if sample.attempt not in self.out:
             return "duplicate"
-        job = self._back(sample.attempt).job
+        entry = self._back(sample.attempt)
+        job = entry.job
+        if entry.lapsed:
+            self.queue.remove(job)
         current = next(r for r in self.rounds if r.label == job.label and r.split == job.split)
         if sample.failed and job.failures + 1 < MAX_FAILURES:
             job.failures += 1

@@ -55,6 +55,7 @@ NOBODY = -1  # no session: all of a producer's leases end
 LINGER_S = 20.0
 ANSWER_BYTES = 1024  # of a token of an answer: ids, logprobs, texts, a version each
 MORE_BYTES = 4 * 1024 * 1024  # of a message that is no answer: ledgers, lists of tickets
+FORGET = 0.9  # of a generator's longest silence that the next renewal remembers
 NEWS = 64  # of those that wait for tickets, so many are told at once of a new version
 JOINED = 1000  # numbers of generators that join without a key begin here
 SESSIONS_S = 5.0  # a gateway that was silent for so long vouches for no session
@@ -476,8 +477,13 @@ class Service:
         if entry is None and not self.sessions.over(message.producer, message.session):
             return
         self.store.told(message.producer, message.session, message.drawn)
+        now = time.monotonic()
+        gap = 0.0
+        if entry is not None:  # what was long is forgotten by and by
+            gap = max(now - entry.get("renewed", now), FORGET * entry.get("gap", 0.0))
+            entry["renewed"], entry["gap"] = now, gap
         self.store.renew(
-            message.producer, message.session, message.progress, time.monotonic(), message.judging
+            message.producer, message.session, message.progress, now, message.judging, gap=gap
         )
         if entry is not None:
             self.free_unheld(message)

@@ -57,5 +57,6 @@ class Snapshot(msgspec.Struct, tag="snapshot", kw_only=True):
     evaluations: EvaluationsState
     # which older snapshots lack
     suspect: tuple[list[int], float] = ([], 0.0)
+    patience: dict[str, float] = {}
     aside: int = 0
     limit: Limit = Limit()

@@ -45,6 +45,8 @@ from buffer.state import Snapshot
 EQUAL = 1e-6
 REMEMBERED = 200_000  # final dispositions of gone groups kept for late copies
 SESSIONS = 8192  # of generators, whose counts may still grow: more than may hold a name
+LEASE_GAPS = 3.0  # silences between two renewals, the longest of late, that a lease lasts
+MOST_LEASES = 10.0  # times `lease_s` that this makes of it at most
 STRAYS = 20_000  # attempts of gone groups that may still report or deliver
 VERSIONS = 10_000  # behind the oldest checkpoint kept: an answer that spans more is refused
 # what the end of a learner's life counts against the batch that it was given last: two that ended
@@ -96,6 +98,8 @@ class Store:
         # (producer, session) -> tokens that it says it has drawn
         self.drawn: OrderedDict[tuple[str, int], int] = OrderedDict()
         self.drawn_before = 0  # of sessions long gone
+        # producer -> seconds of its leases, where it is measured to be slower than `lease_s` allows
+        self.patience: dict[str, float] = {}
         # tickets of the batch that the learner's last lives ended on, and what that counts (ENDS)
         self.suspect: tuple[list[int], float] = ([], 0.0)
         self.aside = 0  # batches set aside
@@ -138,6 +142,7 @@ class Store:
             tree=self.tree.snapshot(),
             evaluations=self.evaluations.snapshot(),
             suspect=self.suspect,
+            patience=self.patience,
             aside=self.aside,
             limit=self.limit,
         )
@@ -181,6 +186,7 @@ class Store:
         self.evaluations.restore(state.evaluations)
         self.lacking = True
         self.suspect = state.suspect
+        self.patience = dict(state.patience)
         self.aside = state.aside
         self.limit = state.limit
 
@@ -257,7 +263,7 @@ class Store:
                 self.settings,
                 producer=producer,
                 session=session,
-                expires=now + self.settings.lease_s,
+                expires=now + self.lease_of(producer),
             )
             out.append(ticket)
             samples -= 1
@@ -339,7 +345,7 @@ class Store:
         todo = group.missing()
         least = self.least_version(self.policy)
         group.lease = Lease(
-            self.attempts, producer, session, now + self.settings.lease_s, set(todo), self.policy
+            self.attempts, producer, session, now + self.lease_of(producer), set(todo), self.policy
         )
         self.leases.add(producer, session, self.attempts, group.ticket)
         group.attempts[self.attempts] = [0, 0, 0]
@@ -360,6 +366,12 @@ class Store:
             limit=limit,
         )
 
+    def lease_of(self, producer: str) -> float:
+        """Seconds of a lease of this generator: `lease_s`, or LEASE_GAPS times its longest measured
+        silence between two renewals, where that is more.
+        """
+        return max(self.settings.lease_s, self.patience.get(producer, 0.0))
+
     def renew(
         self,
         producer: str,
@@ -367,27 +379,34 @@ class Store:
         progress: list[tuple[int, int, int]],
         now: float,
         judging: Sequence[tuple[int, int]] = (),
+        gap: float = 0.0,
     ) -> None:
         """Decode progress: a lease whose tokens grew lasts longer, and with it those of the same
         generator that wait for a row.
 
         judging: written tickets that wait for their rewards; their leases last longer too, as each
-        call ends by its deadline. Raises BadMessage for counts that no attempt can have."""
+        call ends by its deadline. gap: the producer's longest silence between two renewals of late,
+        seconds. Raises BadMessage for counts that no attempt can have."""
         checks.progress(self, progress)
+        if LEASE_GAPS * gap > self.settings.lease_s:
+            self.patience[producer] = min(LEASE_GAPS * gap, MOST_LEASES * self.settings.lease_s)
+        else:
+            self.patience.pop(producer, None)
+        expires = now + self.lease_of(producer)
         for ticket, attempt in judging:
             if ticket >= EVAL_BASE:
-                self.evaluations.renew(ticket, attempt, now + self.settings.lease_s)
+                self.evaluations.renew(ticket, attempt, expires)
             elif (
                 (group := self.alive.get(ticket)) is not None
                 and group.lease is not None
                 and group.lease.attempt == attempt
             ):
-                group.lease.expires = now + self.settings.lease_s
+                group.lease.expires = expires
         moved = False
         queued = []
         for ticket, attempt, tokens in progress:
             if ticket >= EVAL_BASE:
-                self.evaluations.renew(ticket, attempt, now + self.settings.lease_s)
+                self.evaluations.renew(ticket, attempt, expires)
                 moved = moved or tokens > 0
             elif (
                 group := self.alive.get(ticket) or self.retained.get(ticket)
@@ -397,13 +416,13 @@ class Store:
                     count[0], moved = tokens, True
                     self._touched(ticket)
                     if group.lease is not None and group.lease.attempt == attempt:
-                        group.lease.expires = now + self.settings.lease_s
+                        group.lease.expires = expires
                 elif tokens == 0 and group.lease is not None and group.lease.attempt == attempt:
                     queued.append(group.lease)
             elif (stray := self.strays.get(ticket, attempt)) is not None:
                 self._stray(ticket, attempt, max(tokens, stray.reported), 0)
         for lease in queued if moved else ():
-            lease.expires = now + self.settings.lease_s
+            lease.expires = expires
 
     def told(self, producer: str, session: int, drawn: int) -> None:
         """A session's own count of the tokens that it has told of; counts only grow."""

@@ -437,6 +437,8 @@ def test_every_attribute_of_a_store_comes_back_from_a_snapshot() -> None:
             deadly.deliver(sample(ticket), 0.0)
         deadly.ask(epoch, 0)
         compare(deadly)
+    deadly.renew("g", 3, [], 0.0, gap=1e3)
+    compare(deadly)
     assert deadly.aside == 1
     evaluated = Store(Settings(1, 1, 9, Sampling()), PROMPTS.__getitem__, evaluations())
     assert hello(evaluated, 1, 0)

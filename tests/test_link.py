@@ -4,6 +4,10 @@ doctor and terminal show.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from actors.delivery import Outbox
@@ -58,3 +62,35 @@ def test_two_generators_links_become_a_line() -> None:
     )
     near = found | {"link/fetch_share": 0.09, "link/ack_s": 0.9}
     assert "link" not in live.line(Status("r", 1, 9, 1, near, {}, [], {}, False))
+
+
+def test_what_a_generator_spends_on_a_long_step_is_no_wait_for_the_link() -> None:
+    """It reads between steps alone: on busy cores a step takes seconds."""
+
+    def waited(sent: float, unread: tuple[float, float], read: float) -> float:
+        box = Outbox(Wires(), "generator-0", 1)
+        box.add(sample(0))
+        assert len(list(box.frames(sent, flush=True))) == 1
+        box.on_acks(Acks(1, [(0, 0, 1, "accepted")], 1000, None), read, unread)
+        return box.numbers()["link/ack_waited_s"]
+
+    assert waited(10.0, (9.0, 18.0), 18.0) == 0.0, "sent, then a step of eight seconds"
+    assert waited(10.0, (14.0, 18.0), 18.0) == 4.0, "it was not there after four seconds"
+    assert waited(10.0, (10.0, 10.0), 13.0) == 3.0, "it stood by all the time"
+
+
+def test_a_slow_generator_draws_nothing_twice(
+    forked: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """A real run whose generator takes longer for each step than a lease lasts: it was slow, not
+    dead, and there was nobody else to take its tickets.
+    """
+    sets = (
+        "learner.steps=2",
+        "generator.max_new_tokens=3",
+        "wires.lease_s=0.4",
+        "evaluation.every=0",
+    )
+    done = forked(tmp_path / "run", *sets, slow={"generator-0": 1.5})
+    ledger = done["ledger"]
+    assert ledger["generated"] == ledger["trained"] > 0, ledger

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -25,6 +26,7 @@ from buffer.batches import Lack
 from buffer.evaluation import Evaluations
 from buffer.groups import Settings
 from buffer.ledger import tokens_of
+from buffer.state import Snapshot
 from buffer.store import EQUAL, Store
 
 
@@ -838,6 +840,62 @@ def test_lost_and_failed_evaluation_tickets_go_out_again() -> None:
         not store.evaluations.pending
         and store.evaluations.results["heldout", 0]["eval/heldout_n"] == 0
     )
+
+
+def one_evaluation(lease_s: float = 10.0) -> Store:
+    evaluations = Evaluations(0, 2, 2, 0, 1.0, lambda split, i: Prompt(i, split))
+    return make(3, lease_s=lease_s, evaluations=evaluations)
+
+
+@pytest.mark.parametrize("sign", ["delivers", "renews"])
+def test_a_slow_generator_keeps_its_evaluations_until_another_has_them(sign: str) -> None:
+    """Its first prefill took longer than the lease: nothing that it wrote is a duplicate."""
+    store = one_evaluation()
+    first, second = store.grant("slow", 1, 2, 0.0)
+    assert store.expire(30.0) == 2 and store.expire(31.0) == 0, "each lapses once"
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(store.snapshot()), type=Snapshot)
+    store = one_evaluation()
+    store.restore(state)
+    if sign == "renews":
+        store.renew("slow", 1, [(t.ticket, t.attempt, 3) for t in (first, second)], 31.0)
+        assert [t.kind for t in store.grant("other", 1, 1, 31.0)] == ["train"]
+        assert store.expire(40.9) == 0 and store.expire(41.1) == 3, "the other's ticket too"
+    assert judged(store, first, 1.0) == "evaluated"
+    (again, *_) = store.grant("other", 1, 1, 42.0)
+    assert again.ticket == second.ticket and again.attempt > second.attempt
+    assert judged(store, second, 1.0) == "duplicate", "another has it by now"
+    assert judged(store, again, 1.0) == "evaluated"
+    assert store.evaluations.results["heldout", 0]["eval/heldout_n"] == 2
+
+
+def test_what_is_freed_after_it_lapsed_is_due_once() -> None:
+    store = one_evaluation()
+    first, second = store.grant("slow", 1, 2, 0.0)
+    store.expire(30.0)
+    store.free([(first.ticket, first.attempt)])
+    store.end_sessions("slow", 2)
+    granted = store.grant("other", 1, 3, 31.0)
+    assert [t.ticket for t in granted if t.kind == "eval"] == [second.ticket, first.ticket]
+    assert judged(store, first, 1.0) == "duplicate"
+
+
+def test_leases_follow_the_measured_silence_of_a_generator() -> None:
+    store = one_evaluation()
+    first, second = store.grant("slow", 1, 2, 0.0)
+    named = [(t.ticket, t.attempt, 1) for t in (first, second)]
+    store.renew("slow", 1, named, 9.0, gap=9.0)
+    assert store.expire(9.0 + 26.9) == 0 and store.expire(9.0 + 27.1) == 2, "three silences"
+    store.renew("slow", 1, named, 40.0, gap=1e6)
+    assert store.expire(40.0 + 99.0) == 0 and store.expire(40.0 + 101.0) == 2, "ten leases at most"
+    store.renew("slow", 1, named, 200.0, gap=8.0)
+    (train,) = store.grant("slow", 1, 1, 200.0)
+    store.grant("quick", 1, 1, 200.0)
+    assert train.kind == "train" and store.expire(211.0) == 1, "the quick one's alone"
+    state = msgspec.msgpack.decode(msgspec.msgpack.encode(store.snapshot()), type=Snapshot)
+    store.restore(state)
+    assert store.lease_of("slow") == 24.0 and store.lease_of("quick") == 10.0
+    store.renew("slow", 1, named, 212.0, gap=1.0)
+    assert store.lease_of("slow") == 10.0
 
 
 def test_evaluations_of_a_dead_branch_are_made_again() -> None:
