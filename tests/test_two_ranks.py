@@ -100,8 +100,8 @@ def trained(
     return found  # type: ignore[return-value]
 
 
-# by rank 0 alone, on the samples of its own passes, where no term needs the reference
-MEASURED = ("kl/target_ref", "kl/ref_target")
+# on answers of rank 0's own passes: the reference where no term needs it, and the batch's own move
+MEASURED = ("kl/target_ref", "kl/ref_target", "kl/moved")
 HOW: list[dict[str, Any]] = [
     {"learner": {"micro_batch_tokens": 40}},
     {
