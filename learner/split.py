@@ -72,7 +72,8 @@ class Measure:
         if after is not None:
             part = packed.part(split_on)
             columns = (prep.start, after, prep.batch.behavior, prep.valid)
-            found["kl/moved"] = moved(*(x[part] for x in columns))
+            if not self.config.record.kl_moved:  # else it is measured on whole batches
+                found["kl/moved"] = moved(*(x[part] for x in columns))
             if self.weights_of is not None:
                 samples = [batch.samples[i] for i in packed.places]
                 found |= self.split(packed, prep, after, split_on, samples, batch.number)

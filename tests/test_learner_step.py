@@ -204,7 +204,7 @@ def test_what_a_batch_moved_is_measured_and_changes_nothing(model_dir: Path) -> 
         "loss": {"surrogate": "ppo"},
     }
     c, plain, packed = (
-        core(model_dir, record={"kl_moved": 2, "split_every": 0}, **how),
+        core(model_dir, record={"kl_moved": 2, "split_every": 1}, **how),
         core(model_dir, record={"split_every": 0}, **how),
         pack(batch()),
     )
