@@ -79,7 +79,7 @@ check: env
 # build/lib goes first: setuptools would pack modules from it that are gone.
 wheel: $(VENV)/.demo
 	rm -rf build/lib build/bdist.* dist
-	$(PIP) wheel --no-deps --wheel-dir dist .
+	$(PY) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
 
 shape:
 	python3 benchmarks/shape.py --where

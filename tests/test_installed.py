@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -21,7 +22,16 @@ from asyncrl.contract.errors import ConfigError
 from asyncrl.tasks.warm_start import warm_start
 
 PLAIN_ENV = {k: v for k, v in ENV.items() if k != "PYTHONPATH"}
-PACKED = ("asyncrl", "actors", "buffer", "learner", "configs", "pyproject.toml")
+PACKED = (
+    "asyncrl",
+    "actors",
+    "buffer",
+    "learner",
+    "configs",
+    "pyproject.toml",
+    "README.md",
+    "Makefile",
+)
 
 
 def called(argv: list[str], folder: Path, timeout: float = 3600.0) -> Ended:
@@ -41,9 +51,12 @@ def _install(path: Path) -> None:
             shutil.copytree(ROOT / name, tree / name, ignore=ignore)
         else:
             shutil.copy(ROOT / name, tree)
-    build = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1])"
-    done = called([sys.executable, "-c", build, str(path)], tree)
+    # with this environment's setuptools, and without installing what `make demo` would
+    make = ["make", "wheel", f"VENV={sys.prefix}", "-o", f"{sys.prefix}/.demo"]
+    done = called(["env", "PIP_NO_BUILD_ISOLATION=0", *make], tree)
     assert done.code == 0, done.err[-3000:]
+    (built,) = (tree / "dist").glob("asyncrl-*.whl")
+    shutil.move(built, path)
     shutil.rmtree(tree)
     done = called([sys.executable, "-m", "venv", "--without-pip", str(path / "env")], path)
     assert done.code == 0, done.err
@@ -109,6 +122,32 @@ def test_a_new_project_runs_from_a_notebook(installed: Path, tmp_path: Path) -> 
     )
     done = called([str(env / "python"), "-P", "-c", code], tmp_path)
     assert done.out.startswith(f"(2,) 2 {installed / 'env'}"), done.err
+
+
+def test_errors_of_a_wheel_name_extras_that_exist(installed: Path, tmp_path: Path) -> None:
+    """No Makefile is there to name; nothing is built before the refusal."""
+    env = installed / "env" / "bin"
+    assert called([str(env / "asyncrl"), "new", "mine"], tmp_path).code == 0
+    code = (
+        "import importlib.util as u, sys; before = u.find_spec; "
+        "gone = ('vllm', 'deepspeed', 'peft', 'uvicorn'); "
+        "u.find_spec = lambda n, *a: None if n in gone else before(n, *a); "
+        "from asyncrl.cli import main; main(sys.argv[1:])"
+    )
+    cases = {
+        "generator.engine='vllm'": "vllm",
+        "learner.backend='deepspeed'": "deepspeed",
+        "lora.rank=4": "lora",
+    }
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for item, extra in cases.items():
+        argv = [str(env / "python"), "-P", "-c", code, "run", "mine/config.toml", "--set", item]
+        done = called(argv, tmp_path)
+        assert done.code == 2 and f"pip install 'asyncrl[{extra}]'" in done.err, (item, done.err)
+        assert extra in extras and "warm" not in done.err.replace("warm_start", "")
+        assert not (tmp_path / "mine" / "model").exists()
 
 
 @pytest.mark.parametrize("name", ["demo", "demo.toml", "configs/demo.toml"])

@@ -71,7 +71,7 @@ def missing(config: Config) -> str:
     if not torch.cuda.is_available():
         return (
             f"{key}: asks for CUDA, and torch {torch.__version__} sees no CUDA device "
-            "(`asyncrl engines`): make env TARGET=gpu, or set model.device = cpu"
+            "(`asyncrl engines`): install torch with CUDA, or set model.device = cpu"
         )
     for key, numbers in gpus.items():
         if numbers and max(numbers) >= torch.cuda.device_count():

@@ -9,13 +9,15 @@ import os
 import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from asyncrl.config.engines import ENGINES
+from asyncrl.config.tree import Config
 
 VLLM = ENGINES["vllm"].pinned
 VISION = ("torchvision", "torchaudio", "torchcodec")
-INSTALL = "make env (on a CUDA machine: make env TARGET=gpu)"
+CHECKOUT = Path(__file__).resolve().parents[2]
 TRIAL_S = 180.0  # seconds that a trial import may take on a busy machine
 
 # name -> (setting, distributions that bring it, what a trial imports)
@@ -26,6 +28,42 @@ KNOWN = {
     "torch": ('learner.backend = "torch"', ("torch",), "import torch; torch.optim.AdamW"),
     "deepspeed": ('learner.backend = "deepspeed"', ("deepspeed",), "import deepspeed"),
 }
+
+
+def install(extra: str) -> str:
+    """The command that installs an extra of pyproject.toml: a checkout has `make env`."""
+    if (CHECKOUT / "Makefile").is_file() and (CHECKOUT / "requirements").is_dir():
+        return "make env (on a CUDA machine: make env TARGET=gpu)"
+    if extra == "vllm":
+        return (
+            "pip install 'asyncrl[vllm]' on a CUDA machine; on a CPU take the source tree and "
+            "`make env`"
+        )
+    return f"pip install 'asyncrl[{extra}]'"
+
+
+def missing_for(config: Config) -> str:
+    """The first package that a config needs and this environment lacks, with the command that
+    installs it; empty: none.  Quick: nothing is imported.
+    """
+    engine = config.generator.engine
+    if why := missing(engine):
+        return f"generator.engine = {engine}: {why}"
+    over_http = config.agent.on and config.agent.http
+    needs = [
+        (config.learner.backend == "deepspeed", "learner.backend", "deepspeed", "deepspeed"),
+        (config.lora.rank > 0, "lora.rank", "peft", "lora"),
+        (over_http, "agent: sessions over HTTP", "uvicorn", "agents"),
+        (over_http, "agent: sessions over HTTP", "httptools", "agents"),
+    ]
+    return next(
+        (
+            f"{key}: needs {package}, which is not installed: {install(extra)}"
+            for wanted, key, package, extra in needs
+            if wanted and importlib.util.find_spec(package) is None
+        ),
+        "",
+    )
 
 
 def version(*names: str) -> str:
@@ -44,12 +82,12 @@ def missing(engine: str) -> str:
     """
     row = ENGINES[engine]
     if importlib.util.find_spec(row.package) is None:
-        return f"{row.title} is not installed: {INSTALL}"
+        return f"{row.title} is not installed: {install(engine)}"
     found = version(*row.distributions).partition("+")[0]
     if row.pinned and found != row.pinned:
         return (
             f"{row.title} {found} is installed, and its inside differs between versions; this "
-            f"needs {row.pinned}: {INSTALL}"
+            f"needs {row.pinned}: {install(engine)}"
         )
     return ""
 
@@ -63,7 +101,7 @@ def explain(name: str, error: str) -> str:
             f"{', '.join(present)} of another build than torch {version('torch')} "
             f"({last}): pip uninstall -y {' '.join(present)}"
         )
-    return f"importing it fails: {last}; {INSTALL}"
+    return f"importing it fails: {last}; {install(name)}"
 
 
 def look() -> list[dict[str, Any]]:
@@ -83,7 +121,7 @@ def look() -> list[dict[str, Any]]:
             )
     rows = []
     for name, (setting, names, _) in KNOWN.items():
-        why = f"not installed: {INSTALL}"
+        why = f"not installed: {install(name)}"
         if name in trials:
             why = tried(name, trials[name])
         if name in ENGINES and not why:

@@ -144,14 +144,16 @@ def located_sets(config: Config, sets: Sequence[str]) -> Sequence[str]:
     return sets if found is config else [*sets, f"model.path={json.dumps(found.model.path)}"]
 
 
-def engine_installed(subject: Subject) -> str:
-    """The packages that engine and backend need."""
-    from asyncrl.models.installed import missing
+def packages_installed(subject: Subject) -> str:
+    """The packages of the engine, the backend, adapters and sessions over HTTP."""
+    from asyncrl.models.installed import missing_for
 
-    engine = subject.config.generator.engine
-    if why := missing(engine):
-        raise ConfigError(f"generator.engine = {engine}: {why}")
-    return f"generator.engine = {engine}, learner.backend = {subject.config.learner.backend}"
+    config = subject.config
+    if why := missing_for(config):
+        raise ConfigError(why)
+    return (
+        f"generator.engine = {config.generator.engine}, learner.backend = {config.learner.backend}"
+    )
 
 
 def devices_present(subject: Subject) -> str:
@@ -396,7 +398,7 @@ def exact_agrees(subject: Subject) -> None:
 def preflight(config: Config) -> None:
     """Every check of `config`, in order.  Raises what the first failed one says: ConfigError."""
     subject = Subject(config)
-    engine_installed(subject)
+    packages_installed(subject)
     devices_present(subject)
     task_reads(subject)
     model_built(subject)
@@ -406,7 +408,7 @@ def preflight(config: Config) -> None:
 
 
 CHECKS: dict[str, Callable[[Subject], str]] = {
-    "packages": engine_installed,
+    "packages": packages_installed,
     "devices": devices_present,
     "task": task_reads,
     "model": model_there,
