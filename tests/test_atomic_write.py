@@ -1,6 +1,8 @@
 """Files and directories that are there whole or not at all."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -79,3 +81,13 @@ def test_what_cannot_be_removed_is_passed_over(tmp_path: Path) -> None:
     atomic_write.remove(tmp_path / "file" / "below")
     atomic_write.remove(tmp_path / "nothing")
     assert os.listdir(tmp_path) == ["file"]
+
+
+def test_files_are_utf_8_in_any_locale(tmp_path: Path) -> None:
+    code = "import sys; from pathlib import Path; from asyncrl.records import atomic_write; "
+    code += "atomic_write.write(Path(sys.argv[1]), chr(0x3c0))"
+    plain = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    argv = [sys.executable, "-c", code, str(tmp_path / "file")]
+    done = subprocess.run(argv, env=os.environ | plain, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "file").read_text(encoding="utf-8") == chr(0x3C0)

@@ -231,3 +231,10 @@ def test_the_layers_hold() -> None:
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     assert "0 broken" in done.stdout
+
+
+def test_a_misspelled_section_on_the_command_line_is_not_the_files() -> None:
+    with pytest.raises(ConfigError) as error:
+        load.load("demo", ["lerner.lr=1"])
+    assert str(error.value).startswith("--set lerner.lr=1: lerner: unknown key")
+    assert "did you mean learner?" in str(error.value)

@@ -307,7 +307,8 @@ def keys(kind: Any = Config) -> list[str]:
 def _where(key: str, source: str, text: str, sets: typing.Sequence[str]) -> str:
     """file:line of a key, or the --set that gave it."""
     for item in sets:
-        if item.partition("=")[0].strip() == key:
+        given = item.partition("=")[0].strip()
+        if key and (given == key or given.startswith(f"{key}.")):
             return f"--set {item}"
     section, _, name = key.rpartition(".")
     inside = ""

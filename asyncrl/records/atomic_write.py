@@ -19,7 +19,7 @@ def write(path: Path, content: str | bytes, *, sync: bool = False) -> None:
         if isinstance(content, bytes):
             part.write_bytes(content)
         else:
-            part.write_text(content)
+            part.write_text(content, encoding="utf-8")
 
 
 @contextlib.contextmanager
