@@ -29,3 +29,11 @@ def test_every_planted_mutant_is_noticed_by_its_test() -> None:
         if x["status"] not in ("killed", "timeout")
     ]
     assert not alive and done.returncode == 0, alive
+
+
+def test_the_table_of_tests_names_files_that_are_there() -> None:
+    """benchmarks/mutants_tests.json: a mutant is tried against the test files that it names."""
+    table = json.loads((ROOT / "benchmarks" / "mutants_tests.json").read_text())
+    named = {*table, *(path for paths in table.values() for path in paths)}
+    gone = sorted(path for path in named if not (ROOT / path).exists())
+    assert table and not gone, f"write it anew: python benchmarks/mutants.py --table; gone: {gone}"
