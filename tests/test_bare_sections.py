@@ -15,9 +15,6 @@ from asyncrl.algorithms import loss as sl
 from asyncrl.algorithms import settings
 from asyncrl.algorithms.batch import LossBatch
 
-# `config` of test_algorithms says otherwise
-DEFAULT = {"proximal": settings.Correction().proximal}
-
 
 def bare(advantage: dict[str, Any], **more: Any) -> Any:
     """The sections by themselves, each with no more keys than are given."""
@@ -93,7 +90,7 @@ def test_a_penalty_nobody_gave_is_none(truncated: str) -> None:
 def test_a_whole_step_with_bare_sections_is_that_of_the_defaults() -> None:
     lp = theta(batch(3))
     found = []
-    for c in (bare({"name": "rloo", "whiten": False}), config(correction=DEFAULT)):
+    for c in (bare({"name": "rloo", "whiten": False}), config()):
         b = batch(3)
         prep = sl.prepare(b, c)
         assert (
@@ -131,7 +128,7 @@ def test_terms_of_bare_sections_have_the_defaults_of_the_configuration() -> None
     found = []
     for c in (
         bare({"name": "gae"}, kl=kl),
-        config(advantage={"name": "gae"}, kl={"loss": {"coefficient": 0.3}}, correction=DEFAULT),
+        config(advantage={"name": "gae"}, kl={"loss": {"coefficient": 0.3}}),
     ):
         b = with_values(batch(3))
         prep = sl.prepare(b, c)
