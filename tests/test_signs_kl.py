@@ -272,7 +272,7 @@ def test_drift_under_k1_in_the_loss() -> None:
         assert signs.signs(lost, config(*other)) == [], other
 
 
-@pytest.mark.parametrize("sets", [(), ("kl.loss.coefficient=0.0", *K1_LOSS[1:])])
+@pytest.mark.parametrize("sets", [(), ("kl.loss.coefficient=0.0",)])
 def test_drift_without_a_kl_term(sets: tuple[str, ...]) -> None:
     """While the reward rises, a policy that leaves the reference learns; then it drifts."""
     (sign,) = signs.signs(rows(kl__target_ref_k3=LOST), config(*sets))
@@ -320,7 +320,7 @@ def test_collapse_under_k3_in_the_reward() -> None:
     for other in (
         K3_LOSS,
         (),
-        ("kl.reward.coefficient=0.0", *K3_REWARD[1:]),
+        ("kl.reward.coefficient=0.0",),
         (K3_REWARD[0], "kl.reward.estimator=k1"),
     ):
         assert signs.signs(gone, config(*other)) == [], other
