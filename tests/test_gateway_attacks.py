@@ -5,7 +5,10 @@ sessions, what is oversized, slow or out of order.  Each is refused, and others 
 from __future__ import annotations
 
 import json
+import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -20,7 +23,7 @@ from actors.gateway.web import Opened
 from asyncrl.config.tree import Agent, Wires
 from asyncrl.contract import outcomes
 
-WAIT_S = 600.0
+WAIT_S = 120.0
 GO = [{"role": "user", "content": "go"}]
 
 
@@ -193,3 +196,240 @@ def test_a_failure_tells_what_was_refused_before_it(served: Served) -> None:
     other = served.do(served.service.open)
     state = post(served, other, "/beat", {}).json()
     assert state["refused"] == 0 and state["refusal"] is None
+
+
+# ---- what is oversized ---------------------------------------------------------------------------
+
+LONG = 1_000_000
+
+
+def far_too_long(served: Served) -> list[tuple[str, Any]]:
+    chat, line = "/v1/chat/completions", {"role": "user", "content": "a"}
+    return [
+        (chat, {"messages": [{"role": "user", "content": "low er " * (LONG // 7)}]}),
+        (chat, {"messages": [{"role": "user", "content": "a" * LONG}]}),
+        (chat, {"messages": [line] * (LONG // 40)}),
+        ("/v1/completions", {"prompt": "low er " * (LONG // 7)}),
+        ("/v1/completions", {"prompt": [1] * (LONG // 3)}),
+        ("/inference/v1/generate", {"token_ids": [1] * (LONG // 3)}),
+        ("/v1/responses", {"input": "low er " * (LONG // 7)}),
+        ("/v1/messages", {"max_tokens": 9, "messages": [line] * (LONG // 40)}),
+        ("/v1/messages/count_tokens", {"messages": [{**line, "content": "a" * LONG}]}),
+    ]
+
+
+def test_a_prompt_that_is_far_too_long_is_refused_at_the_cost_of_its_beginning(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 8 MB the tokenizer would take 13 s and 1.5 GiB."""
+    tokenizer = served.service.tokenizer
+    encoded: list[int] = []
+
+    class Counting:
+        def encode(self, text: str, **more: Any) -> Any:
+            encoded.append(len(text))
+            return tokenizer.encode(text, **more)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(tokenizer, name)
+
+    opened = served.do(served.service.open)
+    context = opened.session.limits.context
+    assert context == 4096
+    chat_of = opened.chat
+    monkeypatch.setattr(chat_of, "tokenizer", Counting())
+    monkeypatch.setattr(chat_of, "context", context)
+    bodies = far_too_long(served)
+    for path, body in bodies:
+        said = post(served, opened, path, body)
+        assert said.status_code == 400, (path, said.text)
+        assert said.json()["error"]["code"] == "context_length_exceeded"
+        assert "generator.context = 4096" in said.json()["error"]["message"]
+    assert sum(encoded) <= len(bodies) * 8 * context
+    assert served.do(lambda: opened.session.shortened)
+    monkeypatch.undo()
+    finish(served, opened)
+
+
+def test_others_are_served_while_a_long_prompt_is_composed(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the calls of its own session keep their order, whatever is answered meanwhile."""
+    opened, other = served.do(served.service.open), served.do(served.service.open)
+    entered, leave = threading.Event(), threading.Event()
+    order: list[str] = []
+    encode, shared_chat = opened.chat.encode, opened.chat
+
+    class Slow(type(shared_chat)):  # type: ignore[misc]
+        def encode(self, text: str) -> Any:
+            if "long" in text:
+                entered.set()
+                assert leave.wait(WAIT_S)
+            order.append("long" if "long" in text else "short")
+            return encode(text)
+
+    slow = Slow.__new__(Slow)
+    slow.__dict__.update(shared_chat.__dict__, context=0)
+    opened.session.composer = slow
+    monkeypatch.setattr(opened.session, "limits", Limits(max_calls=0, rows=0, parallel=2))
+
+    def ask(content: str) -> httpx.Response:
+        body = {"model": "policy", "messages": [{"role": "user", "content": content}]}
+        return post(served, opened, "/v1/chat/completions", body)
+
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(ask, "long " * 10_000)
+        assert entered.wait(WAIT_S)
+        assert chat(served, other).status_code == 200  # another session
+        assert post(served, opened, "/beat", {}).status_code == 200  # this one, too
+        second = pool.submit(ask, "short")
+        served.until(lambda: opened.session.composing == 2)
+        third = ask("short too")  # what waits counts against agent.parallel
+        assert third.status_code == 429
+        assert not first.done() and not second.done() and not order
+        leave.set()
+        assert first.result().status_code == second.result().status_code == 200
+    assert order == ["long", "short"]
+    assert served.do(lambda: opened.session.composing) == 0
+    assert [n.number for n in opened.session.forest.nodes] == [0, 1]
+
+
+def test_a_session_that_ends_while_its_prompt_is_composed_draws_nothing(served: Served) -> None:
+    opened = served.do(served.service.open)
+    entered, leave = threading.Event(), threading.Event()
+    composer = opened.session.composer
+    assert composer is not None
+
+    class Slow:
+        def encode(self, text: str) -> Any:
+            entered.set()
+            assert leave.wait(WAIT_S)
+            return composer.encode(text)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(composer, name)
+
+    opened.session.composer = Slow()  # type: ignore[assignment]
+    long = {"model": "policy", "messages": [{"role": "user", "content": "a" * 50_000}]}
+    drawn = len(served.service.drawn)
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(post, served, opened, "/v1/chat/completions", long)
+        assert entered.wait(WAIT_S)
+        assert post(served, opened, "/end", {"failed": "over"}).status_code == 200
+        leave.set()
+        assert asked.result().status_code == 410
+    assert len(served.service.drawn) == drawn and not opened.session.open_calls
+    assert served.do(lambda: not opened.session.requests and not served.endpoint.web.placing)
+
+
+def test_a_retry_joins_a_call_whose_prompt_is_being_composed(served: Served) -> None:
+    """The client's socket closed meanwhile: its retry gets the one answer."""
+    opened = served.do(served.service.open)
+    entered, leave = threading.Event(), threading.Event()
+    composer = opened.session.composer
+    assert composer is not None
+
+    class Slow:
+        def encode(self, text: str) -> Any:
+            entered.set()
+            assert leave.wait(WAIT_S)
+            return composer.encode(text)[:9]
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(composer, name)
+
+    opened.session.composer = Slow()  # type: ignore[assignment]
+    body = {"model": "policy", "messages": [{"role": "user", "content": "a" * 50_000}]}
+    head = {"authorization": f"Bearer {opened.key}", "x-stainless-retry-count": "1"}
+    url = f"{served.url}/s/{opened.session.name}/v1/chat/completions"
+
+    def ask() -> httpx.Response:
+        return httpx.post(url, json=body, headers=head, timeout=WAIT_S)
+
+    with ThreadPoolExecutor(2) as pool:
+        both = [pool.submit(ask), pool.submit(ask)]
+        assert entered.wait(WAIT_S)
+        served.until(lambda: opened.session.requests[0].connections == 2)
+        leave.set()
+        answers = {one.result().json()["id"] for one in both}
+    assert len(answers) == 1 and opened.session.calls == 1
+
+
+def test_reports_have_small_bodies(served: Served) -> None:
+    opened = served.do(served.service.open)
+    for path in ("/reward", "/end", "/beat"):
+        said = post(served, opened, path, {"reward": 1, "x": "y" * web.LARGEST_REPORT})
+        assert said.status_code == 413
+    finish(served, opened)
+
+
+# ---- connections ---------------------------------------------------------------------------------
+
+
+def half_open(served: Served, data: bytes) -> socket.socket:
+    host, port = served.url.removeprefix("http://").split(":")
+    made = socket.create_connection((host, int(port)), WAIT_S)
+    made.sendall(data)
+    return made
+
+
+def connections(served: Served) -> set[Any]:
+    found: set[Any] = served.endpoint.server.server_state.connections
+    return found
+
+
+def test_half_open_requests_without_a_key_make_room_for_those_with_one(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of them shut every client out until their heads were late, 30 s."""
+    monkeypatch.setattr(web, "CONNECTIONS", 8)
+    opened = served.do(served.service.open)
+    head = f"authorization: Bearer {opened.key}\r\n"
+    path = f"/s/{opened.session.name}"
+    known = half_open(served, f"GET {path} HTTP/1.1\r\nhost: a\r\n{head}\r\n".encode())
+    assert known.recv(4096).startswith(b"HTTP/1.1 200")
+    beginnings = [b"", b"GET", f"POST {path}/beat HTTP/1.1\r\n{head}content-length: 9".encode()]
+    wrong = f"GET {path} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer no\r\n\r\n".encode()
+    strangers = [half_open(served, (*beginnings, wrong)[n % 4]) for n in range(40)]
+    served.until(lambda: len(connections(served)) <= 8)
+    for _ in range(3):
+        assert chat(served, opened).status_code == 200  # a new connection each
+    strangers[0].settimeout(WAIT_S)
+    try:
+        assert strangers[0].recv(4096) == b""  # the oldest went
+    except ConnectionResetError:
+        pass
+    # the one with a key was left alone
+    known.sendall(f"GET {path} HTTP/1.1\r\nhost: a\r\n{head}\r\n".encode())
+    assert known.recv(4096).startswith(b"HTTP/1.1 200")
+    for each in (*strangers, known):
+        each.close()
+    served.until(lambda: not served.endpoint.server.server_state.strangers)
+
+
+def test_a_stranger_never_takes_the_place_of_one_with_a_key(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = served.do(served.service.open)
+    path, head = f"/s/{opened.session.name}", f"authorization: Bearer {opened.key}"
+    ask = f"GET {path} HTTP/1.1\r\nhost: a\r\n{head}\r\n\r\n".encode()
+    monkeypatch.setattr(web, "CONNECTIONS", 3)
+    known = [half_open(served, ask) for _ in range(3)]
+    for each in known:
+        assert each.recv(4096).startswith(b"HTTP/1.1 200")
+    stranger = half_open(served, b"")
+    try:
+        assert stranger.recv(4096) == b""
+    except ConnectionResetError:
+        pass
+    for each in known:
+        each.sendall(ask)
+        assert each.recv(4096).startswith(b"HTTP/1.1 200")
+        each.close()
+
+
+def test_there_are_fewer_connections_than_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(web.resource, "getrlimit", lambda which: (256, 4096))
+    assert web.most_connections() == 128
+    monkeypatch.setattr(web.resource, "getrlimit", lambda which: (1 << 20, 1 << 20))
+    assert web.most_connections() == web.CONNECTIONS

@@ -30,6 +30,10 @@ from asyncrl.contract import outcomes
 from asyncrl.contract.errors import ConfigError
 from asyncrl.contract.importing import module
 
+# characters for each token of generator.context that are encoded at once: of a longer text first
+# its beginning, which may be too long already
+AT_ONCE = 8
+CUT_TOKENS = 64  # that the beginning of a text may have more than it has within the whole
 MARK = "\ue000answer\ue001"  # private characters, which no history holds
 Parser = Callable[[str], Message]
 
@@ -37,8 +41,9 @@ Parser = Callable[[str], Message]
 class Chat:
     """The template, tokenizer and parser of a run; a `sessions.Composer`.
 
-    stop: ids that end an answer; when: what the template is told of the time (frozen: a session
-    that lives past midnight has one date)."""
+    stop: ids that end an answer; context: tokens of a prompt and its answer, 0 for no limit; when:
+    what the template is told of the time (frozen: a session that lives past midnight has one
+    date)."""
 
     def __init__(
         self,
@@ -47,11 +52,13 @@ class Chat:
         *,
         parser: Parser | None = None,
         history: Literal["template", "keep"] = "template",
+        context: int = 0,
         when: datetime | None = None,
     ) -> None:
         self.tokenizer = tokenizer
         self.parser = parser or whole_text
         self.keeps = history == "keep"
+        self.context = context
         self.ends = {int(token): self.text([int(token)]) for token in stop}
         self.when = when
 
@@ -68,13 +75,27 @@ class Chat:
         return self._write(messages, tools, answering=True)
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 [P]; no token is added to those that `text` names.  Raises CallRefused for half of
-        a character, which arguments of a tool call may hold: they are JSON within JSON.
-        """
+        """int32 [P]; no token is added to those that `text` names.
+
+        Raises CallRefused for half of a character, which arguments of a tool call may hold, as they
+        are JSON within JSON; and for a text that is longer than the context, at a cost that grows
+        with the context and not with the text."""
         try:
             outcomes.check_text(text, "the prompt")
         except ValueError as error:
             raise CallRefused(400, "invalid_text", str(error), "messages") from error
+        at_once = AT_ONCE * self.context
+        while self.context and len(text) > at_once:
+            count = len(self.tokenizer.encode(text[:at_once], add_special_tokens=False))
+            if count > self.context + CUT_TOKENS:
+                raise CallRefused(
+                    400,
+                    "context_length_exceeded",
+                    f"the prompt has over {count - CUT_TOKENS} tokens, and generator.context = "
+                    f"{self.context} is for prompt and answer: shorten the history",
+                    "messages",
+                )
+            at_once *= 2
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         return np.asarray(ids, dtype=np.int32)
 

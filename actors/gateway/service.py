@@ -160,6 +160,7 @@ class Gateway:
             self.stops,
             parser=parser_for(config.agent.parser),
             history=config.agent.history,
+            context=config.generator.context,
         )
         self.templated = has_template(config.model.path)
         if config.agent.tools and not self.templated:

@@ -13,9 +13,11 @@ All methods are called from one thread."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -28,6 +30,7 @@ from asyncrl.contract.messages import Row, Span, Ticket
 from asyncrl.contract.printable import escape_line
 
 NEVER = math.inf
+TOO_LONG = "context_length_exceeded"  # the code of a prompt that is
 Finish = Literal["stop", "length"]
 
 
@@ -107,6 +110,18 @@ class Call:
     cut: bool = False
 
 
+class Composed(NamedTuple):
+    """The prompt of a call, as a template and a tokenizer made it of a request."""
+
+    parent: Node | None
+    tail: np.ndarray  # int32 [P]: what follows the parent's turn; without a parent, all
+    text: str
+    why: str  # why it does not simply go on, should it open a row
+    found: Found | None = None  # of a call by messages
+    ours: Mapping[int, Node] = MappingProxyType({})
+    tools: Sequence[Any] = ()
+
+
 @dataclass(eq=False)
 class Request:
     """One request of the harness, over as many connections as it takes."""
@@ -181,6 +196,7 @@ class Session:
         self.limit = ""  # which one ended the calls
         self.limited_at = NEVER
         self.calls = 0
+        self.composing = 0  # further ones, whose prompts are being composed
         self.refusals = Refusals()
         self.tokens = 0  # drawn, those set aside included
         self.aside = 0  # of these, never trained
@@ -207,27 +223,75 @@ class Session:
         what the composer raises; nothing has changed then.
 
         max_new_tokens: the client's; 0: as many as the run allows."""
-        assert self.composer is not None
-        self._may_call(now)
+        self.may_call(now)
+        composed = self.draft(messages, tools, aside)()
+        return self.accept(composed, now=now, max_new_tokens=max_new_tokens, stop=stop, aside=aside)
+
+    def draft(
+        self, messages: Sequence[Message], tools: Sequence[Any] = (), aside: bool = False
+    ) -> Callable[[], Composed]:
+        """Find the place of a call by messages; return what composes its prompt, by the template
+        and the tokenizer.  That takes long for a long prompt, and may run in another thread: until
+        `accept`, no other call of the session may be drafted.  Raises ValueError as `plain_text`.
+        """
         found = self.forest.find(messages, aside)
-        parent, tail = None, None
+        return partial(self._composed, partial(self._compose, found, messages, tools))
+
+    def draft_text(self, text: str) -> Callable[[], Composed]:
+        """The same for a call by text without a template."""
+        texts = sorted(self.forest.texts(), key=lambda x: (-x.text_length, -x.number))
+        return partial(self._composed, partial(self._compose_text, texts, text))
+
+    def _composed(self, compose: Callable[[], Composed]) -> Composed:
+        try:
+            return compose()
+        except CallRefused as refused:
+            self.shortened = self.shortened or refused.code == TOO_LONG
+            raise
+
+    def _compose(self, found: Found, messages: Sequence[Message], tools: Sequence[Any]) -> Composed:
+        assert self.composer is not None
         for index, node in found.candidates:
             ours = {**node.ours, index: node}
             restored = put_back(messages, ours)
             text = self.composer.write(restored, tools)
             tail = self.composer.follow(node, restored, index, text)
             if tail is not None:
-                parent = node
-                break
-        if tail is None:
-            ours = found.ours()
-            text = self.composer.write(put_back(messages, ours), tools)
-            tail = self.composer.encode(text)
-        node = Node(self.forest.placed, parent, np.ascontiguousarray(tail, np.int32), aside)
-        node.chain, node.ours, node.tools = found.chains[-1], ours, tools
-        node.text_length, node.text_digest = len(text), text_digest(text)
+                return Composed(node, tail, text, cause(found, node, tools), found, ours, tools)
+        ours = found.ours()
+        text = self.composer.write(put_back(messages, ours), tools)
+        tail = self.composer.encode(text)
+        return Composed(None, tail, text, cause(found, None, tools), found, ours, tools)
+
+    def _compose_text(self, texts: Sequence[Node], text: str) -> Composed:
+        assert self.composer is not None
+        for node in texts:
+            if (tail := self.composer.follow_text(node, text)) is not None:
+                return Composed(node, tail, text, "branch")
+        return Composed(None, self.composer.encode(text), text, "text")
+
+    def accept(
+        self,
+        composed: Composed,
+        *,
+        now: float,
+        max_new_tokens: int = 0,
+        stop: Sequence[str] = (),
+        aside: bool = False,
+    ) -> Call:
+        """The call whose prompt is composed.  Raises CallRefused, also for what has come about
+        since it was drafted: the session may have ended.
+        """
+        self.may_call(now)
+        tail = np.ascontiguousarray(composed.tail, np.int32)
+        node = Node(self.forest.placed, composed.parent, tail, aside)
+        found = composed.found
+        if found is not None:
+            node.chain, node.ours = found.chains[-1], dict(composed.ours)
+            node.tools = composed.tools
+        node.text_length, node.text_digest = len(composed.text), text_digest(composed.text)
         call = self._sized(node, max_new_tokens, stop, now)
-        return self._placed(call, found, cause(found, parent, tools), now)
+        return self._placed(call, found, composed.why, now)
 
     def place_ids(
         self,
@@ -241,7 +305,7 @@ class Session:
         """A call by token ids int32 [P], P >= 1: it continues the node whose ids they begin with.
         Raises CallRefused.
         """
-        self._may_call(now)
+        self.may_call(now)
         ids = np.ascontiguousarray(ids, np.int32)
         parent = self.forest.find_ids(ids, aside)
         tail = ids if parent is None else ids[len(parent.whole()) :]
@@ -261,21 +325,11 @@ class Session:
         """A call by text without a template: it continues the node whose text it begins with, the
         longest, of these the newest.  Raises CallRefused.
         """
-        assert self.composer is not None
-        self._may_call(now)
-        parent, tail = None, None
-        for each in sorted(self.forest.texts(), key=lambda node: (-node.text_length, -node.number)):
-            if (tail := self.composer.follow_text(each, text)) is not None:
-                parent = each
-                break
-        if tail is None:
-            tail = self.composer.encode(text)
-        node = Node(self.forest.placed, parent, np.ascontiguousarray(tail, np.int32), aside)
-        node.text_length, node.text_digest = len(text), text_digest(text)
-        call = self._sized(node, max_new_tokens, stop, now)
-        return self._placed(call, None, "text" if parent is None else "branch", now)
+        self.may_call(now)
+        composed = self.draft_text(text)()
+        return self.accept(composed, now=now, max_new_tokens=max_new_tokens, stop=stop, aside=aside)
 
-    def _may_call(self, now: float) -> None:
+    def may_call(self, now: float) -> None:
         """Raises CallRefused where no further call may begin."""
         self.tick(now)
         if self.state != "open":
@@ -283,11 +337,12 @@ class Session:
         if self.limit:
             raise self._over()
         limits = self.limits
-        if limits.parallel and len(self.open_calls) >= limits.parallel:
+        at_once = len(self.open_calls) + self.composing
+        if limits.parallel and at_once >= limits.parallel:
             raise CallRefused(
                 429,
                 "parallel_calls",
-                f"session {self.name} has {len(self.open_calls)} calls at once, agent.parallel = "
+                f"session {self.name} has {at_once} calls at once, agent.parallel = "
                 f"{limits.parallel}: wait for one of them",
             )
         if limits.max_calls and self.calls >= limits.max_calls:
@@ -308,7 +363,7 @@ class Session:
                 self.shortened = True
                 raise CallRefused(
                     400,
-                    "context_length_exceeded",
+                    TOO_LONG,
                     f"the prompt has {len(prompt)} tokens, and generator.context = "
                     f"{limits.context} is for prompt and answer: shorten the history",
                     "messages",

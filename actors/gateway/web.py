@@ -17,11 +17,13 @@ import hmac
 import ipaddress
 import json
 import math
+import resource
 import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import uvicorn
 import xxhash
@@ -31,7 +33,7 @@ from actors.gateway import replies
 from actors.gateway.chat import Chat
 from actors.gateway.forest import Node
 from actors.gateway.requests import PREFIX, Kind, Manners, Wanted, decoded, wanted
-from actors.gateway.sessions import Call, CallRefused, Request, Session
+from actors.gateway.sessions import TOO_LONG, Call, CallRefused, Request, Session
 from asyncrl.contract import outcomes
 from asyncrl.contract.errors import ConfigError
 
@@ -40,6 +42,9 @@ LARGEST_REPORT = 1024 * 1024  # of a lease, a reward, an end or a beat
 LARGEST_HEAD = 64 * 1024  # bytes that are no body's, between two that are
 HEAD_S = 30.0  # for a request's head to arrive, from its connection or its first byte
 CONNECTIONS = 4096
+# of a call's body: up to here it is read and composed at once, which costs less than a thread
+INLINE_BYTES = 1 << 15
+THREADS = 4  # that compose prompts
 BODY_S = 60.0  # for a body to arrive
 KEEP_ALIVE_S = 10.0  # between two signs of life in a stream
 LONGEST_WAIT_S = 60.0  # for a lease
@@ -49,6 +54,7 @@ LEASE_CHARACTERS = 256
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
+T = TypeVar("T")
 
 
 class HttpRequest:
@@ -120,6 +126,7 @@ class Opened:
     task: Mapping[str, Any] = field(default_factory=dict)
     seed: int = 0
     first: bool = True  # no earlier attempt at this sample may have acted
+    composing: asyncio.Lock = field(default_factory=asyncio.Lock)  # held for one call's prompt
 
 
 class Service(Protocol):
@@ -184,7 +191,9 @@ class Web:
 
     def __init__(self, service: Service) -> None:
         self.service = service
+        self.placing: dict[Request, asyncio.Task[None]] = {}
         self.drawing: dict[Request, asyncio.Task[None]] = {}
+        self.threads = ThreadPoolExecutor(THREADS, "prompts")
         self.errors: dict[Request, CallRefused] = {}
         served = self._served
         # what follows /s/ID/ -> who serves it
@@ -253,6 +262,7 @@ class Web:
                 "this session's URL and key do not belong together: use OPENAI_BASE_URL and "
                 "OPENAI_API_KEY as they were given",
             )
+        request.connection.welcome()
         return opened
 
     def _served(
@@ -273,6 +283,7 @@ class Web:
     async def _lease(self, request: HttpRequest) -> Response:
         if not _same_key(request, self.service.run_key):
             raise CallRefused(401, "invalid_api_key", "the key is not the one in RUN/agent.key")
+        request.connection.welcome()
         said = _json(await _body(request, LARGEST_REPORT))
         lease = said.get("lease")
         if not isinstance(lease, str) or not 0 < len(lease) <= LEASE_CHARACTERS:
@@ -381,19 +392,21 @@ class Web:
 
     async def _count(self, request: HttpRequest, opened: Opened, body: bytes) -> Response:
         """Tokens of a prompt that nobody draws from."""
-        session = opened.session
-        asked = wanted("messages", decoded(body), self.service.manners, session.ticket.sampling)
-        text = opened.chat.write(asked.messages, asked.tools)
-        return Response(said={"input_tokens": len(opened.chat.encode(text))})
+        asked = await self._read_call("messages", opened, body)
+        chat = opened.chat
+
+        def count() -> int:
+            return len(chat.encode(chat.write(asked.messages, asked.tools)))
+
+        return Response(said={"input_tokens": await self._apart(len(body), count)})
 
     def _calls(self, kind: Kind) -> Served:
         async def route(request: HttpRequest) -> Reply:
             opened = self._opened(request)
             try:
                 body = await _body(request, LARGEST_BODY)
-                said = decoded(body)
-                asked = wanted(kind, said, self.service.manners, opened.session.ticket.sampling)
-                made = self._request(request, opened, asked, body)
+                asked = await self._read_call(kind, opened, body)
+                made = await self._request(request, opened, asked, body)
             except CallRefused as refused:
                 opened.session.refusals.add(refused)
                 raise
@@ -401,7 +414,43 @@ class Web:
 
         return route
 
-    def _request(self, request: HttpRequest, opened: Opened, asked: Wanted, body: bytes) -> Request:
+    async def _read_call(self, kind: Kind, opened: Opened, body: bytes) -> Wanted:
+        """What a body asks for.  Raises CallRefused."""
+        session, manners = opened.session, self.service.manners
+        context = session.limits.context
+
+        def read() -> Wanted:
+            said = decoded(body)
+            for name in ("messages", "input", "prompt", "token_ids"):
+                given = said.get(name)
+                if context and isinstance(given, list) and len(given) > context:
+                    raise CallRefused(
+                        400,
+                        TOO_LONG,
+                        f"{name} has {len(given)} entries of a token or more, and "
+                        f"generator.context = {context} is for prompt and answer: shorten the "
+                        "history",
+                        name,
+                    )
+            return wanted(kind, said, manners, session.ticket.sampling)
+
+        try:
+            return await self._apart(len(body), read)
+        except CallRefused as refused:
+            session.shortened = session.shortened or refused.code == TOO_LONG
+            raise
+
+    async def _apart(self, size: int, work: Callable[[], T]) -> T:
+        """The result of `work` on a body of so many bytes: in a thread where it takes long, as
+        nobody else is served meanwhile otherwise.
+        """
+        if size <= INLINE_BYTES:
+            return work()
+        return await asyncio.get_running_loop().run_in_executor(self.threads, work)
+
+    async def _request(
+        self, request: HttpRequest, opened: Opened, asked: Wanted, body: bytes
+    ) -> Request:
         """The request, new or joined; a new one draws from here on.  Raises CallRefused."""
         session = opened.session
         digest = xxhash.xxh3_128_digest(request.path.encode() + b"\n" + body)
@@ -410,15 +459,51 @@ class Web:
         made = session.request(digest, retry=repeats.isdecimal() and int(repeats) > 0, key=key)
         if made.call is not None:
             return made
+        if made not in self.placing:
+            self.placing[made] = asyncio.create_task(self._place(opened, made, asked, len(body)))
+        # whoever joins it meanwhile waits for the same, and one that goes away ends it for nobody
+        await asyncio.shield(self.placing[made])
+        return made
+
+    async def _place(self, opened: Opened, made: Request, asked: Wanted, size: int) -> None:
+        """Compose the call's prompt and let it be drawn.  Raises CallRefused."""
+        session = opened.session
         try:
             self._running()
-            made.call = _placed(session, asked, self.service.now())
+            session.may_call(self.service.now())
+            made.call = await self._compose(opened, asked, size)
         except BaseException:
             session.forget(made)
             self.service.changed(session)
             raise
+        finally:
+            del self.placing[made]
         self.drawing[made] = asyncio.create_task(self._draw(opened, made, asked))
-        return made
+
+    async def _compose(self, opened: Opened, asked: Wanted, size: int) -> Call:
+        """The call in its session: one after another is composed, in the order in which they came,
+        as each may go on behind those before it.  Raises CallRefused.
+        """
+        session = opened.session
+        common: dict[str, Any] = {
+            "max_new_tokens": asked.max_new_tokens,
+            "stop": asked.stop,
+            "aside": asked.aside,
+        }
+        if asked.ids is not None:
+            return session.place_ids(asked.ids, now=self.service.now(), **common)
+        session.composing += 1
+        try:
+            async with opened.composing:
+                if asked.kind == "text":
+                    draft = session.draft_text(asked.text)
+                else:
+                    draft = session.draft(asked.messages, asked.tools, asked.aside)
+                composed = await self._apart(size, draft)
+        finally:
+            session.composing -= 1
+        # in the same step as the lock's release: the next one is drafted behind this call
+        return session.accept(composed, now=self.service.now(), **common)
 
     async def _draw(self, opened: Opened, made: Request, asked: Wanted) -> None:
         """Let the call be drawn and keep its answer, whoever waits for it."""
@@ -540,21 +625,6 @@ def _ascii(text: str) -> bytes:
 def _name(session: Session, number: int, kind: Kind) -> str:
     """What a call is called in its answer."""
     return f"{PREFIX[kind]}{session.name}-{number}"
-
-
-def _placed(session: Session, asked: Wanted, now: float) -> Call:
-    """The call in its session.  Raises CallRefused."""
-    common: dict[str, Any] = {
-        "now": now,
-        "max_new_tokens": asked.max_new_tokens,
-        "stop": asked.stop,
-        "aside": asked.aside,
-    }
-    if asked.ids is not None:
-        return session.place_ids(asked.ids, **common)
-    if asked.kind == "text":
-        return session.place_text(asked.text, **common)
-    return session.place(messages=asked.messages, tools=asked.tools, **common)
 
 
 def _same_key(request: HttpRequest, key: str) -> bool:
@@ -682,20 +752,34 @@ class Bounded(HttpToolsProtocol):
         self.in_head = False
         self.late: asyncio.TimerHandle | None = None
         self.lost = False
+        # connections on which no key was shown yet, the oldest first
+        self.strangers: dict[Bounded, None] = vars(self.server_state).setdefault("strangers", {})
+        self.strangers[self] = None
         self.waiting: set[Callable[[], None]] = set()  # whom to tell that it is closed
         self.out = OneWrite(transport)
         super().connection_made(self.out)  # type: ignore[arg-type]
-        if len(self.connections) > CONNECTIONS:
-            transport.abort()
-            return
+        if len(self.connections) > most_connections():
+            # who has no key makes room, and never the other way round
+            next(iter(self.strangers)).abort()
+            if self.closed:
+                return
         self.late = self.loop.call_later(HEAD_S, transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._in_time()
         self.lost = True
+        self.strangers.pop(self, None)
         super().connection_lost(exc)
         for tell in list(self.waiting):
             tell()
+
+    def abort(self) -> None:
+        self.strangers.pop(self, None)
+        self.transport.abort()
+
+    def welcome(self) -> None:
+        """A key was shown that opens something: it makes room for nobody."""
+        self.strangers.pop(self, None)
 
     @property
     def closed(self) -> bool:
@@ -763,6 +847,11 @@ class Bounded(HttpToolsProtocol):
             self.late = None
 
 
+def most_connections() -> int:
+    """At once: files are needed for other things too, and without one nobody is accepted."""
+    return min(CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+
+
 class Quiet(uvicorn.Server):
     """A server that leaves the process's signals alone."""
 
@@ -826,6 +915,7 @@ class Endpoint:
         self.server.should_exit = True
         if self.task is not None:
             await self.task
-        for task in list(self.web.drawing.values()):
+        for task in [*self.web.placing.values(), *self.web.drawing.values()]:
             task.cancel()
+        self.web.threads.shutdown(wait=False, cancel_futures=True)
         self.socket.close()

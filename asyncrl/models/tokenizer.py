@@ -49,6 +49,8 @@ OTHER_FILES = (
 OWN_CLASS = ("qwen3", "llama")
 NAMED = ("bos_token", "eos_token", "pad_token", "unk_token")
 HARMLESS = {"tokenizer_class", "backend", "model_max_length", "chat_template", *NAMED}
+# characters from which on a text is encoded as a batch of one, in which other threads can go on
+LONG_TEXT = 1 << 14
 NAMED_FIRST = 3  # missing parameters that a message lists
 PATCHED_VOCABULARY = 100_000  # above it transformers looks for a faulty pre-tokenizer and mends it
 
@@ -76,6 +78,9 @@ class PlainTokenizer:
         """
         if add_special_tokens:
             return list(self.whole.encode(text))
+        if len(text) > LONG_TEXT:
+            (found,) = self.inner.encode_batch([text], add_special_tokens=False)
+            return list(found.ids)
         return list(self.inner.encode(text, add_special_tokens=False).ids)
 
     def get_vocab(self) -> dict[str, int]:
