@@ -54,6 +54,9 @@ TEXT_EDGES = (
     b'""',
     b"[[[[",
     b"99999999999999999999",
+    b"1e19",
+    b'"\\ud800"',
+    b"\\udc00",
     b"\r\n",
 )
 FRESH = 20_000  # mutants after which a target begins anew

@@ -433,3 +433,142 @@ def test_there_are_fewer_connections_than_files(monkeypatch: pytest.MonkeyPatch)
     assert web.most_connections() == 128
     monkeypatch.setattr(web.resource, "getrlimit", lambda which: (1 << 20, 1 << 20))
     assert web.most_connections() == web.CONNECTIONS
+
+
+# ---- keys and ids of others, and what comes out of order -----------------------------------------
+
+ROUTES = [
+    ("/v1/chat/completions", {"messages": GO}),
+    ("/v1/completions", {"prompt": "a"}),
+    ("/v1/messages", {"max_tokens": 3, "messages": GO}),
+    ("/v1/messages/count_tokens", {"messages": GO}),
+    ("/v1/responses", {"input": "a"}),
+    ("/inference/v1/generate", {"token_ids": [3]}),
+    ("/reward", {"reward": 1}),
+    ("/end", {"failed": "why"}),
+    ("/beat", {}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ROUTES)
+def test_no_key_but_its_own_opens_a_session(path: str, body: Any, served: Served) -> None:
+    opened, other = served.do(served.service.open), served.do(served.service.open)
+    own = opened.key
+    keys = (other.key, served.service.run_key, own[:-1], own + "x", own.upper(), "Bearer", "\xff")
+    for key in keys:
+        said = httpx.post(
+            f"{served.url}/s/{opened.session.name}{path}?api_key={own}",
+            json=body,
+            headers={b"authorization": b"Bearer " + key.encode("latin-1")},
+            timeout=WAIT_S,
+        )
+        assert said.status_code == 401 and own not in said.text
+    view = served.do(lambda: opened.session.view(0.0))
+    assert (view["state"], view["calls"], view["refused"]) == ("open", 0, 0)
+    finish(served, opened)
+
+
+def test_a_session_names_no_file_and_no_other_route(served: Served) -> None:
+    opened = served.do(served.service.open)
+    name = opened.session.name
+    host, port = served.url.removeprefix("http://").split(":")
+    for path in (
+        f"/s/{name}/../{name}",
+        f"/s/{name}/%2e%2e/{name}",
+        f"/s/{name}//reward",
+        f"/s/{name}/reward/",
+        f"/s/%00{name}",
+        "/s/",
+        "/s//reward",
+        f"/asyncrl/v1/sessions/{name}",
+        "/../../etc/passwd",
+        f"/s/{name}/v1/models/../../reward",
+    ):
+        head = f"POST {path} HTTP/1.1\r\nhost: a\r\nauthorization: Bearer {opened.key}\r\n"
+        with socket.create_connection((host, int(port)), WAIT_S) as raw:
+            raw.sendall(f"{head}content-length: 13\r\n\r\n".encode() + b'{"reward": 1}')
+            status = raw.recv(65536).split(b" ", 2)[1]
+        assert status in (b"404", b"401", b"400"), (path, status)
+    finish(served, opened)
+
+
+def test_ids_of_another_sessions_calls_get_no_share(served: Served) -> None:
+    opened, other = served.do(served.service.open), served.do(served.service.open)
+    stolen = chat(served, other).json()["id"]
+    assert chat(served, opened).status_code == 200
+    unknown = f"chatcmpl-{opened.session.name}-7"
+    for name in (stolen, unknown, "-0", "0 ", "chatcmpl-x-0", "\u0660", "9" * 5000):
+        said = post(served, opened, "/reward", {"reward": 1, "calls": {name: 1.0}})
+        assert said.status_code == 422, name
+        assert said.json()["error"]["param"] == "calls"
+    twice = {"0": 1.0, f"chatcmpl-{opened.session.name}-0": 2.0}
+    said = post(served, opened, "/reward", {"reward": 1, "calls": twice})
+    assert said.status_code == 422 and "two shares" in said.text
+    finish(served, opened)
+    finish(served, other)
+
+
+def test_numbers_in_headers_have_few_digits(served: Served) -> None:
+    opened = served.do(served.service.open)
+    for count in ("9" * 5000, "\u00b2".encode("latin-1"), "-1"):
+        said = httpx.post(
+            f"{served.url}/s/{opened.session.name}/v1/chat/completions",
+            json={"model": "policy", "messages": GO},
+            headers={
+                b"authorization": f"Bearer {opened.key}".encode(),
+                b"x-stainless-retry-count": count if isinstance(count, bytes) else count.encode(),
+            },
+            timeout=WAIT_S,
+        )
+        assert said.status_code == 200, said.text
+    finish(served, opened)
+
+
+def test_an_idempotency_key_is_of_its_own_session(served: Served) -> None:
+    opened, other = served.do(served.service.open), served.do(served.service.open)
+    ids = []
+    for each in (opened, other, opened):
+        said = httpx.post(
+            f"{served.url}/s/{each.session.name}/v1/chat/completions",
+            json={"model": "policy", "messages": GO},
+            headers={"authorization": f"Bearer {each.key}", "idempotency-key": "one"},
+            timeout=WAIT_S,
+        )
+        ids.append(said.json()["id"])
+    assert ids[0] == ids[2] != ids[1]
+
+
+def test_what_comes_after_the_end_changes_nothing(served: Served) -> None:
+    opened = served.do(served.service.open)
+    finish(served, opened)
+    outcome = opened.session.outcome
+    for path, body in ROUTES:
+        said = post(served, opened, path, body)
+        expected = {"/reward": 422, "/end": 422, "/beat": 200, "/v1/messages/count_tokens": 200}
+        assert said.status_code == expected.get(path, 410), (path, said.text)
+    assert opened.session.outcome is outcome
+    lost = served.do(served.service.open)
+    assert post(served, lost, "/end", {"failed": "first"}).status_code == 200
+    assert post(served, lost, "/reward", {"reward": 1}).status_code == 410
+    assert post(served, lost, "/end", {"score": True}).status_code == 410
+    assert post(served, lost, "/end", {"failed": "second"}).status_code == 200
+    assert lost.session.outcome and lost.session.outcome.failed == "first"
+
+
+@pytest.mark.parametrize("part", ["head", "body"])
+def test_a_request_that_never_comes_whole_is_closed(
+    part: str, served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = served.do(served.service.open)
+    monkeypatch.setattr(web, "HEAD_S" if part == "head" else "BODY_S", 0.2)
+    head = f"POST /s/{opened.session.name}/reward HTTP/1.1\r\nhost: a\r\n"
+    whole = f"{head}authorization: Bearer {opened.key}\r\ncontent-length: 99\r\n\r\n"
+    sent = half_open(served, head.encode() if part == "head" else whole.encode() + b'{"reward"')
+    try:
+        got = sent.recv(65536)
+    except ConnectionResetError:
+        got = b""
+    assert got.startswith(b"HTTP/1.1 408") if part == "body" else got == b""
+    sent.close()
+    monkeypatch.undo()
+    finish(served, opened)

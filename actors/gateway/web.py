@@ -331,11 +331,14 @@ class Web:
         for name, share in _numbers(said.get("calls"), "calls").items():
             number = name.rpartition("-")[2]
             names = {f"{prefix}{session.name}-{number}" for prefix in PREFIX.values()}
-            if not number.isdecimal() or name not in {number, *names}:
+            call = _whole(number)
+            if call is None or name not in {number, *names}:
                 raise CallRefused(
                     422, "no_such_call", f"calls: {name!r:.80} is no call's id", "calls"
                 )
-            calls[int(number)] = share
+            if call in calls:
+                raise CallRefused(422, "invalid_value", f"calls: {call} has two shares", "calls")
+            calls[call] = share
         try:
             session.reward(value, parts, calls, now=self.service.now())
         finally:
@@ -454,9 +457,9 @@ class Web:
         """The request, new or joined; a new one draws from here on.  Raises CallRefused."""
         session = opened.session
         digest = xxhash.xxh3_128_digest(request.path.encode() + b"\n" + body)
-        repeats = request.header(b"x-stainless-retry-count", "0")
+        repeats = _whole(request.header(b"x-stainless-retry-count", "0")) or 0
         key = request.header(b"idempotency-key")
-        made = session.request(digest, retry=repeats.isdecimal() and int(repeats) > 0, key=key)
+        made = session.request(digest, retry=repeats > 0, key=key)
         if made.call is not None:
             return made
         if made not in self.placing:
@@ -637,8 +640,8 @@ def _same_key(request: HttpRequest, key: str) -> bool:
 
 async def _body(request: HttpRequest, most: int) -> bytes:
     """The body of up to `most` bytes, in bounded time.  Raises CallRefused."""
-    length = request.header(b"content-length", "0")
-    if length.isdecimal() and int(length) > most:
+    length = _whole(request.header(b"content-length", "0"))
+    if length is not None and length > most:
         raise _too_large(most)
     if request.scope.get("asyncrl.whole"):  # it came with its head, as small ones do
         return await _read(request, most)
@@ -680,6 +683,11 @@ def _json(body: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise CallRefused(400, "invalid_json", "the body is no JSON object")
     return found
+
+
+def _whole(text: str) -> int | None:
+    """A whole number from 0 on, in ASCII digits; None for what is none, or has too many digits."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) <= 18 else None
 
 
 def _number(value: Any, name: str, *, finite: bool = True) -> float:

@@ -20,8 +20,9 @@ import numpy as np
 import scale
 import xxhash
 
-from asyncrl.config.tree import Wires
+from asyncrl.config.tree import Agent, Wires
 from asyncrl.contract import messages as m
+from asyncrl.contract import outcomes
 from asyncrl.contract.errors import BadMessage
 from asyncrl.contract.versions import Label
 from asyncrl.records import rundir
@@ -407,6 +408,7 @@ BODIES: tuple[tuple[str, str], ...] = (
     ("/inference/v1/generate", '{"token_ids":[3,4,5],"sampling_params":{"max_tokens":4}}'),
     ("/reward", '{"reward":1.5,"parts":{"a":0.5},"calls":{"1":0.25}}'),
     ("/end", '{"failed":"why"}'),
+    ("/end", '{"failed":"\\ud83d\\ude00 \\u001b[2J"}'),
     ("/end", '{"score":true}'),
     ("/beat", "{}"),
 )
@@ -472,9 +474,20 @@ class Web:
         if tasks and (await asyncio.wait(tasks, timeout=30))[1]:
             raise AssertionError("a request that never ends")
         status = bytes(wire.out[9:12]).decode()
+        self._check_samples()
         if status.startswith("5"):
             raise AssertionError(f"answered with {bytes(wire.out[:600])!r}")
         return f"refused: {status}" if status > "299" else "taken" if status else "undecodable"
+
+    def _check_samples(self) -> None:
+        """Raise for an ended session whose sample cannot be sent or would be refused."""
+        from actors.gateway.service import trajectory
+
+        for opened in self.service.sessions.values():
+            if opened.session.complete:
+                made = trajectory(opened.session, self.service.tokenizer, Agent())
+                outcomes.check_sample(made)
+                encode(made)
 
     def close(self) -> None:
         self.loop.close()
