@@ -257,11 +257,13 @@ class Session:
             text = self.composer.write(restored, tools)
             tail = self.composer.follow(node, restored, index, text)
             if tail is not None:
-                return Composed(node, tail, text, cause(found, node, tools), found, ours, tools)
+                why = cause(found, node, tools)
+                return Composed(node, tail, text, why, found=found, ours=ours, tools=tools)
         ours = found.ours()
         text = self.composer.write(put_back(messages, ours), tools)
         tail = self.composer.encode(text)
-        return Composed(None, tail, text, cause(found, None, tools), found, ours, tools)
+        why = cause(found, None, tools)
+        return Composed(None, tail, text, why, found=found, ours=ours, tools=tools)
 
     def _compose_text(self, texts: Sequence[Node], text: str) -> Composed:
         assert self.composer is not None

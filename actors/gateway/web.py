@@ -54,7 +54,7 @@ LEASE_CHARACTERS = 256
 Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Any], Awaitable[None]]
-T = TypeVar("T")
+Result = TypeVar("Result")
 
 
 class HttpRequest:
@@ -443,7 +443,7 @@ class Web:
             session.shortened = session.shortened or refused.code == TOO_LONG
             raise
 
-    async def _apart(self, size: int, work: Callable[[], T]) -> T:
+    async def _apart(self, size: int, work: Callable[[], Result]) -> Result:
         """The result of `work` on a body of so many bytes: in a thread where it takes long, as
         nobody else is served meanwhile otherwise.
         """
