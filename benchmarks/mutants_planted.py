@@ -118,7 +118,7 @@ PLANTED = [
     Planted(
         "cispo_absolute is off",
         ALGORITHMS + "surrogates.py",
-        "high if c.loss.cispo_absolute else 1 + high",
+        "high if c.cispo_absolute else 1 + high",
         "1 + high",
         SETTINGS + "cispos_upper_bound_is_relative_unless_it_is_said_to_be_absolute",
     ),

@@ -19,7 +19,7 @@ from asyncrl.models.policy import flat_bytes
 VARIANTS: list[dict[str, Any]] = [
     {},
     {"loss": {"surrogate": "gspo", "reduction": "seq-mean-token-mean"}},
-    {"kl": {"loss": {"coefficient": 0.1, "estimator": "k3"}}, "correction": {"preset": "mis"}},
+    {"kl": {"loss": {"coefficient": 0.1, "estimator": "k3"}}, "correction": {"preset": "tis"}},
     {"learner": {"minibatches": 2, "epochs": 2, "micro_batch_tokens": 60}},
 ]
 

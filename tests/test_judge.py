@@ -25,6 +25,7 @@ from actors.scorers import judge as judges
 from actors.scorers.account import Account, totals
 from actors.scorers.grading import Template, mark
 from actors.scorers.held import Spent, waiting
+from actors.scorers.user_function import FailureLog
 from asyncrl.config import load
 from asyncrl.config.rules import check
 from asyncrl.config.scorers import Judge
@@ -292,7 +293,7 @@ def test_a_call_is_ended_unless_it_waits_for_its_turn(monkeypatch: pytest.Monkey
             clock = SimpleNamespace(monotonic=runner.get_loop().time)
             monkeypatch.setattr(reward_worker, "time", clock)
             monkeypatch.setattr(held, "time", clock)
-            return runner.run(judge_later(endless, unit, deadline_s)).kind
+            return runner.run(judge_later(endless, unit, deadline_s, FailureLog(""))).kind
 
     assert kind("turn", 2.0) == "ok" and kind("never", 0.1) == "hung"
     assert kind("spent", 9) == "broken"

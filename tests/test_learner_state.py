@@ -54,7 +54,8 @@ def test_an_adaptive_coefficient_falls_by_a_bounded_step_while_the_policy_is_the
     for n in range(3):
         c.train(batch(n, seed=n))
         assert c.state.beta == pytest.approx(0.1 * (1 - 0.2 * GROUPS * SIZE / 1000) ** (n + 1))
-    fixed = core(model_dir, learner={"lr": 0.0}, kl={"reward": {**kl, "controller": "fixed"}})
+    still = {"coefficient": 0.1, "estimator": "k2", "controller": "fixed"}
+    fixed = core(model_dir, learner={"lr": 0.0}, kl={"reward": still})
     fixed.train(batch())
     assert fixed.state.beta == 0.1
 

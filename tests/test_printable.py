@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import deque
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -94,7 +95,11 @@ def test_a_reason_from_an_agent_is_one_line_of_the_log(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     gateway: Any = SimpleNamespace(
-        config=SimpleNamespace(agent=Agent(serve=True)), failed=0, producer="gateway-0", took=[1.0]
+        config=SimpleNamespace(agent=Agent(serve=True)),
+        failed=0,
+        recent=deque(maxlen=64),
+        producer="gateway-0",
+        took=[1.0],
     )
     session: Any = SimpleNamespace(name="1.0.1")
     service.Gateway.count(gateway, session, m.Failure("data", EVIL))
